@@ -1,0 +1,66 @@
+# make setup      a virtual environment in .venv with everything that development needs
+# make test       the whole test suite
+# make test-fast  the suite without what is marked slow
+# make check      ruff, mypy, import-linter
+#
+# PYTHON=python3.12             another interpreter for a new .venv (3.11 or newer)
+# TORCH_INDEX=https://...       another index for torch, such as PyTorch's own with its CPU builds
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH_INDEX ?=
+PYTHON ?=
+
+# Two stamps: what is installed, and what was compiled from protos/.
+INSTALLED := $(VENV)/.installed
+STUBS := $(VENV)/.stubs
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-fast check format clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+setup: $(STUBS)
+
+$(BIN)/python:
+	@for python in $(or $(PYTHON),python3.11 python3.12 python3 python3.13); do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "creating $(VENV) with $$("$$python" --version)"; \
+	        exec "$$python" -m venv $(VENV); \
+	    fi; \
+	done; \
+	echo "Decant needs Python 3.11 or newer; tried: $(or $(PYTHON),python3.11 python3.12 python3 python3.13)." \
+	     "Name one with PYTHON=/path/to/python." >&2; \
+	exit 1
+
+# torch by version first: without one, a dependency of a dependency may choose another build.
+$(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
+	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	@touch $@ $(STUBS)
+
+# The environment has the build requirements, so only protos/ is compiled again.
+$(STUBS): $(INSTALLED) $(wildcard protos/*.proto)
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-fast: setup
+	$(BIN)/python -m pytest -m 'not slow'
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info protos/*_pb2.py protos/*_pb2.pyi protos/*_pb2_grpc.py

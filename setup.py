@@ -1,0 +1,82 @@
+"""Compiles protos/*.proto while the package is built; everything else is in pyproject.toml.
+
+The stubs are not committed. A wheel gets them in its build folder, an editable install beside the sources.
+The compiler runs as a build step of its own, not inside `build_py`: in an editable install setuptools turns
+an error of a customised `build_py` into a warning, and the install would succeed without stubs.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+from setuptools import Command, setup
+from setuptools.command.build import build
+from setuptools.errors import ExecError
+
+PROTOS = Path("protos")
+GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
+
+
+def include_paths() -> list[str]:
+    """Where imports are looked up: our root, then google/protobuf (grpc_tools), then google/rpc."""
+    bundled = find_spec("grpc_tools")
+    common = find_spec("google.rpc")
+    if bundled is None or common is None:
+        raise ExecError("compiling protos/ needs grpcio-tools and googleapis-common-protos")
+    folders = [Path(where) / "_proto" for where in bundled.submodule_search_locations or ()]
+    folders += [Path(where).parents[1] for where in common.submodule_search_locations or ()]
+    return [".", *(str(folder) for folder in folders)]
+
+
+def compile_proto(source: Path, out: Path) -> None:
+    command = [sys.executable, "-m", "grpc_tools.protoc", *(f"-I{path}" for path in include_paths())]
+    command += [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
+    done = subprocess.run([*command, source.as_posix()], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ExecError(f"protoc failed on {source.as_posix()}:\n{done.stderr.strip()}")
+
+
+class CompileProtos(Command):
+    """A step of `build`; setuptools sets `editable_mode` when stubs belong beside the sources."""
+
+    description = "compile protos/*.proto to Python"
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
+    editable_mode = False
+    build_lib: str
+
+    def initialize_options(self) -> None:
+        self.build_lib = ""
+
+    def finalize_options(self) -> None:
+        self.build_lib = self.get_finalized_command("build_py").build_lib
+
+    def run(self) -> None:
+        sources = sorted(PROTOS.glob("*.proto"))
+        if not sources:
+            raise ExecError("no protos/*.proto beside setup.py: the source tree is incomplete")
+        out = Path(".") if self.editable_mode else Path(self.build_lib)
+        for stale in (path for pattern in GENERATED for path in (out / PROTOS).glob(pattern)):
+            stale.unlink()
+        os.makedirs(out, exist_ok=True)
+        for source in sources:
+            compile_proto(source, out)
+
+    def get_source_files(self) -> list[str]:
+        return [path.as_posix() for path in sorted(PROTOS.glob("*.proto"))]
+
+    def get_outputs(self) -> list[str]:
+        return sorted(self.get_output_mapping())
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class Build(build):
+    # Last: `build_py` copies whatever stubs an editable install left beside the sources; these replace them.
+    sub_commands: ClassVar = [*build.sub_commands, ("compile_protos", None)]
+
+
+setup(cmdclass={"build": Build, "compile_protos": CompileProtos})

@@ -1,0 +1,1 @@
+"""What the build promises: stubs in every install, floors that hold."""
