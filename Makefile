@@ -39,7 +39,7 @@ $(BIN)/python:
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[all,dev]'
-	@touch $@ $(STUBS)
+	@touch $@
 
 # The environment has the build requirements, so only protos/ is compiled again.
 $(STUBS): $(INSTALLED) $(wildcard protos/*.proto)

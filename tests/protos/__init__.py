@@ -1,0 +1,1 @@
+"""The wire is typed, and says what it promises."""
