@@ -12,9 +12,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_INDEX ?=
 PYTHON ?=
 
-# Two stamps: what is installed, and what was compiled from protos/.
+# What tells that the environment is up to date, and one of the stubs for all of them.
 INSTALLED := $(VENV)/.installed
-STUBS := $(VENV)/.stubs
+STUBS := protos/worker_pb2.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-fast check format clean
@@ -44,7 +44,6 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 # The environment has the build requirements, so only protos/ is compiled again.
 $(STUBS): $(INSTALLED) $(wildcard protos/*.proto)
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
-	@touch $@
 
 test: setup
 	$(BIN)/python -m pytest

@@ -20,20 +20,22 @@ def contracts(kind: str) -> list[dict[str, list[str]]]:
 
 
 def test_every_package_is_read_by_the_linter() -> None:
-    assert packages() == set(LINTER["root_packages"])
+    assert set(LINTER["root_packages"]) == packages(), "[tool.importlinter] root_packages"
 
 
 def test_every_package_has_a_floor() -> None:
     (layers,) = contracts("layers")
     drawn = {name.strip(" ()") for layer in layers["layers"] for name in layer.replace("|", ":").split(":")}
-    assert packages() <= drawn
+    assert not packages() - drawn, "the layers of [tool.importlinter] lack them"
 
 
 def test_every_package_has_a_contract_of_its_own() -> None:
     sources = {source for contract in contracts("forbidden") for source in contract["source_modules"]}
-    assert packages() - FREE <= {source.partition(".")[0] for source in sources}
+    missing = packages() - FREE - {source.partition(".")[0] for source in sources}
+    assert not missing, "no [[tool.importlinter.contracts]] of type forbidden names them as a source"
 
 
 def test_every_package_is_distributed() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert packages() <= set(setuptools["packages"]["find"]["include"])
+    missing = packages() - set(setuptools["packages"]["find"]["include"])
+    assert not missing, "[tool.setuptools.packages.find] include"
