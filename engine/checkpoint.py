@@ -1,0 +1,197 @@
+"""What lies in a model folder or under a hub name, and whether it may be opened at all.
+
+Safetensors only; no code from a repository is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from engine.errors import InvalidConfig, ModelRefused
+from engine.kv_layout import KvLayout
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_SAMPLE = 1 << 20
+"""Bytes hashed of each weight file of a folder, spread over it: enough to tell two checkpoints apart."""
+
+
+def choose_device(name: str) -> torch.device:
+    """The named device, or CUDA when there is one. Raises InvalidConfig."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidConfig("device", "auto, cpu, cuda or cuda:N", name) from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise InvalidConfig("device", "a device of this machine", name)
+    return device
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that may be opened; its weights are not read yet."""
+
+    path: str
+    revision: str | None
+    config: PreTrainedConfig
+
+    @property
+    def name(self) -> str:
+        architectures = self.config.architectures or [self.config.model_type]
+        return f"{architectures[0]} ({self.path})"
+
+    def choose_dtype(self, name: str, device: torch.device) -> torch.dtype:
+        """The named dtype, or the checkpoint's own. Raises InvalidConfig.
+
+        A CPU multiplies float16 three orders of magnitude slower than bfloat16: there a float16 checkpoint is
+        loaded as bfloat16, and float16 asked for by name is refused.
+        """
+        stored = self.config.get_text_config().dtype or self.config.dtype or "float32"
+        named = str(stored).removeprefix("torch.") if name == "auto" else name
+        if named not in DTYPES:
+            raise InvalidConfig("dtype", f"one of {', '.join(DTYPES)}; the checkpoint has another", named)
+        dtype = DTYPES[named]
+        if device.type == "cpu" and dtype == torch.float16:
+            if name == "auto":
+                return torch.bfloat16
+            raise InvalidConfig("dtype", "bfloat16 or float32 on a CPU, which has no fast float16", name)
+        return dtype
+
+    def choose_window(self, window: int | None) -> int:
+        """The served window: what the checkpoint was made for, or less. Raises InvalidConfig, ModelRefused."""
+        text = self.config.get_text_config()
+        most = getattr(text, "max_position_embeddings", None)
+        if most is None:
+            if window is None:
+                raise ModelRefused(self.name, "it names no max_position_embeddings; give a window")
+            return window
+        if window is not None and window > most:
+            raise InvalidConfig("window", f"at most the checkpoint's {most} positions", window)
+        return window or int(most)
+
+    def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+        """Weights into transformers' own causal model; parts for other media are left empty. Raises ModelRefused."""
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                self.path,
+                revision=self.revision,
+                config=self.config,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=False,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, struct.error) as error:
+            raise ModelRefused(self.name, f"transformers can't load it: {_first_line(error)}") from error
+        _drop_other_media(model)
+        torch.nn.Module.to(model, device)
+        model.eval()
+        return model
+
+    def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
+        """End tokens, from the generation config if it names any."""
+        generation = getattr(model, "generation_config", None)
+        named = generation.eos_token_id if generation is not None else None
+        named = self.config.get_text_config().eos_token_id if named is None else named
+        if named is None:
+            return frozenset()
+        return frozenset([named] if isinstance(named, int) else named)
+
+
+def open(path: str, revision: str | None = None) -> Checkpoint:
+    """Read the configuration of a folder or hub name. Raises ModelRefused with what stands in the way."""
+    folder = Path(path)
+    if folder.is_dir():
+        _check_folder(path, folder)
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ModelRefused(path, f"no model folder and no reachable hub name: {_first_line(error)}") from error
+    kind = raw.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        needs = "it wants code of its own to be run" if "auto_map" in raw else "transformers has no code for it"
+        raise ModelRefused(f"{kind or 'an unnamed model type'} ({path})", f"{needs}; no remote code is run here")
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    if config.is_encoder_decoder:
+        raise ModelRefused(f"{kind} ({path})", "it is an encoder with a decoder; only decoders alone are served")
+    return Checkpoint(path, revision, config)
+
+
+def _check_folder(path: str, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelRefused(path, "the folder has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(kind))
+        found = f"only {', '.join(pickles)}, and pickles can run code" if pickles else "no weights"
+        raise ModelRefused(path, f"safetensors are needed; the folder has {found}")
+
+
+def _drop_other_media(model: PreTrainedModel) -> None:
+    """Free the towers of a multimodal checkpoint: submodels of a sub-config that is not the text's."""
+    text = model.config.get_text_config()
+    if text is model.config:
+        return
+    others = [getattr(model.config, name, None) for name in model.config.sub_configs]
+    other = {id(config) for config in others if config is not None and config is not text}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, PreTrainedModel) and id(child.config) in other:
+                setattr(parent, name, torch.nn.Identity())
+
+
+def layout_hash(source: Checkpoint, layout: KvLayout, window: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Equal exactly when two devices can exchange blocks: same weights, shapes, software and kind of device."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    facts = [
+        str(layout),
+        str(window),
+        str(dtype),
+        device.type,
+        kind,
+        torch.__version__,
+        transformers.__version__,
+    ]
+    digest = hashlib.blake2b(digest_size=8)
+    for fact in (*facts, *_identity(source)):
+        digest.update(fact.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _identity(source: Checkpoint) -> Iterable[str]:
+    """Which weights: a hub commit, or for a folder its configuration, tensor headers and samples of every file."""
+    folder = Path(source.path)
+    if not folder.is_dir():
+        yield f"{source.path}@{getattr(source.config, '_commit_hash', None) or source.revision}"
+        return
+    yield hashlib.blake2b((folder / "config.json").read_bytes()).hexdigest()
+    for file in sorted(folder.glob("*.safetensors")):
+        yield f"{file.name}:{_sampled(file)}"
+
+
+def _sampled(file: Path) -> str:
+    """Digest of a safetensors header (a little-endian u64 length, then JSON) and of 16 pieces of the file."""
+    size = file.stat().st_size
+    digest = hashlib.blake2b(struct.pack("<Q", size))
+    piece = _SAMPLE // 16
+    with file.open("rb") as stream:
+        (header,) = struct.unpack("<Q", stream.read(8))
+        digest.update(stream.read(min(header, size)))
+        for index in range(16):
+            stream.seek(max(0, size - piece) * index // 15)
+            digest.update(stream.read(piece))
+    return digest.hexdigest()
+
+
+def _first_line(error: Any) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

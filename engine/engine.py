@@ -1,0 +1,401 @@
+"""The engine: receive, schedule, run, commit, publish. One caller at a time; ``loop`` gives it a thread.
+
+add ──> waiting ──> running ──> Ended           cancel: legal everywhere, Ended follows
+           ^           │  │
+           └─ preempt ─┘  └──> parked ──> release (or resume: running again)
+reserve ──> arrival ──> join: running
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from engine.blocks import BlockPool
+from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
+from engine.plan import BlockBytes, Row, Runner, StepResult, TokenLogprobs
+from engine.policy import order_of
+from engine.request import FinishReason, Request
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Sequence as EngineSequence
+from engine.sequence import Timeline
+from engine.transfer import Arrival, Checksum, Export, Seal, default_checksum
+
+
+class Device(Runner, BlockBytes, Protocol):
+    """A model with its blocks: what an engine runs on. ``model.load`` and ``fake.FakeDevice`` make one."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def window(self) -> int:
+        """Longest sequence that the model serves, in tokens."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def layout(self) -> str:
+        """Equal exactly when two devices can exchange blocks and promise the same bits."""
+        ...
+
+
+class Token(NamedTuple):
+    """A new token; ``position`` counts the sequence's output from 0."""
+
+    id: str
+    position: int
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class PromptLogprobs(NamedTuple):
+    """Of consecutive prompt tokens, the first at ``position`` (the prompt's first token has none)."""
+
+    id: str
+    position: int
+    entries: Sequence[TokenLogprobs]
+
+
+class Ended(NamedTuple):
+    """A sequence's last event. ``stop_token`` is set with STOP, ``detail`` with FAILED."""
+
+    id: str
+    reason: FinishReason
+    timeline: Timeline
+    stop_token: int | None = None
+    detail: str = ""
+
+
+class Filled(NamedTuple):
+    """A block of a sequence with an open export can be read: its ``block``-th, in the order of the tokens."""
+
+    id: str
+    block: int
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step gave, in the order in which it must be told: tokens, then ends."""
+
+    step: int
+    tokens: list[Token]
+    prompt_logprobs: list[PromptLogprobs]
+    filled: list[Filled]
+    ended: list[Ended]
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A snapshot of how busy an engine is; blocks add up to ``total_blocks``."""
+
+    running: int
+    waiting: int
+    parked: int
+    arriving: int
+    exports: int
+    waiting_tokens: int
+    free_blocks: int
+    cached_blocks: int
+    held_blocks: int
+    total_blocks: int
+    preemptions: int
+    steps: int
+
+
+class Engine:
+    """Sequences in, tokens out, over one device."""
+
+    def __init__(
+        self,
+        device: Device,
+        limits: Limits | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        checksum: Checksum = default_checksum,
+    ) -> None:
+        limits = limits or Limits(window=device.window)
+        capacity = device.num_blocks * device.block_size
+        if limits.window > device.window:
+            raise InvalidConfig("window", f"at most the model's {device.window}", limits.window)
+        if limits.window > capacity:
+            raise InvalidConfig("window", f"at most the {capacity} tokens that the KV memory holds", limits.window)
+        self.device = device
+        self.limits = limits
+        self.pool = BlockPool(device.num_blocks, device.block_size)
+        self.scheduler = Scheduler(self.pool, limits)
+        self.steps = 0
+        self._clock = clock
+        self._checksum = checksum
+        self._arrivals_seen = 0
+        self._sequences: dict[str, EngineSequence] = {}
+        self._parked: dict[str, EngineSequence] = {}
+        self._arriving: dict[str, Arrival] = {}
+        self._exports: dict[str, Export] = {}
+        self._ended: list[Ended] = []
+
+    # -- receive ------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Take a sequence up. Raises InvalidRequest; then nothing of it was kept and all others go on."""
+        sequence = self._accept(request)
+        self._sequences[request.id] = sequence
+        self.scheduler.add(sequence)
+
+    def cancel(self, id: str) -> bool:
+        """End a sequence in whatever state it is; False when nothing of that id is alive. Frees at once."""
+        arrival = self._arriving.pop(id, None)
+        if arrival is not None:
+            arrival.abort()
+        sequence = self._sequences.get(id)
+        if sequence is not None:
+            self._end(sequence, FinishReason.CANCELLED)
+        return sequence is not None or arrival is not None
+
+    def park(self, id: str) -> None:
+        """Stop stepping a running sequence and keep its blocks (the last step of a drain)."""
+        sequence = self._running(id)
+        self.scheduler.remove(sequence)
+        self._parked[id] = sequence
+
+    def resume(self, id: str) -> None:
+        """Step a parked sequence on, here, to its end. Raises UnknownSequence."""
+        sequence = self._parked.pop(id, None)
+        if sequence is None:
+            raise UnknownSequence(f"{id} is not parked here")
+        self.scheduler.add(sequence)
+
+    # -- step ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or tell anything."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self._ended)
+
+    def step(self) -> StepOutput:
+        """One iteration over everything that runs: schedule, run, commit, publish."""
+        output = StepOutput(self.steps, [], [], [], self._ended)
+        self._ended = []
+        plan = self.scheduler.schedule()
+        if plan.rows:
+            started = self._clock()
+            result = self.device.run(plan)
+            self._commit(plan.rows, result, started, output)
+            self.steps += 1
+        output.num_tokens = plan.num_tokens
+        output.ended.extend(self._ended)
+        self._ended = []
+        return output
+
+    def _commit(self, rows: Sequence[Row], result: StepResult, started: float, output: StepOutput) -> None:
+        now = self._clock()
+        for index, row in enumerate(rows):
+            sequence = self._sequences[row.request.id]
+            if sequence.timeline.scheduled is None:
+                sequence.timeline.scheduled = started
+            if index in result.failed:
+                self._end(sequence, FinishReason.FAILED, detail=result.failed[index])
+                continue
+            filled = self.scheduler.commit(sequence, row.end)
+            if filled:
+                self._offer(sequence, filled, output)
+            if index in result.prompt_logprobs:
+                self._explain(sequence, row.start + 1, result.prompt_logprobs[index], output)
+            token = result.sampled[index]
+            if token is not None:
+                output.tokens.append(Token(sequence.id, sequence.num_output, token, result.logprobs.get(index)))
+                self._append(sequence, token, now)
+
+    def _explain(
+        self, sequence: EngineSequence, position: int, entries: Sequence[TokenLogprobs], output: StepOutput
+    ) -> None:
+        """Tell prompt log-probabilities from ``position`` on, once each even when they are computed again."""
+        news = entries[max(0, sequence.explained - position) :]
+        if news:
+            output.prompt_logprobs.append(PromptLogprobs(sequence.id, sequence.explained, news))
+            sequence.explained += len(news)
+
+    def _append(self, sequence: EngineSequence, token: int, now: float) -> None:
+        """One more token: note its time, then see whether it ends or parks the sequence."""
+        sequence.tokens.append(token)
+        timeline = sequence.timeline
+        timeline.tokens.append(now)
+        if timeline.first_token is None:
+            timeline.first_token = now
+        stop, written = sequence.request.stop, sequence.num_output
+        if token in stop.stop_token_ids or (token in self.device.eos_token_ids and not stop.ignore_eos):
+            self._end(sequence, FinishReason.STOP, stop_token=token)
+        elif stop.max_tokens is not None and written >= stop.max_tokens:
+            self._end(sequence, FinishReason.LENGTH)
+        elif len(sequence.tokens) >= self.limits.window:
+            self._end(sequence, FinishReason.CONTEXT_LENGTH)
+        elif sequence.request.park_after == written:
+            self.park(sequence.id)
+
+    def _end(
+        self,
+        sequence: EngineSequence,
+        reason: FinishReason,
+        *,
+        stop_token: int | None = None,
+        detail: str = "",
+    ) -> None:
+        """The one way out of the engine: from wherever it is, free its blocks, tell its end."""
+        del self._sequences[sequence.id]
+        if self._parked.pop(sequence.id, None) is None:
+            self.scheduler.remove(sequence)
+        if sequence.holding:
+            sequence.holding.release()
+        export = self._exports.get(sequence.id)
+        if export is not None and export.sealed is None:
+            export.ended = True
+        sequence.timeline.finished = self._clock()
+        self._ended.append(Ended(sequence.id, reason, sequence.timeline, stop_token, detail))
+
+    # -- hand over ----------------------------------------------------------------------------------------------
+
+    def export(self, id: str, have: int = 0) -> Export:
+        """Lease the blocks of a sequence from block ``have`` on, those filled now and those filled later.
+
+        Raises UnknownSequence, InvalidRequest (``have`` beyond all but the last block, or a second export).
+        """
+        sequence = self._sequences.get(id)
+        if sequence is None:
+            raise UnknownSequence(f"{id} is not alive here")
+        most = (len(sequence.tokens) - 1) // self.pool.block_size
+        if not 0 <= have <= most:
+            raise InvalidRequest("have", f"a whole number from 0 to {most}", have)
+        if id in self._exports:
+            raise InvalidRequest("id", "not exported already, or that export released", id)
+        export = Export(sequence, have, self.pool.allocate(_lease(id), 0), self.device)
+        self._exports[id] = export
+        for index in range(have, sequence.computed // self.pool.block_size):
+            export.offer(sequence, index, self._checksum)
+        return export
+
+    def seal(self, id: str) -> Seal:
+        """Close the account of a parked sequence's export. Raises UnknownSequence."""
+        export, sequence = self._exports.get(id), self._parked.get(id)
+        if export is None or export.ended or sequence is None:
+            raise UnknownSequence(f"{id} is not parked here with an open export")
+        return export.seal(sequence, self._checksum)
+
+    def release(self, id: str) -> None:
+        """End an export: give the lease back, and the parked sequence with it once it was sealed."""
+        export = self._exports.pop(id, None)
+        if export is None:
+            return
+        export.release()
+        if export.sealed is not None and id in self._parked:
+            sequence = self._parked.pop(id)
+            del self._sequences[id]
+            if sequence.holding:
+                sequence.holding.release()
+
+    def reserve(self, request: Request) -> Arrival:
+        """Room for a sequence that comes with its KV: its cached prefix pinned, all other blocks of prompt and
+        one token taken, all or none. Sequences that wait for room go first. Raises NoRoom, InvalidRequest."""
+        sequence = self._accept(request)
+        prefix = self.scheduler.cached_prefix(sequence)
+        fresh = self.pool.blocks_for(len(sequence.tokens) + 1) - len(prefix)
+        if any(waiting.timeline.scheduled is not None for waiting in self.scheduler.waiting):
+            raise NoRoom(fresh, 0)
+        spare = len(self.scheduler.running)
+        sequence.holding = self.pool.allocate(sequence.id, fresh, prefix, spare=spare)
+        arrival = Arrival(sequence, len(prefix), self.device, self._checksum)
+        self._arriving[request.id] = arrival
+        return arrival
+
+    def join(self, arrival: Arrival, seal: Seal) -> None:
+        """Make the sequence exist: all blocks verified, it runs on from the seal. Raises TransferRejected."""
+        sequence = arrival.accept(seal)
+        del self._arriving[arrival.id]
+        self._sequences[arrival.id] = sequence
+        self.scheduler.add(sequence)
+
+    def _offer(self, sequence: EngineSequence, filled: range, output: StepOutput) -> None:
+        """Sum the blocks that a step filled when they are to be handed over, and lease them to an open export."""
+        export = self._exports.get(sequence.id)
+        if sequence.request.park_after is not None and sequence.holding:
+            for index in filled:
+                sequence.sums[index] = self._checksum(self.device.read(sequence.holding.blocks[index]))
+        if export is not None and not export.ended:
+            for index in range(export.have + len(export.runs), filled.stop):
+                export.offer(sequence, index, self._checksum)
+                output.filled.append(Filled(sequence.id, index))
+
+    # -- look ---------------------------------------------------------------------------------------------------
+
+    def load(self) -> Load:
+        """How busy the engine is now."""
+        scheduler, pool = self.scheduler, self.pool
+        return Load(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            parked=len(self._parked),
+            arriving=len(self._arriving),
+            exports=len(self._exports),
+            waiting_tokens=sum(sequence.remaining for sequence in scheduler.waiting),
+            free_blocks=pool.free,
+            cached_blocks=pool.cached,
+            held_blocks=pool.num_blocks - pool.available,
+            total_blocks=pool.num_blocks,
+            preemptions=scheduler.preemptions,
+            steps=self.steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Every block is free, cached, or held for someone who is alive. Raises AssertionError."""
+        alive = {*self._sequences, *self._arriving, *(_lease(id) for id in self._exports)}
+        self.pool.check_integrity(alive)
+        scheduled = [s.id for s in (*self.scheduler.running, *self.scheduler.waiting)]
+        if sorted([*scheduled, *self._parked]) != sorted(self._sequences):
+            raise AssertionError("a live sequence is in no state, or in two")
+        for sequence in self._sequences.values():
+            room = len(sequence.holding.blocks) * self.pool.block_size if sequence.holding else 0
+            if sequence.computed > room:
+                raise AssertionError(f"{sequence.id} has {sequence.computed} computed tokens in room for {room}")
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _accept(self, request: Request) -> EngineSequence:
+        """A raw request becomes a sequence, or InvalidRequest says what is wrong with it."""
+        self._validate(request)
+        self._arrivals_seen += 1
+        order = order_of(self.steps, self._arrivals_seen, request.priority)
+        return EngineSequence(request, order, self._clock())
+
+    def _validate(self, request: Request) -> None:
+        vocabulary, window = self.device.vocab_size, self.limits.window
+        if request.id in self._sequences or request.id in self._arriving:
+            raise InvalidRequest("id", "not alive already", request.id)
+        if len(request.token_ids) > window:
+            raise InvalidRequest("token_ids", f"at most {window} tokens", len(request.token_ids))
+        named = {"token_ids": request.token_ids, "stop_token_ids": request.stop.stop_token_ids}
+        named["logit_bias"] = tuple(request.sampling.logit_bias)
+        for field, tokens in named.items():
+            worst = max(tokens, default=0) if min(tokens, default=0) >= 0 else min(tokens)
+            if not 0 <= worst < vocabulary:
+                raise InvalidRequest(field, f"token ids from 0 to {vocabulary - 1}", worst)
+        written = len(request.token_ids) - request.prompt_len
+        if request.stop.max_tokens is not None and written >= request.stop.max_tokens:
+            raise InvalidRequest("max_tokens", f"more than the {written} tokens already written", written)
+        if written and len(request.token_ids) >= window:
+            raise InvalidRequest("token_ids", f"less than {window} tokens with output", len(request.token_ids))
+
+    def _running(self, id: str) -> EngineSequence:
+        sequence = self._sequences.get(id)
+        if sequence is None or id in self._parked or sequence.holding is None:
+            raise UnknownSequence(f"{id} is not running here")
+        return sequence
+
+
+def _lease(id: str) -> str:
+    return f"lease:{id}"

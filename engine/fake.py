@@ -1,0 +1,174 @@
+"""The device half without torch: real bytes in the blocks, the next token a function of the bytes it can see.
+
+A slot holds eight bytes made of its token and position. The next token of a sequence is drawn from a small
+distribution that is a function of the checksum of every slot up to the last one, so a block that is lost, swapped,
+stale or flipped changes the text. Everything a request can ask of the sampler is honoured on that distribution.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.draw import uniform
+from engine.errors import InvalidConfig
+from engine.plan import Row, StepPlan, StepResult, TokenLogprobs
+
+SLOT_BYTES = 8
+CANDIDATES = 16
+"""Tokens that a fake distribution gives weight to; each is half as likely as the one before."""
+
+_SLOT = struct.Struct("<II")
+
+
+class Candidate(NamedTuple):
+    """A token and its natural log-weight."""
+
+    token: int
+    weight: float
+
+
+class FakeDevice:
+    """A ``Device`` of plain bytes. ``cost`` gives the seconds that a step takes (it sleeps for them)."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        vocab_size: int = 512,
+        window: int | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        cost: Callable[[StepPlan], float] | None = None,
+    ) -> None:
+        if vocab_size < CANDIDATES:
+            raise InvalidConfig("vocab_size", f"at least {CANDIDATES}", vocab_size)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.window = window or num_blocks * block_size
+        self.eos_token_ids = eos_token_ids
+        self.block_bytes = block_size * SLOT_BYTES
+        self.layout = f"fake-{block_size}-{vocab_size}"
+        self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))
+        self._cost = cost
+
+    def read(self, block: int) -> memoryview:
+        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
+        self.read(block)[:] = data
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Fill the rows' slots, then draw. Rows see the blocks only, never the token list."""
+        if self._cost is not None:
+            time.sleep(self._cost(plan))
+        sampled: list[int | None] = [None] * len(plan.rows)
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        for index, row in enumerate(plan.rows):
+            self._fill(row)
+            if row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1:
+                prompts[index] = self._explain(row)
+            if row.sample:
+                seen = candidates(self._sum(row, row.end), self.vocab_size)
+                token = draw(seen, row, self.eos_token_ids)
+                sampled[index] = token
+                if row.request.logprobs is not None:
+                    logprobs[index] = _logprobs(seen, token, row.request.logprobs)
+        return StepResult(sampled, logprobs, prompts)
+
+    def _fill(self, row: Row) -> None:
+        for position in range(row.start, row.end):
+            block, slot = divmod(position, self.block_size)
+            data = _SLOT.pack(row.tokens[position], (position + 1) * 2654435761 & 0xFFFFFFFF)
+            self.read(row.blocks[block])[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = data
+
+    def _sum(self, row: Row, count: int) -> int:
+        """Checksum of the first ``count`` slots that the row's blocks hold."""
+        total = 0
+        for index in range(-(-count // self.block_size)):
+            slots = min(count - index * self.block_size, self.block_size)
+            total = zlib.crc32(self.read(row.blocks[index])[: slots * SLOT_BYTES], total)
+        return total
+
+    def _explain(self, row: Row) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt tokens at positions start + 1 .. end."""
+        last = min(row.end, row.request.prompt_len - 1)
+        count = row.request.prompt_logprobs or 0
+        return [
+            _logprobs(candidates(self._sum(row, position), self.vocab_size), row.tokens[position], count)
+            for position in range(row.start + 1, last + 1)
+        ]
+
+
+def candidates(total: int, vocab_size: int) -> list[Candidate]:
+    """The distribution behind a checksum, likeliest first."""
+    stride = 1 + 2 * (total >> 16) % vocab_size
+    while math.gcd(stride, vocab_size) != 1:
+        stride += 1
+    return [Candidate((total + rank * stride) % vocab_size, -rank * math.log(2)) for rank in range(CANDIDATES)]
+
+
+def draw(seen: list[Candidate], row: Row, eos: frozenset[int]) -> int:
+    """What ``sampler.sample`` does, on a handful of candidates; others have weight e^-100 when a bias names them."""
+    request = row.request
+    sampling, position = request.sampling, row.end - request.prompt_len
+    weights = dict(seen)
+    for token, bias in sampling.logit_bias.items():
+        weights[token] = weights.get(token, -100.0) + bias
+    if position < request.stop.min_tokens:
+        for token in request.stop.stop_token_ids | eos:
+            weights.pop(token, None)
+    if sampling.penalised:
+        _penalise(weights, row)
+    ordered = sorted(weights.items(), key=lambda item: -item[1])
+    if sampling.greedy:
+        return ordered[0][0]
+    kept = _keep([(token, weight / sampling.temperature) for token, weight in ordered], row)
+    target = uniform(sampling.seed, sampling.output_index, position) * sum(share for _, share in kept)
+    for token, share in kept:
+        target -= share
+        if target < 0:
+            return token
+    return kept[-1][0]
+
+
+def _penalise(weights: dict[int, float], row: Row) -> None:
+    sampling = row.request.sampling
+    written = Counter(row.tokens[row.request.prompt_len :])
+    for token in weights.keys() & set(row.tokens):
+        weight = weights[token]
+        weight = weight / sampling.repetition_penalty if weight > 0 else weight * sampling.repetition_penalty
+        if token in written:
+            weight -= sampling.presence_penalty + sampling.frequency_penalty * written[token]
+        weights[token] = weight
+
+
+def _keep(ordered: list[tuple[int, float]], row: Row) -> list[tuple[int, float]]:
+    """Tokens and probabilities that top-k, top-p and min-p leave, likeliest first."""
+    sampling = row.request.sampling
+    if sampling.top_k:
+        ordered = ordered[: sampling.top_k]
+    highest = ordered[0][1]
+    shares = [(token, math.exp(weight - highest)) for token, weight in ordered]
+    whole = sum(share for _, share in shares)
+    kept, before = [], 0.0
+    for token, share in shares:
+        if before < sampling.top_p * whole and share >= sampling.min_p:
+            kept.append((token, share))
+        before += share
+    return kept
+
+
+def _logprobs(seen: list[Candidate], token: int, count: int) -> TokenLogprobs:
+    """Of a candidate as it stands; any other token shares what 2**-CANDIDATES leaves and ranks behind them."""
+    normal = math.log(sum(math.exp(weight) for _, weight in seen))
+    weight = dict(seen).get(token, -100.0)
+    rank = 1 + sum(other > weight for _, other in seen)
+    return TokenLogprobs(token, weight - normal, rank, tuple((other, value - normal) for other, value in seen[:count]))

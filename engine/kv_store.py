@@ -1,0 +1,60 @@
+"""The bytes of the blocks, as one tensor; see ``kv_layout`` for how they lie."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.errors import InvalidConfig
+from engine.kv_layout import KvLayout
+
+
+class KvStore:
+    """``num_blocks`` blocks of ``layout`` on one device. Knows no owners: that is the pool's half."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        if num_blocks < 1:
+            raise InvalidConfig("kv_bytes", f"room for at least one block of {layout.block_bytes} bytes", num_blocks)
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.blocks = torch.zeros(num_blocks, layout.block_elements, dtype=dtype, device=device)
+        self._layers = [self._split(index) for index in range(len(layout.layers))]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def _split(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One layer's part of all blocks, and its keys and values, as views of the store."""
+        spec, size = self.layout.layers[layer], self.layout.block_size
+        start = self.layout.offsets[layer]
+        both = self.blocks[:, start : start + size * spec.slot_elements]
+        border = size * spec.kv_heads * spec.key_dim
+        keys = both[:, :border].unflatten(1, (size, spec.kv_heads, spec.key_dim))
+        values = both[:, border:].unflatten(1, (size, spec.kv_heads, spec.value_dim))
+        return both, keys, values
+
+    def put(self, layer: int, blocks: torch.Tensor, slots: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Write keys and values [T, kv heads, dim] of T tokens to (blocks[T], slots[T])."""
+        _, keys, values = self._layers[layer]
+        keys[blocks, slots] = kv[0]
+        values[blocks, slots] = kv[1]
+
+    def gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of whole blocks, table [B, n] -> [B, n * block_size, kv heads, dim] each (a copy)."""
+        both, _, _ = self._layers[layer]
+        spec, size = self.layout.layers[layer], self.layout.block_size
+        copied = torch.index_select(both, 0, table.flatten())
+        border = size * spec.kv_heads * spec.key_dim
+        batch, count = table.shape
+        keys = copied[:, :border].reshape(batch, count * size, spec.kv_heads, spec.key_dim)
+        values = copied[:, border:].reshape(batch, count * size, spec.kv_heads, spec.value_dim)
+        return keys, values
+
+    def read(self, block: int) -> memoryview:
+        """The bytes of a block: an alias of the store on a CPU, a copy from elsewhere."""
+        return self.blocks[block].view(torch.uint8).cpu().numpy().data
+
+    def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
+        """Replace the bytes of a block."""
+        incoming = torch.frombuffer(bytearray(data), dtype=self.blocks.dtype)
+        self.blocks[block].copy_(incoming)

@@ -1,0 +1,135 @@
+"""Linear layers whose rows do not see each other, and fast: weights packed once for oneDNN.
+
+A general matrix product picks its kernel by the number of rows, and then a row's last bits depend on its
+neighbours. oneDNN's products on packed weights do not (shown for 1 to 2,048 rows by ``tests/engine/test_bits``).
+bf16 weights are packed as bf16 where the CPU multiplies bf16; elsewhere as float32, which holds them exactly, at
+twice the memory, with results rounded to bf16. On CUDA the model's own layers stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+FIXED_ROWS = 32
+"""Rows of every call of a module that is run in pieces of one shape."""
+
+
+def packed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what precision this CPU multiplies weights of ``dtype``."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return dtype
+
+
+class PackedLinear(nn.Module):
+    """x [..., in] -> [..., out], as ``nn.Linear`` with weight [out, in] would."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self._dtype = packed_dtype(weight.dtype)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self._dtype).contiguous(), None)
+        self._bias = None if bias is None else bias.detach().to(self._dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(self._dtype)
+        count = rows.shape[0]
+        if count == 1:  # one row alone is the one case that takes another kernel (float32, AVX512)
+            rows = rows.expand(2, -1).contiguous()
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        return out[:count].to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+class FixedRows(nn.Module):
+    """Runs a module that treats rows alone in pieces of FIXED_ROWS rows, so that its kernels never change."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        """What callers read off the module (a router's bias, say) stays readable."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        count = rows.shape[0]
+        padded = torch.cat([rows, rows.new_zeros(-count % FIXED_ROWS, rows.shape[1])])
+        pieces = [self.inner(piece) for piece in padded.split(FIXED_ROWS)]
+        if isinstance(pieces[0], torch.Tensor):
+            return torch.cat(pieces)[:count]
+        return tuple(torch.cat(parts)[:count] for parts in zip(*pieces, strict=True))
+
+
+class PackedExperts(nn.Module):
+    """A transformers experts module (``use_experts_implementation``) with each expert's weights packed.
+
+    hidden [T, H], top_k_index [T, k], top_k_weights [T, k] -> [T, H]. A token's experts are added in the order in
+    which its router names them, so its sum does not depend on who else chose them.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self._gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
+        self._post = experts.post_expert_norm if experts.has_post_expert_norm else nn.Identity()
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        self._up = _pack_each(experts, first)
+        self._down = _pack_each(experts, "down_proj")
+        for name in (first, "down_proj"):
+            delattr(experts, name)
+
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        count, top_k = top_k_index.shape
+        outputs = hidden.new_zeros(count * top_k, hidden.shape[-1])
+        chosen = top_k_index.flatten()
+        for expert in torch.unique(chosen).tolist():
+            places = (chosen == expert).nonzero().flatten()
+            inner = self._gate(self._up[expert](hidden[places // top_k]))
+            outputs[places] = self._post(self._down[expert](inner))
+        weighted = (outputs * top_k_weights.reshape(-1, 1)).unflatten(0, (count, top_k))
+        total: torch.Tensor = weighted[:, 0]
+        for rank in range(1, top_k):
+            total = total + weighted[:, rank]
+        return total.to(hidden.dtype)
+
+
+def _pack_each(experts: Any, name: str) -> nn.ModuleList:
+    weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    if experts.is_transposed:
+        weights = weights.transpose(1, 2)
+    return nn.ModuleList(
+        PackedLinear(weight, None if biases is None else biases[index]) for index, weight in enumerate(weights)
+    )
+
+
+def pack(model: nn.Module) -> None:
+    """Replace every module of a CPU model that multiplies rows by a weight with one that keeps rows apart."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            packed = _packed(child)
+            if packed is not None:
+                setattr(parent, name, packed)
+
+
+def _packed(module: nn.Module) -> nn.Module | None:
+    """What takes a module's place; None to leave it (and look at its children)."""
+    if isinstance(module, nn.Linear):
+        return PackedLinear(module.weight, module.bias)
+    if isinstance(module, Conv1D):
+        return PackedLinear(module.weight.T, module.bias)
+    if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+        return PackedExperts(module)
+    if next(module.children(), None) is not None:
+        return None
+    own = list(module.parameters(recurse=False))
+    matrix = any(parameter.dim() == 2 and min(parameter.shape) > 1 for parameter in own)
+    if matrix and not isinstance(module, nn.Embedding | FixedRows | PackedLinear):
+        return FixedRows(module)
+    return None

@@ -1,0 +1,114 @@
+"""A Hugging Face checkpoint becomes a device: loaded, learnt, made row-safe, probed, and given blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from engine import checkpoint, linears, rope
+from engine.attention.paged import TILE
+from engine.checkpoint import DTYPES
+from engine.errors import InvalidConfig
+from engine.kv_layout import KvLayout
+from engine.kv_store import KvStore
+from engine.plan import StepPlan, StepResult
+from engine.probe import Verdict, alone, learn, probe, table
+from engine.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What to serve and with how much memory.
+
+    model       a folder or a hub name; ``revision`` pins the latter
+    dtype       "auto" (the checkpoint's; float16 becomes bfloat16 on a CPU), or a name in DTYPES
+    device      "auto" (CUDA when there is one), "cpu", "cuda", "cuda:1", ...
+    window      longest sequence served, in tokens; None: what the checkpoint names
+    kv_bytes    memory for the blocks
+    block_size  tokens per block: a power of two of at most 128
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    window: int | None = None
+    kv_bytes: int = 1 << 30
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise InvalidConfig("dtype", f"auto or one of {', '.join(DTYPES)}", self.dtype)
+        if self.block_size not in (1, 2, 4, 8, 16, 32, 64, TILE):
+            raise InvalidConfig("block_size", f"a power of two of at most {TILE}", self.block_size)
+        if self.window is not None and self.window < 1:
+            raise InvalidConfig("window", "at least 1", self.window)
+        if self.kv_bytes < 1:
+            raise InvalidConfig("kv_bytes", "at least one block", self.kv_bytes)
+
+
+@dataclass(slots=True)
+class ModelDevice:
+    """A served model with its blocks: the ``Device`` of an engine. ``verdict`` is what the probe found."""
+
+    store: KvStore
+    runner: ModelRunner
+    window: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    layout: str
+    verdict: Verdict
+    model: torch.nn.Module = field(repr=False)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.store.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.store.layout.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self.store.block_bytes
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.runner.run(plan)
+
+    def read(self, block: int) -> memoryview:
+        return self.store.read(block)
+
+    def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
+        self.store.write(block, data)
+
+
+def load(config: ModelConfig) -> ModelDevice:
+    """Load a checkpoint and decide whether it is served. Raises ModelRefused, InvalidConfig.
+
+    Order matters: the reference is computed by transformers' own attention before anything is replaced.
+    """
+    device = checkpoint.choose_device(config.device)
+    source = checkpoint.open(config.model, config.revision)
+    dtype = source.choose_dtype(config.dtype, device)
+    window = source.choose_window(config.window)
+    model = source.read(dtype, device)
+    rope.freeze(model, window)
+    reference = alone(model)
+    views, specs = learn(model, source.name, window)
+    if device.type == "cpu":
+        linears.pack(model)
+    layout = KvLayout(specs, config.block_size, dtype.itemsize)
+    verdict = probe(model, source.name, layout, views, reference)
+    eos = source.eos_token_ids(model)
+    store = KvStore(layout, config.kv_bytes // layout.block_bytes, dtype, device)
+    return ModelDevice(
+        store=store,
+        runner=ModelRunner(model, store, views, eos),
+        window=window,
+        vocab_size=table(model).num_embeddings,
+        eos_token_ids=eos,
+        layout=checkpoint.layout_hash(source, layout, window, dtype, device),
+        verdict=verdict,
+        model=model,
+    )

@@ -1,0 +1,142 @@
+"""What a caller asks of the engine: tokens to continue, how to sample, when to stop.
+
+Each type checks its own ranges when it is made, so one that exists is in range; what depends on the model or
+the pool (vocabulary, window, capacity) is checked by ``Engine.add``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+"""Most alternatives per token that a request may ask for."""
+
+_MAX_TEMPERATURE = 100.0
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequest(name, f"a number from {low:g} to {high:g}", value)
+
+
+def _whole(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequest(name, f"a whole number from {low} to {high}", value)
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence wrote its last token."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CONTEXT_LENGTH = "context_length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
+
+    Order: logit bias, minimum length, penalties, temperature, top-k, top-p, min-p, one draw. The penalties are
+    those of CTRL (repetition: prompt and output, divides positive logits) and of the OpenAI API (presence and
+    frequency: output alone, subtracted).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    output_index: int = 0
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0.0, _MAX_TEMPERATURE)
+        _whole("top_k", self.top_k, 0, 2**31 - 1)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _whole("seed", self.seed, 0, 2**64 - 1)
+        _whole("output_index", self.output_index, 0, 2**32 - 1)
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidRequest("top_p", "above 0 and at most 1", self.top_p)
+        if not 0.0 < self.repetition_penalty <= 10.0:
+            raise InvalidRequest("repetition_penalty", "above 0 and at most 10", self.repetition_penalty)
+        for token, bias in self.logit_bias.items():
+            _within(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When a sequence ends. ``max_tokens`` None: at the window. Before ``min_tokens`` no stop token is drawn."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to continue.
+
+    ``token_ids`` are the prompt and, when a request starts over elsewhere, the output that was already written;
+    ``prompt_tokens`` is the boundary (default: all are prompt). ``logprobs`` and ``prompt_logprobs`` count the
+    alternatives per token: None for none, 0 for the token itself alone. ``salt`` separates prefix caches.
+    ``park_after``: output tokens after which the sequence keeps its blocks and is not scheduled (the giving end
+    of a handoff); None to write to the end.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int | None = None
+    sampling: SamplingParams = SamplingParams()
+    stop: StopParams = StopParams()
+    priority: int = 0
+    salt: bytes = b""
+    use_prefix_cache: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    park_after: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise InvalidRequest("id", "not empty", self.id)
+        if not self.token_ids:
+            raise InvalidRequest("token_ids", "at least 1 token", 0)
+        if self.prompt_tokens is not None:
+            _whole("prompt_tokens", self.prompt_tokens, 1, len(self.token_ids))
+        _whole("priority", self.priority, -1000, 1000)
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None:
+                _whole(name, value, 0, MAX_LOGPROBS)
+        if self.park_after is not None:
+            _whole("park_after", self.park_after, 1, 2**31 - 1)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.token_ids) if self.prompt_tokens is None else self.prompt_tokens

@@ -1,0 +1,43 @@
+"""Rotary scaling that depends on length, frozen.
+
+Some models (``longrope``, ``dynamic``) choose their frequencies by the longest position of a whole pass, so one
+long sequence would change its neighbours. The served window decides once and for all instead; it is therefore
+part of the layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_MOVING = ("dynamic", "longrope")
+
+
+def freeze(model: torch.nn.Module, window: int) -> None:
+    """Fix every length-dependent rotary embedding of ``model`` at the frequencies of ``window`` positions."""
+    for module in map(_untyped, model.modules()):
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str) and _moves(kinds):
+            _settle(module, window, None)
+            module.rope_type = "default"
+        elif isinstance(kinds, dict) and any(_moves(kind) for kind in kinds.values()):
+            for layer_type in [name for name, kind in kinds.items() if _moves(kind)]:
+                _settle(module, window, layer_type)
+            module.rope_type = {name: "default" if _moves(kind) else kind for name, kind in kinds.items()}
+
+
+def _untyped(module: Any) -> Any:
+    """torch types a module's plain attributes as tensors."""
+    return module
+
+
+def _moves(kind: str) -> bool:
+    return any(name in kind for name in _MOVING)
+
+
+def _settle(module: Any, window: int, layer_type: str | None) -> None:
+    """Let the module see the last position of the window once, as transformers would."""
+    device = next(buffer for buffer in module.buffers()).device
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    module(torch.zeros(1, device=device), torch.tensor([[window - 1]], device=device), **options)

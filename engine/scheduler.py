@@ -1,0 +1,153 @@
+"""The first law: a sequence has tokens, and a count of those whose KV is computed; a step spends a token budget
+to close the gap. There is no prefill phase and no decode phase.
+
+One step, with a budget of 12 and blocks enough::
+
+    running   A  [##########|.]                1   decodes first
+              B  [######|.]                    1
+              C  [####|.............]          7   then prompts already begun, cut to what is left
+    waiting   D  [|...]                        3   then new ones, packed until the budget is filled
+              E  [|........................]   0   no budget left: stays, keeps its place
+
+Split prompts, prefix hits, recomputation after a preemption, and sequences that arrive with their KV are all the
+same case: ``computed`` starts elsewhere.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from engine.blocks import BlockPool
+from engine.errors import InvalidConfig, NoRoom
+from engine.plan import Row, StepPlan
+from engine.sequence import Sequence
+
+PROMPT_LOGPROB_CHUNK = 128
+"""Most prompt tokens a step computes of a sequence whose every position needs logits (rows x vocabulary)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step and the whole engine may hold.
+
+    token_budget    tokens that one step computes
+    max_running     sequences that hold blocks to be stepped; at most the token budget, so decodes always fit
+    window          longest sequence, in tokens
+    """
+
+    token_budget: int = 512
+    max_running: int = 256
+    window: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "max_running", "window"):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(name, "at least 1", getattr(self, name))
+        if self.max_running > self.token_budget:
+            raise InvalidConfig("max_running", f"at most the token budget {self.token_budget}", self.max_running)
+
+
+class Scheduler:
+    """Waiting and running sequences over one pool. Plain integers: no clock, no device, no log."""
+
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.waiting: list[Sequence] = []  # both sorted by ``order``, most urgent first
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence that holds its computed blocks runs on; one without waits for room."""
+        insort(self.running if sequence.holding else self.waiting, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out; its blocks stay with it."""
+        (self.running if sequence.holding else self.waiting).remove(sequence)
+
+    def schedule(self) -> StepPlan:
+        """Spend the budget: decodes, then begun prompts, then new ones, each group by order."""
+        self._grow_running()
+        budget = self.limits.token_budget
+        rows: list[Row] = []
+        for decoding in (True, False):
+            for sequence in self.running:
+                if (sequence.remaining == 1) is decoding and budget:
+                    rows.append(_row(sequence, budget))
+                    budget -= rows[-1].end - rows[-1].start
+        while budget and (admitted := self._admit_next()):
+            rows.append(_row(admitted, budget))
+            budget -= rows[-1].end - rows[-1].start
+        return StepPlan(tuple(rows), self.limits.token_budget - budget)
+
+    def commit(self, sequence: Sequence, end: int) -> range:
+        """Count the tokens up to ``end`` as computed; publish and return the blocks that this filled."""
+        filled = range(sequence.computed // self.pool.block_size, end // self.pool.block_size)
+        sequence.computed = end
+        if filled and sequence.request.use_prefix_cache and sequence.holding:
+            for index in filled:
+                digest = sequence.hash_at(index, self.pool.block_size)
+                self.pool.publish(sequence.holding.blocks[index], digest)
+        return filled
+
+    def _grow_running(self) -> None:
+        """A block for every running sequence's next token, most urgent first; the least urgent make room."""
+        size = self.pool.block_size
+        for sequence in tuple(self.running):
+            while sequence.holding and len(sequence.holding.blocks) * size < len(sequence.tokens):
+                if self.pool.available:
+                    sequence.holding.grow(1)
+                else:
+                    self._preempt(self.running[-1])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give up a sequence's blocks; it waits, and recomputes what the prefix cache no longer has."""
+        self.remove(sequence)
+        if sequence.holding:
+            sequence.holding.release()
+        sequence.holding = None
+        sequence.computed = 0
+        self.preemptions += 1
+        self.add(sequence)
+
+    def _admit_next(self) -> Sequence | None:
+        """Move the most urgent waiting sequence to the running ones if all its tokens fit now.
+
+        Strictly in order: whoever is behind does not overtake one that is waiting for room. One block for each
+        running sequence stays free, so that an arrival does not at once cost a preemption.
+        """
+        if not self.waiting or len(self.running) >= self.limits.max_running:
+            return None
+        sequence = self.waiting[0]
+        prefix = self.cached_prefix(sequence)
+        fresh = self.pool.blocks_for(len(sequence.tokens)) - len(prefix)
+        try:
+            holding = self.pool.allocate(sequence.id, fresh, prefix, spare=len(self.running))
+        except NoRoom:
+            return None
+        self.remove(sequence)
+        sequence.holding = holding
+        sequence.computed = len(prefix) * self.pool.block_size
+        self.add(sequence)
+        return sequence
+
+    def cached_prefix(self, sequence: Sequence) -> list[int]:
+        """Published blocks that carry the start of a sequence; always less than all of its tokens."""
+        if not sequence.request.use_prefix_cache or sequence.request.prompt_logprobs is not None:
+            return []  # positions of a hit have no logits
+        return self.pool.match(sequence.hashes(self.pool.block_size, len(sequence.tokens) - 1))
+
+
+def _row(sequence: Sequence, budget: int) -> Row:
+    """The next tokens of a running sequence that fit the budget."""
+    assert sequence.holding is not None
+    request = sequence.request
+    most = budget if request.prompt_logprobs is None else min(budget, PROMPT_LOGPROB_CHUNK)
+    end = sequence.computed + min(sequence.remaining, most)
+    sample = end == len(sequence.tokens)
+    return Row(request, sequence.tokens, sequence.computed, end, sequence.holding.blocks, sample)
+
+
+def _order(sequence: Sequence) -> tuple[float, int]:
+    return sequence.order

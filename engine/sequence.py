@@ -1,0 +1,76 @@
+"""A sequence: its tokens, and the count of those whose KV is computed. Everything else is derived."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from engine.blocks import BlockHash, Holding, hash_block, root_hash
+from engine.request import Request
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The instants of a sequence, in seconds of the engine's clock; None until it happened."""
+
+    added: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    tokens: array[float] = field(default_factory=lambda: array("d"))
+
+
+class Sequence:
+    """What the scheduler moves forward. ``remaining`` is the gap that steps close::
+
+    tokens    [ prompt ............ | output ...... ]
+    computed  [ KV is in the blocks ......... |  gap ]
+    """
+
+    __slots__ = (
+        "_chain",
+        "computed",
+        "explained",
+        "holding",
+        "order",
+        "request",
+        "sums",
+        "timeline",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, order: tuple[float, int], added: float) -> None:
+        self.request = request
+        self.tokens = list(request.token_ids)
+        self.computed = 0
+        self.explained = 1  # prompt tokens whose log-probabilities were told; the first one has none
+        self.holding: Holding | None = None
+        self.order = order
+        self.sums: dict[int, int] = {}  # block index -> sum made when it was filled, if it is to be handed over
+        self.timeline = Timeline(added)
+        self._chain: list[BlockHash] = [root_hash(request.salt)]
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.request.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        return len(self.tokens) - self.computed
+
+    def hashes(self, block_size: int, upto: int) -> list[BlockHash]:
+        """Chained hashes of the full blocks among the first ``upto`` tokens; each is made once."""
+        chain = self._chain
+        for index in range(len(chain) - 1, upto // block_size):
+            chain.append(hash_block(chain[-1], self.tokens[index * block_size : (index + 1) * block_size]))
+        return chain[1 : upto // block_size + 1]
+
+    def hash_at(self, index: int, block_size: int) -> BlockHash:
+        """Hash of full block ``index``."""
+        if index + 1 >= len(self._chain):
+            self.hashes(block_size, (index + 1) * block_size)
+        return self._chain[index + 1]

@@ -1,0 +1,167 @@
+"""The seams of a handoff: blocks leave one engine while they fill, and make a sequence in another.
+
+An ``Export`` leases the filled blocks of a sequence; an ``Arrival`` owns the room into which they are written.
+Each block travels with a sum made when it was filled, the seal with a sum over those sums. Only when all agree
+does the sequence exist at the other end. Neither end is in the scheduler.
+
+    giver   [0][1][2][3][4.]          blocks are filled, step by step
+    lease      [1][2][3][4.]          shared from ``have`` on, the last one with the seal
+    taker   (0)[1][2][3][4.][ ]       (0) pinned from its own prefix cache; room for one token more
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.blocks import BlockPool, Holding
+from engine.errors import TransferRejected
+from engine.plan import BlockBytes
+from engine.sequence import Sequence as EngineSequence
+
+Checksum = Callable[[bytes | memoryview], int]
+"""Sum over bytes, below 2**64. ``zlib.crc32`` by default; a worker passes a faster one."""
+
+default_checksum: Checksum = zlib.crc32
+
+
+def sum_of_sums(checksum: Checksum, sums: Sequence[int]) -> int:
+    """The seal's sum over the sums of all blocks that travelled, in order."""
+    return checksum(struct.pack(f"<{len(sums)}Q", *sums))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """One filled block on its way: its place in the sequence and the sum of its bytes."""
+
+    index: int
+    sum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The giver's last word: tokens computed, the output written so far, and the sum over all run sums."""
+
+    computed: int
+    output: tuple[int, ...]
+    sum: int
+
+
+class Export:
+    """A lease on a sequence's filled blocks from ``have`` on; the owner of the lease must release it.
+
+    The lease keeps the bytes alive after the sequence has ended. ``runs`` grows as blocks fill; ``read`` gives
+    the bytes of one of them; ``seal`` comes last, once the sequence is parked.
+    """
+
+    def __init__(self, sequence: EngineSequence, have: int, holding: Holding, store: BlockBytes) -> None:
+        self.id = sequence.id
+        self.have = have
+        self.runs: list[BlockRun] = []
+        self.sealed: Seal | None = None
+        self.ended = False
+        self._holding = holding
+        self._store = store
+
+    def read(self, index: int) -> memoryview:
+        """Bytes of the block at ``index`` of the sequence, valid until ``release``."""
+        return self._store.read(self._holding.blocks[index - self.have])
+
+    def release(self) -> None:
+        """End the lease; nothing may be read after it. Safe to call twice."""
+        self.ended = True
+        self._holding.release()
+
+    def offer(self, sequence: EngineSequence, index: int, checksum: Checksum) -> BlockRun:
+        """Lease the sequence's block ``index``, the next one in order, and sum it. For the engine alone."""
+        assert sequence.holding is not None
+        assert index == self.have + len(self.runs)
+        block = sequence.holding.blocks[index]
+        self._holding.share(block)
+        total = sequence.sums[index] if index in sequence.sums else checksum(self._store.read(block))
+        self.runs.append(BlockRun(index, total))
+        return self.runs[-1]
+
+    def seal(self, sequence: EngineSequence, checksum: Checksum) -> Seal:
+        """Lease what is left, the last block perhaps filled in part, and close the account. For the engine alone."""
+        assert sequence.holding is not None
+        for index in range(self.have + len(self.runs), sequence.holding.pool.blocks_for(sequence.computed)):
+            self.offer(sequence, index, checksum)
+        output = tuple(sequence.tokens[sequence.request.prompt_len :])
+        self.sealed = Seal(sequence.computed, output, sum_of_sums(checksum, [run.sum for run in self.runs]))
+        return self.sealed
+
+
+class Arrival:
+    """Room for a sequence that is on its way; its owner must ``abort`` it or have the engine ``join`` it."""
+
+    def __init__(self, sequence: EngineSequence, have: int, store: BlockBytes, checksum: Checksum) -> None:
+        self.sequence = sequence
+        self.have = have
+        self._store = store
+        self._checksum = checksum
+        self._sums: dict[int, int] = {}
+
+    @property
+    def id(self) -> str:
+        return self.sequence.id
+
+    @property
+    def aborted(self) -> bool:
+        return self.sequence.holding is None
+
+    def write(self, index: int, data: bytes | bytearray | memoryview, total: int) -> None:
+        """Verify one block and put it in its place; a block may come again. Raises TransferRejected, NoRoom.
+
+        A verified full block of known tokens is published at once: should the transfer break later, the next
+        attempt here finds it in the prefix cache.
+        """
+        holding = self._holding()
+        if index < self.have or len(data) != self._store.block_bytes:
+            raise TransferRejected(f"{self.id}: block {index} of {len(data)} bytes does not belong here")
+        if self._checksum(memoryview(data)) != total:
+            raise TransferRejected(f"{self.id}: the bytes of block {index} do not agree with their sum")
+        if self._sums.get(index, total) != total:
+            raise TransferRejected(f"{self.id}: block {index} came again with other bytes")
+        if index >= len(holding.blocks):
+            holding.grow(index + 1 - len(holding.blocks))
+        self._store.write(holding.blocks[index], data)
+        self._sums[index] = total
+        self._publish(holding, index)
+
+    def accept(self, seal: Seal) -> EngineSequence:
+        """The sequence, once all that the seal speaks of is here. Raises TransferRejected. For the engine alone."""
+        holding = self._holding()
+        pool = holding.pool
+        known = self.sequence.tokens[self.sequence.request.prompt_len :]
+        tokens = self.sequence.request.prompt_len + len(seal.output)
+        indexes = range(self.have, pool.blocks_for(seal.computed))
+        if list(seal.output[: len(known)]) != known or seal.computed != tokens - 1:
+            raise TransferRejected(f"{self.id}: the seal does not speak of this sequence")
+        missing = [index for index in indexes if index not in self._sums]
+        if missing or len(self._sums) != len(indexes):
+            raise TransferRejected(f"{self.id}: sealed with blocks {missing} missing, {len(self._sums)} here")
+        if sum_of_sums(self._checksum, [self._sums[index] for index in indexes]) != seal.sum:
+            raise TransferRejected(f"{self.id}: the seal does not agree with the sums of the blocks")
+        self.sequence.tokens.extend(seal.output[len(known) :])
+        self.sequence.computed = seal.computed
+        return self.sequence
+
+    def abort(self) -> None:
+        """Give the room back; what was verified stays in the prefix cache. Safe to call twice."""
+        if self.sequence.holding:
+            self.sequence.holding.release()
+            self.sequence.holding = None
+
+    def _holding(self) -> Holding:
+        if self.sequence.holding is None:
+            raise TransferRejected(f"{self.id}: this arrival was aborted")
+        return self.sequence.holding
+
+    def _publish(self, holding: Holding, index: int) -> None:
+        pool: BlockPool = holding.pool
+        complete = (index + 1) * pool.block_size <= len(self.sequence.tokens)
+        if complete and self.sequence.request.use_prefix_cache:
+            pool.publish(holding.blocks[index], self.sequence.hash_at(index, pool.block_size))
