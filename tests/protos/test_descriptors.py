@@ -7,9 +7,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 
 from protos import inference_pb2, worker_pb2
 
-FILES = pytest.mark.parametrize(
-    "file", [inference_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR], ids=["inference", "worker"]
-)
+FILES = pytest.mark.parametrize("file", [inference_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR], ids=["inference", "worker"])
 UNTYPED = {
     "google.protobuf.Any",
     "google.protobuf.Struct",
