@@ -1,0 +1,89 @@
+"""A timeline of tokens becomes the figures that the field compares; keys as ``vllm bench serve`` writes them.
+
+ttft   sent -> first token              tpot   (e2el - ttft) / (tokens - 1), requests of one token left out
+e2el   sent -> last token               itl    every gap between two tokens of a request, pooled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request that was answered: when it was sent and when each token came, seconds of one clock."""
+
+    id: str
+    input_len: int
+    sent: float
+    tokens: Sequence[float]
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.sent
+
+    @property
+    def e2el(self) -> float:
+        return self.tokens[-1] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """None with a single token: there was nothing to wait for."""
+        return (self.e2el - self.ttft) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
+
+    @property
+    def itls(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.tokens)]
+
+
+def summarise(served: Sequence[Served]) -> dict[str, Any]:
+    """Throughput from the first sending to the last token, and the distributions in milliseconds."""
+    duration = max(one.tokens[-1] for one in served) - min(one.sent for one in served)
+    inputs, outputs = sum(one.input_len for one in served), sum(len(one.tokens) for one in served)
+    summary: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(served),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": len(served) / duration,
+        "output_throughput": outputs / duration,
+        "total_token_throughput": (inputs + outputs) / duration,
+    }
+    summary |= distribution("ttft", [one.ttft for one in served])
+    summary |= distribution("tpot", [one.tpot for one in served if one.tpot is not None])
+    summary |= distribution("itl", [gap for one in served for gap in one.itls])
+    summary |= distribution("e2el", [one.e2el for one in served])
+    return summary
+
+
+def details(served: Sequence[Served]) -> list[dict[str, Any]]:
+    """Each request by itself, in milliseconds."""
+    return [
+        {
+            "id": one.id,
+            "input_len": one.input_len,
+            "output_len": len(one.tokens),
+            "sent_ms": one.sent * 1e3,
+            "ttft_ms": one.ttft * 1e3,
+            "e2el_ms": one.e2el * 1e3,
+            "max_itl_ms": max(one.itls, default=0.0) * 1e3,
+        }
+        for one in served
+    ]
+
+
+def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """mean, median, std, p99 and max of a quantity, in milliseconds; zeros of none."""
+    values = np.asarray(seconds if len(seconds) else [0.0]) * 1e3
+    return {
+        f"mean_{name}_ms": float(values.mean()),
+        f"median_{name}_ms": float(np.median(values)),
+        f"std_{name}_ms": float(values.std()),
+        f"p99_{name}_ms": float(np.percentile(values, 99)),
+        f"max_{name}_ms": float(values.max()),
+    }

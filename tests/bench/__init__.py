@@ -1,0 +1,1 @@
+"""What a measurement must get right, not how fast anything is."""
