@@ -1,0 +1,288 @@
+"""The second law: a row's logits are the same bits in any company, any chunking, and after any detour."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from engine.engine import Engine
+from engine.model import ModelConfig, ModelDevice, load
+from engine.plan import Row
+from engine.request import Request, SamplingParams, StopParams
+from engine.runner import ModelRunner
+from engine.scheduler import Limits
+
+BLOCK = 16
+
+SHAPES = {
+    "small": LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    ),
+    "qwen2.5-0.5b": Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        rope_theta=1e6,
+    ),
+}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def checkpoint(shape: str, folder: Path) -> str:
+    torch.manual_seed(0)
+    kind = LlamaForCausalLM if shape == "small" else Qwen2ForCausalLM
+    kind(SHAPES[shape]).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return checkpoint("small", tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def device(request: pytest.FixtureRequest, small: str) -> ModelDevice:
+    return load(ModelConfig(small, dtype=request.param, kv_bytes=8 << 20))
+
+
+def tokens(length: int, seed: int, vocabulary: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (length,), generator=generator).tolist()
+
+
+class Bench:
+    """Sequences on blocks of their own, stepped by hand: what the runner sees of a schedule."""
+
+    def __init__(self, device: ModelDevice, lengths: list[int]) -> None:
+        self.device = device
+        self.tokens = [tokens(length, seed, device.vocab_size) for seed, length in enumerate(lengths)]
+        first = 0
+        self.tables = []
+        for length in lengths:
+            count = -(-length // device.block_size)
+            self.tables.append(array("i", range(first, first + count)))
+            first += count
+        assert first <= device.num_blocks
+
+    def row(self, index: int, start: int, end: int) -> Row:
+        request = Request(f"s{index}", tuple(self.tokens[index]))
+        return Row(request, self.tokens[index], start, end, self.tables[index], True)
+
+    def step(self, *spans: tuple[int, int, int]) -> dict[int, torch.Tensor]:
+        """Logits of every position of each (sequence, start, end), by sequence."""
+        rows = [self.row(*span) for span in spans]
+        rows.sort(key=lambda row: (row.end - row.start > 1, -row.end))
+        total = sum(row.end - row.start for row in rows)
+        with torch.inference_mode():
+            logits = self.device.runner.logits(rows, torch.arange(total))
+        pieces = logits.split([row.end - row.start for row in rows])
+        return {int(row.request.id[1:]): piece for row, piece in zip(rows, pieces, strict=True)}
+
+    def chunked(self, index: int, chunk: int) -> torch.Tensor:
+        length = len(self.tokens[index])
+        spans = [(index, start, min(start + chunk, length)) for start in range(0, length, chunk)]
+        return torch.cat([self.step(span)[index] for span in spans])
+
+    def forget(self) -> None:
+        """What lies in the blocks must not matter before it is written again."""
+        self.device.store.blocks.fill_(float("nan"))
+
+
+LENGTHS = [200, 1, 130, 17, 64, 128, 33, 300]
+
+
+def alone(bench: Bench) -> list[torch.Tensor]:
+    return [bench.step((index, 0, len(sequence)))[index] for index, sequence in enumerate(bench.tokens)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_logits_are_the_same_bits_alone_and_in_a_batch_of_prompts(device: ModelDevice, count: int) -> None:
+    bench = Bench(device, LENGTHS)
+    with threads(count):
+        apart = alone(bench)
+        bench.forget()
+        together = bench.step(*((index, 0, length) for index, length in enumerate(LENGTHS)))
+    assert all(torch.equal(apart[index], together[index]) for index in range(len(LENGTHS)))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 48, 129])
+def test_logits_are_the_same_bits_in_any_chunking(device: ModelDevice, chunk: int) -> None:
+    bench = Bench(device, LENGTHS)
+    apart = alone(bench)
+    bench.forget()
+    for index in (2, 3) if chunk == 1 else (0, 2, 7):
+        assert torch.equal(bench.chunked(index, chunk), apart[index])
+
+
+def test_decoding_beside_any_prompt_gives_the_same_bits(device: ModelDevice) -> None:
+    """Eight sequences: some decode their last token while others' chunks of many sizes share the step."""
+    bench = Bench(device, LENGTHS)
+    apart = alone(bench)
+    bench.forget()
+    decoding = [index for index in range(8) if index not in (2, 7)]
+    bench.step(*((index, 0, len(bench.tokens[index]) - 1) for index in decoding if len(bench.tokens[index]) > 1))
+    for start, end in ((0, 3), (3, 60), (60, 130)):
+        mixed = [(index, len(bench.tokens[index]) - 1, len(bench.tokens[index])) for index in decoding]
+        got = bench.step(*mixed, (2, start, end), (7, 2 * start, 2 * end))
+        assert all(torch.equal(got[index][-1], apart[index][-1]) for index in decoding)
+        assert torch.equal(got[2], apart[2][start:end])
+        assert torch.equal(got[7], apart[7][2 * start : 2 * end])
+
+
+def test_the_number_of_threads_does_not_change_a_bit(device: ModelDevice) -> None:
+    bench = Bench(device, LENGTHS)
+    with threads(1):
+        one = alone(bench)
+    bench.forget()
+    with threads(2):
+        two = alone(bench)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_the_blocks_that_a_sequence_gets_do_not_change_a_bit(device: ModelDevice) -> None:
+    bench = Bench(device, [200])
+    expected = alone(bench)[0]
+    bench.forget()
+    bench.tables[0] = array("i", reversed(range(40, 40 + len(bench.tables[0]))))
+    assert torch.equal(bench.chunked(0, 48), expected)
+
+
+class Tap(ModelRunner):
+    """A runner that keeps the logits of every position that was read, by (request, position)."""
+
+    def __init__(self, device: ModelDevice) -> None:
+        self.__dict__.update(device.runner.__dict__)
+        self.seen: dict[tuple[str, int], torch.Tensor] = {}
+
+    def logits(self, rows, keep):  # type: ignore[no-untyped-def]
+        logits = super().logits(rows, keep)
+        flat = [(row.request.id, position) for row in rows for position in range(row.start, row.end)]
+        for place, line in zip(keep.tolist(), logits, strict=True):
+            known = self.seen.setdefault(flat[place], line.clone())
+            assert torch.equal(known, line), f"{flat[place]} has other bits the second time"
+        return logits
+
+
+def engine_on(path: str, dtype: str, blocks: int, limits: Limits) -> tuple[Engine, Tap]:
+    elements = BLOCK * 4 * 2 * (16 + 16)  # slots, layers, kv heads, key and value width
+    itemsize = 2 if dtype == "bfloat16" else 4
+    device = load(ModelConfig(path, dtype=dtype, window=512, kv_bytes=blocks * elements * itemsize))
+    assert device.num_blocks == blocks
+    device.runner = Tap(device)
+    return Engine(device, limits), device.runner
+
+
+def requests(vocabulary: int) -> list[Request]:
+    return [
+        Request(
+            f"r{index}",
+            tuple(tokens(length, index, vocabulary)),
+            sampling=SamplingParams(temperature=0.8 * (index % 2), seed=index),
+            stop=StopParams(max_tokens=24),
+        )
+        for index, length in enumerate([90, 3, 150, 40, 64, 31])
+    ]
+
+
+def run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_preemption_and_recomputation_do_not_change_a_bit(small: str, dtype: str) -> None:
+    calm, expected = engine_on(small, dtype, 100, Limits(token_budget=512, max_running=8, window=512))
+    tight, got = engine_on(small, dtype, 32, Limits(token_budget=48, max_running=8, window=512))
+    for request in requests(512):
+        calm.add(request)
+        tight.add(request)
+    run(calm)
+    run(tight)
+    assert tight.scheduler.preemptions > 0
+    common = expected.seen.keys() & got.seen.keys()
+    assert common >= {key for key in expected.seen if key[1] >= len(requests(512)[int(key[0][1:])].token_ids)}
+    assert all(torch.equal(expected.seen[key], got.seen[key]) for key in common)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_handed_over_cache_gives_the_same_bits(small: str, dtype: str) -> None:
+    limits = Limits(token_budget=48, max_running=8, window=512)
+    whole, expected = engine_on(small, dtype, 100, limits)
+    giver, _ = engine_on(small, dtype, 100, limits)
+    taker, got = engine_on(small, dtype, 100, limits)
+    request = requests(512)[2]
+    whole.add(request)
+    run(whole)
+    hand_over(giver, taker, request)
+    run(taker)
+    later = {key for key in expected.seen if key[1] >= len(request.token_ids)}
+    assert len(later) == 23
+    assert all(torch.equal(expected.seen[key], got.seen[key]) for key in later)
+
+
+def hand_over(giver: Engine, taker: Engine, request: Request) -> None:
+    parking = Request(request.id, request.token_ids, sampling=request.sampling, stop=request.stop, park_after=1)
+    giver.add(parking)
+    arrival = taker.reserve(request)
+    export = giver.export(request.id, arrival.have)
+    sent = 0
+    while not giver.load().parked:
+        giver.step()
+        for block in export.runs[sent:]:
+            arrival.write(block.index, bytes(export.read(block.index)), block.sum)
+        sent = len(export.runs)
+    seal = giver.seal(request.id)
+    for block in export.runs[sent:]:
+        arrival.write(block.index, bytes(export.read(block.index)), block.sum)
+    taker.join(arrival, seal)
+    giver.release(request.id)
+    giver.check_integrity()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_law_holds_at_the_shape_of_qwen_half_a_billion(
+    tmp_path_factory: pytest.TempPathFactory, dtype: str
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "qwen"
+    if not folder.exists():
+        checkpoint("qwen2.5-0.5b", folder)
+    device = load(ModelConfig(str(folder), dtype=dtype, kv_bytes=64 << 20))
+    lengths = [140, 1, 33, 64, 20, 7, 128, 50]
+    bench = Bench(device, lengths)
+    with threads(2):
+        apart = alone(bench)
+        bench.forget()
+        together = bench.step(*((index, 0, length) for index, length in enumerate(lengths)))
+        assert all(torch.equal(apart[index], together[index]) for index in range(8))
+        bench.forget()
+        assert torch.equal(bench.chunked(0, 48), apart[0])
+        assert torch.equal(bench.chunked(2, 7), apart[2])
+        assert torch.equal(bench.chunked(4, 1), apart[4])
