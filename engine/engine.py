@@ -9,7 +9,8 @@ reserve ──> arrival ──> join: running
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from engine.request import FinishReason, Request
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import Timeline
-from engine.transfer import Arrival, Checksum, Export, Seal, default_checksum
+from engine.transfer import Arrival, Checksum, Export, Seal, default_checksum, sum_block
 
 
 class Device(Runner, BlockBytes, Protocol):
@@ -144,14 +145,20 @@ class Engine:
     # -- receive ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Take a sequence up. Raises InvalidRequest; then nothing of it was kept and all others go on."""
+        """Take a sequence up. Raises InvalidRequest; then nothing of it was kept and all others go on.
+
+        An id is free again once its end was told by a step and its export, if it had one, is released.
+        """
         sequence = self._accept(request)
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
 
     def cancel(self, id: str) -> bool:
-        """End a sequence in whatever state it is; False when nothing of that id is alive. Frees at once."""
-        arrival = self._arriving.pop(id, None)
+        """End a sequence in whatever state it is; False when nothing of that id is alive. Frees at once.
+
+        An arrival ends without a word, for it never was a sequence; an open export keeps its lease.
+        """
+        arrival = self._arriving.get(id)
         if arrival is not None:
             arrival.abort()
         sequence = self._sequences.get(id)
@@ -166,7 +173,7 @@ class Engine:
         self._parked[id] = sequence
 
     def resume(self, id: str) -> None:
-        """Step a parked sequence on, here, to its end. Raises UnknownSequence."""
+        """Step a parked sequence on, here, to its end; it may have to wait again. Raises UnknownSequence."""
         sequence = self._parked.pop(id, None)
         if sequence is None:
             raise UnknownSequence(f"{id} is not parked here")
@@ -183,7 +190,7 @@ class Engine:
         """One iteration over everything that runs: schedule, run, commit, publish."""
         output = StepOutput(self.steps, [], [], [], self._ended)
         self._ended = []
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(promised=len(self._arriving))
         if plan.rows:
             started = self._clock()
             result = self.device.run(plan)
@@ -301,22 +308,25 @@ class Engine:
 
     def reserve(self, request: Request) -> Arrival:
         """Room for a sequence that comes with its KV: its cached prefix pinned, all other blocks of prompt and
-        one token taken, all or none. Sequences that wait for room go first. Raises NoRoom, InvalidRequest."""
+        one token taken, and a place among the running, all or none. Preempted sequences that wait for room go
+        first. Raises NoRoom, InvalidRequest."""
         sequence = self._accept(request)
+        if len(request.token_ids) >= self.limits.window:
+            raise InvalidRequest("token_ids", f"less than {self.limits.window} tokens to go on", len(request.token_ids))
         prefix = self.scheduler.cached_prefix(sequence)
         fresh = self.pool.blocks_for(len(sequence.tokens) + 1) - len(prefix)
-        if any(waiting.timeline.scheduled is not None for waiting in self.scheduler.waiting):
-            raise NoRoom(fresh, 0)
         spare = len(self.scheduler.running)
+        full = spare + len(self._arriving) >= self.limits.max_running
+        if full or any(waiting.timeline.scheduled is not None for waiting in self.scheduler.waiting):
+            raise NoRoom(fresh, 0)
         sequence.holding = self.pool.allocate(sequence.id, fresh, prefix, spare=spare)
-        arrival = Arrival(sequence, len(prefix), self.device, self._checksum)
+        arrival = Arrival(sequence, len(prefix), self.device, self._checksum, self._arriving.pop)
         self._arriving[request.id] = arrival
         return arrival
 
     def join(self, arrival: Arrival, seal: Seal) -> None:
         """Make the sequence exist: all blocks verified, it runs on from the seal. Raises TransferRejected."""
         sequence = arrival.accept(seal)
-        del self._arriving[arrival.id]
         self._sequences[arrival.id] = sequence
         self.scheduler.add(sequence)
 
@@ -325,7 +335,8 @@ class Engine:
         export = self._exports.get(sequence.id)
         if sequence.request.park_after is not None and sequence.holding:
             for index in filled:
-                sequence.sums[index] = self._checksum(self.device.read(sequence.holding.blocks[index]))
+                data = self.device.read(sequence.holding.blocks[index])
+                sequence.sums[index] = sum_block(self._checksum, index, data)
         if export is not None and not export.ended:
             for index in range(export.have + len(export.runs), filled.stop):
                 export.offer(sequence, index, self._checksum)
@@ -374,16 +385,15 @@ class Engine:
 
     def _validate(self, request: Request) -> None:
         vocabulary, window = self.device.vocab_size, self.limits.window
-        if request.id in self._sequences or request.id in self._arriving:
+        alive = request.id in self._sequences or request.id in self._arriving or request.id in self._exports
+        if alive or any(ended.id == request.id for ended in self._ended):
             raise InvalidRequest("id", "not alive already", request.id)
         if len(request.token_ids) > window:
             raise InvalidRequest("token_ids", f"at most {window} tokens", len(request.token_ids))
         named = {"token_ids": request.token_ids, "stop_token_ids": request.stop.stop_token_ids}
         named["logit_bias"] = tuple(request.sampling.logit_bias)
         for field, tokens in named.items():
-            worst = max(tokens, default=0) if min(tokens, default=0) >= 0 else min(tokens)
-            if not 0 <= worst < vocabulary:
-                raise InvalidRequest(field, f"token ids from 0 to {vocabulary - 1}", worst)
+            _check_tokens(field, tokens, vocabulary)
         written = len(request.token_ids) - request.prompt_len
         if request.stop.max_tokens is not None and written >= request.stop.max_tokens:
             raise InvalidRequest("max_tokens", f"more than the {written} tokens already written", written)
@@ -395,6 +405,17 @@ class Engine:
         if sequence is None or id in self._parked or sequence.holding is None:
             raise UnknownSequence(f"{id} is not running here")
         return sequence
+
+
+def _check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
+    """Raises InvalidRequest with the first that is no whole number below ``vocabulary``."""
+    try:
+        fine = max(array("Q", tokens), default=0) < vocabulary
+    except (TypeError, OverflowError):
+        fine = False
+    if not fine:
+        worst = next((token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)), None)
+        raise InvalidRequest(field, f"token ids from 0 to {vocabulary - 1}", worst)
 
 
 def _lease(id: str) -> str:

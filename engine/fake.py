@@ -23,6 +23,9 @@ SLOT_BYTES = 8
 CANDIDATES = 16
 """Tokens that a fake distribution gives weight to; each is half as likely as the one before."""
 
+_ELSEWHERE = -20.0
+"""Log-weight of a token outside the distribution, once a bias names it."""
+
 _SLOT = struct.Struct("<II")
 
 
@@ -86,7 +89,7 @@ class FakeDevice:
     def _fill(self, row: Row) -> None:
         for position in range(row.start, row.end):
             block, slot = divmod(position, self.block_size)
-            data = _SLOT.pack(row.tokens[position], (position + 1) * 2654435761 & 0xFFFFFFFF)
+            data = slot_bytes(row.tokens[position], position)
             self.read(row.blocks[block])[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = data
 
     def _sum(self, row: Row, count: int) -> int:
@@ -107,24 +110,31 @@ class FakeDevice:
         ]
 
 
+def slot_bytes(token: int, position: int) -> bytes:
+    """What stands in a slot once it is computed."""
+    return _SLOT.pack(token, (position + 1) * 2654435761 & 0xFFFFFFFF)
+
+
 def candidates(total: int, vocab_size: int) -> list[Candidate]:
     """The distribution behind a checksum, likeliest first."""
     stride = 1 + 2 * (total >> 16) % vocab_size
     while math.gcd(stride, vocab_size) != 1:
         stride += 1
-    return [Candidate((total + rank * stride) % vocab_size, -rank * math.log(2)) for rank in range(CANDIDATES)]
+    return [Candidate((total + rank * stride) % vocab_size, -(rank + 1) * math.log(2)) for rank in range(CANDIDATES)]
 
 
 def draw(seen: list[Candidate], row: Row, eos: frozenset[int]) -> int:
-    """What ``sampler.sample`` does, on a handful of candidates; others have weight e^-100 when a bias names them."""
+    """What ``sampler.sample`` does, on a handful of candidates and the tokens that a bias names."""
     request = row.request
     sampling, position = request.sampling, row.end - request.prompt_len
     weights = dict(seen)
     for token, bias in sampling.logit_bias.items():
-        weights[token] = weights.get(token, -100.0) + bias
+        weights[token] = weights.get(token, _ELSEWHERE) + bias
     if position < request.stop.min_tokens:
         for token in request.stop.stop_token_ids | eos:
             weights.pop(token, None)
+    if not weights:
+        return 0  # every token is forbidden
     if sampling.penalised:
         _penalise(weights, row)
     ordered = sorted(weights.items(), key=lambda item: -item[1])
@@ -169,6 +179,6 @@ def _keep(ordered: list[tuple[int, float]], row: Row) -> list[tuple[int, float]]
 def _logprobs(seen: list[Candidate], token: int, count: int) -> TokenLogprobs:
     """Of a candidate as it stands; any other token shares what 2**-CANDIDATES leaves and ranks behind them."""
     normal = math.log(sum(math.exp(weight) for _, weight in seen))
-    weight = dict(seen).get(token, -100.0)
+    weight = dict(seen).get(token, _ELSEWHERE)
     rank = 1 + sum(other > weight for _, other in seen)
     return TokenLogprobs(token, weight - normal, rank, tuple((other, value - normal) for other, value in seen[:count]))

@@ -13,7 +13,6 @@ later one fails with ``EngineStopped``, the listener hears it once, and ``health
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -106,12 +105,18 @@ class EngineLoop:
         result: T = await call.future
         return result
 
-    def post(self, command: Command) -> None:
-        """Run ``command`` between two steps and wait for nothing; after the end of the thread it is not needed."""
+    def post(self, command: Command, then: Callable[[], object] = lambda: None) -> None:
+        """Run ``command`` between two steps and wait for nothing; after the end of the thread it is not needed.
+
+        ``then`` is called on the event loop when it ran or can't run any more, after the listener heard of the step
+        that came with it.
+        """
         future = self._event_loop.create_future()
-        future.add_done_callback(lambda done: done.exception())
-        with contextlib.suppress(EngineStopped):
+        future.add_done_callback(lambda done: (done.exception(), then()))
+        try:
             self._enqueue(_Call(command, None, future))
+        except EngineStopped as stopped:
+            future.set_exception(stopped)
 
     def _enqueue(self, call: _Call) -> None:
         with self._condition:

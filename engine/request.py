@@ -17,6 +17,8 @@ MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for."""
 
 _MAX_TEMPERATURE = 100.0
+_LEAST_TEMPERATURE = 1e-5
+"""Below it a draw is the likeliest token, and dividing by it overflows."""
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
@@ -41,7 +43,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
+    """How the next token is drawn. ``temperature`` below 1e-5 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
 
     Order: logit bias, minimum length, penalties, temperature, top-k, top-p, min-p, one draw. The penalties are
     those of CTRL (repetition: prompt and output, divides positive logits) and of the OpenAI API (presence and
@@ -76,7 +78,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < _LEAST_TEMPERATURE
 
     @property
     def penalised(self) -> bool:

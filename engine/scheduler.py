@@ -32,7 +32,8 @@ class Limits:
     """What one step and the whole engine may hold.
 
     token_budget    tokens that one step computes
-    max_running     sequences that hold blocks to be stepped; at most the token budget, so decodes always fit
+    max_running     sequences that hold blocks to be stepped, and arrivals on their way to it; at most the token
+                    budget, so decodes always fit
     window          longest sequence, in tokens
     """
 
@@ -59,15 +60,20 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence that holds its computed blocks runs on; one without waits for room."""
+        """A sequence that holds its computed blocks runs on, the least urgent makes place; one without waits."""
         insort(self.running if sequence.holding else self.waiting, sequence, key=_order)
+        if len(self.running) > self.limits.max_running:
+            self._preempt(self.running[-1])
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out; its blocks stay with it."""
         (self.running if sequence.holding else self.waiting).remove(sequence)
 
-    def schedule(self) -> StepPlan:
-        """Spend the budget: decodes, then begun prompts, then new ones, each group by order."""
+    def schedule(self, promised: int = 0) -> StepPlan:
+        """Spend the budget: decodes, then begun prompts, then new ones, each group by order.
+
+        ``promised`` places among the running are kept for sequences that are on their way here.
+        """
         self._grow_running()
         budget = self.limits.token_budget
         rows: list[Row] = []
@@ -76,7 +82,7 @@ class Scheduler:
                 if (sequence.remaining == 1) is decoding and budget:
                     rows.append(_row(sequence, budget))
                     budget -= rows[-1].end - rows[-1].start
-        while budget and (admitted := self._admit_next()):
+        while budget and (admitted := self._admit_next(promised)):
             rows.append(_row(admitted, budget))
             budget -= rows[-1].end - rows[-1].start
         return StepPlan(tuple(rows), self.limits.token_budget - budget)
@@ -111,13 +117,13 @@ class Scheduler:
         self.preemptions += 1
         self.add(sequence)
 
-    def _admit_next(self) -> Sequence | None:
+    def _admit_next(self, promised: int) -> Sequence | None:
         """Move the most urgent waiting sequence to the running ones if all its tokens fit now.
 
         Strictly in order: whoever is behind does not overtake one that is waiting for room. One block for each
         running sequence stays free, so that an arrival does not at once cost a preemption.
         """
-        if not self.waiting or len(self.running) >= self.limits.max_running:
+        if not self.waiting or len(self.running) + promised >= self.limits.max_running:
             return None
         sequence = self.waiting[0]
         prefix = self.cached_prefix(sequence)

@@ -17,7 +17,7 @@ class Streams:
     """Gives every request its own events. ``async with Streams(engine) as streams`` starts and stops the thread."""
 
     def __init__(self, engine: Engine) -> None:
-        self.loop = EngineLoop(engine, self._on_step, self._on_crash)
+        self.loop = EngineLoop(engine, self._on_step, self._fail)
         self._queues: dict[str, asyncio.Queue[Event | EngineStopped]] = {}
 
     async def __aenter__(self) -> Streams:
@@ -26,32 +26,40 @@ class Streams:
 
     async def __aexit__(self, *_: object) -> None:
         await self.loop.stop()
+        self._fail(EngineStopped("the engine was stopped"))
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Events of one sequence, ``Ended`` last. Leaving the iteration early cancels the sequence.
 
-        Raises InvalidRequest when it is not taken, EngineStopped when the engine's thread ends before it.
+        Raises InvalidRequest when it is not taken, EngineStopped when the engine's thread ends before it. An id that
+        was left early is free again once the engine has let go of it.
         """
         if request.id in self._queues:
             raise InvalidRequest("id", "not alive already", request.id)
         # Before the sequence exists: the answer to ``add`` and its first token may come in one hand-over.
         queue = self._queues[request.id] = asyncio.Queue()
-        finished = False
-        added = False
+        over = False
         try:
-            await self.loop.call(lambda engine: engine.add(request), undo=lambda engine, _: engine.cancel(request.id))
-            added = True
-            while not finished:
+            await self.loop.call(lambda engine: engine.add(request))
+            while not over:
                 event = await queue.get()
                 if isinstance(event, EngineStopped):
-                    finished = True
                     raise event
-                finished = isinstance(event, Ended)
+                over = isinstance(event, Ended)
                 yield event
+        except (EngineStopped, InvalidRequest):
+            over = True
+            raise
         finally:
-            del self._queues[request.id]
-            if added and not finished:
-                self.loop.post(lambda engine: engine.cancel(request.id))
+            self._leave(request.id, over)
+
+    def _leave(self, id: str, over: bool) -> None:
+        """Forget a sequence: at once when it is over, else when it is cancelled, so that no later one of that id
+        hears its end. (A cancel right behind an ``add`` whose caller has gone finds it, or it never ran.)"""
+        if over:
+            del self._queues[id]
+        else:
+            self.loop.post(lambda engine: engine.cancel(id), then=lambda: self._queues.pop(id))
 
     def _on_step(self, output: StepOutput) -> None:
         events: list[Event] = [*output.prompt_logprobs, *output.tokens, *output.ended]
@@ -60,6 +68,7 @@ class Streams:
             if queue is not None:
                 queue.put_nowait(event)
 
-    def _on_crash(self, stopped: EngineStopped) -> None:
+    def _fail(self, stopped: EngineStopped) -> None:
+        """Nothing more will come for anyone."""
         for queue in self._queues.values():
             queue.put_nowait(stopped)

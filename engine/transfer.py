@@ -1,8 +1,9 @@
 """The seams of a handoff: blocks leave one engine while they fill, and make a sequence in another.
 
 An ``Export`` leases the filled blocks of a sequence; an ``Arrival`` owns the room into which they are written.
-Each block travels with a sum made when it was filled, the seal with a sum over those sums. Only when all agree
-does the sequence exist at the other end. Neither end is in the scheduler.
+Each block travels with a sum over its place and its bytes, made when it was filled; the seal with a sum over those
+sums and its own words. Only when all agree does the sequence exist at the other end. Neither end is in the
+scheduler.
 
     giver   [0][1][2][3][4.]          blocks are filled, step by step
     lease      [1][2][3][4.]          shared from ``have`` on, the last one with the seal
@@ -27,14 +28,20 @@ Checksum = Callable[[bytes | memoryview], int]
 default_checksum: Checksum = zlib.crc32
 
 
-def sum_of_sums(checksum: Checksum, sums: Sequence[int]) -> int:
-    """The seal's sum over the sums of all blocks that travelled, in order."""
-    return checksum(struct.pack(f"<{len(sums)}Q", *sums))
+def sum_block(checksum: Checksum, index: int, data: bytes | memoryview) -> int:
+    """A block's sum, over its place in the sequence too: what is verified can't be put elsewhere."""
+    return checksum(struct.pack("<QQ", index, checksum(data)))
+
+
+def sum_seal(checksum: Checksum, computed: int, output: Sequence[int], sums: Sequence[int]) -> int:
+    """The seal's sum: over what it says, and over the sums of all blocks that travelled, in order."""
+    words = (computed, len(output), *output, *sums)
+    return checksum(struct.pack(f"<{len(words)}Q", *words))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """One filled block on its way: its place in the sequence and the sum of its bytes."""
+    """One filled block on its way: its place in the sequence and its ``sum_block``."""
 
     index: int
     sum: int
@@ -42,7 +49,7 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The giver's last word: tokens computed, the output written so far, and the sum over all run sums."""
+    """The giver's last word: tokens computed, the output written so far, and their ``sum_seal``."""
 
     computed: int
     output: tuple[int, ...]
@@ -66,7 +73,9 @@ class Export:
         self._store = store
 
     def read(self, index: int) -> memoryview:
-        """Bytes of the block at ``index`` of the sequence, valid until ``release``."""
+        """Bytes of the block at ``index`` of the sequence, valid until ``release``. Raises TransferRejected."""
+        if not self.have <= index < self.have + len(self._holding.blocks):
+            raise TransferRejected(f"{self.id}: block {index} is not leased")
         return self._store.read(self._holding.blocks[index - self.have])
 
     def release(self) -> None:
@@ -80,7 +89,8 @@ class Export:
         assert index == self.have + len(self.runs)
         block = sequence.holding.blocks[index]
         self._holding.share(block)
-        total = sequence.sums[index] if index in sequence.sums else checksum(self._store.read(block))
+        known = sequence.sums.get(index)
+        total = sum_block(checksum, index, self._store.read(block)) if known is None else known
         self.runs.append(BlockRun(index, total))
         return self.runs[-1]
 
@@ -90,27 +100,36 @@ class Export:
         for index in range(self.have + len(self.runs), sequence.holding.pool.blocks_for(sequence.computed)):
             self.offer(sequence, index, checksum)
         output = tuple(sequence.tokens[sequence.request.prompt_len :])
-        self.sealed = Seal(sequence.computed, output, sum_of_sums(checksum, [run.sum for run in self.runs]))
+        total = sum_seal(checksum, sequence.computed, output, [run.sum for run in self.runs])
+        self.sealed = Seal(sequence.computed, output, total)
         return self.sealed
 
 
 class Arrival:
-    """Room for a sequence that is on its way; its owner must ``abort`` it or have the engine ``join`` it."""
+    """Room for a sequence that is on its way; its owner must ``abort`` it or have the engine ``join`` it.
 
-    def __init__(self, sequence: EngineSequence, have: int, store: BlockBytes, checksum: Checksum) -> None:
+    After either it is ``closed`` (the engine is told by ``on_close``), and its blocks are no longer its own.
+    """
+
+    def __init__(
+        self,
+        sequence: EngineSequence,
+        have: int,
+        store: BlockBytes,
+        checksum: Checksum,
+        on_close: Callable[[str], object],
+    ) -> None:
         self.sequence = sequence
         self.have = have
+        self.closed = False
         self._store = store
         self._checksum = checksum
+        self._on_close = on_close
         self._sums: dict[int, int] = {}
 
     @property
     def id(self) -> str:
         return self.sequence.id
-
-    @property
-    def aborted(self) -> bool:
-        return self.sequence.holding is None
 
     def write(self, index: int, data: bytes | bytearray | memoryview, total: int) -> None:
         """Verify one block and put it in its place; a block may come again. Raises TransferRejected, NoRoom.
@@ -121,7 +140,7 @@ class Arrival:
         holding = self._holding()
         if index < self.have or len(data) != self._store.block_bytes:
             raise TransferRejected(f"{self.id}: block {index} of {len(data)} bytes does not belong here")
-        if self._checksum(memoryview(data)) != total:
+        if sum_block(self._checksum, index, memoryview(data)) != total:
             raise TransferRejected(f"{self.id}: the bytes of block {index} do not agree with their sum")
         if self._sums.get(index, total) != total:
             raise TransferRejected(f"{self.id}: block {index} came again with other bytes")
@@ -143,21 +162,28 @@ class Arrival:
         missing = [index for index in indexes if index not in self._sums]
         if missing or len(self._sums) != len(indexes):
             raise TransferRejected(f"{self.id}: sealed with blocks {missing} missing, {len(self._sums)} here")
-        if sum_of_sums(self._checksum, [self._sums[index] for index in indexes]) != seal.sum:
-            raise TransferRejected(f"{self.id}: the seal does not agree with the sums of the blocks")
+        sums = [self._sums[index] for index in indexes]
+        if sum_seal(self._checksum, seal.computed, seal.output, sums) != seal.sum:
+            raise TransferRejected(f"{self.id}: the seal does not agree with its sum")
         self.sequence.tokens.extend(seal.output[len(known) :])
         self.sequence.computed = seal.computed
+        self._close()
         return self.sequence
 
     def abort(self) -> None:
-        """Give the room back; what was verified stays in the prefix cache. Safe to call twice."""
-        if self.sequence.holding:
+        """Give the room back; what was verified stays in the prefix cache. Does nothing to one that is closed."""
+        if not self.closed and self.sequence.holding:
             self.sequence.holding.release()
             self.sequence.holding = None
+            self._close()
+
+    def _close(self) -> None:
+        self.closed = True
+        self._on_close(self.id)
 
     def _holding(self) -> Holding:
-        if self.sequence.holding is None:
-            raise TransferRejected(f"{self.id}: this arrival was aborted")
+        if self.closed or self.sequence.holding is None:
+            raise TransferRejected(f"{self.id}: this arrival is closed")
         return self.sequence.holding
 
     def _publish(self, holding: Holding, index: int) -> None:
