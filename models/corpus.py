@@ -1,0 +1,121 @@
+"""The standard library's source as documents: which files, which are held out, in what order."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sysconfig
+import textwrap
+import tokenize
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "__pycache__"}
+# Written when the interpreter is built: they name the build machine's folders, not code anyone wrote.
+SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+# Character tables that a generator wrote: a sixth of the text, one pattern, near copies of each other.
+GENERATED = "gencodec.py"
+HELD_OUT_ONE_IN = 20
+LONGEST_CLASS = 120
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: its path below the library's root (with ``/``) and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of the text."""
+        return len(self.text.encode())
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the file is kept from training. It depends on the name alone, so it never changes."""
+        digest = hashlib.sha256(self.name.encode()).digest()
+        return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
+
+
+def standard_library() -> Path:
+    """Folder of the running interpreter's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def read_sources(root: Path) -> list[Source]:
+    """Every Python file below ``root`` that is not a test or a generated table, sorted by name."""
+    sources = []
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).parts
+        if SKIPPED_FOLDERS & set(parts) or any(part.startswith(SKIPPED_PREFIXES) for part in parts):
+            continue
+        with tokenize.open(path) as file:  # honours the file's own encoding line
+            text = file.read()
+        if text and GENERATED not in text:
+            sources.append(Source("/".join(parts), text))
+    return sorted(sources, key=lambda source: source.name)
+
+
+def definitions(text: str) -> list[str]:
+    """The functions, methods (dedented) and short classes of a file, each as a text of its own.
+
+    Training on these beside whole files teaches what a quick start shows: a prompt that opens with ``def``,
+    and an answer that ends where the function does.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old escapes in string literals
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            return []
+    lines = text.splitlines(keepends=True)
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found += [_segment(lines, child) for child in node.body if _is_function(child)]
+            if len(_segment(lines, node).splitlines()) <= LONGEST_CLASS:
+                found.append(_segment(lines, node))
+        elif _is_function(node):
+            found.append(_segment(lines, node))
+    return [segment for segment in found if segment and not segment[0].isspace()]
+
+
+def _is_function(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def _segment(lines: list[str], node: ast.stmt) -> str:
+    decorators = getattr(node, "decorator_list", [])
+    first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    return textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
+
+
+def windows(documents: list[np.ndarray], length: int, seed: int, number: int) -> np.ndarray:
+    """Pass ``number`` over the documents: shuffled, joined, cut at another offset every time.
+
+    Returns ``int64[n, length + 1]``; neighbours in the text share one token, so every token but the first
+    is a target once. The windows come shuffled.
+    """
+    random = np.random.default_rng([seed, number, length])
+    stream = np.concatenate([documents[index] for index in random.permutation(len(documents))])
+    stream = stream[random.integers(length) :]
+    total = (len(stream) - 1) // length
+    starts = random.permutation(total) * length
+    cut: np.ndarray = stream[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    return cut
+
+
+def batches(documents: list[np.ndarray], length: int, rows: int, seed: int) -> Iterator[np.ndarray]:
+    """Endless batches ``int64[rows, length + 1]``, pass after pass; a pass's incomplete batch is dropped."""
+    for number in count():
+        cut = windows(documents, length, seed, number)
+        if len(cut) < rows:
+            raise ValueError(f"corpus: {len(cut)} windows of {length} tokens, fewer than a batch of {rows}")
+        for start in range(0, len(cut) - rows + 1, rows):
+            yield cut[start : start + rows]

@@ -1,0 +1,111 @@
+"""What a saved model achieves: loss on text, greedy continuations with their margins, samples."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+# Windows start this many times per window length.
+OVERLAP = 2
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A greedy continuation; ``margin`` is the smallest lead, in logits, of a chosen token over the next."""
+
+    prompt: list[int]
+    tokens: list[int]
+    margin: float
+
+
+@torch.inference_mode()
+def document_nats(model: LlamaForCausalLM, document: np.ndarray) -> float:
+    """Sum of the nats of every token after the first.
+
+    A document longer than the model's window is scored in windows that overlap by half. Only tokens that no
+    earlier window scored count, so each counts once and has at least half a window, or all there is, before it.
+    """
+    ids = torch.from_numpy(document.astype(np.int64)).to(model.device)
+    size = model.config.max_position_embeddings
+    total, scored = 0.0, 1
+    for start in range(0, len(ids), size // OVERLAP):
+        piece = ids[start : start + size]
+        logits = model(piece[None], use_cache=False).logits[0].float()
+        losses = functional.cross_entropy(logits[:-1], piece[1:], reduction="none")
+        total += losses[scored - start - 1 :].double().sum().item()
+        scored = start + len(piece)
+        if scored == len(ids):
+            break
+    return total
+
+
+def mean_nats(model: LlamaForCausalLM, documents: list[np.ndarray]) -> float:
+    """Nats per token over documents that each start with a begin token, which is not scored."""
+    total = sum(document_nats(model, document) for document in documents)
+    return total / sum(len(document) - 1 for document in documents)
+
+
+@torch.inference_mode()
+def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> Continuation:
+    """The most likely tokens after ``prompt``, up to an end token or ``length``.
+
+    Each is one whole forward pass: nothing is cached, so nothing of a cache is recorded.
+    """
+    ids = torch.tensor([prompt], device=model.device)
+    margin = float("inf")
+    for _ in range(length):
+        logits = model(ids, use_cache=False).logits[0, -1].float()
+        best = logits.topk(2)
+        margin = min(margin, (best.values[0] - best.values[1]).item())
+        ids = torch.cat([ids, best.indices[None, :1]], dim=1)
+        if best.indices[0] == model.config.eos_token_id:
+            break
+    return Continuation(prompt, ids[0, len(prompt) :].tolist(), margin)
+
+
+@torch.inference_mode()
+def sample(
+    model: LlamaForCausalLM, prompt: list[int], seed: int, temperature: float = 0.7, length: int = 200
+) -> list[int]:
+    """Tokens drawn from the whole distribution (no top-k, no top-p) up to an end token or ``length``."""
+    torch.manual_seed(seed)
+    ids = torch.tensor([prompt], device=model.device)
+    drawn = model.generate(  # type: ignore[misc]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=length,
+    )
+    tokens: list[int] = drawn[0, len(prompt) :].tolist()
+    return tokens
+
+
+def function_body(text: str) -> str:
+    """The part of a completion that belongs to the function it continues, up to its last complete line.
+
+    The body ends before the first line that is neither blank nor indented; what a length limit cut in the
+    middle of a line is dropped.
+    """
+    kept = []
+    for line in text.splitlines(keepends=True):
+        if not line.endswith("\n") or (line.strip() and not line[0].isspace()):
+            break
+        kept.append(line)
+    return "".join(kept)
+
+
+def parses(source: str) -> bool:
+    """Whether ``source`` is syntactically Python."""
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    return True

@@ -1,0 +1,53 @@
+"""The committed model, loaded as a stranger would load it: by transformers, with no network."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import models
+
+
+def refuse(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("a test of the model opened a connection")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Two threads gain nothing on a model this small, and lose much while other tests use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model(no_network: None) -> PreTrainedModel:
+    loaded = AutoModelForCausalLM.from_pretrained(models.path(), dtype=torch.float32)
+    return loaded.eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(no_network: None) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(models.path())
+
+
+@pytest.fixture(scope="session")
+def figures() -> dict[str, Any]:
+    """What the training run measured."""
+    return json.loads((models.path() / "figures.json").read_text())
