@@ -16,7 +16,9 @@ class KvStore:
             raise InvalidConfig("kv_bytes", f"room for at least one block of {layout.block_bytes} bytes", num_blocks)
         self.layout = layout
         self.num_blocks = num_blocks
-        self.blocks = torch.zeros(num_blocks, layout.block_elements, dtype=dtype, device=device)
+        self._memory = torch.zeros(num_blocks + 1, layout.block_elements, dtype=dtype, device=device)
+        self.blocks = self._memory[:num_blocks]
+        self.blank = num_blocks  # a block of noughts that nobody owns or writes: what pads a block table
         self._layers = [self._split(index) for index in range(len(layout.layers))]
 
     @property
@@ -27,11 +29,15 @@ class KvStore:
         """One layer's part of all blocks, and its keys and values, as views of the store."""
         spec, size = self.layout.layers[layer], self.layout.block_size
         start = self.layout.offsets[layer]
-        both = self.blocks[:, start : start + size * spec.slot_elements]
+        both = self._memory[:, start : start + size * spec.slot_elements]
         border = size * spec.kv_heads * spec.key_dim
         keys = both[:, :border].unflatten(1, (size, spec.kv_heads, spec.key_dim))
         values = both[:, border:].unflatten(1, (size, spec.kv_heads, spec.value_dim))
         return both, keys, values
+
+    def clear(self, blocks: torch.Tensor) -> None:
+        """Zero blocks that are about to be filled: whatever lay there, nought times it must be nought."""
+        self._memory.index_fill_(0, blocks, 0)
 
     def put(self, layer: int, blocks: torch.Tensor, slots: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Write keys and values [T, kv heads, dim] of T tokens to (blocks[T], slots[T])."""

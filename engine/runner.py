@@ -45,19 +45,23 @@ class ModelRunner:
         """
         block_size = self._store.layout.block_size
         tokens, positions, places = (part.to(self._device) for part in _flatten(rows, block_size))
-        bands = make_bands(rows, block_size, self._device)
+        self._store.clear(places[positions % block_size == 0] // block_size)
+        bands = make_bands(rows, self._store)
         attention = PagedAttention(self._store, self._views, bands, (places // block_size, places % block_size))
         nothing = keep.numel() == 0
+        kept = (keep.new_zeros(1) if nothing else keep).to(self._device)
         inputs: dict[str, Any] = {
             "input_ids": tokens[None],
             "position_ids": positions[None],
             "use_cache": False,
-            "logits_to_keep": (keep.new_zeros(1) if nothing else keep).to(self._device),
+            "logits_to_keep": kept,
         }
         with attending(attention):
             logits: torch.Tensor = self._model(**inputs).logits[0]
             if calls_made() != len(self._views):
                 raise RuntimeError(f"attention was called {calls_made()} times for {len(self._views)} layers")
+        if len(logits) != len(kept):  # a model that swallows the option answers with all rows
+            logits = logits[kept]
         return logits[:0] if nothing else logits
 
 

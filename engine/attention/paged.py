@@ -8,7 +8,7 @@ running maximum, sum and output of the softmax (Milakov and Gimelshein 2018; Fla
     band 0  seq A        [######]   [######]   [####..]       padded to a multiple of ``ROWS``
             seq B        [######]   [##....]                  sorted longest first: a tile takes a leading slice
             seq C        [###...]
-    band 1  seq D, 40..  [######]   [\\\\\\\\\\\\]                  later tiles skip rows that are too early for them
+    band 1  seq D, 40..  [######]   [//////]                  later tiles skip rows that are too early for them
 
 Why a row's bits do not depend on its neighbours (the second law): every product has the same inner length
 (head dim, TILE) and a row count that is a multiple of ROWS; keys are whole tiles, masked; a tile that a row
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from engine.attention import AttentionCall
@@ -46,16 +47,26 @@ class Band:
     """Sequences with the same number of query positions, contexts longest first.
 
     first_row   where their queries begin in the step's flattened row; they follow each other
+    start       first query position of the first sequence
     positions   [B, P] query positions
-    lengths     [B] context lengths, on the host
-    table       [B, tiles * blocks per tile] block ids, padded with any valid block
+    reach       for each tile of keys, how many of the sequences are long enough to see some of it
+    table       [B, tiles * blocks per tile] block ids, padded with the store's blank block
     """
 
     first_row: int
+    start: int
     positions: torch.Tensor
-    lengths: list[int]
+    reach: list[int]
     table: torch.Tensor
     _hidden: dict[tuple[View, int, int, int], torch.Tensor | None] = field(default_factory=dict)
+    _tiles: dict[View, range] = field(default_factory=dict)
+
+    def tiles(self, view: View) -> range:
+        """Tiles of keys of which any query sees any."""
+        if view not in self._tiles:
+            first = int(view.first(self.positions[:, 0]).min())
+            self._tiles[view] = range(first // TILE, len(self.reach))
+        return self._tiles[view]
 
     def hidden(self, view: View, tile: int, first: int, group: int) -> torch.Tensor | None:
         """What rows from ``first`` on must not see of a tile: [B', 1, rows, TILE], None when they see it all.
@@ -64,8 +75,7 @@ class Band:
         """
         key = (view, tile, first, group)
         if key not in self._hidden:
-            reach = sum(length > tile * TILE for length in self.lengths)
-            queries = self.positions[:reach].repeat_interleave(group, dim=1)
+            queries = self.positions[: self.reach[tile]].repeat_interleave(group, dim=1)
             queries = _pad_rows(queries[:, :, None])[:, first:, :]
             keys = torch.arange(tile * TILE, (tile + 1) * TILE, device=queries.device)
             mask = (keys > queries) | (keys < view.first(queries))
@@ -73,32 +83,35 @@ class Band:
         return self._hidden[key]
 
 
-def make_bands(rows: Sequence[Row], block_size: int, device: torch.device) -> list[Band]:
-    """Bands of a step whose flattened row holds ``rows`` in order, single tokens first, longest context first."""
+def make_bands(rows: Sequence[Row], store: KvStore) -> list[Band]:
+    """Bands of a step whose flattened row holds ``rows`` in order: single tokens first, longest context first."""
     bands = []
     singles = sum(row.end - row.start == 1 for row in rows)
     if singles:
-        positions = torch.tensor([[row.start] for row in rows[:singles]], device=device)
-        bands.append(_band(0, rows[:singles], positions, block_size))
+        bands.append(_band(0, rows[:singles], store))
     first_row = singles
     for row in rows[singles:]:
         for start in range(row.start, row.end, PIECE):
             piece = row._replace(start=start, end=min(start + PIECE, row.end))
-            positions = torch.arange(start, piece.end, device=device)[None]
-            bands.append(_band(first_row, [piece], positions, block_size))
-            first_row += piece.end - start
+            bands.append(_band(first_row, [piece], store))
+            first_row += piece.end - piece.start
     return bands
 
 
-def _band(first_row: int, rows: Sequence[Row], positions: torch.Tensor, block_size: int) -> Band:
-    lengths = [row.end for row in rows]
-    per_tile = TILE // block_size
-    width = -(-lengths[0] // TILE) * per_tile
-    table = torch.zeros(len(rows), width, dtype=torch.int32)
-    for line, row in zip(table.numpy(), rows, strict=True):
-        count = -(-row.end // block_size)
-        line[:count] = row.blocks[:count]
-    return Band(first_row, positions, lengths, table.to(positions.device))
+def _band(first_row: int, rows: Sequence[Row], store: KvStore) -> Band:
+    """Rows with equally many positions each, as one band."""
+    block_size, device = store.layout.block_size, store.blocks.device
+    lengths = np.fromiter((row.end for row in rows), np.int64, len(rows))
+    count = rows[0].end - rows[0].start
+    positions = lengths[:, None] + np.arange(-count, 0)
+    tiles = -(-int(lengths[0]) // TILE)
+    table = np.full((len(rows), tiles * (TILE // block_size)), store.blank, np.int32)
+    for line, row in zip(table, rows, strict=True):
+        blocks = -(-row.end // block_size)
+        line[:blocks] = np.frombuffer(row.blocks, np.int32, blocks)
+    reach = (lengths[:, None] > np.arange(tiles) * TILE).sum(0).tolist()
+    start = int(lengths[0]) - count
+    return Band(first_row, start, torch.from_numpy(positions).to(device), reach, torch.from_numpy(table).to(device))
 
 
 class PagedAttention:
@@ -146,8 +159,7 @@ class PagedAttention:
         )
         folded = _pad_rows(folded.float() * call.scaling)
         state = _Softmax(folded, call.value.shape[3])
-        first_key = int(view.first(band.positions[:, :1]).min())
-        for tile in range(first_key // TILE, -(-band.lengths[0] // TILE)):
+        for tile in band.tiles(view):
             self._tile(call, band, state, tile)
         out: torch.Tensor = state.finish(self._sinks(call, kv_heads, count))
         out = out[:, :, : count * group].unflatten(2, (count, group))
@@ -156,25 +168,18 @@ class PagedAttention:
     def _tile(self, call: AttentionCall, band: Band, state: _Softmax, tile: int) -> None:
         """One tile of keys, for the sequences and rows that reach it."""
         view, group = self._views[call.layer], call.query.shape[1] // call.key.shape[1]
-        reach = sum(length > tile * TILE for length in band.lengths)
-        first = 0
-        if len(band.lengths) == 1:  # a prompt's early rows see nothing of a late tile
-            first = max(0, tile * TILE - band.lengths[0] + band.positions.shape[1]) * group // ROWS * ROWS
+        reach = band.reach[tile]
+        first = max(0, tile * TILE - band.start) * group // ROWS * ROWS  # earlier rows see nothing of this tile
         per_tile = TILE // self._store.layout.block_size
         table = band.table[:reach, tile * per_tile : (tile + 1) * per_tile]
         keys, values = self._store.gather(call.layer, table)
-        values = values.permute(0, 2, 1, 3).float()
-        filled = [min(length - tile * TILE, TILE) for length in band.lengths[:reach]]
-        for line, count in enumerate(filled):
-            if count < TILE:
-                values[line, :, count:] = 0  # whatever lies there, nought times it must be nought
         scores = state.query[:reach, :, first:] @ keys.permute(0, 2, 3, 1).float()
         if call.softcap is not None:
             scores = torch.tanh(scores / call.softcap) * call.softcap
         hidden = band.hidden(view, tile, first, group)
         if hidden is not None:
             scores.masked_fill_(hidden, float("-inf"))
-        state.add(scores, values, reach, first)
+        state.add(scores, values.permute(0, 2, 1, 3).float(), reach, first)
 
     def _sinks(self, call: AttentionCall, kv_heads: int, count: int) -> torch.Tensor | None:
         """Sinks in the shape of folded rows, [1, kv heads, rows, 1]."""
