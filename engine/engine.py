@@ -167,7 +167,7 @@ class Engine:
         return sequence is not None or arrival is not None
 
     def park(self, id: str) -> None:
-        """Stop stepping a running sequence and keep its blocks (the last step of a drain)."""
+        """Stop stepping a running sequence and keep its blocks (the last step of a drain). Raises UnknownSequence."""
         sequence = self._running(id)
         self.scheduler.remove(sequence)
         self._parked[id] = sequence
@@ -288,10 +288,16 @@ class Engine:
         return export
 
     def seal(self, id: str) -> Seal:
-        """Close the account of a parked sequence's export. Raises UnknownSequence."""
+        """Close the account of a parked sequence's export. Raises UnknownSequence, InvalidRequest.
+
+        All tokens that the sequence came with must be computed: what the other end knows of it is published there.
+        """
         export, sequence = self._exports.get(id), self._parked.get(id)
         if export is None or export.ended or sequence is None:
             raise UnknownSequence(f"{id} is not parked here with an open export")
+        given = len(sequence.request.token_ids)
+        if sequence.computed < given:
+            raise InvalidRequest("computed", f"at least the {given} tokens of the request", sequence.computed)
         return export.seal(sequence, self._checksum)
 
     def release(self, id: str) -> None:

@@ -167,6 +167,7 @@ class Arrival:
             raise TransferRejected(f"{self.id}: the seal does not agree with its sum")
         self.sequence.tokens.extend(seal.output[len(known) :])
         self.sequence.computed = seal.computed
+        self.sequence.explained = self.sequence.request.prompt_len  # the giver told them
         self._close()
         return self.sequence
 

@@ -1,0 +1,1 @@
+"""The engine, on two devices: plain bytes, and tiny models."""

@@ -1,0 +1,180 @@
+"""What must hold after every action. Each raises AssertionError, and ``test_mutations`` shows that each can."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from engine.blocks import BlockHash
+from engine.engine import Engine
+from engine.fake import FakeDevice, slot_bytes
+from engine.plan import StepPlan
+from engine.request import FinishReason, Request
+from engine.sequence import Sequence as EngineSequence
+from engine.sequence import Timeline
+from engine.transfer import default_checksum, sum_block
+from tests.engine.scenes import Heard
+
+
+def live(engine: Engine) -> Mapping[str, EngineSequence]:
+    """Sequences that exist: running, waiting and parked."""
+    return engine._sequences
+
+
+def parked(engine: Engine) -> list[str]:
+    return list(engine._parked)
+
+
+# -- a step -----------------------------------------------------------------------------------------------------
+
+
+def plan_keeps_the_limits(engine: Engine, plan: StepPlan) -> None:
+    """The budget, the number of rows, and a place in a block for each token."""
+    limits = engine.limits
+    spent = sum(row.end - row.start for row in plan.rows)
+    assert spent == plan.num_tokens, f"the plan says {plan.num_tokens} tokens and has {spent}"
+    assert spent <= limits.token_budget, f"{spent} tokens exceed the budget of {limits.token_budget}"
+    assert len(plan.rows) <= limits.max_running, f"{len(plan.rows)} rows exceed {limits.max_running} running"
+    for row in plan.rows:
+        assert row.start < row.end <= len(row.tokens), f"{row.request.id} has no tokens to compute"
+        assert row.end <= len(row.blocks) * engine.pool.block_size, f"{row.request.id} has no room for its tokens"
+
+
+def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> None:
+    """Each sequence once: decodes, begun prompts, new ones (not among ``ran``); most urgent first within each."""
+    running = {sequence.id: sequence for sequence in engine.scheduler.running}
+    rows = [running[row.request.id] for row in plan.rows]
+    assert len({sequence.id for sequence in rows}) == len(rows), "a sequence has two rows"
+    places = [(sequence.id not in ran, sequence.id in ran and sequence.remaining > 1) for sequence in rows]
+    assert places == sorted(places), "decodes, begun prompts and new ones are mixed up"
+    for (place, ahead), (other, behind) in pairwise(zip(places, rows, strict=True)):
+        fine = place != other or ahead.order <= behind.order
+        assert fine, f"{behind.id} is more urgent than {ahead.id} and stands behind it"
+
+
+def running_keeps_the_limit(engine: Engine) -> None:
+    running, most = len(engine.scheduler.running), engine.limits.max_running
+    assert running <= most, f"{running} run, at most {most} may"
+
+
+def changes_are_in_order(
+    before: Iterable[EngineSequence], running: Iterable[EngineSequence], waiting: Iterable[EngineSequence]
+) -> None:
+    """A step admits the most urgent, and preempts the least urgent: ``before`` ran before it, the others after it."""
+    ran = {sequence.id for sequence in before}
+    admitted = [sequence.order for sequence in running if sequence.id not in ran]
+    stayed = [sequence.order for sequence in running if sequence.id in ran]
+    left = [sequence.order for sequence in waiting]
+    preempted = [sequence.order for sequence in waiting if sequence.id in ran]
+    if admitted and left:
+        assert max(admitted) < min(left), "a sequence overtook a more urgent one that waits"
+    if preempted and stayed:
+        assert min(preempted) > max(stayed), "a more urgent sequence was preempted"
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------
+
+
+def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, int]]]:
+    """Block -> the sequences that hold it, each with the place that it has there."""
+    found: dict[int, list[tuple[EngineSequence, int]]] = defaultdict(list)
+    arriving = [arrival.sequence for arrival in engine._arriving.values()]
+    for sequence in (*live(engine).values(), *arriving):
+        for index, block in enumerate(sequence.holding.blocks if sequence.holding else ()):
+            found[block].append((sequence, index))
+    return found
+
+
+def shared_blocks_are_published_prefixes(engine: Engine) -> None:
+    """Two sequences hold one block only when it was published and carries the same tokens after the same tokens."""
+    size = engine.pool.block_size
+    for block, found in holders(engine).items():
+        if len(found) > 1:
+            assert block in engine.pool._hash_of, f"block {block} is shared and not published"
+            hashes = {sequence.hash_at(index, size) for sequence, index in found}
+            assert hashes == {engine.pool._hash_of[block]}, f"block {block} is shared by other tokens"
+
+
+def published_blocks_are_filled(engine: Engine) -> None:
+    """What others may find was computed to its end, or came here with its sum."""
+    size = engine.pool.block_size
+    for block, found in holders(engine).items():
+        if block not in engine.pool._hash_of:
+            continue
+        for sequence, index in found:
+            arrival = engine._arriving.get(sequence.id)
+            if arrival is None:
+                assert (index + 1) * size <= sequence.computed, f"block {block} was published before it was filled"
+            else:
+                assert index < arrival.have or index in arrival._sums, f"block {block} was published before it came"
+
+
+class Contents:
+    """Remembers what each published hash stands for, and what each sequence's slots must hold."""
+
+    def __init__(self) -> None:
+        self._expected: dict[BlockHash, bytes] = {}
+
+    def check(self, engine: Engine) -> None:
+        """Every computed slot of every sequence, and every published block, holds what it must."""
+        device, size = engine.device, engine.pool.block_size
+        assert isinstance(device, FakeDevice)
+        for sequence in live(engine).values():
+            blocks = sequence.holding.blocks if sequence.holding else ()
+            for index, block in enumerate(blocks[: engine.pool.blocks_for(sequence.computed)]):
+                slots = range(index * size, min(sequence.computed, (index + 1) * size))
+                expected = b"".join(slot_bytes(sequence.tokens[position], position) for position in slots)
+                found = bytes(device.read(block)[: len(expected)])
+                assert found == expected, f"block {block} does not hold the tokens of {sequence.id}"
+                if len(slots) == size:
+                    self._expected[sequence.hash_at(index, size)] = expected
+        for digest, block in engine.pool._block_of.items():
+            kept = self._expected.get(digest)
+            assert kept is None or bytes(device.read(block)) == kept, f"published block {block} holds other bytes"
+
+
+def leases_keep_their_bytes(engine: Engine) -> None:
+    """What an export offered can still be read, unchanged."""
+    for export in engine._exports.values():
+        for run in export.runs:
+            total = sum_block(default_checksum, run.index, export.read(run.index))
+            assert total == run.sum, f"block {run.index} of the export of {export.id} changed under its lease"
+
+
+def nothing_is_held(engine: Engine) -> None:
+    engine.check_integrity()
+    load = engine.load()
+    assert load.free_blocks + load.cached_blocks + load.held_blocks == load.total_blocks
+    busy = (load.running, load.waiting, load.parked, load.arriving, load.exports, load.held_blocks)
+    assert not any(busy), f"something is left: {load}"
+
+
+# -- what is told -----------------------------------------------------------------------------------------------
+
+
+def told_as_alone(heard: Heard, expected: Heard) -> None:
+    """One end; the text, and the log-probabilities, of a request that had an engine to itself."""
+    assert heard.ended is not None, "a sequence has no end"
+    id, text, whole = heard.ended.id, heard.text, expected.text
+    if heard.reason is FinishReason.CANCELLED:
+        whole = whole[: len(text)]
+    else:
+        assert heard.reason is expected.reason, f"{id} ended by {heard.reason}, alone by {expected.reason}"
+        assert heard.prompt_logprobs == expected.prompt_logprobs, f"{id} was told other prompt log-probabilities"
+    assert text == whole, f"{id} wrote {text}, alone {whole}"
+    assert heard.logprobs == expected.logprobs[: len(text)], f"{id} was told other log-probabilities"
+
+
+def instants_are_in_order(timeline: Timeline, written: int) -> None:
+    """added <= scheduled <= first token <= the others <= finished."""
+    assert timeline.finished is not None, "a sequence that ended has no end"
+    named = (timeline.added, timeline.scheduled, timeline.first_token, *timeline.tokens, timeline.finished)
+    instants = [instant for instant in named if instant is not None]
+    assert instants == sorted(instants), f"instants are not in order: {timeline}"
+    assert len(timeline.tokens) == written, f"{written} tokens were told, {len(timeline.tokens)} have a time"
+
+
+def steps_needed(requests: Sequence[Request], window: int) -> int:
+    """More than enough: whoever is the most urgent of those that run computes a token a step and never loses it."""
+    return len(requests) * window * 2 + 20

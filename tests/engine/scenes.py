@@ -1,0 +1,149 @@
+"""Scenes in two lines: small engines that run out of blocks, requests, and an ear that holds the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.engine import Device, Ended, Engine, StepOutput, Token
+from engine.fake import FakeDevice
+from engine.plan import TokenLogprobs
+from engine.request import FinishReason, Request, SamplingParams, StopParams
+from engine.scheduler import Limits
+
+BLOCK = 4
+WINDOW = 96
+VOCABULARY = 512
+
+
+def make_device(num_blocks: int = 64, eos: Iterable[int] = ()) -> FakeDevice:
+    """A fake one with blocks of ``BLOCK`` tokens."""
+    return FakeDevice(
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        vocab_size=VOCABULARY,
+        window=WINDOW,
+        eos_token_ids=frozenset(eos),
+    )
+
+
+def make_engine(
+    num_blocks: int = 64,
+    *,
+    budget: int = 64,
+    max_running: int = 8,
+    window: int = WINDOW,
+    device: Device | None = None,
+) -> Engine:
+    """On a fake device unless told; the window shrinks to what the blocks hold."""
+    device = device or make_device(num_blocks)
+    room = device.num_blocks * device.block_size
+    limits = Limits(token_budget=budget, max_running=min(budget, max_running), window=min(window, room))
+    return Engine(device, limits, clock=ticking())
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that moves by one at each look."""
+    now = 0.0
+
+    def look() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    return look
+
+
+def prompt(length: int, start: int = 1) -> tuple[int, ...]:
+    """Tokens that differ from those of every other small ``start`` from the first one on."""
+    return tuple((start * 37 + index * 11) % (VOCABULARY - 1) + 1 for index in range(length))
+
+
+def make_request(
+    id: str = "a",
+    tokens: int | Sequence[int] = 6,
+    max_tokens: int | None = 8,
+    *,
+    stop: StopParams | None = None,
+    sampling: SamplingParams | None = None,
+    **more: object,
+) -> Request:
+    """``tokens``: a prompt, or the length of one."""
+    ids = prompt(tokens) if isinstance(tokens, int) else tuple(tokens)
+    request = Request(id, ids, stop=stop or StopParams(max_tokens=max_tokens), sampling=sampling or SamplingParams())
+    return replace(request, **more)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Heard:
+    """All that was told of one sequence."""
+
+    tokens: list[Token] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ended: Ended | None = None
+
+    @property
+    def text(self) -> list[int]:
+        return [token.token for token in self.tokens]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs | None]:
+        return [token.logprobs for token in self.tokens]
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.ended.reason if self.ended else None
+
+
+class Ear:
+    """Hears the steps of an engine and holds them to the contract: positions without gap or repeat, one end, last."""
+
+    def __init__(self) -> None:
+        self.heard: dict[str, Heard] = {}
+
+    def __getitem__(self, id: str) -> Heard:
+        return self.heard.setdefault(id, Heard())
+
+    def hear(self, output: StepOutput) -> StepOutput:
+        for told in output.prompt_logprobs:
+            heard = self[told.id]
+            assert told.position == 1 + len(heard.prompt_logprobs), f"{told.id}: prompt log-probabilities have a gap"
+            assert not heard.ended, f"{told.id} went on after its end"
+            heard.prompt_logprobs.extend(told.entries)
+        for token in output.tokens:
+            heard = self[token.id]
+            expected = heard.tokens[-1].position + 1 if heard.tokens else token.position
+            assert token.position == expected, f"{token.id}: token {token.position} after {expected - 1}"
+            assert not heard.ended, f"{token.id} went on after its end"
+            heard.tokens.append(token)
+        for ended in output.ended:
+            assert self[ended.id].ended is None, f"{ended.id} ended twice"
+            self[ended.id].ended = ended
+        return output
+
+
+def run(engine: Engine, *requests: Request, ear: Ear | None = None, steps: int = 2000) -> Ear:
+    """Add ``requests`` and step to the end of all work (or ``steps``), held to the contract."""
+    ear = ear or Ear()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work and steps:
+        ear.hear(engine.step())
+        steps -= 1
+    return ear
+
+
+def alone(request: Request, make: Callable[[], Engine] = make_engine) -> Heard:
+    """What is told of a request that has an engine to itself."""
+    whole = replace(request, park_after=None)
+    return run(make(), whole)[request.id]
+
+
+def step_until(engine: Engine, reached: Callable[[], bool], ear: Ear | None = None) -> Ear:
+    """Step until something has happened."""
+    ear = ear or Ear()
+    for _ in range(2000):
+        if reached():
+            return ear
+        ear.hear(engine.step())
+    raise AssertionError("it never happened")

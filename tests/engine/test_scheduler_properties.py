@@ -1,0 +1,295 @@
+"""Random lives of two small engines: nothing leaks, nothing is mixed up, everyone ends, in order, within the limits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.blocks import BlockPool, Holding
+from engine.engine import Engine
+from engine.errors import NoRoom
+from engine.policy import STEPS_PER_PRIORITY
+from engine.request import FinishReason
+from tests.engine import properties
+from tests.engine.scenes import Ear, make_engine, make_request, prompt, run
+from tests.engine.world import WINDOW, World, make_world_request, play
+
+ANY = st.integers(0, 99)
+QUICK = settings(deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+DEEP = settings(QUICK, max_examples=200, stateful_step_count=100)
+
+REQUESTS = st.builds(
+    make_world_request,
+    st.integers(0, 1),
+    st.integers(1, WINDOW),
+    last=st.integers(0, 1),
+    max_tokens=st.sampled_from([1, 4, 8, None]),
+    seed=st.sampled_from([None, 1, 2]),
+    priority=st.integers(-1, 1),
+    salt=st.sampled_from([b"", b"", b"other"]),
+    use_prefix_cache=st.sampled_from([True, True, True, False]),
+    park_after=st.sampled_from([None, None, 1, 2]),
+    prompt_logprobs=st.sampled_from([None, None, None, 2]),
+    logprobs=st.sampled_from([None, 1]),
+)
+
+
+class Lives(RuleBasedStateMachine):
+    """Every action of a ``World``, in any order; its properties are the invariant."""
+
+    @initialize(budget=st.sampled_from([1, 3, 6, 16]), max_running=st.sampled_from([1, 2, 4]))
+    def begin(self, budget: int, max_running: int) -> None:
+        self.world = World(budget=budget, max_running=max_running)
+
+    @rule(where=st.integers(0, 1), request=REQUESTS)
+    def add(self, where: int, request: Any) -> None:
+        self.world.add(where, request)
+
+    @rule(where=st.integers(0, 1), times=st.integers(1, 4))
+    def step(self, where: int, times: int) -> None:
+        for _ in range(times):
+            self.world.step(where)
+
+    @rule(n=ANY)
+    def cancel(self, n: int) -> None:
+        self.world.cancel(n)
+
+    @rule(n=ANY)
+    def park(self, n: int) -> None:
+        self.world.park(n)
+
+    @rule(n=ANY)
+    def resume(self, n: int) -> None:
+        self.world.resume(n)
+
+    @rule(n=ANY)
+    def open(self, n: int) -> None:
+        self.world.open(n)
+
+    @precondition(lambda self: self.world.moves)
+    @rule(n=ANY, most=st.integers(1, 3))
+    def push(self, n: int, most: int) -> None:
+        self.world.push(n, most)
+
+    @precondition(lambda self: self.world.moves)
+    @rule(n=ANY, join=st.booleans())
+    def seal(self, n: int, join: bool) -> None:
+        self.world.seal(n)
+        if join:
+            self.world.join(n)
+
+    @precondition(lambda self: self.world.moves)
+    @rule(n=ANY, by_cancel=st.booleans())
+    def give_up(self, n: int, by_cancel: bool) -> None:
+        self.world.give_up(n, by_cancel=by_cancel)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.finish()
+
+
+def test_nothing_leaks_and_everyone_ends_as_if_alone_whatever_is_done() -> None:
+    run_state_machine_as_test(Lives, settings=QUICK)
+
+
+@pytest.mark.slow
+def test_nothing_leaks_and_everyone_ends_as_if_alone_in_long_lives() -> None:
+    run_state_machine_as_test(Lives, settings=DEEP)
+
+
+def test_random_scripts_reach_every_corner() -> None:
+    """The properties would hold of an empty world too; these lives are not empty."""
+    worlds = [play(seed) for seed in range(40)]
+    reasons = {heard.reason for world in worlds for heard in world.ear.heard.values()}
+    assert reasons >= set(FinishReason) - {FinishReason.FAILED}
+    assert sum(engine.scheduler.preemptions for world in worlds for engine in world.engines) >= 10
+    assert sum(world.joined for world in worlds) >= 10
+
+
+# -- the limits -------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=8),
+    budget=st.integers(8, 40),
+    late=st.integers(0, 8),
+)
+def test_a_step_spends_its_budget_or_closes_every_gap(lengths: Sequence[int], budget: int, late: int) -> None:
+    """Long prompts are cut and short ones packed: nothing is left over while somebody could use it."""
+    engine = make_engine(budget=budget)
+    requests = [make_request(f"r{index}", prompt(length, index), 4) for index, length in enumerate(lengths)]
+    for request in requests[late:]:
+        engine.add(request)
+    while engine.has_work or requests[:late]:
+        for request in requests[:late]:
+            engine.add(request)
+        late = 0
+        gaps = sum(sequence.remaining for sequence in (*engine.scheduler.running, *engine.scheduler.waiting))
+        assert engine.step().num_tokens == min(budget, gaps)
+    properties.nothing_is_held(engine)
+
+
+def test_decodes_go_first_then_the_prompt_is_cut_to_what_is_left() -> None:
+    engine = make_engine(budget=8)
+    run(engine, make_request("a", 3, max_tokens=20), make_request("b", 3, max_tokens=20), steps=2)
+    engine.add(make_request("long", 30))
+    plan = engine.scheduler.schedule()
+    assert [(row.request.id, row.end - row.start) for row in plan.rows] == [("a", 1), ("b", 1), ("long", 6)]
+
+
+def test_short_prompts_are_packed_until_the_budget_is_filled() -> None:
+    engine = make_engine(budget=16)
+    for index in range(8):
+        engine.add(make_request(f"r{index}", 5))
+    plan = engine.scheduler.schedule()
+    assert [row.end - row.start for row in plan.rows] == [5, 5, 5, 1]
+
+
+def test_who_arrives_with_its_cache_has_a_place_among_the_running() -> None:
+    engine = make_engine(max_running=1)
+    engine.reserve(make_request("arriving"))
+    run(engine, make_request("a"), steps=3)
+    assert (engine.load().running, engine.load().waiting) == (0, 1)
+    assert engine.cancel("arriving")
+    assert run(engine)["a"].reason is FinishReason.LENGTH
+
+
+def test_a_resumed_sequence_takes_no_place_beyond_the_limit() -> None:
+    engine = make_engine(max_running=1)
+    run(engine, make_request("a"), steps=3)
+    engine.park("a")
+    run(engine, make_request("b"), steps=3)
+    engine.resume("a")
+    properties.running_keeps_the_limit(engine)
+    ear = run(engine)
+    assert (ear["a"].reason, ear["b"].reason) == (FinishReason.LENGTH, FinishReason.LENGTH)
+
+
+# -- order ------------------------------------------------------------------------------------------------------
+
+
+def admissions(engine: Engine, priorities: Mapping[str, int]) -> list[str]:
+    for id, priority in priorities.items():
+        engine.add(make_request(id, 4, max_tokens=1, priority=priority))
+    ear, order = Ear(), list[str]()
+    while engine.has_work:
+        order += [ended.id for ended in ear.hear(engine.step()).ended]
+    return order
+
+
+def test_higher_priority_goes_first_then_who_came_first() -> None:
+    order = admissions(make_engine(budget=4, max_running=1), {"a": 0, "b": 1, "c": 0, "d": -1, "e": 1})
+    assert order == ["b", "e", "a", "c", "d"]
+
+
+def test_nobody_overtakes_one_that_waits_for_room() -> None:
+    """A short one that would fit stays behind a long one that does not."""
+    engine = make_engine(8, max_running=4)
+    run(engine, make_request("holder", prompt(16), max_tokens=8), steps=1)
+    engine.add(make_request("long", prompt(20, 2), max_tokens=1))
+    engine.add(make_request("short", prompt(2, 3), max_tokens=1))
+    ear = run(engine, steps=1)
+    assert "short" not in ear.heard
+    ear = run(engine, ear=ear)
+    assert ear["long"].ended is not None
+    assert ear["short"].ended is not None
+
+
+def test_a_low_priority_is_not_starved_by_a_stream_of_higher_ones() -> None:
+    """It waits the steps that the difference is worth, and not much longer."""
+    engine, levels = make_engine(budget=4, max_running=1), 2
+    engine.add(make_request("low", 4, max_tokens=1, priority=-levels))
+    for step in range(levels * STEPS_PER_PRIORITY + 20):
+        engine.add(make_request(f"high{step}", prompt(4, step), max_tokens=1))
+        if any(ended.id == "low" for ended in engine.step().ended):
+            assert step >= levels * STEPS_PER_PRIORITY, "it went before more urgent ones"
+            return
+    raise AssertionError("it starved")
+
+
+def test_the_least_urgent_makes_room_and_loses_nothing() -> None:
+    engine = make_engine(8)
+    first = run(engine, make_request("a", prompt(10), 20), make_request("b", prompt(10, 2), 20))
+    assert engine.load().preemptions
+    calm = run(make_engine(), make_request("a", prompt(10), 20), make_request("b", prompt(10, 2), 20))
+    assert {id: heard.text for id, heard in first.heard.items()} == {id: h.text for id, h in calm.heard.items()}
+    properties.nothing_is_held(engine)
+
+
+# -- the pool alone ---------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32), blocks=st.integers(1, 12))
+def test_a_pool_adds_up_after_any_allocation_share_and_release(seed: int, blocks: int) -> None:
+    rng, pool = random.Random(seed), BlockPool(blocks, 4)
+    live: dict[str, Holding] = {}
+    for turn in range(60):
+        action = rng.choice(["allocate", "grow", "share", "publish", "release", "match"])
+        holding = rng.choice(list(live.values())) if live else None
+        digests = [bytes([n]) * 16 for n in range(rng.randint(0, 4))]
+        try:
+            if action == "allocate":
+                live[f"o{turn}"] = pool.allocate(f"o{turn}", rng.randint(0, 4), pool.match(digests))
+            elif action == "grow" and holding:
+                holding.grow(rng.randint(1, 3))
+            elif action == "share" and holding and holding.blocks:
+                live[f"o{turn}"] = pool.allocate(f"o{turn}", 0)
+                live[f"o{turn}"].share(rng.choice(holding.blocks))
+            elif action == "publish" and holding and holding.blocks:
+                pool.publish(rng.choice(holding.blocks), bytes([rng.randrange(5)]) * 16)
+            elif action == "release" and holding:
+                live.pop(holding.owner).release()
+        except NoRoom as full:
+            if full.needed <= full.available:
+                raise
+        pool.check_integrity(live)
+    for holding in live.values():
+        holding.release()
+        holding.release()  # safe
+    pool.check_integrity(())
+    assert pool.available == blocks
+    assert pool.drop_cache() + pool.free >= blocks
+    assert pool.free == blocks
+
+
+def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
+    pool = BlockPool(4, 4)
+    digests = [bytes([n]) * 16 for n in range(4)]
+    for owner, mine in (("old", digests[:2]), ("new", digests[2:])):
+        holding = pool.allocate(owner, 2)
+        for block, digest in zip(holding.blocks, mine, strict=True):
+            pool.publish(block, digest)
+        holding.release()
+    pool.allocate("other", 1)
+    assert len(pool.match(digests[:2])) == 1
+    assert len(pool.match(digests[2:])) == 2
+
+
+def test_a_cached_prefix_is_used_again_and_only_by_the_same_salt() -> None:
+    engine = make_engine()
+    run(engine, make_request("a", 12))
+    for id, salt, computed in (("same", b"", 4), ("other", b"tenant", 12)):
+        engine.add(make_request(id, 12, salt=salt))
+        assert engine.step().num_tokens == computed
+        engine.cancel(id)
+        engine.step()
