@@ -93,7 +93,7 @@ class Checkpoint:
                 trust_remote_code=False,
             )
         except (OSError, ValueError, KeyError, RuntimeError, struct.error) as error:
-            raise ModelRefused(self.name, f"transformers can't load it: {_first_line(error)}") from error
+            raise ModelRefused(self.name, f"transformers can't load it: {first_line(error)}") from error
         _drop_other_media(model)
         torch.nn.Module.to(model, device)
         model.eval()
@@ -117,7 +117,7 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     try:
         raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
     except (OSError, ValueError) as error:
-        raise ModelRefused(path, f"no model folder and no reachable hub name: {_first_line(error)}") from error
+        raise ModelRefused(path, f"no model folder and no reachable hub name: {first_line(error)}") from error
     kind = raw.get("model_type")
     if kind not in CONFIG_MAPPING:
         needs = "it wants code of its own to be run" if "auto_map" in raw else "transformers has no code for it"
@@ -193,5 +193,5 @@ def _sampled(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _first_line(error: Any) -> str:
+def first_line(error: Any) -> str:
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -8,7 +8,7 @@ twice the memory, with results rounded to bf16. On CUDA the model's own layers s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 FIXED_ROWS = 32
 """Rows of every call of a module that is run in pieces of one shape."""
+
+LANES = 64
+"""Elements that the widest vector loop takes at once (bf16, AVX512, twice unrolled)."""
 
 
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,13 +30,21 @@ def packed_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class PackedLinear(nn.Module):
-    """x [..., in] -> [..., out], as ``nn.Linear`` with weight [out, in] would."""
+    """x [..., in] -> [..., out], as ``nn.Linear`` with weight [out, in] would.
+
+    Elementwise functions give other last bits in the scalar tail of a vector loop (a gate's sigmoid does), and where
+    the tail of a dense tensor begins depends on the number of rows. So a width that is no multiple of LANES comes
+    out as part of a wider tensor: then loops go row by row.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self._dtype = packed_dtype(weight.dtype)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self._dtype).contiguous(), None)
-        self._bias = None if bias is None else bias.detach().to(self._dtype)
+        self._width = weight.shape[0]
+        wide = _widen(weight.detach().to(self._dtype))
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(wide.contiguous(), None)
+        self._bias = None if bias is None else _widen(bias.detach().to(self._dtype))
+        self.weight = torch.empty_like(weight, device="meta")  # dtype and shape, for callers that look at them
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).to(self._dtype)
@@ -41,11 +52,21 @@ class PackedLinear(nn.Module):
         if count == 1:  # one row alone is the one case that takes another kernel (float32, AVX512)
             rows = rows.expand(2, -1).contiguous()
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-        return out[:count].to(x.dtype).reshape(*x.shape[:-1], -1)
+        return out[:count].to(x.dtype)[:, : self._width].view(*x.shape[:-1], self._width)
+
+
+def _widen(weight: torch.Tensor) -> torch.Tensor:
+    """Zeros after the last output until there is a multiple of LANES of them."""
+    missing = -weight.shape[0] % LANES
+    return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]) if missing else weight
 
 
 class FixedRows(nn.Module):
-    """Runs a module that treats rows alone in pieces of FIXED_ROWS rows, so that its kernels never change."""
+    """Runs a module that treats rows alone in pieces of FIXED_ROWS rows, so that its kernels never change.
+
+    hidden [T, H] or [1, T, H]; ``shared`` is the same for all rows (a router's bias, say); whatever the module
+    answers has its rows first, or second after a 1.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -58,14 +79,19 @@ class FixedRows(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        count = rows.shape[0]
-        padded = torch.cat([rows, rows.new_zeros(-count % FIXED_ROWS, rows.shape[1])])
-        pieces = [self.inner(piece) for piece in padded.split(FIXED_ROWS)]
+    def forward(self, hidden: torch.Tensor, *shared: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        count = hidden.shape[-2]
+        padded = nn.functional.pad(hidden, (0, 0, 0, -count % FIXED_ROWS))
+        pieces = [self.inner(piece, *shared) for piece in padded.split(FIXED_ROWS, dim=-2)]
         if isinstance(pieces[0], torch.Tensor):
-            return torch.cat(pieces)[:count]
-        return tuple(torch.cat(parts)[:count] for parts in zip(*pieces, strict=True))
+            return _join(pieces, count)
+        return tuple(_join(parts, count) for parts in zip(*pieces, strict=True))
+
+
+def _join(pieces: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """The first ``count`` rows of what the pieces gave."""
+    dim = 0 if pieces[0].shape[0] == FIXED_ROWS else 1
+    return torch.cat(list(pieces), dim=dim).narrow(dim, 0, count)
 
 
 class PackedExperts(nn.Module):
@@ -118,14 +144,24 @@ def pack(model: nn.Module) -> None:
                 setattr(parent, name, packed)
 
 
+def _stacks(module: nn.Module) -> bool:
+    """Whether a module holds the weights of several experts and takes rows sorted by expert: as it depends on all
+    rows at once, what calls it is run on a fixed number of them."""
+    known = isinstance(module, PackedExperts | FixedRows) or hasattr(module, "is_transposed")
+    return not known and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+
+
 def _packed(module: nn.Module) -> nn.Module | None:
     """What takes a module's place; None to leave it (and look at its children)."""
-    if isinstance(module, nn.Linear):
+    # A router may be a Linear whose forward does more.
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return PackedLinear(module.weight, module.bias)
-    if isinstance(module, Conv1D):
+    if isinstance(module, Conv1D) and type(module).forward is Conv1D.forward:
         return PackedLinear(module.weight.T, module.bias)
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
         return PackedExperts(module)
+    if any(_stacks(child) for child in module.children()):
+        return FixedRows(module)
     if next(module.children(), None) is not None:
         return None
     own = list(module.parameters(recurse=False))

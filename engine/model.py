@@ -94,12 +94,12 @@ def load(config: ModelConfig) -> ModelDevice:
     window = source.choose_window(config.window)
     model = source.read(dtype, device)
     rope.freeze(model, window)
-    reference = alone(model)
+    reference = alone(model, source.name, window)
     views, specs = learn(model, source.name, window)
     if device.type == "cpu":
         linears.pack(model)
     layout = KvLayout(specs, config.block_size, dtype.itemsize)
-    verdict = probe(model, source.name, layout, views, reference)
+    verdict = probe(model, source.name, layout, views, reference, window)
     eos = source.eos_token_ids(model)
     store = KvStore(layout, config.kv_bytes // layout.block_bytes, dtype, device)
     return ModelDevice(

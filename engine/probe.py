@@ -1,21 +1,28 @@
 """Is a model served right? Learnt and tried at load; no list of names decides.
 
-Two short random sequences in one flattened row must give, bit for bit, what each gives alone, and, within the
-rounding of the dtype, what transformers' own attention gave each before anything was replaced. Attention must be
-called exactly once per layer. Whatever differs is named in the refusal.
+Three short random sequences in one flattened row, one of them at the end of the window, must give, bit for bit,
+what each gives alone, and, within the rounding of the dtype, what transformers' own attention gave each before
+anything was replaced. Attention must be called exactly once per layer. Whatever differs is named in the refusal.
+
+The one at the end of the window stands there alone: all tokens before it were seen, and are hidden from it. It
+finds what counts rows instead of positions, such as a scale of the scores that grows every few thousand tokens.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from engine.attention import NAME, attending, calls_made
 from engine.attention.views import Recorder, View, mask_markers
+from engine.checkpoint import first_line
 from engine.errors import ModelRefused
 from engine.kv_layout import KvLayout, LayerSpec
 from engine.kv_store import KvStore
@@ -23,8 +30,9 @@ from engine.plan import Row
 from engine.request import Request
 from engine.runner import ModelRunner
 
-LENGTHS = (13, 22)
-"""Tokens of the two sequences: different, odd and even, more than a block of 16 in one."""
+LENGTHS = (22, 13, 9)
+"""Most tokens of the sequences: different, odd and even, more than a block of 16 in one. The last one stands at the
+end of the window."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Root mean square difference of logits, over their spread, that rounding explains."""
@@ -42,34 +50,130 @@ class Verdict:
     difference: float
 
 
-def _sequences(model: PreTrainedModel) -> list[list[int]]:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A probe sequence: ``tokens`` at positions from ``start`` on, which see nothing before ``start``."""
+
+    tokens: list[int]
+    start: int
+
+
+def trials(model: PreTrainedModel, window: int) -> list[Trial]:
+    """What a model is tried with."""
     generator = torch.Generator().manual_seed(0)
+    lengths = [min(length, window) for length in LENGTHS]
+    starts = [0] * (len(LENGTHS) - 1) + [window - lengths[-1]]
     vocabulary = table(model).num_embeddings
-    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [
+        Trial(torch.randint(vocabulary, (length,), generator=generator).tolist(), start)
+        for length, start in zip(lengths, starts, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Logits [length, vocabulary] of each trial by transformers' own attention.
+
+    The last trial needs a cache that forgets; a model with a state of another kind can't use one, and is to hear
+    first what the other trials say of it.
+    """
+
+    logits: list[torch.Tensor]
+    failed: ModelRefused | None = None
 
 
 @torch.inference_mode()
-def alone(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Logits [length, vocabulary] of each probe sequence by transformers' own attention."""
-    return [model(input_ids=_ids(model, tokens), use_cache=False).logits[0].float() for tokens in _sequences(model)]
+def alone(model: PreTrainedModel, name: str, window: int) -> Reference:
+    """What the trials must give; before anything is replaced. Raises ModelRefused."""
+    with _refusing(name, "transformers' own attention"):
+        *early, last = trials(model, window)
+        logits = [_alone(model, trial) for trial in early]
+    try:
+        with _refusing(name, f"transformers' own attention at position {last.start}"):
+            return Reference([*logits, _alone(model, last)])
+    except ModelRefused as refused:
+        return Reference(logits, refused)
+
+
+def _alone(model: PreTrainedModel, trial: Trial) -> torch.Tensor:
+    options: dict[str, Any] = {"use_cache": False}
+    if trial.start:
+        count = model.config.get_text_config().num_hidden_layers
+        layers: list[Any] = [_Forgotten(trial.start) for _ in range(count)]
+        positions = torch.arange(trial.start, trial.start + len(trial.tokens), device=model.device)
+        options = {"use_cache": True, "past_key_values": Cache(layers=layers), "position_ids": positions[None]}
+    logits: torch.Tensor = model(input_ids=_ids(model, trial.tokens), **options).logits[0].float()
+    return logits
+
+
+class _Forgotten(DynamicLayer):
+    """A layer's cache that has seen ``seen`` tokens and kept none of them."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = seen
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, self.seen
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+
+@dataclass(frozen=True, slots=True)
+class _From(View):
+    """A layer's view without what lies before ``start`` in a sequence that begins there."""
+
+    start: int = 0
+
+    def first(self, positions: torch.Tensor) -> torch.Tensor:
+        earliest = View.first(self, positions)
+        return torch.where(positions < self.start, earliest, earliest.clamp(min=self.start))
+
+
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model's code may raise at a call that every served model understands."""
+
+
+@contextmanager
+def _refusing(name: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except _FAILURES as error:
+        raise ModelRefused(name, f"{what} failed: {type(error).__name__}: {first_line(error)}") from error
 
 
 @torch.inference_mode()
 def learn(model: PreTrainedModel, name: str, window: int) -> tuple[tuple[View, ...], tuple[LayerSpec, ...]]:
     """Plug our attention in; what each layer may see, and the shape of its keys and values. Raises ModelRefused."""
-    try:
+    with _refusing(name, "replacing its attention"):
         model.set_attn_implementation(NAME)
-    except ValueError as error:
-        raise ModelRefused(name, f"its attention can't be replaced: {error}") from error
-    layers = model.config.get_text_config().num_hidden_layers
+        layers = model.config.get_text_config().num_hidden_layers
     with mask_markers() as markers:
         recorder = Recorder(name, markers, window)
-        with attending(recorder):
-            model(input_ids=_ids(model, _sequences(model)[0][:2]), use_cache=False)
+        with attending(recorder), _refusing(name, "a pass with its attention replaced"):
+            model(input_ids=_ids(model, trials(model, window)[0].tokens[:2]), use_cache=False)
             calls = calls_made()
     if calls != layers:
         raise ModelRefused(name, f"attention was called {calls} times for {layers} layers")
+    _check_kept(model, name, recorder.views, window)
     return tuple(recorder.views), tuple(recorder.specs)
+
+
+def _check_kept(model: PreTrainedModel, name: str, views: Sequence[View], window: int) -> None:
+    """Refuse a model that sees more of a prompt than transformers' own cache keeps of it for the answer."""
+    with _refusing(name, "making transformers' own cache"):
+        layers = DynamicCache(config=model.config).layers
+    for index, (view, layer) in enumerate(zip(views, layers, strict=False)):
+        kept = getattr(layer, "sliding_window", None) or window
+        seen = window - int(view.first(torch.tensor(window - 1)))
+        if seen > kept:
+            raise ModelRefused(name, f"layer {index} sees {seen} tokens of a prompt, and {kept} from its cache")
 
 
 @torch.inference_mode()
@@ -78,23 +182,43 @@ def probe(
     name: str,
     layout: KvLayout,
     views: Sequence[View],
-    reference: Sequence[torch.Tensor],
+    reference: Reference,
+    window: int,
 ) -> Verdict:
     """Compare together, alone, and the reference. Raises ModelRefused."""
-    dtype, device = table(model).weight.dtype, reference[0].device
-    rows = _rows(_sequences(model), layout.block_size)
-    needed = sum(len(row.blocks) for row in rows)
-    runner = ModelRunner(model, KvStore(layout, needed, dtype, device), views, frozenset())
-    together = runner.logits(rows, torch.arange(sum(LENGTHS))).float().split(LENGTHS)
-    separate = [runner.logits([row], torch.arange(row.end)).float() for row in rows]
-    worst = max(_difference(ours, theirs) for ours, theirs in zip(together, reference, strict=True))
-    if not worst < TOLERANCE[dtype]:
-        raise ModelRefused(name, f"its logits differ from transformers' own by {worst:.2g} of their spread")
+    dtype, device = table(model).weight.dtype, model.device
+    rows = _rows(trials(model, window), layout.block_size)
+    with _refusing(name, "a step of several sequences"):
+        together, separate = _both(model, layout, views, rows)
+    worst = 0.0
+    for ours, theirs in zip(together, reference.logits, strict=False):
+        worst = max(worst, difference := _difference(ours, theirs))
+        if not difference < TOLERANCE[dtype]:
+            where = " at the end of the window" if ours is together[-1] else ""
+            reason = f"its logits{where} differ from transformers' own by {difference:.2g} of their spread"
+            raise ModelRefused(name, reason)
     exact = all(torch.equal(one, other) for one, other in zip(together, separate, strict=True))
     mixed = max(_difference(one, other) for one, other in zip(together, separate, strict=True))
     if not mixed < TOLERANCE[dtype] or (device.type == "cpu" and not exact):
         raise ModelRefused(name, f"a sequence's logits depend on its neighbours, by {mixed:.2g} of their spread")
+    if reference.failed is not None:
+        raise reference.failed
     return Verdict(exact, worst)
+
+
+def _both(
+    model: PreTrainedModel, layout: KvLayout, views: Sequence[View], rows: Sequence[Row]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logits of each row, all of them in one step and each in a step of its own."""
+    count = 1 + max(block for row in rows for block in row.blocks)
+    store = KvStore(layout, count, table(model).weight.dtype, model.device)
+    late = [_From(view.kind, view.size, rows[-1].start) for view in views]
+    runner = ModelRunner(model, store, late, frozenset())
+    inverted = [rows[-1], *rows[:-1]]  # the longest context first
+    lengths = [row.end - row.start for row in inverted]
+    last, *others = runner.logits(inverted, torch.arange(sum(lengths))).float().split(lengths)
+    separate = [runner.logits([row], torch.arange(row.end - row.start)).float() for row in rows]
+    return [*others, last], separate
 
 
 def table(model: PreTrainedModel) -> torch.nn.Embedding:
@@ -104,14 +228,20 @@ def table(model: PreTrainedModel) -> torch.nn.Embedding:
     return embeddings
 
 
-def _rows(sequences: Sequence[Sequence[int]], block_size: int) -> list[Row]:
-    """The sequences as rows of one step, longest context first, on blocks of their own."""
-    rows, first = [], 0
-    for index, tokens in enumerate(sequences):
-        count = -(-len(tokens) // block_size)
-        request = Request(f"probe-{index}", tuple(tokens))
-        rows.append(Row(request, tokens, 0, len(tokens), array("i", range(first, first + count)), True))
-        first += count
+def _rows(tried: Sequence[Trial], block_size: int) -> list[Row]:
+    """The trials as rows of a step, on blocks of their own from 1 on.
+
+    What lies before a start is in block 0, and seen by nobody.
+    """
+    rows, free = [], 1
+    for index, trial in enumerate(tried):
+        end = trial.start + len(trial.tokens)
+        hidden = trial.start // block_size
+        count = -(-end // block_size) - hidden
+        blocks = array("i", [0] * hidden + list(range(free, free + count)))
+        tokens = [0] * trial.start + trial.tokens
+        rows.append(Row(Request(f"probe-{index}", tuple(trial.tokens)), tokens, trial.start, end, blocks, True))
+        free += count
     return rows
 
 
