@@ -97,7 +97,9 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
 def _write(config: dict[str, Any], folder: Path, seed: int) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     built = AutoConfig.for_model(config.pop("model_type"), **config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

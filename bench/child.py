@@ -1,0 +1,134 @@
+"""A measurement in a process of its own, so that memory, threads and caches are its own.
+
+parent                                  python -m bench.child KIND
+  job, one JSON object  ── stdin ──>    serves it
+  {"progress": 0.25}    <── stdout ──   as often as there is news
+  {"result": {...}}     <── stdout ──   last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+from bench.workloads import Item
+
+Tell = Callable[[float], None]
+"""Hears what share of a job is done, from 0 to 1."""
+
+QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What each contender serves, and with what.
+
+    batch_size       sequences of a static batch
+    static_batches   static batches that are run, the others are predicted; 0 runs all
+    """
+
+    model: str
+    dtype: str
+    threads: int
+    items: tuple[Item, ...] = ()
+    token_budget: int = 512
+    kv_bytes: int = 1 << 30
+    batch_size: int = 8
+    static_batches: int = 0
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        raw = json.loads(text)
+        return cls(**{**raw, "items": tuple(Item(*item) for item in raw["items"])})
+
+
+class ChildFailed(RuntimeError):
+    """A measurement's process ended without a result; the message has the end of its stderr."""
+
+
+def run(kind: str, job: Job, tell: Tell) -> dict[str, Any]:
+    """The result of ``job`` by a fresh process. Raises ChildFailed."""
+    env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.child", kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=env,
+            text=True,
+        )
+        try:
+            result = _converse(process, job, tell)
+        finally:
+            process.kill()
+            process.wait()
+        if result is None:
+            errors.seek(0)
+            raise ChildFailed(f"{kind} ended without a result:\n{errors.read()[-2000:]}")
+        return result
+
+
+def _converse(process: subprocess.Popen[str], job: Job, tell: Tell) -> dict[str, Any] | None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(asdict(job)))
+        process.stdin.close()
+    except BrokenPipeError:
+        return None
+    for line in process.stdout:
+        message: Mapping[str, Any] = json.loads(line)
+        if "result" in message:
+            return dict(message["result"])
+        tell(message["progress"])
+    return None
+
+
+def main() -> None:
+    """The child's end."""
+    channel = _channel()
+
+    def send(message: Mapping[str, Any]) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    job = Job.from_json(sys.stdin.read())
+    send({"result": _serve(sys.argv[1], job, lambda share: send({"progress": share}))})
+
+
+def _channel() -> TextIO:
+    """The parent's pipe, and from now on standard output is standard error: whatever a library prints goes there."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return channel
+
+
+def _serve(kind: str, job: Job, tell: Tell) -> dict[str, Any]:
+    import torch
+
+    torch.set_num_threads(job.threads)
+    match kind:
+        case "limits":
+            from bench import machine
+
+            return machine.limits(job.dtype)
+        case "decant":
+            from bench import ours
+
+            return ours.serve(job, tell)
+        case "static":
+            from bench import static
+
+            return static.serve(job, tell)
+    raise ValueError(f"nothing is measured as {kind}")
+
+
+if __name__ == "__main__":
+    main()

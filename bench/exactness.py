@@ -1,0 +1,180 @@
+"""What the second law costs: a step of the engine beside the same model with nothing done to keep rows apart.
+
+    python -m bench.exactness [--shape qwen2.5-0.5b] [--dtype float32] [--json OUT]
+
+The plain contender has torch's own linear layers and, per sequence, torch's ``scaled_dot_product_attention`` over
+exactly the keys there are. Both run in this process, in turn, on the same blocks; a figure is the median. Beside the
+times: in how many of the rows the logits of a decode in the batch are other bits than those of the same decode alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from bench import shapes
+from engine import checkpoint
+from engine.attention import AttentionCall, attending
+from engine.linears import packed_dtype
+from engine.model import ModelConfig, ModelDevice, load
+from engine.plan import Row
+from engine.probe import learn
+from engine.request import Request
+
+CASES = {"decode 1": (1, 1), "decode 8": (8, 1), "decode 64": (64, 1), "prompt 512": (1, 512)}
+"""Sequences, and tokens of each, in a step."""
+
+CONTEXT = 256
+"""Tokens before a decode."""
+
+
+class PlainAttention:
+    """``scaled_dot_product_attention``, a call per sequence, over its keys and no more."""
+
+    def __init__(self, device: ModelDevice, rows: Sequence[Row]) -> None:
+        self._store = device.store
+        self._rows = rows
+        size = device.block_size
+        places = [(row.blocks[p // size], p % size) for row in rows for p in range(row.start, row.end)]
+        self._places = torch.tensor(places).unbind(1)
+        self._tables = [torch.tensor([row.blocks.tolist()], dtype=torch.int32) for row in rows]
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self._store.put(call.layer, *self._places, (call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)))
+        outputs, at = [], 0
+        for row, table in zip(self._rows, self._tables, strict=True):
+            count = row.end - row.start
+            keys, values = (part[:, : row.end].transpose(1, 2) for part in self._store.gather(call.layer, table))
+            query = call.query[:, :, at : at + count]
+            outputs.append(
+                torch.nn.functional.scaled_dot_product_attention(
+                    query, keys, values, is_causal=count > 1, scale=call.scaling, enable_gqa=True
+                )
+            )
+            at += count
+        return torch.cat(outputs, 2).transpose(1, 2)
+
+
+def plain_logits(model: PreTrainedModel, device: ModelDevice, rows: Sequence[Row]) -> torch.Tensor:
+    """Logits [rows, vocabulary] at each row's last position."""
+    tokens = [token for row in rows for token in row.tokens[row.start : row.end]]
+    positions = [position for row in rows for position in range(row.start, row.end)]
+    last = torch.tensor([row.end - row.start for row in rows]).cumsum(0) - 1
+    with torch.inference_mode(), attending(PlainAttention(device, rows)):
+        ids, at = torch.tensor([tokens]), torch.tensor([positions])
+        logits: torch.Tensor = model(input_ids=ids, position_ids=at, use_cache=False, logits_to_keep=last).logits[0]
+    return logits
+
+
+def exact_logits(device: ModelDevice, rows: Sequence[Row]) -> torch.Tensor:
+    """The same by the engine's runner."""
+    last = torch.tensor([row.end - row.start for row in rows]).cumsum(0) - 1
+    with torch.inference_mode():
+        return device.runner.logits(rows, last)
+
+
+def make_rows(device: ModelDevice, sequences: int, count: int) -> list[Row]:
+    """Sequences on blocks of their own; their last ``count`` tokens are to be computed."""
+    generator = torch.Generator().manual_seed(0)
+    start = CONTEXT if count == 1 else 0
+    needed = -(-(start + count) // device.block_size)
+    rows = []
+    for index in range(sequences):
+        tokens = torch.randint(device.vocab_size, (start + count,), generator=generator).tolist()
+        blocks = array("i", range(index * needed, (index + 1) * needed))
+        rows.append(Row(Request(f"s{index}", tuple(tokens)), tokens, start, start + count, blocks, True))
+    return rows
+
+
+def median_ms(contenders: Sequence[Callable[[], object]], runs: int) -> list[float]:
+    """Median milliseconds of each, run in turn after one warm-up."""
+    times: list[list[float]] = [[] for _ in contenders]
+    for run in range(runs + 1):
+        for place, contender in enumerate(contenders):
+            began = time.perf_counter()
+            contender()
+            if run:
+                times[place].append((time.perf_counter() - began) * 1e3)
+    return [statistics.median(each) for each in times]
+
+
+def measure(model: PreTrainedModel, device: ModelDevice, case: tuple[int, int], runs: int) -> dict[str, Any]:
+    """One case: times of both contenders, their ratio, and the rows whose bits the batch changed."""
+    rows = make_rows(device, *case)
+    plain_ms, exact_ms = median_ms(
+        [lambda: plain_logits(model, device, rows), lambda: exact_logits(device, rows)], runs
+    )
+    changed = {}
+    for name, logits in (
+        ("plain", lambda r: plain_logits(model, device, r)),
+        ("exact", lambda r: exact_logits(device, r)),
+    ):
+        together = logits(rows)
+        alone = torch.cat([logits([row]) for row in rows])
+        changed[name] = int((together != alone).any(-1).sum())
+    return {
+        "plain_ms": plain_ms,
+        "exact_ms": exact_ms,
+        "ratio": exact_ms / plain_ms,
+        "rows": len(rows),
+        "rows_changed_by_the_batch": changed,
+    }
+
+
+def run(shape: str, dtype: str, runs: int) -> dict[str, Any]:
+    """All cases of one shape."""
+    folder = str(shapes.make(shape))
+    device = load(ModelConfig(folder, dtype=dtype, device="cpu", window=2048, kv_bytes=1 << 30))
+    source = checkpoint.open(folder)
+    model = source.read(getattr(torch, dtype), torch.device("cpu"))
+    learn(model, source.name, 2048)
+    cases = track(CASES.items(), "measuring", console=Console(stderr=True), transient=True)
+    results = {name: measure(model, device, case, runs) for name, case in cases}
+    return {"shape": shape, "dtype": dtype, "threads": torch.get_num_threads(), "context": CONTEXT, "cases": results}
+
+
+def show(report: dict[str, Any]) -> None:
+    table = Table(title=f"{report['shape']}, {report['dtype']}, {report['threads']} threads, context {CONTEXT}")
+    for heading in ("step", "plain ms", "exact ms", "exact / plain", "rows other than alone: plain", "exact"):
+        table.add_column(heading, justify="left" if heading == "step" else "right")
+    for name, case in report["cases"].items():
+        changed = case["rows_changed_by_the_batch"]
+        figures = (f"{case['plain_ms']:.1f}", f"{case['exact_ms']:.1f}", f"{case['ratio']:.2f}")
+        table.add_row(name, *figures, *(f"{changed[who]} of {case['rows']}" for who in ("plain", "exact")))
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.exactness", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", choices=list(shapes.SHAPES), default="qwen2.5-0.5b")
+    native = "bfloat16" if packed_dtype(torch.bfloat16) == torch.bfloat16 else "float32"
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default=native, help="default: what this CPU is fast at"
+    )
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
+    args = parser.parse_args()
+    report = run(args.shape, args.dtype, args.runs)
+    if args.json == "-":
+        json.dump(report, sys.stdout, indent=2)
+        return
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2)
+    show(report)
+
+
+if __name__ == "__main__":
+    main()
