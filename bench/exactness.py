@@ -16,6 +16,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +49,13 @@ class PlainAttention:
         self._rows = rows
         size = device.block_size
         places = [(row.blocks[p // size], p % size) for row in rows for p in range(row.start, row.end)]
-        self._places = torch.tensor(places).unbind(1)
+        self._blocks, self._slots = torch.tensor(places).unbind(1)
         self._tables = [torch.tensor([row.blocks.tolist()], dtype=torch.int32) for row in rows]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        self._store.put(call.layer, *self._places, (call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)))
+        self._store.put(
+            call.layer, self._blocks, self._slots, (call.key[0].transpose(0, 1), call.value[0].transpose(0, 1))
+        )
         outputs, at = [], 0
         for row, table in zip(self._rows, self._tables, strict=True):
             count = row.end - row.start
@@ -116,14 +119,10 @@ def measure(model: PreTrainedModel, device: ModelDevice, case: tuple[int, int], 
     plain_ms, exact_ms = median_ms(
         [lambda: plain_logits(model, device, rows), lambda: exact_logits(device, rows)], runs
     )
-    changed = {}
-    for name, logits in (
-        ("plain", lambda r: plain_logits(model, device, r)),
-        ("exact", lambda r: exact_logits(device, r)),
-    ):
-        together = logits(rows)
-        alone = torch.cat([logits([row]) for row in rows])
-        changed[name] = int((together != alone).any(-1).sum())
+    changed = {
+        "plain": _changed(partial(plain_logits, model, device), rows),
+        "exact": _changed(partial(exact_logits, device), rows),
+    }
     return {
         "plain_ms": plain_ms,
         "exact_ms": exact_ms,
@@ -131,6 +130,12 @@ def measure(model: PreTrainedModel, device: ModelDevice, case: tuple[int, int], 
         "rows": len(rows),
         "rows_changed_by_the_batch": changed,
     }
+
+
+def _changed(logits: Callable[[Sequence[Row]], torch.Tensor], rows: Sequence[Row]) -> int:
+    """Rows whose logits in the batch are other bits than alone."""
+    alone = torch.cat([logits([row]) for row in rows])
+    return int((logits(rows) != alone).any(-1).sum())
 
 
 def run(shape: str, dtype: str, runs: int) -> dict[str, Any]:
