@@ -1,0 +1,11 @@
+from pathlib import Path
+
+import pytest
+
+from bench import shapes
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the shape ``tiny``."""
+    return shapes.make("tiny", tmp_path_factory.mktemp("shapes") / "tiny")

@@ -1,0 +1,61 @@
+"""A made checkpoint is one that the engine serves."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from bench import shapes
+from engine.engine import Engine
+from engine.model import ModelConfig, load
+from engine.request import Request, StopParams
+from engine.scheduler import Limits
+
+
+def test_tiny_is_served(tiny: Path) -> None:
+    device = load(ModelConfig(str(tiny), device="cpu", window=64, kv_bytes=1 << 20))
+    engine = Engine(device, Limits(window=64))
+    engine.add(Request("a", (1, 2, 3), stop=StopParams(max_tokens=2, ignore_eos=True)))
+    written = []
+    while engine.has_work:
+        written += engine.step().tokens
+    assert len(written) == 2
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_gives_others(tiny: Path, tmp_path: Path) -> None:
+    first = (tiny / "model.safetensors").read_bytes()
+    assert (shapes.make("tiny", tmp_path / "again") / "model.safetensors").read_bytes() == first
+    assert (shapes.make("tiny", tmp_path / "other", seed=1) / "model.safetensors").read_bytes() != first
+
+
+def test_weights_are_bf16_and_the_head_is_tied(tiny: Path) -> None:
+    with safe_open(tiny / "model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+        assert {file.get_slice(name).get_dtype() for name in names} == {"BF16"}
+    assert "lm_head.weight" not in names
+    assert json.loads((tiny / "config.json").read_text())["tie_word_embeddings"]
+
+
+def test_what_is_there_is_used_and_what_is_not_a_checkpoint_is_left_alone(tiny: Path, tmp_path: Path) -> None:
+    made = (tiny / "model.safetensors").stat().st_mtime_ns
+    assert shapes.make("tiny", tiny) == tiny
+    assert (tiny / "model.safetensors").stat().st_mtime_ns == made
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError):
+        shapes.make("tiny", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_known_shapes_have_their_published_sizes() -> None:
+    qwen = shapes.SHAPES["qwen2.5-0.5b"]
+    wanted = {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+    }
+    assert {key: qwen[key] for key in wanted} == wanted
