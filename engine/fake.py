@@ -1,8 +1,9 @@
 """The device half without torch: real bytes in the blocks, the next token a function of the bytes it can see.
 
-A slot holds eight bytes made of its token and position. The next token of a sequence is drawn from a small
-distribution that is a function of the checksum of every slot up to the last one, so a block that is lost, swapped,
-stale or flipped changes the text. Everything a request can ask of the sampler is honoured on that distribution.
+A slot holds eight bytes made of its token, its position and the slot before it, as KV depends on all that came
+before. The next token of a sequence is drawn from a small distribution that is a function of the checksum of every
+slot up to the last one, so a block that is lost, swapped, stale or flipped changes the text. Everything a request
+can ask of the sampler is honoured on that distribution.
 """
 
 from __future__ import annotations
@@ -87,10 +88,14 @@ class FakeDevice:
         return StepResult(sampled, logprobs, prompts)
 
     def _fill(self, row: Row) -> None:
+        before = bytes(self._slot(row, row.start - 1)) if row.start else b""
         for position in range(row.start, row.end):
-            block, slot = divmod(position, self.block_size)
-            data = slot_bytes(row.tokens[position], position)
-            self.read(row.blocks[block])[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = data
+            before = slot_bytes(row.tokens[position], position, before)
+            self._slot(row, position)[:] = before
+
+    def _slot(self, row: Row, position: int) -> memoryview:
+        block, slot = divmod(position, self.block_size)
+        return self.read(row.blocks[block])[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
 
     def _sum(self, row: Row, count: int) -> int:
         """Checksum of the first ``count`` slots that the row's blocks hold."""
@@ -110,9 +115,9 @@ class FakeDevice:
         ]
 
 
-def slot_bytes(token: int, position: int) -> bytes:
-    """What stands in a slot once it is computed."""
-    return _SLOT.pack(token, (position + 1) * 2654435761 & 0xFFFFFFFF)
+def slot_bytes(token: int, position: int, before: bytes) -> bytes:
+    """What stands in a slot once it is computed, after the slot ``before`` (empty for the first)."""
+    return _SLOT.pack(token, zlib.crc32(before, position + 1))
 
 
 def candidates(total: int, vocab_size: int) -> list[Candidate]:

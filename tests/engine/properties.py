@@ -92,8 +92,8 @@ def shared_blocks_are_published_prefixes(engine: Engine) -> None:
     for block, found in holders(engine).items():
         if len(found) > 1:
             assert block in engine.pool._hash_of, f"block {block} is shared and not published"
-            hashes = {sequence.hash_at(index, size) for sequence, index in found}
-            assert hashes == {engine.pool._hash_of[block]}, f"block {block} is shared by other tokens"
+            meanings = {_meaning(sequence, (index + 1) * size) for sequence, index in found}
+            assert len(meanings) == 1, f"block {block} is shared by sequences that differ"
 
 
 def published_blocks_are_filled(engine: Engine) -> None:
@@ -110,28 +110,45 @@ def published_blocks_are_filled(engine: Engine) -> None:
                 assert index < arrival.have or index in arrival._sums, f"block {block} was published before it came"
 
 
+def _meaning(sequence: EngineSequence, end: int) -> tuple[bytes, tuple[int, ...]]:
+    """What the KV of a position depends on: all tokens up to it, and the salt."""
+    assert end <= len(sequence.tokens), f"{sequence.id} shares a block that it does not fill"
+    return sequence.request.salt, tuple(sequence.tokens[:end])
+
+
 class Contents:
-    """Remembers what each published hash stands for, and what each sequence's slots must hold."""
+    """Remembers what each hash stands for, and what each sequence's slots must hold."""
 
     def __init__(self) -> None:
         self._expected: dict[BlockHash, bytes] = {}
+        self._meanings: dict[BlockHash, tuple[bytes, tuple[int, ...]]] = {}
 
     def check(self, engine: Engine) -> None:
         """Every computed slot of every sequence, and every published block, holds what it must."""
         device, size = engine.device, engine.pool.block_size
         assert isinstance(device, FakeDevice)
         for sequence in live(engine).values():
+            slots = _slots(sequence)
             blocks = sequence.holding.blocks if sequence.holding else ()
             for index, block in enumerate(blocks[: engine.pool.blocks_for(sequence.computed)]):
-                slots = range(index * size, min(sequence.computed, (index + 1) * size))
-                expected = b"".join(slot_bytes(sequence.tokens[position], position) for position in slots)
+                expected = b"".join(slots[index * size : (index + 1) * size])
                 found = bytes(device.read(block)[: len(expected)])
                 assert found == expected, f"block {block} does not hold the tokens of {sequence.id}"
-                if len(slots) == size:
-                    self._expected[sequence.hash_at(index, size)] = expected
+                if len(expected) == engine.device.block_bytes:
+                    digest, meaning = sequence.hash_at(index, size), _meaning(sequence, (index + 1) * size)
+                    self._expected[digest] = expected
+                    assert self._meanings.setdefault(digest, meaning) == meaning, "one hash stands for two prefixes"
         for digest, block in engine.pool._block_of.items():
             kept = self._expected.get(digest)
             assert kept is None or bytes(device.read(block)) == kept, f"published block {block} holds other bytes"
+
+
+def _slots(sequence: EngineSequence) -> list[bytes]:
+    """What the fake must have written for the computed tokens of a sequence."""
+    slots = [b""]
+    for position in range(sequence.computed):
+        slots.append(slot_bytes(sequence.tokens[position], position, slots[-1]))
+    return slots[1:]
 
 
 def leases_keep_their_bytes(engine: Engine) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.engine import Device, Ended, Engine, StepOutput, Token
 from engine.fake import FakeDevice
-from engine.plan import TokenLogprobs
+from engine.plan import Row, StepPlan, TokenLogprobs
 from engine.request import FinishReason, Request, SamplingParams, StopParams
 from engine.scheduler import Limits
+from engine.sequence import Timeline
+from engine.transfer import Seal, default_checksum, sum_block, sum_seal
 
 BLOCK = 4
 WINDOW = 96
@@ -137,6 +140,69 @@ def alone(request: Request, make: Callable[[], Engine] = make_engine) -> Heard:
     """What is told of a request that has an engine to itself."""
     whole = replace(request, park_after=None)
     return run(make(), whole)[request.id]
+
+
+def plainly(device: Device, request: Request, window: int = WINDOW) -> Heard:
+    """What a device gives when all tokens are computed again for each new one: no engine, no cache, no company."""
+    heard, tokens, stop = Heard(), list(request.token_ids), request.stop
+    reason = None
+    while reason is None:
+        blocks = array("i", range(-(-len(tokens) // device.block_size)))
+        result = device.run(StepPlan((Row(request, tokens, 0, len(tokens), blocks, True),), len(tokens)))
+        token = result.sampled[0]
+        assert token is not None
+        heard.prompt_logprobs = heard.prompt_logprobs or list(result.prompt_logprobs.get(0, ()))
+        heard.tokens.append(Token(request.id, len(tokens) - request.prompt_len, token, result.logprobs.get(0)))
+        tokens.append(token)
+        if token in stop.stop_token_ids or (token in device.eos_token_ids and not stop.ignore_eos):
+            reason = FinishReason.STOP
+        elif len(tokens) - request.prompt_len == stop.max_tokens:
+            reason = FinishReason.LENGTH
+        elif len(tokens) >= window:
+            reason = FinishReason.CONTEXT_LENGTH
+    heard.ended = Ended(request.id, reason, Timeline(0.0), token if reason is FinishReason.STOP else None)
+    return heard
+
+
+# -- handoffs ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """All that travels: (index, bytes, sum) of each block, and the seal."""
+
+    runs: list[tuple[int, bytes, int]]
+    seal: Seal
+
+
+def unload(engine: Engine, id: str, have: int = 0) -> Cargo:
+    """What a parked sequence gives to an engine that has its first ``have`` blocks; then it is gone here."""
+    export = engine.export(id, have)
+    seal = engine.seal(id)
+    cargo = Cargo([(run.index, bytes(export.read(run.index)), run.sum) for run in export.runs], seal)
+    engine.release(id)
+    return cargo
+
+
+def deliver(engine: Engine, request: Request, cargo: Cargo) -> None:
+    """Room, all blocks that lack here, the seal. An arrival that fails leaves nothing behind."""
+    arrival = engine.reserve(replace(request, park_after=None))
+    try:
+        for index, data, total in cargo.runs:
+            if index >= arrival.have:
+                arrival.write(index, data, total)
+        engine.join(arrival, cargo.seal)
+    finally:
+        arrival.abort()
+
+
+def forged(cargo: Cargo, blocks: dict[int, bytes]) -> Cargo:
+    """Other bytes in some blocks, and sums that agree with them."""
+    changed = [(index, blocks.get(index, data)) for index, data, _ in cargo.runs]
+    runs = [(index, data, sum_block(default_checksum, index, data)) for index, data in changed]
+    sums = [total for _, _, total in runs]
+    seal = replace(cargo.seal, sum=sum_seal(default_checksum, cargo.seal.computed, cargo.seal.output, sums))
+    return Cargo(runs, seal)
 
 
 def step_until(engine: Engine, reached: Callable[[], bool], ear: Ear | None = None) -> Ear:

@@ -1,0 +1,405 @@
+"""One deliberate fault for each invariant, and the property that finds it: the tests can fail.
+
+A fault is patched into the engine, then the random scripts of ``world`` run as they are; at least one must break,
+on the property named beside the fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from engine import blocks, transfer
+from engine.blocks import BlockPool, Holding
+from engine.engine import Engine
+from engine.fake import FakeDevice
+from engine.plan import Row, StepPlan
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Sequence as EngineSequence
+from engine.transfer import Arrival, BlockRun, Export, Seal, sum_block
+from tests.engine import world
+from tests.engine.properties import told_as_alone
+from tests.engine.scenes import Cargo, Ear, alone, deliver, forged, make_engine, make_request, run, unload
+from tests.engine.world import play
+
+Patch = pytest.MonkeyPatch
+SEEDS = range(60)
+
+
+def first_failure() -> str:
+    """The message of the first script that breaks a property; empty when all pass."""
+    for seed in SEEDS:
+        try:
+            play(seed)
+        except AssertionError as broken:
+            return str(broken)
+    return ""
+
+
+# -- faults in the pool -----------------------------------------------------------------------------------------
+
+
+def leak_a_block(patch: Patch) -> None:
+    def give_back(pool: BlockPool, holding: Holding) -> None:
+        if len(holding.blocks) > 2:
+            holding.blocks.pop()
+        original(pool, holding)
+
+    original = BlockPool.give_back
+    patch.setattr(BlockPool, "give_back", give_back)
+
+
+def leak_a_holding(patch: Patch) -> None:
+    """Its references are dropped nowhere: nobody calls release."""
+    patch.setattr(Holding, "release", lambda holding: None)
+
+
+def free_a_block_twice(patch: Patch) -> None:
+    def give_back(pool: BlockPool, holding: Holding) -> None:
+        original(pool, holding)
+        if pool._free:
+            pool._free.append(pool._free[-1])
+
+    original = BlockPool.give_back
+    patch.setattr(BlockPool, "give_back", give_back)
+
+
+def share_without_counting(patch: Patch) -> None:
+    def acquire(pool: BlockPool, block: int) -> None:
+        if pool._refs[block] == 0:
+            original(pool, block)
+
+    original = BlockPool.acquire
+    patch.setattr(BlockPool, "acquire", acquire)
+
+
+def hand_out_a_held_block(patch: Patch) -> None:
+    def take(pool: BlockPool, count: int) -> list[int]:
+        taken = original(pool, count)
+        held = [block for block, refs in enumerate(pool._refs) if refs and block not in taken]
+        if taken and held:
+            pool._refs[taken[0]] = 0
+            pool._free.append(taken[0])
+            pool._refs[held[0]] += 1
+            taken[0] = held[0]
+        return taken
+
+    original = BlockPool.take
+    patch.setattr(BlockPool, "take", take)
+
+
+def keep_the_hash_of_an_evicted_block(patch: Patch) -> None:
+    def evict(pool: BlockPool) -> int:
+        block, _ = pool._cached.popitem(last=False)
+        return block
+
+    patch.setattr(BlockPool, "_evict", evict)
+
+
+def hash_without_the_parent(patch: Patch) -> None:
+    """Blocks of equal tokens after other tokens are taken for each other."""
+
+    def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
+        return original(b"", tokens)
+
+    original = blocks.hash_block
+    patch.setattr("engine.sequence.hash_block", hash_block)
+
+
+# -- faults in the scheduler ------------------------------------------------------------------------------------
+
+
+def publish_too_early(patch: Patch) -> None:
+    """All full blocks of the tokens, whatever is computed."""
+
+    def commit(scheduler: Scheduler, sequence: EngineSequence, end: int) -> range:
+        filled = original(scheduler, sequence, end)
+        if sequence.holding and sequence.request.use_prefix_cache:
+            for index in range(len(sequence.tokens) // scheduler.pool.block_size):
+                digest = sequence.hash_at(index, scheduler.pool.block_size)
+                scheduler.pool.publish(sequence.holding.blocks[index], digest)
+        return filled
+
+    original = Scheduler.commit
+    patch.setattr(Scheduler, "commit", commit)
+
+
+def spend_one_token_too_many(patch: Patch) -> None:
+    def schedule(scheduler: Scheduler, promised: int = 0) -> StepPlan:
+        limits = scheduler.limits
+        scheduler.limits = replace(limits, token_budget=limits.token_budget + 1)
+        plan = original(scheduler, promised)
+        scheduler.limits = limits
+        return plan
+
+    original = Scheduler.schedule
+    patch.setattr(Scheduler, "schedule", schedule)
+
+
+def run_one_too_many(patch: Patch) -> None:
+    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits) -> None:
+        most = limits.max_running + 1
+        original(scheduler, pool, replace(limits, max_running=most, token_budget=max(most, limits.token_budget)))
+
+    original = Scheduler.__init__
+    patch.setattr(Scheduler, "__init__", init)
+
+
+def admit_the_shortest(patch: Patch) -> None:
+    def admit(scheduler: Scheduler, promised: int) -> EngineSequence | None:
+        scheduler.waiting.sort(key=lambda sequence: sequence.remaining)
+        return original(scheduler, promised)
+
+    original = Scheduler._admit_next
+    patch.setattr(Scheduler, "_admit_next", admit)
+
+
+def preempt_the_most_urgent(patch: Patch) -> None:
+    def preempt(scheduler: Scheduler, _: EngineSequence) -> None:
+        original(scheduler, scheduler.running[0])
+
+    original = Scheduler._preempt
+    patch.setattr(Scheduler, "_preempt", preempt)
+
+
+def prompts_before_decodes(patch: Patch) -> None:
+    def schedule(scheduler: Scheduler, promised: int = 0) -> StepPlan:
+        plan = original(scheduler, promised)
+        return plan._replace(rows=tuple(reversed(plan.rows)))
+
+    original = Scheduler.schedule
+    patch.setattr(Scheduler, "schedule", schedule)
+
+
+def forget_a_waiting_one(patch: Patch) -> None:
+    def preempt(scheduler: Scheduler, sequence: EngineSequence) -> None:
+        original(scheduler, sequence)
+        scheduler.waiting.remove(sequence)
+
+    original = Scheduler._preempt
+    patch.setattr(Scheduler, "_preempt", preempt)
+
+
+def never_admit_a_low_priority(patch: Patch) -> None:
+    def admit(scheduler: Scheduler, promised: int) -> EngineSequence | None:
+        if scheduler.waiting and scheduler.waiting[0].request.priority < 0:
+            return None
+        return original(scheduler, promised)
+
+    original = Scheduler._admit_next
+    patch.setattr(Scheduler, "_admit_next", admit)
+
+
+def skip_a_token_after_a_hit(patch: Patch) -> None:
+    """A prefix hit is taken for one slot more than it has."""
+
+    def admit(scheduler: Scheduler, promised: int) -> EngineSequence | None:
+        sequence = original(scheduler, promised)
+        if sequence and sequence.computed and sequence.remaining > 1:
+            sequence.computed += 1
+        return sequence
+
+    original = Scheduler._admit_next
+    patch.setattr(Scheduler, "_admit_next", admit)
+
+
+# -- faults on the device and in what is told -------------------------------------------------------------------
+
+
+def write_into_the_wrong_slot(patch: Patch) -> None:
+    def fill(device: FakeDevice, row: Row) -> None:
+        original(device, row)
+        flipped = device.read(0)
+        flipped[3] ^= 1
+
+    original = FakeDevice._fill
+    patch.setattr(FakeDevice, "_fill", fill)
+
+
+def tell_an_end_twice(patch: Patch) -> None:
+    def end(engine: Engine, sequence: EngineSequence, *args: object, **more: object) -> None:
+        original(engine, sequence, *args, **more)
+        engine._ended.append(engine._ended[-1])
+
+    original: Callable[..., None] = Engine._end
+    patch.setattr(Engine, "_end", end)
+
+
+def tell_no_end(patch: Patch) -> None:
+    def end(engine: Engine, sequence: EngineSequence, *args: object, **more: object) -> None:
+        original(engine, sequence, *args, **more)
+        engine._ended.pop()
+
+    original: Callable[..., None] = Engine._end
+    patch.setattr(Engine, "_end", end)
+
+
+def tell_again_after_a_preemption(patch: Patch) -> None:
+    def preempt(scheduler: Scheduler, sequence: EngineSequence) -> None:
+        sequence.explained = 1
+        original(scheduler, sequence)
+
+    original = Scheduler._preempt
+    patch.setattr(Scheduler, "_preempt", preempt)
+
+
+def draw_by_the_step(patch: Patch) -> None:
+    """Random numbers in the order of the calls, as a generator would give them."""
+
+    def uniform(*_: int) -> float:
+        return next(numbers)
+
+    numbers: Iterator[float] = ((n * 0.37 + 0.11) % 1 for n in range(10**9))
+    patch.setattr("engine.fake.uniform", uniform)
+
+
+# -- faults in a handoff ----------------------------------------------------------------------------------------
+
+
+def swap_two_blocks(patch: Patch) -> None:
+    """Everything agrees, and two blocks stand in each other's place."""
+
+    def accept(arrival: Arrival, seal: Seal) -> EngineSequence:
+        came, store = sorted(arrival._sums), arrival._store
+        if len(came) > 1 and arrival.sequence.holding:
+            one, other = (arrival.sequence.holding.blocks[index] for index in came[:2])
+            data = bytes(store.read(one))
+            store.write(one, bytes(store.read(other)))
+            store.write(other, data)
+        return original(arrival, seal)
+
+    original = Arrival.accept
+    patch.setattr(Arrival, "accept", accept)
+
+
+def accept_what_is_missing(patch: Patch) -> None:
+    """A block is dropped on the way, and nobody counts."""
+
+    def write(arrival: Arrival, index: int, data: bytes, total: int) -> None:
+        if index == arrival.have + 1:
+            arrival._sums[index] = total
+        else:
+            original(arrival, index, data, total)
+
+    original: Callable[..., None] = Arrival.write
+    patch.setattr(Arrival, "write", write)
+
+
+def flip_a_byte_and_forge_the_sum(patch: Patch) -> None:
+    def write(arrival: Arrival, index: int, data: bytes, total: int) -> None:
+        changed = bytes([data[0] ^ 1]) + data[1:]
+        patch.setattr(transfer, "sum_block", lambda *_: total)
+        original(arrival, index, changed, total)
+        patch.setattr(transfer, "sum_block", sum_block)
+
+    original: Callable[..., None] = Arrival.write
+    patch.setattr(Arrival, "write", write)
+
+
+def end_a_lease_early(patch: Patch) -> None:
+    """The blocks go with their sequence, and the export reads what comes after it."""
+
+    def offer(export: Export, sequence: EngineSequence, index: int, checksum: transfer.Checksum) -> BlockRun:
+        told = original(export, sequence, index, checksum)
+        holding = export._holding
+        if len(holding.blocks) > 1:
+            last = holding.blocks.pop()
+            pool = holding.pool
+            pool._refs[last] -= 1
+            holding.blocks.append(last)
+        return told
+
+    original = Export.offer
+    patch.setattr(Export, "offer", offer)
+
+
+def run_on_at_both_ends(patch: Patch) -> None:
+    """The giver lets go of the lease and not of the sequence."""
+
+    def release(engine: Engine, id: str) -> None:
+        export = engine._exports.get(id)
+        if export is not None:
+            export.sealed = None
+        original(engine, id)
+
+    original = Engine.release
+    patch.setattr(Engine, "release", release)
+
+
+FAULTS: dict[Callable[[Patch], None], str] = {
+    leak_a_block: "reference counts differ",
+    leak_a_holding: "are not alive",
+    free_a_block_twice: "free twice",
+    share_without_counting: "reference counts differ",
+    hand_out_a_held_block: "lists a block twice|is shared|shares a block",
+    keep_the_hash_of_an_evicted_block: "published|free block has a hash|does not hold|is shared",
+    hash_without_the_parent: "stands for two|sequences that differ",
+    publish_too_early: "published before it was filled",
+    spend_one_token_too_many: "exceed the budget",
+    run_one_too_many: "exceed|run, at most",
+    admit_the_shortest: "overtook|more urgent",
+    preempt_the_most_urgent: "more urgent",
+    prompts_before_decodes: "mixed up|more urgent",
+    forget_a_waiting_one: "in no state",
+    never_admit_a_low_priority: "somebody never finishes",
+    skip_a_token_after_a_hit: "does not hold|wrote",
+    write_into_the_wrong_slot: "does not hold|changed under its lease|holds other bytes",
+    tell_an_end_twice: "ended twice",
+    tell_no_end: "has no end",
+    tell_again_after_a_preemption: "have a gap",
+    draw_by_the_step: "wrote|alone",
+    swap_two_blocks: "does not hold|holds other bytes",
+    accept_what_is_missing: "does not hold|published before it came",
+    flip_a_byte_and_forge_the_sum: "does not hold|holds other bytes",
+    end_a_lease_early: "reference counts differ",
+    run_on_at_both_ends: "after its end|ended twice|token|went on",
+}
+
+
+def test_without_a_fault_every_script_passes() -> None:
+    assert first_failure() == ""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_properties_find(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(world, "MEMORY", {})  # a fault may reach what is expected too
+    fault(monkeypatch)
+    message = first_failure()
+    assert re.search(FAULTS[fault], message), f"found by: {message or 'nothing'}"
+
+
+# -- one handoff, by hand ---------------------------------------------------------------------------------------
+
+REQUEST = make_request("moved", 14, 20, park_after=3)
+CHANGES: dict[str, Callable[[bytes, bytes], tuple[bytes, bytes]]] = {
+    "nothing": lambda one, other: (one, other),
+    "two blocks swapped": lambda one, other: (other, one),
+    "a byte flipped": lambda one, other: (one, other[:5] + bytes([other[5] ^ 1]) + other[6:]),
+    "a block lost": lambda one, other: (one, bytes(len(other))),
+    "a block twice": lambda one, other: (one, one),
+}
+
+
+def continued(ear: Ear, cargo: Cargo) -> Ear:
+    """The text goes on in another engine."""
+    taker = make_engine()
+    deliver(taker, REQUEST, cargo)
+    return run(taker, ear=ear)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fault_that_every_sum_agrees_with_changes_the_text(change: str) -> None:
+    """So a test that compares texts sees faults that no check could."""
+    giver = make_engine()
+    ear = run(giver, REQUEST)
+    cargo = unload(giver, REQUEST.id)
+    one, other = CHANGES[change](cargo.runs[1][1], cargo.runs[2][1])
+    ear = continued(ear, forged(cargo, {1: one, 2: other}))
+    if change == "nothing":
+        told_as_alone(ear[REQUEST.id], alone(REQUEST))
+    else:
+        with pytest.raises(AssertionError, match="wrote"):
+            told_as_alone(ear[REQUEST.id], alone(REQUEST))
