@@ -1,0 +1,253 @@
+"""Token by token what transformers' ``generate`` writes, for every architecture, in any chunking and company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine import rope
+from engine.attention.views import Kind
+from engine.engine import Engine
+from engine.model import ModelConfig, ModelDevice, load
+from engine.request import FinishReason, Request, StopParams
+from engine.scheduler import Limits
+from tests.engine import tiny
+
+COUNT = 12
+"""Tokens written for each prompt."""
+
+NARROW = 1e-4
+"""Margin between the two likeliest tokens below which rounding may choose either."""
+
+PROMPTS = {f"p{length}": tiny.prompt(length, length) for length in (1, 5, 37, 90)}
+BUDGETS = {"1": 1, "7": 7, "64": 64, "unlimited": 4096}
+QUICK = {"llama", "mistral", "gemma2", "gpt2", "gpt_oss", "qwen2_moe"}
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in tiny.SERVED]
+
+ROOM = 4 << 20
+"""Bytes of KV that hold all prompts of these tests at once."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Tally:
+    """How often an engine's tokens were compared, and where they first differed."""
+
+    compared: int = 0
+    narrow: list[str] = field(default_factory=list)
+
+    def compare(self, label: str, ours: Sequence[int], theirs: tiny.Written) -> None:
+        """Equal up to a first difference that the reference itself all but could not decide."""
+        self.compared += 1
+        assert len(ours) == len(theirs.tokens), label
+        for position, (one, other) in enumerate(zip(ours, theirs.tokens, strict=True)):
+            if one != other:
+                margin = theirs.margins[position]
+                assert margin < NARROW, f"{label}: token {position} is {one}, generate wrote {other} by {margin:.2g}"
+                self.narrow.append(f"{label} at token {position}, margin {margin:.1e}")
+                return
+
+
+@pytest.fixture(scope="module")
+def tally(record_testsuite_property: Callable[[str, object], None]) -> Iterator[Tally]:
+    """Counts over the whole module; says at the end how often rounding decided, which must be rare."""
+    counted = Tally()
+    yield counted
+    record_testsuite_property("parity_sequences", counted.compared)
+    record_testsuite_property("parity_narrow_differences", len(counted.narrow))
+    print(f"\nparity: {counted.compared} sequences, {len(counted.narrow)} differ, at margins under {NARROW}")
+    print("\n".join(counted.narrow))
+    assert len(counted.narrow) <= 0.01 * counted.compared
+
+
+@dataclass
+class Subject:
+    """A checkpoint, what transformers writes with it, and a device that serves it."""
+
+    name: str
+    folder: Path
+    model: PreTrainedModel
+    device: ModelDevice
+    written: dict[str, tiny.Written]
+
+    def write(self, tokens: Sequence[int], count: int = COUNT) -> tiny.Written:
+        return tiny.generate(self.model, tokens, count)
+
+
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    """Each architecture made, loaded and written with once."""
+    made: dict[str, Subject] = {}
+
+    def subject(name: str) -> Subject:
+        if name not in made:
+            folder = tiny.save(tiny.config(name), tmp_path_factory.mktemp(name))
+            device = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM))
+            model = tiny.reference(folder)
+            rope.freeze(model, device.window)  # the served window decides the scaling, for short prompts too
+            written = {id: tiny.generate(model, tokens, COUNT) for id, tokens in PROMPTS.items()}
+            made[name] = Subject(name, folder, model, device, written)
+        return made[name]
+
+    return subject
+
+
+def engine_on(device: ModelDevice, budget: int = 64, max_running: int = 16) -> Engine:
+    return Engine(device, Limits(token_budget=budget, max_running=min(budget, max_running), window=device.window))
+
+
+def all_prompts(**options) -> list[Request]:
+    return [tiny.greedy(id, tokens, COUNT, **options) for id, tokens in PROMPTS.items()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reference_writes_something_worth_comparing(name, subjects):
+    """Logits spread by about 1, and neither one token for ever nor the same whatever the prompt."""
+    subject = subjects(name)
+    assert 0.8 < tiny.spread(subject.model, torch.tensor([PROMPTS["p90"]])) < 1.25
+    assert len({token for written in subject.written.values() for token in written.tokens}) > 8
+    assert len({written.tokens[-1] for written in subject.written.values()}) > 1
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_any_chunking_writes_what_generate_writes(name, budget, subjects, tally):
+    subject = subjects(name)
+    run = tiny.run(engine_on(subject.device, BUDGETS[budget]), all_prompts())
+    assert max(step.num_tokens for step in run.steps) <= BUDGETS[budget]
+    for id, written in subject.written.items():
+        tally.compare(f"{name}, budget {budget}, {id}", run.tokens[id], written)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cached_prefix_writes_what_generate_writes(name, subjects, tally):
+    subject = subjects(name)
+    engine = engine_on(subject.device)
+    tiny.run(engine, [tiny.greedy("first", PROMPTS["p90"], COUNT)])
+    longer = PROMPTS["p90"][:70] + tiny.prompt(9, 1234)
+    again = tiny.run(engine, [tiny.greedy("p90", PROMPTS["p90"], COUNT), tiny.greedy("longer", longer, COUNT)])
+    cached = 80 + 64  # whole blocks of 16 that both share with the first
+    assert sum(step.num_tokens for step in again.steps) == 90 + 79 - cached + 2 * (COUNT - 1)
+    tally.compare(f"{name}, cached", again.tokens["p90"], subject.written["p90"])
+    tally.compare(f"{name}, cached in part", again.tokens["longer"], subject.write(longer))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preemption_and_recomputation_write_what_generate_writes(name, subjects, tally):
+    """Five sequences whose answers do not fit together: some give way and come back."""
+    subject = subjects(name)
+    device = load(
+        ModelConfig(
+            str(subject.folder),
+            dtype="float32",
+            device="cpu",
+            window=128,
+            kv_bytes=8 * subject.device.block_bytes,
+        )
+    )
+    engine = engine_on(device, 64)
+    prompts = {f"s{seed}": tiny.prompt(14 + seed, seed) for seed in range(5)}
+    run = tiny.run(engine, [tiny.greedy(id, tokens, 26) for id, tokens in prompts.items()])
+    assert engine.load().preemptions > 0
+    for id, tokens in prompts.items():
+        tally.compare(f"{name}, preempted, {id}", run.tokens[id], subject.write(tokens, 26))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_those_who_stay_write_on_when_others_are_cancelled(name, subjects, tally):
+    subject = subjects(name)
+    gone = [tiny.greedy(f"gone{index}", tiny.prompt(30, 50 + index), 40) for index in range(4)]
+    requests = [request for pair in zip(gone, all_prompts(), strict=True) for request in pair]
+    at = {0: "gone3", 2: "gone0", 5: "gone1", 9: "gone2"}  # waiting, in its prompt, and writing
+    run = tiny.run(engine_on(subject.device, 24), requests, cancel=at)
+    assert {id for id, reason in run.reasons.items() if reason == "cancelled"} == set(at.values())
+    for id, written in subject.written.items():
+        tally.compare(f"{name}, cancels, {id}", run.tokens[id], written)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_writes_in_company_what_it_writes_alone(name, subjects):
+    subject = subjects(name)
+    device = load(ModelConfig(str(subject.folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM))
+    assert device.verdict.exact
+    together = tiny.run(engine_on(device, 19), all_prompts(use_prefix_cache=False))
+    for request in all_prompts(use_prefix_cache=False):
+        assert tiny.run(engine_on(device, 512), [request]).tokens[request.id] == together.tokens[request.id]
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
+def test_bf16_follows_generate_where_it_is_sure(name, subjects):
+    """Teacher-forced, so that one difference does not hide the rest: most of the likeliest tokens agree."""
+    subject = subjects(name)
+    device = load(ModelConfig(str(subject.folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM))
+    tokens = tiny.prompt(100, 5)
+    with torch.no_grad():
+        best = subject.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].topk(2)
+    sure = [at for at in range(100) if best.values[at, 0] - best.values[at, 1] > 0.3]
+    requests = [Request(str(at), tokens[: at + 1], stop=StopParams(max_tokens=1, ignore_eos=True)) for at in sure]
+    run = tiny.run(engine_on(device, 256), requests)
+    agreeing = [run.tokens[str(at)] == [int(best.indices[at, 0])] for at in sure]
+    assert len(sure) > 20
+    assert sum(agreeing) > 0.95 * len(sure)
+
+
+def test_views_are_learnt_as_the_configurations_mean_them(subjects):
+    kinds = {name: [(view.kind, view.size) for view in subjects(name).device.runner._views] for name in tiny.SERVED}
+    full, sliding = (Kind.FULL, 0), (Kind.SLIDING, 24)
+    assert kinds["llama"] == [full, full]
+    assert kinds["mistral"] == [sliding, sliding]
+    assert kinds["gemma2"] == kinds["gemma3_text"] == kinds["gemma3"] == kinds["gpt_oss"] == [sliding, full]
+    assert sorted(kinds["qwen2_moe"], key=str) == sorted([sliding, full], key=str)
+    assert kinds["llama4_text"] == [(Kind.CHUNKED, 32), full]
+
+
+def test_keys_and_values_may_differ_in_width(subjects):
+    spec = subjects("deepseek_v3").device.store.layout.layers[0]
+    assert spec.key_dim != spec.value_dim
+
+
+def test_a_vision_tower_is_freed(subjects):
+    subject = subjects("gemma3")
+    vision = [name for name, _ in subject.model.named_parameters() if "vision_tower" in name]
+    assert vision
+    assert not [name for name, _ in subject.device.model.named_parameters() if "vision_tower" in name]
+
+
+def test_longrope_is_frozen_by_the_served_window(subjects):
+    """Within the original positions the short factors hold, for generate and for us; beyond them the long ones."""
+    folder = subjects("phi3_longrope").folder
+    short = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, window=64))
+    moving = tiny.reference(folder)
+    run = tiny.run(engine_on(short, 32), [tiny.greedy("p37", PROMPTS["p37"], COUNT)])
+    assert tuple(run.tokens["p37"]) == tiny.generate(moving, PROMPTS["p37"], COUNT).tokens
+    assert tuple(run.tokens["p37"]) != subjects("phi3_longrope").written["p37"].tokens
+    beyond = tiny.run(engine_on(subjects("phi3_longrope").device), [tiny.greedy("p90", PROMPTS["p90"], COUNT)])
+    assert tuple(beyond.tokens["p90"]) == tiny.generate(moving, PROMPTS["p90"], COUNT).tokens
+
+
+def test_generation_stops_at_the_checkpoints_own_end_token(subjects, tmp_path):
+    end = subjects("llama").written["p37"].tokens[4]
+    folder = tiny.save(tiny.config("llama", eos_token_id=end), tmp_path)
+    device = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM))
+    assert device.eos_token_ids == {end}
+    engine = engine_on(device)
+    engine.add(Request("stops", PROMPTS["p37"], stop=StopParams(max_tokens=COUNT)))
+    engine.add(Request("goes on", PROMPTS["p37"], stop=StopParams(max_tokens=COUNT, ignore_eos=True)))
+    ended = {}
+    while engine.has_work:
+        ended.update({one.id: one for one in engine.step().ended})
+    assert (ended["stops"].reason, ended["stops"].stop_token) == (FinishReason.STOP, end)
+    assert len(ended["stops"].timeline.tokens) == 5
+    assert ended["goes on"].reason is FinishReason.LENGTH

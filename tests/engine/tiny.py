@@ -1,0 +1,304 @@
+"""Tiny random checkpoints of many architectures, and what transformers itself writes with them.
+
+Weights are drawn so that logits spread by about 1 and the next token depends on what came before: with weights as
+small as a fresh model's, a wrong attention would go unnoticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from engine.engine import Engine, StepOutput
+from engine.request import Request, StopParams
+
+VOCAB = 320
+WINDOW = 256
+
+_BASE: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": WINDOW,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + index for index in range(8)],
+    "original_max_position_embeddings": 64,
+    "factor": 4.0,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_MLA = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+_OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "tie_word_embeddings": True}
+
+# Served, and equal to generate: name -> (model type, what differs from _BASE). Windows are shorter than the prompts.
+SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_mha": ("llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama_mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama_dynamic_rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": 24}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": 24,
+            "layer_types": _ALTERNATING,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {"sliding_window": 24, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    ),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3_longrope": (
+        "phi3",
+        {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 64, "sliding_window": None},
+    ),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": WINDOW, "tie_word_embeddings": True}),
+    "opt": ("opt", _OPT),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            **_MOE,
+            "shared_expert_intermediate_size": 48,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 1,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "layer_types": _ALTERNATING,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "llama4_text": (
+        "llama4_text",
+        {
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 32,
+            "no_rope_layers": [1, 0],
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", _MLA),
+    "gemma3": (
+        "gemma3",
+        {
+            "text_config": {
+                **_BASE,
+                "sliding_window": 24,
+                "layer_types": _ALTERNATING,
+                "query_pre_attn_scalar": 16,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": _VISION,
+            "mm_tokens_per_image": 4,
+            "boi_token_index": VOCAB - 3,
+            "eoi_token_index": VOCAB - 2,
+            "image_token_index": VOCAB - 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def config(name: str, **changes: Any) -> PreTrainedConfig:
+    """The configuration of an entry of SERVED, or of a plain model type."""
+    kind, own = SERVED.get(name, (name, {}))
+    base = {} if "text_config" in own else _BASE
+    return AutoConfig.for_model(kind, **{**base, **own, **changes})
+
+
+def save(made: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint with random weights of this configuration, as safetensors in ``folder``."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32)
+    enliven(model, seed)
+    model.generation_config = GenerationConfig(eos_token_id=made.get_text_config().eos_token_id)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def enliven(model: PreTrainedModel, seed: int = 0) -> None:
+    """Weights of about the size that keeps every layer's output as large as its input, logits of spread 1.
+
+    A tied table is drawn small and the last norm large: otherwise a token's own embedding drowns what the layers
+    say, and the likeliest next token is the last one again.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() >= 2:
+            parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.add_(0.1 * noise)
+    tokens = torch.randint(_vocabulary(model), (1, 48), generator=generator)
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        return
+    if head.weight is model.get_input_embeddings().weight:
+        _last_norm(model, tokens).weight.add_(40.0)
+    for _ in range(6):  # more than once: a tied head is the input's table too
+        head.weight.mul_(1.0 / spread(model, tokens))
+
+
+def _last_norm(model: PreTrainedModel, tokens: torch.Tensor) -> Any:
+    """The module with a vector of weights that is called last."""
+    called: list[nn.Module] = []
+    norms = [m for m in model.modules() if isinstance(w := getattr(m, "weight", None), torch.Tensor) and w.dim() == 1]
+    hooks = [norm.register_forward_hook(lambda module, *_: called.append(module)) for norm in norms]
+    spread(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    return called[-1]
+
+
+def spread(model: PreTrainedModel, tokens: torch.Tensor) -> float:
+    """Standard deviation of a model's logits."""
+    with torch.no_grad():
+        return float(model.eval()(input_ids=tokens, use_cache=False).logits.std().clamp(min=1e-6))
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding)
+    return embeddings.num_embeddings
+
+
+def prompt(length: int, seed: int, vocabulary: int = VOCAB - 8) -> tuple[int, ...]:
+    """Random tokens, the same for the same seed whatever the length."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(vocabulary, (1024,), generator=generator)[:length].tolist())
+
+
+@dataclass(frozen=True)
+class Written:
+    """What ``generate`` wrote: tokens, and how far the best stood above the second best at each."""
+
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The checkpoint in transformers' own hands."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model.generation_config = GenerationConfig()
+    return model
+
+
+@torch.no_grad()
+def generate(model: PreTrainedModel, tokens: Sequence[int], count: int) -> Written:
+    """Greedy ``generate`` of ``count`` tokens, whatever they are."""
+    out = model.generate(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=count,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(out.logits)[:, 0].float().topk(2).values
+    return Written(tuple(out.sequences[0, len(tokens) :].tolist()), tuple((best[:, 0] - best[:, 1]).tolist()))
+
+
+@dataclass
+class Run:
+    """What an engine wrote, by request id, and its steps."""
+
+    tokens: dict[str, list[int]]
+    reasons: dict[str, str]
+    steps: list[StepOutput]
+
+
+def greedy(id: str, tokens: Sequence[int], count: int, **options: Any) -> Request:
+    """A request for ``count`` tokens, whatever they are."""
+    return Request(id, tuple(tokens), stop=StopParams(max_tokens=count, ignore_eos=True), **options)
+
+
+def run(engine: Engine, requests: Sequence[Request], *, cancel: Mapping[int, str] | None = None) -> Run:
+    """Add all, step to the end; ``cancel`` names by step whom to cancel before it. The pool adds up at the end."""
+    done = Run({request.id: [] for request in requests}, {}, [])
+    for request in requests:
+        engine.add(request)
+    for step in itertools.count():
+        if cancel and step in cancel:
+            assert engine.cancel(cancel[step])
+        if not engine.has_work:
+            break
+        output = engine.step()
+        done.steps.append(output)
+        for token in output.tokens:
+            done.tokens[token.id].append(token.token)
+        for ended in output.ended:
+            done.reasons[ended.id] = ended.reason.value
+        assert step < 20_000, "the engine does not come to an end"
+    engine.check_integrity()
+    return done
