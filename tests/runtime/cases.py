@@ -1,0 +1,51 @@
+"""One error of every kind, with the widest details that each can have."""
+
+from runtime.errors import (
+    Aborted,
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    PermissionDenied,
+    QueueFull,
+    QuotaExceeded,
+    ServiceError,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+from runtime.fault import Reason, ResumePoint
+
+ERRORS: list[ServiceError] = [
+    InvalidArgument("sampling.top_p", "above 0, to 1", 1.5),
+    InvalidArgument("prompt", "at least one token", "", reason=Reason.EMPTY_PROMPT),
+    InvalidArgument("prompt", "at most 2048 tokens", 5000, reason=Reason.PROMPT_TOO_LONG),
+    InvalidArgument("stop", "text", "\ud800 no UTF-8"),
+    InvalidArgument("🦜" * 500, "🦜" * 500, "🦜" * 500),
+    Unimplemented("GenerateRequest.guided"),
+    NotFound("model", "gpt-17"),
+    NotFound("request", "ä" * 400),
+    AlreadyExists("a1b2"),
+    OutOfRange(3, 17, 40),
+    Unauthenticated(),
+    PermissionDenied("CancelGeneration"),
+    QuotaExceeded("tenant a", "requests in flight", 8, retry_after=1.5),
+    QueueFull(256, retry_after=0.25),
+    Unavailable(Reason.NO_WORKER, "no worker is ready for model m", retry_after=2),
+    Unavailable(Reason.DRAINING, "this router is draining", retry_after=0),
+    Unavailable(Reason.WORKERS_LOST, "lost 3 workers before the first token", retry_after=1),
+    Unavailable(Reason.STATE_STORE_AWAY, "the state store is away", retry_after=0.0014),
+    DeadlineExceeded(),
+    Cancelled(),
+    Aborted(Reason.WORKERS_LOST, "lost 3 workers", resume=ResumePoint(0, 41)),
+    Aborted(Reason.TAIL_UNCERTAIN, "the last tokens are lost", resume=ResumePoint(5, 2**63)),
+    Aborted(Reason.SUPERSEDED, "a newer stream owns this request"),
+    FailedPrecondition(Reason.WRONG_PEER, "this is incarnation 2 of decode-0, not 1"),
+    FailedPrecondition(Reason.WRONG_PROTOCOL, "speaks protocols 1 and 2, not 7"),
+    Internal(),
+]
+IDS = [f"{type(error).__name__}-{error.label}-{number}" for number, error in enumerate(ERRORS)]
