@@ -1,0 +1,122 @@
+"""One line per event on standard output: JSON for machines, columns on a terminal.
+
+Every line has ``time``, ``level``, ``event`` and ``service``, and whatever is bound in the running task: ``bound``
+binds for a block, tasks started inside inherit it and cannot change it outside. Lines of the standard library's
+loggers (grpc, transformers, asyncio, warnings) take the same way. What users wrote is not logged: values under the
+keys of ``PRIVATE`` are replaced by their length.
+
+``start`` configures the process and is called once, by its main.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TextIO
+
+import structlog
+from pydantic import Field
+from structlog.contextvars import bound_contextvars, merge_contextvars
+from structlog.types import EventDict, Processor, WrappedLogger
+
+from runtime.settings import Settings
+
+PRIVATE = frozenset({"prompt", "messages", "text", "token_ids", "tokens", "stop", "content"})
+
+_HANDLERS_OF_THEIR_OWN = ("transformers", "huggingface_hub")
+"""Libraries that print by themselves, and start to whenever they are first imported."""
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+class LogSettings(Settings):
+    """How a process logs."""
+
+    log_level: Level = Field("info", description="the least urgent level that is logged")
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="auto: columns on a terminal, JSON elsewhere"
+    )
+
+
+def start(service: str, settings: LogSettings, *, stream: TextIO | None = None) -> None:
+    """Sets up this process's logs as `service`, on standard output unless `stream` is given."""
+    out = stream or sys.stdout
+    console = settings.log_format == "console" or (settings.log_format == "auto" and out.isatty())
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    common = _common(service)
+    structlog.configure(
+        processors=[*common, *_render(console)],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(out),
+        cache_logger_on_first_use=False,
+    )
+    _route_standard_library(common, console, level, out)
+
+
+def get(name: str) -> Any:
+    """A structlog logger; `name`, the module's, stands in each line as ``logger``."""
+    return structlog.get_logger(logger=name)
+
+
+def bound(**values: object) -> AbstractContextManager[None]:
+    """Binds `values` (request_id, attempt) to every line of this task, and of tasks begun inside, until it ends."""
+    return bound_contextvars(**values)
+
+
+def _common(service: str) -> list[Processor]:
+    def name_service(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        event["service"] = service
+        return event
+
+    return [
+        merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        name_service,
+        hide_private,
+    ]
+
+
+def hide_private(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """What users wrote becomes its length."""
+    for key in PRIVATE & event.keys():
+        value = event[key]
+        event[key] = f"<{len(value)}>" if hasattr(value, "__len__") else "<hidden>"
+    return event
+
+
+def _render(console: bool) -> list[Processor]:
+    # Tracebacks without local variables: those may hold prompts.
+    if console:
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(timestamp_key="time", exception_formatter=plain)]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=repr)]
+
+
+def _route_standard_library(common: list[Processor], console: bool, level: int, out: TextIO) -> None:
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *common],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_render(console)],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    logging.captureWarnings(True)
+    for name in _HANDLERS_OF_THEIR_OWN:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.__class__ = _Routed
+
+
+class _Routed(logging.Logger):
+    """A library's root logger that stays routed: what the library does to its handlers later has no effect."""
+
+    def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802
+        pass
+
+    def __getattribute__(self, name: str) -> Any:
+        return True if name == "propagate" else super().__getattribute__(name)

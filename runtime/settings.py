@@ -1,0 +1,77 @@
+"""The base of every process's settings: one frozen class per process, made of those of its parts.
+
+    class RouterSettings(LogSettings, ServerSettings):
+        queue_limit: int = Field(256, ge=1, description="requests that may wait")
+
+The field ``queue_limit`` is the flag ``--queue-limit``, the variable ``DECANT_QUEUE_LIMIT`` and the file's
+``queue_limit``; ``runtime.layers.load`` reads them. Fields are scalars, paths, literals, secrets, or tuples of text
+(commas between the entries of a flag or variable). A default is written here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_origin
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
+
+from runtime.fault import Violation, part
+
+PREFIX = "DECANT_"
+
+
+class Settings(BaseModel):
+    """Frozen, and nothing unknown in it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_lists(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {
+            name: split(value) if isinstance(value, str) and name in fields and is_list(fields[name]) else value
+            for name, value in values.items()
+        }
+
+
+class Refused(ValueError):
+    """Raised by validators that look at several fields: which one is wrong, and why."""
+
+    def __init__(self, field: str, limit: str, value: object) -> None:
+        super().__init__(f"{field}: {limit}, got {part(value)}")
+        self.field = field
+        self.limit = limit
+        self.value = value
+
+
+class InvalidSettings(Exception):
+    """Settings that can't be honoured: all that was wrong, each by the name under which it was given."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        super().__init__("\n".join(_line(violation) for violation in violations))
+        self.violations = tuple(violations)
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def variable_name(field: str) -> str:
+    return PREFIX + field.upper()
+
+
+def is_list(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is tuple
+
+
+def split(text: str) -> tuple[str, ...]:
+    return tuple(entry.strip() for entry in text.split(",") if entry.strip())
+
+
+def _line(violation: Violation) -> str:
+    got = f", got {violation.value}" if violation.value else ""
+    return f"{violation.field}: {violation.limit}{got}"
