@@ -89,6 +89,7 @@ class StepOutput:
     tokens: list[Token]
     prompt_logprobs: list[PromptLogprobs]
     filled: list[Filled]
+    parked: list[str]
     ended: list[Ended]
     num_tokens: int = 0
 
@@ -188,7 +189,7 @@ class Engine:
 
     def step(self) -> StepOutput:
         """One iteration over everything that runs: schedule, run, commit, publish."""
-        output = StepOutput(self.steps, [], [], [], self._ended)
+        output = StepOutput(self.steps, [], [], [], [], self._ended)
         self._ended = []
         plan = self.scheduler.schedule(promised=len(self._arriving))
         if plan.rows:
@@ -218,7 +219,8 @@ class Engine:
             token = result.sampled[index]
             if token is not None:
                 output.tokens.append(Token(sequence.id, sequence.num_output, token, result.logprobs.get(index)))
-                self._append(sequence, token, now)
+                if self._append(sequence, token, now):
+                    output.parked.append(sequence.id)
 
     def _explain(
         self, sequence: EngineSequence, position: int, entries: Sequence[TokenLogprobs], output: StepOutput
@@ -229,8 +231,8 @@ class Engine:
             output.prompt_logprobs.append(PromptLogprobs(sequence.id, sequence.explained, news))
             sequence.explained += len(news)
 
-    def _append(self, sequence: EngineSequence, token: int, now: float) -> None:
-        """One more token: note its time, then see whether it ends or parks the sequence."""
+    def _append(self, sequence: EngineSequence, token: int, now: float) -> bool:
+        """One more token: note its time, then see whether it ends the sequence, or (True) parks it."""
         sequence.tokens.append(token)
         timeline = sequence.timeline
         timeline.tokens.append(now)
@@ -245,6 +247,8 @@ class Engine:
             self._end(sequence, FinishReason.CONTEXT_LENGTH)
         elif sequence.request.park_after == written:
             self.park(sequence.id)
+            return True
+        return False
 
     def _end(
         self,

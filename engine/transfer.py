@@ -13,6 +13,7 @@ scheduler.
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ class Arrival:
     """Room for a sequence that is on its way; its owner must ``abort`` it or have the engine ``join`` it.
 
     After either it is ``closed`` (the engine is told by ``on_close``), and its blocks are no longer its own.
+    ``write`` may be called from any thread, beside the engine's steps; all else is for the engine's thread. A block
+    is never freed under a copy: closing waits for the one that is under way.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class Arrival:
         self._store = store
         self._checksum = checksum
         self._on_close = on_close
+        self._copying = threading.Lock()
         self._sums: dict[int, int] = {}
 
     @property
@@ -132,23 +136,26 @@ class Arrival:
         return self.sequence.id
 
     def write(self, index: int, data: bytes | bytearray | memoryview, total: int) -> None:
-        """Verify one block and put it in its place; a block may come again. Raises TransferRejected, NoRoom.
-
-        A verified full block of known tokens is published at once: should the transfer break later, the next
-        attempt here finds it in the prefix cache.
-        """
-        holding = self._holding()
-        if index < self.have or len(data) != self._store.block_bytes:
-            raise TransferRejected(f"{self.id}: block {index} of {len(data)} bytes does not belong here")
+        """Verify one block and put it in its place; a block may come again. Raises TransferRejected."""
+        if len(data) != self._store.block_bytes:
+            raise TransferRejected(f"{self.id}: block {index} has {len(data)} bytes")
         if sum_block(self._checksum, index, memoryview(data)) != total:
             raise TransferRejected(f"{self.id}: the bytes of block {index} do not agree with their sum")
-        if self._sums.get(index, total) != total:
-            raise TransferRejected(f"{self.id}: block {index} came again with other bytes")
-        if index >= len(holding.blocks):
-            holding.grow(index + 1 - len(holding.blocks))
-        self._store.write(holding.blocks[index], data)
-        self._sums[index] = total
-        self._publish(holding, index)
+        with self._copying:
+            blocks = self._holding().blocks
+            if not self.have <= index < len(blocks):
+                raise TransferRejected(f"{self.id}: there is no room for block {index}")
+            if self._sums.get(index, total) != total:
+                raise TransferRejected(f"{self.id}: block {index} came again with other bytes")
+            self._store.write(blocks[index], data)
+            self._sums[index] = total
+
+    def extend(self, tokens: int) -> None:
+        """Room for a sequence that has grown to ``tokens`` tokens and one more. Raises NoRoom. For the engine alone."""
+        holding = self._holding()
+        missing = holding.pool.blocks_for(tokens + 1) - len(holding.blocks)
+        if missing > 0:
+            holding.grow(missing)
 
     def accept(self, seal: Seal) -> EngineSequence:
         """The sequence, once all that the seal speaks of is here. Raises TransferRejected. For the engine alone."""
@@ -168,18 +175,26 @@ class Arrival:
         self.sequence.tokens.extend(seal.output[len(known) :])
         self.sequence.computed = seal.computed
         self.sequence.explained = self.sequence.request.prompt_len  # the giver told them
-        self._close()
+        self._close(holding, seal.computed)
         return self.sequence
 
     def abort(self) -> None:
         """Give the room back; what was verified stays in the prefix cache. Does nothing to one that is closed."""
         if not self.closed and self.sequence.holding:
-            self.sequence.holding.release()
+            holding = self.sequence.holding
+            self._close(holding, len(self.sequence.tokens))
             self.sequence.holding = None
-            self._close()
+            holding.release()
 
-    def _close(self) -> None:
-        self.closed = True
+    def _close(self, holding: Holding, filled: int) -> None:
+        """Nothing is written after this. What was verified can be found by others, whatever became of the rest.
+
+        Of the first ``filled`` tokens every block that came was full: a seal is not made before that.
+        """
+        with self._copying:
+            self.closed = True
+        for index in sorted(self._sums):
+            self._publish(holding, index, filled)
         self._on_close(self.id)
 
     def _holding(self) -> Holding:
@@ -187,8 +202,8 @@ class Arrival:
             raise TransferRejected(f"{self.id}: this arrival is closed")
         return self.sequence.holding
 
-    def _publish(self, holding: Holding, index: int) -> None:
+    def _publish(self, holding: Holding, index: int, filled: int) -> None:
         pool: BlockPool = holding.pool
-        complete = (index + 1) * pool.block_size <= len(self.sequence.tokens)
+        complete = (index + 1) * pool.block_size <= filled
         if complete and self.sequence.request.use_prefix_cache:
             pool.publish(holding.blocks[index], self.sequence.hash_at(index, pool.block_size))
