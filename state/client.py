@@ -1,0 +1,111 @@
+"""One way to ask Redis: within a deadline, reconnecting, scripts loaded when it lacks them.
+
+A Redis that is away, starting, or a replica that may not be written is one error, StoreUnavailable. Asking twice is
+right for every command of this package, so a connection that broke is tried again once, at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from state.errors import StoreFault, StoreUnavailable
+from state.scripts import Argument, Command
+
+# What Redis answers: bytes, an integer, None, or a list of these. The scripts say what theirs holds.
+Reply: TypeAlias = Any
+
+_AWAY = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    exceptions.OutOfMemoryError,
+    OSError,  # TimeoutError is one
+)
+_REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)  # ConnectionErrors that waiting won't cure
+
+
+class Client:
+    """A pool of connections to one Redis. Connects when first asked; `close` ends it."""
+
+    def __init__(self, url: str, deadline_s: float, max_connections: int) -> None:
+        """`deadline_s` bounds every call, waiting for a free connection included. Raises ValueError for the URL."""
+        self._deadline_s = deadline_s
+        self._pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=None,
+            protocol=2,
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            retry=Retry(NoBackoff(), 1, supported_errors=(exceptions.ConnectionError,)),
+        )
+        self._redis = Redis.from_pool(self._pool)
+
+    async def ask(self, *words: Argument) -> Reply:
+        """One plain command."""
+        return await self.run(Command(words))
+
+    async def run(self, command: Command) -> Reply:
+        """One command in one round trip. Raises StoreUnavailable, StoreFault."""
+        (reply,) = await self.run_all([command])
+        return reply
+
+    async def run_all(self, commands: Sequence[Command]) -> list[Reply]:
+        """Several commands in one round trip, in this order, others' between them.
+
+        Raises StoreUnavailable, StoreFault; some may have happened.
+        """
+        return await self._within(self._deadline_s, commands) if commands else []
+
+    async def wait_for_entry(self, stream: str, after: bytes, timeout_s: float) -> None:
+        """Until the stream has an entry after that one, or the time is over. Holds a connection meanwhile."""
+        block_ms = max(1, round(timeout_s * 1000))
+        command = Command(("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, after))
+        await self._within(timeout_s + self._deadline_s, [command])
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+        await self._pool.disconnect()
+
+    async def _within(self, deadline_s: float, commands: Sequence[Command]) -> list[Reply]:
+        try:
+            async with asyncio.timeout(deadline_s):
+                replies = await self._send(commands)
+                if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
+                    await self._load(commands)
+                    replies = await self._send(commands)
+        except _REFUSED as error:
+            raise StoreFault(str(error)) from error
+        except _AWAY as error:
+            raise StoreUnavailable(str(error) or f"no answer within {deadline_s:g} s") from error
+        except exceptions.RedisError as error:
+            raise StoreFault(str(error)) from error
+        return [_checked(reply) for reply in replies]
+
+    async def _send(self, commands: Sequence[Command]) -> list[Reply]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command.words)
+        return await pipeline.execute(raise_on_error=False)
+
+    async def _load(self, commands: Sequence[Command]) -> None:
+        """All of them again: which of them Redis lacks isn't worth finding out."""
+        texts = {command.script.text for command in commands if command.script}
+        await self._send([Command(("SCRIPT", "LOAD", text)) for text in texts])
+
+
+def _checked(reply: Reply) -> Reply:
+    if isinstance(reply, _AWAY):
+        raise StoreUnavailable(str(reply)) from reply
+    if isinstance(reply, exceptions.RedisError):
+        raise StoreFault(str(reply)) from reply
+    return reply

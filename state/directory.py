@@ -1,0 +1,134 @@
+"""Which workers and routers are there. A registration is renewed, or runs out by the clock of Redis.
+
+Of the lives that come up under one id, the one that registered last is the present one, whoever renews later:
+
+    life A   register ---- renew ---------------------- renew: Replaced     remove: nothing happens
+    life B                           register ---- renew ---------- renew ----------
+
+What is there is a list; that it changed is an entry in a stream on which readers wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from protos.state_pb2 import RouterRegistration, WorkerRegistration
+from protos.worker_pb2 import Load
+from state import keys, scripts
+from state.client import Client
+from state.errors import Replaced
+from state.keys import Kind, Lifetimes
+from state.names import Life
+
+Facts = TypeVar("Facts", bound=WorkerRegistration | RouterRegistration)
+
+
+@dataclass(frozen=True)
+class Present(Generic[Facts]):
+    facts: Facts
+    load: Load  # of routers empty
+
+    @property
+    def life(self) -> Life:
+        return Life.of(self.facts.peer)
+
+
+@dataclass(frozen=True)
+class Listing(Generic[Facts]):
+    """All that were registered at one instant."""
+
+    version: bytes  # another one where somebody came, went or changed; a load alone is no change
+    next_end_s: float | None  # until the first of these runs out unless renewed; None: nobody is there
+    present: tuple[Present[Facts], ...]
+
+
+class Directory(Generic[Facts]):
+    def __init__(self, client: Client, kind: Kind, facts: type[Facts], lifetimes: Lifetimes) -> None:
+        self._client = client
+        self._kind: Kind = kind
+        self._facts = facts
+        self._lasts = (round(lifetimes.registration_s * 1000), round(lifetimes.directory_s * 1000))
+
+    async def register(self, facts: Facts, load: Load | None = None) -> Registration[Facts]:
+        """Become the present life of `facts.peer.id`, once when a process starts. Raises StoreUnavailable."""
+        since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._words(facts, load)))
+        return Registration(self, facts, since)
+
+    async def listing(self) -> Listing[Facts]:
+        """Raises StoreUnavailable."""
+        reply = await self._client.run(scripts.DIRECTORY_LIST.call(self._names))
+        version, next_end_ms, *rest = reply
+        present = tuple(
+            Present(self._parsed(facts), Load.FromString(load))
+            for facts, load in zip(rest[::2], rest[1::2], strict=True)
+        )
+        return Listing(version, next_end_ms / 1000 if next_end_ms >= 0 else None, present)
+
+    async def change(self, seen: Listing[Facts], timeout_s: float) -> Listing[Facts]:
+        """Wait until the directory is another than `seen`, at most `timeout_s`.
+
+        Raises StoreUnavailable at once when Redis goes away.
+        """
+        clock = asyncio.get_running_loop().time
+        ends = clock() + timeout_s
+        listing = seen
+        while listing.version == seen.version and (left_s := ends - clock()) > 0:
+            until_s = left_s if listing.next_end_s is None else min(left_s, listing.next_end_s + 0.001)
+            await self._client.wait_for_entry(keys.changes(self._kind), seen.version, until_s)
+            listing = await self.listing()
+        return listing
+
+    async def alive(self, life: Life) -> bool:
+        """Whether this very life is registered. Raises StoreUnavailable."""
+        call = scripts.DIRECTORY_ALIVE.call(self._names[:2], life.id, life.hex)
+        return bool(await self._client.run(call))
+
+    async def renew(self, facts: Facts, load: Load | None, since: int) -> bool:
+        """False: a later life is registered. For `Registration`."""
+        words = self._words(facts, load)
+        return bool(await self._client.run(scripts.DIRECTORY_RENEW.call(self._names, *words, since)))
+
+    async def remove(self, life: Life) -> None:
+        """Nothing happens where another life is registered. For `Registration`."""
+        await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, life.id, life.hex))
+
+    def _parsed(self, packed: bytes) -> Facts:
+        facts = self._facts()
+        facts.ParseFromString(packed)
+        return facts
+
+    @property
+    def _names(self) -> list[str]:
+        return [keys.peers(self._kind), keys.expiry(self._kind), keys.changes(self._kind)]
+
+    def _words(self, facts: Facts, load: Load | None) -> tuple[str | bytes | int, ...]:
+        life = Life.of(facts.peer)
+        packed = load.SerializeToString() if load else b""
+        return (life.id, life.hex, facts.SerializeToString(deterministic=True), packed, *self._lasts)
+
+
+class Registration(Generic[Facts]):
+    """One life's place in the directory. Its process renews it every `Lifetimes.renew_every_s`."""
+
+    def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
+        self.facts = facts  # may be replaced before a renewal; the peer stays
+        self._directory = directory
+        self._since = since  # microseconds by the clock of Redis: orders the lives of one id
+
+    async def renew(self, load: Load | None = None) -> None:
+        """Also writes it again where Redis was emptied, or where it ran out.
+
+        Raises Replaced when a later life is registered, StoreUnavailable.
+        """
+        if not await self._directory.renew(self.facts, load, self._since):
+            raise Replaced(Life.of(self.facts.peer))
+
+    async def remove(self) -> None:
+        """Leave. A later life's registration stays. Raises StoreUnavailable."""
+        await self._directory.remove(Life.of(self.facts.peer))
+
+
+Workers: TypeAlias = Directory[WorkerRegistration]
+Routers: TypeAlias = Directory[RouterRegistration]

@@ -1,0 +1,77 @@
+"""The journal of a request: what it has written, one entry for each output token, in its owner's order.
+
+An entry is four bytes, little-endian: the token's id in the low 24 bits, the output's index in the high 8. With one
+output the journal is its token ids. Redis keeps it as one string, so a flush is one append, which the script makes
+only at the length that it was meant for:
+
+    stored   | t0 | t1 | t2 |
+    written            | t2 | t3 | t4 |     base 2: t2 is there already, t3 and t4 are appended
+    written                           | t5 |  base 5 on three entries: refused, the owner sends from 3
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from state import keys, scripts
+from state.client import Client
+from state.errors import UnknownRequest
+from state.names import RequestKey
+
+ENTRY_BYTES = 4
+TOKEN_LIMIT = 1 << 24
+OUTPUT_LIMIT = 1 << 8
+
+
+class Entry(NamedTuple):
+    output: int  # index, below 2**8
+    token: int  # id, below 2**24
+
+
+def pack(entries: Iterable[Entry]) -> bytes:
+    """Raises ValueError for a token or output that an entry can't hold."""
+    words = []
+    for output, token in entries:
+        if not (0 <= token < TOKEN_LIMIT and 0 <= output < OUTPUT_LIMIT):
+            raise ValueError(
+                f"journal entry: token below {TOKEN_LIMIT}, output below {OUTPUT_LIMIT}, got {token}, {output}"
+            )
+        words.append(output << 24 | token)
+    return struct.pack(f"<{len(words)}I", *words)
+
+
+def unpack(data: bytes | bytearray) -> list[Entry]:
+    """Raises ValueError when the bytes end within an entry."""
+    count, rest = divmod(len(data), ENTRY_BYTES)
+    if rest:
+        raise ValueError(f"journal: {len(data)} bytes are not whole entries of {ENTRY_BYTES}")
+    return [Entry(word >> 24, word & (TOKEN_LIMIT - 1)) for word in struct.unpack(f"<{count}I", data)]
+
+
+@dataclass(frozen=True)
+class Part:
+    entries: list[Entry]
+    length: int  # entries in the whole journal
+
+
+class Journal:
+    """Reads journals; they are written together with their request."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def read(self, key: RequestKey, first: int, most: int) -> Part:
+        """Up to `most` entries from entry `first` on, counted from 0; none where the journal has no more.
+
+        Raises UnknownRequest, StoreUnavailable.
+        """
+        if first < 0 or most < 1:
+            raise ValueError(f"journal: first from 0, most from 1, got {first}, {most}")
+        names = [keys.request(key), keys.journal(key)]
+        reply = await self._client.run(scripts.JOURNAL_READ.call(names, first, most))
+        if reply[0] == b"unknown":
+            raise UnknownRequest(key)
+        return Part(unpack(reply[2]), reply[1])

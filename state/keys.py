@@ -1,0 +1,86 @@
+"""Every key in Redis, its type and its lifetime. No other file writes a key's name.
+
+key                                   type    holds                                              lifetime
+decant:{tenant/id}:request            hash    epoch, attempt, state: integers                    open_s from the last
+                                              owner: incarnation/id of a router                  write; ended_s from
+                                              record: RequestRecord                              the end
+                                              payload: GenerateRequest as accepted
+                                              digest: SHA-256 of payload
+decant:{tenant/id}:journal            string  entries, 4 bytes each, see journal.py              as the request's
+decant:{workers|routers}:peers        hash    i:<id> incarnation; s:<id> first registered, in    directory_s from the
+                                              microseconds; f:<id> Worker-/RouterRegistration;   last renewal
+                                              l:<id> Load
+decant:{workers|routers}:expiry       zset    id -> end of its registration, in ms               as peers
+decant:{workers|routers}:changes      stream  one entry: when the directory changed              as peers
+decant:{routers}:open:<life>          set     tenant/id of the requests a router hasn't ended    open_s from the last
+                                                                                                 addition
+decant:{routers}:owners               set     lives that have an open set                        as the open sets
+decant:{quota/tenant}:in_flight       zset    request id -> end of its lease, in ms              quota_lease_s
+decant:{quota/tenant}:charged         hash    request id -> tokens charged for it                as in_flight
+decant:{quota/tenant}:full_at         string  when the tenant's minute is full again, in         until then
+                                              microseconds
+decant:{era}                          hash    id: random, 16 hexadecimal digits; began: in ms    until Redis is emptied
+
+All times are by the clock of Redis. The keys of one script share a hash tag, which also keeps a request and its
+journal on one node of a cluster, and all that says who is alive and who owns what on another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import quote
+
+from state.names import Life, RequestKey
+
+Kind = Literal["workers", "routers"]
+
+ERA = "decant:{era}"
+OWNERS = "decant:{routers}:owners"
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """Seconds for which things are kept."""
+
+    open_s: float = 24 * 3600.0  # an unfinished request of which nobody writes
+    ended_s: float = 3600.0  # a result
+    registration_s: float = 5.0  # a worker or router that doesn't renew
+    directory_s: float = 24 * 3600.0  # an index that nobody renews
+    quota_lease_s: float = 30.0  # a tenant's request in flight that nobody renews
+    refill_s: float = 10.0  # after Redis was emptied: owners write theirs again
+
+    @property
+    def renew_every_s(self) -> float:
+        """How often a registration is renewed: three renewals may be lost."""
+        return self.registration_s / 4
+
+
+def request(key: RequestKey) -> str:
+    return f"decant:{{{key}}}:request"
+
+
+def journal(key: RequestKey) -> str:
+    return f"decant:{{{key}}}:journal"
+
+
+def peers(kind: Kind) -> str:
+    return f"decant:{{{kind}}}:peers"
+
+
+def expiry(kind: Kind) -> str:
+    return f"decant:{{{kind}}}:expiry"
+
+
+def changes(kind: Kind) -> str:
+    return f"decant:{{{kind}}}:changes"
+
+
+def open_set(router: Life) -> str:
+    return f"decant:{{routers}}:open:{router}"
+
+
+def quota(tenant: str) -> tuple[str, str, str]:
+    """In flight, charged, full_at."""
+    prefix = f"decant:{{quota/{quote(tenant, safe='')}}}"
+    return f"{prefix}:in_flight", f"{prefix}:charged", f"{prefix}:full_at"

@@ -1,0 +1,40 @@
+-- Stands before every other script. Numbers of states are ordered; from SUCCEEDED on they are ends.
+
+local FIRST_END = 5
+local ENTRY = 4 -- bytes of a journal's entry
+
+local function now_us()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000000 + tonumber(time[2])
+end
+
+local function now_ms()
+  return math.floor(now_us() / 1000)
+end
+
+-- An integer as Redis stores it: Lua would write a large one as 1.7e+15.
+local function integer(number)
+  return string.format('%.0f', number)
+end
+
+-- Ends differ, but none is later than another.
+local function rank(state)
+  return math.min(state, FIRST_END)
+end
+
+local function keep(milliseconds, ...)
+  for _, key in ipairs({...}) do
+    redis.call('PEXPIRE', key, milliseconds)
+  end
+end
+
+-- All of a request: epoch, attempt, state, owner, record, payload, ms until it expires, entries in the journal,
+-- and those from `from` on.
+local function snapshot(request, journal, from)
+  local found = redis.call('HMGET', request, 'epoch', 'attempt', 'state', 'owner', 'record', 'payload')
+  return {
+    tonumber(found[1]), tonumber(found[2]), tonumber(found[3]), found[4], found[5], found[6],
+    redis.call('PTTL', request), redis.call('STRLEN', journal) / ENTRY,
+    redis.call('GETRANGE', journal, from * ENTRY, -1),
+  }
+end

@@ -1,0 +1,9 @@
+-- KEYS era   ARGV id for a new era
+-- Returns {id of the era, ms since it began}.
+
+local now = now_ms()
+if redis.call('HSETNX', KEYS[1], 'id', ARGV[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'began', integer(now))
+end
+local found = redis.call('HMGET', KEYS[1], 'id', 'began')
+return {found[1], now - tonumber(found[2])}

@@ -1,0 +1,19 @@
+-- Moves requests of a router that is not registered (any more) to another one's open set.
+-- KEYS expiry, peers, owners, open set of the dead, open set of the taker
+-- ARGV id and incarnation of the dead, its life, life of the taker, most requests, open_ms
+-- Returns {'alive'} or {'taken', request...}.
+
+local ends = redis.call('ZSCORE', KEYS[1], ARGV[1])
+if ends and tonumber(ends) > now_ms() and redis.call('HGET', KEYS[2], 'i:' .. ARGV[1]) == ARGV[2] then
+  return {'alive'}
+end
+local taken = redis.call('SPOP', KEYS[4], ARGV[5])
+if #taken > 0 then
+  redis.call('SADD', KEYS[5], unpack(taken))
+  redis.call('SADD', KEYS[3], ARGV[4])
+  keep(ARGV[6], KEYS[5], KEYS[3])
+end
+if redis.call('EXISTS', KEYS[4]) == 0 then
+  redis.call('SREM', KEYS[3], ARGV[3])
+end
+return {'taken', unpack(taken)}

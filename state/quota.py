@@ -1,0 +1,81 @@
+"""What a tenant may have at once and in a minute. A booking is a lease: it ends with its router, not later.
+
+The minute is a bucket of `tokens_per_minute` that fills evenly. A booking charges what the request may use, its
+release what it did use. A full bucket admits any request, also one larger than itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from state import keys, scripts
+from state.client import Client
+from state.errors import QuotaExceeded
+from state.keys import Lifetimes
+from state.names import RequestKey
+from state.scripts import Command
+
+RETRY_IN_FLIGHT_S = 1.0  # when one of a tenant's requests will end is not known
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one tenant. None: no limit."""
+
+    in_flight: int | None = None  # requests
+    tokens_per_minute: int | None = None  # of prompt and output, from 1
+
+    def __post_init__(self) -> None:
+        if self.in_flight is not None and self.in_flight < 0:
+            raise ValueError(f"in_flight: from 0, got {self.in_flight}")
+        if self.tokens_per_minute is not None and self.tokens_per_minute < 1:
+            raise ValueError(f"tokens_per_minute: from 1, got {self.tokens_per_minute}")
+
+
+class Quotas:
+    def __init__(self, client: Client, lifetimes: Lifetimes) -> None:
+        self._client = client
+        self._lease_ms = round(lifetimes.quota_lease_s * 1000)
+
+    async def acquire(self, key: RequestKey, tokens: int, limits: Limits) -> None:
+        """Book a request and the tokens that it may use; for one that is booked already only the lease is renewed.
+
+        Raises QuotaExceeded, StoreUnavailable.
+        """
+        asked = (key.id, tokens, self._lease_ms, _or_none(limits.in_flight), _or_none(limits.tokens_per_minute))
+        reply = await self._client.run(scripts.QUOTA_ACQUIRE.call(list(keys.quota(key.tenant)), *asked))
+        if reply[0] == b"in_flight":
+            raise QuotaExceeded("in_flight", limits.in_flight or 0, reply[1] + 1, RETRY_IN_FLIGHT_S)
+        if reply[0] == b"tokens":
+            limit = limits.tokens_per_minute or 0
+            raise QuotaExceeded("tokens_per_minute", limit, reply[1] + tokens, reply[2] / 1000)
+
+    async def renew(self, requests: Iterable[RequestKey]) -> None:
+        """Keep bookings alive, for all tenants in one round trip: several times within `quota_lease_s`.
+
+        Raises StoreUnavailable.
+        """
+        by_tenant = defaultdict[str, list[str]](list)
+        for key in requests:
+            by_tenant[key.tenant].append(key.id)
+        await self._client.run_all([self._renewing(tenant, ids) for tenant, ids in by_tenant.items()])
+
+    async def release(self, key: RequestKey, tokens: int, limits: Limits) -> None:
+        """End a booking and charge `tokens`, what was used. Said again, nothing happens. Raises StoreUnavailable."""
+        said = (key.id, tokens, _or_none(limits.tokens_per_minute))
+        await self._client.run(scripts.QUOTA_RELEASE.call(list(keys.quota(key.tenant)), *said))
+
+    async def in_flight(self, tenant: str) -> int:
+        """Bookings of a tenant, those whose lease just ran out perhaps included. Raises StoreUnavailable."""
+        count: int = await self._client.ask("ZCARD", keys.quota(tenant)[0])
+        return count
+
+    def _renewing(self, tenant: str, ids: list[str]) -> Command:
+        in_flight, charged, _ = keys.quota(tenant)
+        return scripts.QUOTA_RENEW.call([in_flight, charged], self._lease_ms, *ids)
+
+
+def _or_none(limit: int | None) -> int | str:
+    return "" if limit is None else limit

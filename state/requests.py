@@ -1,0 +1,189 @@
+"""Requests: accepted by one router, written by their owner, read by any, adopted when the owner is gone.
+
+The owner's writes say (epoch, attempt, state, length of the journal before it). Redis keeps the greater, in
+lua/request_write.lua:
+
+    mine greater     a new attempt goes on with the journal; a new epoch is written whole
+    equal            the later state; entries that the journal lacks are appended at its end
+    smaller          Superseded, nothing is written
+
+So a write may be repeated, come late or never: the last one stands for all before it. What an owner holds
+(`OwnedRequest`) is enough to write a request to a Redis that was emptied, and `flush` does that by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protos.inference_pb2 import GenerateRequest
+from protos.state_pb2 import RequestRecord
+from state import journal, keys, scripts
+from state.client import Client, Reply
+from state.directory import Routers
+from state.era import Era
+from state.errors import AlreadyExists, NotYetKnown, OwnerAlive, StateError, Superseded, UnknownRequest
+from state.keys import Lifetimes
+from state.names import Life, RequestKey
+from state.open import OpenRequests
+from state.owned import OwnedRequest, StoredRequest
+from state.scripts import Command
+
+
+class Requests:
+    def __init__(
+        self, client: Client, routers: Routers, open_requests: OpenRequests, era: Era, lifetimes: Lifetimes
+    ) -> None:
+        self._client = client
+        self._routers = routers
+        self._open = open_requests
+        self._era = era
+        self._open_ms = round(lifetimes.open_s * 1000)
+        self._ended_ms = round(lifetimes.ended_s * 1000)
+
+    async def accept(self, request: OwnedRequest) -> StoredRequest | None:
+        """Take the request's id, in one round trip. None: it is new, and its owner may dispatch it.
+
+        Else what has the id with the same payload, perhaps of this same router: attach to it, or replay it.
+        Raises AlreadyExists for an id with another payload, StoreUnavailable.
+        """
+        record = request.record.SerializeToString()
+        accept = scripts.REQUEST_ACCEPT.call(
+            _names(request.key), str(request.owner), request.digest, record, request.payload, self._open_ms
+        )
+        reply = await self._with_open_entry(request.key, request.owner, accept)
+        if reply[0] == b"new":
+            request.told = (request.attempt, request.state)
+            return None
+        if reply[0] == b"differs":
+            await self._open.remove(request.owner, [request.key])
+            raise AlreadyExists(request.key)
+        return await self._keep_entry_if_owned(_stored(request.key, reply[1]), request.owner)
+
+    async def write(self, request: OwnedRequest) -> None:
+        """`flush` of one request. Raises Superseded, StoreUnavailable."""
+        for lost in await self.flush([request]):
+            raise lost
+
+    async def flush(self, requests: Sequence[OwnedRequest]) -> list[Superseded]:
+        """Write all that these hold and Redis lacks: one round trip, one command for each request.
+
+        A second follows for those that Redis has lost in part or whole, and one more for all that are over. Returns
+        an error for each that another router owns by now. Raises StoreUnavailable: write again later.
+        """
+        lost: list[Superseded] = []
+        behind = await self._write_all(requests, lost)
+        if behind:
+            for request in behind:
+                request.stored, request.told = 0, None
+            await self._write_all(behind, lost)
+        over = {error.key for error in lost}
+        await self._open.remove_all([r for r in requests if r.key in over or (r.ended and not r.unwritten)])
+        return lost
+
+    async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
+        """The request, with its journal from entry `first` on. Raises UnknownRequest, NotYetKnown, StoreUnavailable."""
+        reply = await self._client.run(scripts.REQUEST_READ.call(_names(key), first))
+        if reply[0] == b"unknown":
+            raise await self._unknown(key)
+        return _stored(key, reply[1])
+
+    async def adopt(self, key: RequestKey, router: Life, epoch: int | None = None) -> StoredRequest:
+        """Make `router` the owner, whoever was it: its client's newest stream is there. One round trip.
+
+        With `epoch`: only while this is the request's epoch, so of several one wins. What has ended is returned as it
+        is, and what the router owns already. Raises Superseded, UnknownRequest, NotYetKnown, StoreUnavailable.
+        """
+        seen = "" if epoch is None else epoch
+        adopt = scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, seen)
+        reply = await self._with_open_entry(key, router, adopt)
+        if reply[0] == b"exists":
+            return await self._keep_entry_if_owned(_stored(key, reply[1]), router)
+        await self._open.remove(router, [key])
+        if reply[0] == b"unknown":
+            raise await self._unknown(key)
+        raise _superseded(key, reply)
+
+    async def adopt_orphan(self, key: RequestKey, router: Life) -> StoredRequest:
+        """Make `router` the owner if the present one isn't registered.
+
+        Raises OwnerAlive, and all that `adopt` raises: Superseded when another router was faster.
+        """
+        epoch, owner = await self._client.ask("HMGET", keys.request(key), "epoch", "owner")
+        if epoch is None:
+            await self._open.remove(router, [key])
+            raise await self._unknown(key)
+        life = Life.parse(owner.decode())
+        if life != router and await self._routers.alive(life):
+            await self._open.remove(router, [key])
+            raise OwnerAlive(life)
+        return await self.adopt(key, router, int(epoch))
+
+    async def _with_open_entry(self, key: RequestKey, router: Life, command: Command) -> Reply:
+        """The open entry first: one without its request is dropped by whoever takes over, a request without an
+        entry would be found by nobody."""
+        replies = await self._client.run_all([self._open.adding(router, [key]), command])
+        return replies[1]
+
+    async def _keep_entry_if_owned(self, found: StoredRequest, router: Life) -> StoredRequest:
+        if found.ended or found.owner != router:
+            await self._open.remove(router, [found.key])
+        return found
+
+    async def _write_all(self, requests: Sequence[OwnedRequest], lost: list[Superseded]) -> list[OwnedRequest]:
+        """One round trip. Adds those that are superseded to `lost`, returns those to be written whole."""
+        if not requests:
+            return []
+        said = [(request.attempt, request.state) for request in requests]
+        entering = self._open.adding_all(request for request in requests if not request.told)
+        replies = await self._client.run_all([*entering, *map(self._writing, requests)])
+        behind = []
+        for request, told, reply in zip(requests, said, replies[len(entering) :], strict=True):
+            match reply[0]:
+                case b"written":
+                    request.stored, request.told = max(request.stored, reply[1]), told
+                case b"superseded":
+                    lost.append(_superseded(request.key, reply))
+                case _:
+                    behind.append(request)
+        return behind
+
+    def _writing(self, request: OwnedRequest) -> Command:
+        """What Redis isn't known to have; all of it when it is not known to have the request."""
+        whole = [] if request.told else [request.digest, request.payload]
+        base = request.stored if request.told else 0
+        return scripts.REQUEST_WRITE.call(
+            _names(request.key),
+            str(request.owner),
+            *(request.epoch, request.attempt, request.state),
+            *(base, request.packed(base), request.record.SerializeToString()),
+            *(self._open_ms, self._ended_ms),
+            *whole,
+        )
+
+    async def _unknown(self, key: RequestKey) -> StateError:
+        left_s = (await self._era.current()).refill_left_s
+        return NotYetKnown(key, left_s) if left_s > 0 else UnknownRequest(key)
+
+
+def _names(key: RequestKey) -> list[str]:
+    return [keys.request(key), keys.journal(key)]
+
+
+def _stored(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
+    epoch, attempt, state, owner, record, payload, ttl_ms, length, packed = snapshot
+    return StoredRequest(
+        key=key,
+        epoch=epoch,
+        attempt=attempt,
+        state=state,
+        owner=Life.parse(owner.decode()),
+        record=RequestRecord.FromString(record),
+        payload=GenerateRequest.FromString(payload),
+        entries=journal.unpack(packed),
+        length=length,
+        expires_in_s=ttl_ms / 1000,
+    )
+
+
+def _superseded(key: RequestKey, reply: list[Reply]) -> Superseded:
+    return Superseded(key, reply[1], Life.parse(reply[2].decode()))

@@ -1,0 +1,61 @@
+"""The Lua that runs inside Redis, one file a script in lua/. Each runs as one: no other command comes between."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+Argument: TypeAlias = str | bytes | int
+
+_FOLDER = Path(__file__).parent / "lua"
+_COMMON = (_FOLDER / "common.lua").read_text()
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script by its file's name; Redis knows it by the SHA-1 of its text."""
+
+    name: str
+    text: str = field(repr=False)
+    sha: str = field(repr=False)
+
+    def call(self, keys: list[str], *args: Argument) -> Command:
+        """`keys` share one hash tag."""
+        return Command(("EVALSHA", self.sha, len(keys), *keys, *args), self)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command to Redis, and the script that it wants loaded, if any."""
+
+    words: tuple[Argument, ...]
+    script: Script | None = None
+
+
+def script(name: str, text: str) -> Script:
+    return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def load(name: str) -> Script:
+    return script(name, _COMMON + (_FOLDER / f"{name}.lua").read_text())
+
+
+REQUEST_ACCEPT = load("request_accept")
+REQUEST_WRITE = load("request_write")
+REQUEST_READ = load("request_read")
+REQUEST_ADOPT = load("request_adopt")
+JOURNAL_READ = load("journal_read")
+OPEN_ADD = load("open_add")
+OPEN_TAKE = load("open_take")
+OPEN_ORPHANED = load("open_orphaned")
+DIRECTORY_REGISTER = load("directory_register")
+DIRECTORY_RENEW = load("directory_renew")
+DIRECTORY_REMOVE = load("directory_remove")
+DIRECTORY_LIST = load("directory_list")
+DIRECTORY_ALIVE = load("directory_alive")
+ERA = load("era")
+QUOTA_ACQUIRE = load("quota_acquire")
+QUOTA_RELEASE = load("quota_release")
+QUOTA_RENEW = load("quota_renew")

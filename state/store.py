@@ -1,0 +1,68 @@
+"""The way in: one `Store` for a process, its parts by what they are about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from protos.state_pb2 import RouterRegistration, WorkerRegistration
+from state.client import Client
+from state.directory import Directory, Routers, Workers
+from state.era import Era
+from state.journal import Journal
+from state.keys import Lifetimes
+from state.open import OpenRequests
+from state.quota import Quotas
+from state.requests import Requests
+
+SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    url: str  # redis://host:port/db, rediss:// with TLS, or unix:///path
+    deadline_s: float = 1.0  # of one call
+    max_connections: int = 16
+    lifetimes: Lifetimes = field(default_factory=Lifetimes)
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(SCHEMES):
+            raise ValueError(f"url: begins with one of {', '.join(SCHEMES)}, got {self.url.partition('://')[0]}")
+        if self.deadline_s <= 0:
+            raise ValueError(f"deadline_s: above 0, got {self.deadline_s}")
+        if self.max_connections < 2:
+            raise ValueError(f"max_connections: from 2 (a watch holds one), got {self.max_connections}")
+
+
+class Store:
+    """Redis as this package uses it. Connects when first used, and again whenever Redis comes back.
+
+    Belongs to the event loop that uses it first.
+    """
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._client = client = Client(settings.url, settings.deadline_s, settings.max_connections)
+        lifetimes = settings.lifetimes
+        self.workers: Workers = Directory(client, "workers", WorkerRegistration, lifetimes)
+        self.routers: Routers = Directory(client, "routers", RouterRegistration, lifetimes)
+        self.era = Era(client, lifetimes)
+        self.quotas = Quotas(client, lifetimes)
+        self.journal = Journal(client)
+        self.open = OpenRequests(client, lifetimes)
+        self.requests = Requests(client, self.routers, self.open, self.era, lifetimes)
+
+    async def ping(self) -> None:
+        """Raises StoreUnavailable, or StoreFault for a wrong password."""
+        await self._client.ask("PING")
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
