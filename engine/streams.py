@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from engine.engine import Ended, Engine, PromptLogprobs, StepOutput, Token
 from engine.errors import EngineStopped, InvalidRequest
@@ -28,7 +28,7 @@ class Streams:
         await self.loop.stop()
         self._fail(EngineStopped("the engine was stopped"))
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one sequence, ``Ended`` last. Leaving the iteration early cancels the sequence.
 
         Raises InvalidRequest when it is not taken, EngineStopped when the engine's thread ends before it. An id that

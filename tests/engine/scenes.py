@@ -188,6 +188,7 @@ def deliver(engine: Engine, request: Request, cargo: Cargo) -> None:
     """Room, all blocks that lack here, the seal. An arrival that fails leaves nothing behind."""
     arrival = engine.reserve(replace(request, park_after=None))
     try:
+        arrival.extend(request.prompt_len + len(cargo.seal.output))
         for index, data, total in cargo.runs:
             if index >= arrival.have:
                 arrival.write(index, data, total)

@@ -143,9 +143,10 @@ class World:
         if move and not move.arrival.closed:
             for run in move.export.runs[move.sent : move.sent + most]:
                 try:
-                    move.arrival.write(run.index, bytes(move.export.read(run.index)), run.sum)
+                    move.arrival.extend(BLOCK * (run.index + 1) - 1)
                 except NoRoom:
                     return
+                move.arrival.write(run.index, bytes(move.export.read(run.index)), run.sum)
                 move.sent += 1
 
     def seal(self, n: int) -> None:

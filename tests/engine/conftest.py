@@ -1,0 +1,71 @@
+"""Devices that every engine test may ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from engine.engine import Device
+from tests.engine.scenes import BLOCK, VOCABULARY, WINDOW, make_device
+
+
+class MakeDevice(Protocol):
+    """A device of one kind with blocks of its own."""
+
+    def __call__(self, num_blocks: int = 64, eos: Iterable[int] = ()) -> Device: ...
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint whose logits spread, so that its text depends on all that came before."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=WINDOW,
+        initializer_range=0.4,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_real(tiny_llama: Path) -> MakeDevice:
+    """Devices over one loaded model; the store is new each time."""
+    from engine.kv_store import KvStore
+    from engine.model import ModelConfig, load
+    from engine.runner import ModelRunner
+
+    loaded = load(ModelConfig(str(tiny_llama), dtype="float32", kv_bytes=1 << 20, block_size=BLOCK))
+
+    def make(num_blocks: int = 64, eos: Iterable[int] = ()) -> Device:
+        store = KvStore(loaded.store.layout, num_blocks, loaded.store.blocks.dtype, loaded.store.blocks.device)
+        ends = frozenset(eos)
+        runner = ModelRunner(loaded.model, store, loaded.runner._views, ends)
+        return dataclasses.replace(loaded, store=store, runner=runner, eos_token_ids=ends)
+
+    return make
+
+
+@pytest.fixture(params=["fake", "real"])
+def make(request: pytest.FixtureRequest) -> MakeDevice:
+    """Each kind of device in turn."""
+    if request.param == "fake":
+        return make_device
+    real: MakeDevice = request.getfixturevalue("make_real")
+    return real
