@@ -1,0 +1,410 @@
+"""The engine on a thread of its own: nothing polls, nothing blocks the event loop, and a crash reaches everyone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from engine.engine import Ended, Engine, StepOutput, Token
+from engine.errors import EngineStopped, InvalidRequest, UnknownSequence
+from engine.fake import FakeDevice
+from engine.loop import EngineLoop
+from engine.plan import StepPlan, StepResult
+from engine.request import FinishReason, Request
+from engine.streams import Streams
+from tests.engine.properties import nothing_is_held
+from tests.engine.scenes import BLOCK, alone, make_engine, make_request, prompt
+
+STEP_SECONDS = 0.02
+
+
+class Device(FakeDevice):
+    """Counts its steps, knows their thread, takes its time, and crashes when told to."""
+
+    def __init__(self, num_blocks: int = 64) -> None:
+        super().__init__(num_blocks=num_blocks, block_size=BLOCK, window=96, cost=lambda _: self.seconds)
+        self.before: Callable[[], object] = lambda: None
+        self.seconds = 0.0
+        self.runs = 0
+        self.crash_at = -1
+        self.threads: set[str] = set()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.runs += 1
+        self.threads.add(threading.current_thread().name)
+        self.before()
+        if self.runs == self.crash_at:
+            raise ZeroDivisionError("the device is broken")
+        return super().run(plan)
+
+
+class Scene:
+    """An engine that counts how often it is stepped, its loop, and what the listener heard."""
+
+    def __init__(self, num_blocks: int = 64) -> None:
+        self.device = Device(num_blocks)
+        self.engine = make_engine(device=self.device)
+        self.steps = 0
+        self.outputs: list[StepOutput] = []
+        self.crashes: list[EngineStopped] = []
+        self._step = self.engine.step
+        self.engine.step = self._counted  # type: ignore[method-assign]
+        self._heard = asyncio.Event()
+        self.loop = EngineLoop(self.engine, self._on_step, self._on_crash)
+
+    def _counted(self) -> StepOutput:
+        self.steps += 1
+        return self._step()
+
+    def _on_step(self, output: StepOutput) -> None:
+        self.outputs.append(output)
+        self._heard.set()
+
+    def _on_crash(self, stopped: EngineStopped) -> None:
+        self.crashes.append(stopped)
+        self._heard.set()
+
+    async def add(self, request: Request) -> None:
+        await self.loop.call(lambda engine: engine.add(request))
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not reached():
+                self._heard.clear()
+                await self._heard.wait()
+
+    async def until_ended(self, id: str) -> Ended:
+        await self.until(lambda: any(ended.id == id for output in self.outputs for ended in output.ended))
+        return next(ended for output in self.outputs for ended in output.ended if ended.id == id)
+
+    async def stays_asleep(self) -> bool:
+        """Whether nothing is stepped for a while, after what is under way."""
+        await asyncio.sleep(0.05)
+        before = self.steps
+        await asyncio.sleep(0.15)
+        return self.steps == before
+
+    def text(self, id: str) -> list[int]:
+        return [token.token for output in self.outputs for token in output.tokens if token.id == id]
+
+
+@asynccontextmanager
+async def running(num_blocks: int = 64) -> AsyncIterator[Scene]:
+    scene = Scene(num_blocks)
+    scene.loop.start()
+    try:
+        yield scene
+    finally:
+        await scene.loop.stop()
+
+
+# -- commands and steps -----------------------------------------------------------------------------------------
+
+
+async def test_commands_run_on_the_engines_thread_and_answer() -> None:
+    async with running() as scene:
+        assert await scene.loop.call(lambda _: threading.current_thread().name) == "engine"
+        await scene.add(make_request())
+        await scene.until_ended("a")
+        assert scene.text("a") == alone(make_request()).text
+        assert scene.device.threads == {"engine"}
+        load = await scene.loop.call(lambda engine: engine.load())
+        assert load.held_blocks == 0
+
+
+async def test_the_listener_hears_on_the_event_loop() -> None:
+    heard: set[str] = set()
+    engine = make_engine()
+    loop = EngineLoop(engine, lambda _: heard.add(threading.current_thread().name))
+    loop.start()
+    await loop.call(lambda engine: engine.add(make_request()))
+    await loop.stop()
+    assert heard == {threading.current_thread().name}
+
+
+async def test_an_error_of_a_command_reaches_its_caller_alone() -> None:
+    async with running() as scene:
+        await scene.add(make_request())
+        with pytest.raises(InvalidRequest):
+            await scene.add(make_request())
+        with pytest.raises(UnknownSequence):
+            await scene.loop.call(lambda engine: engine.park("nobody"))
+        with pytest.raises(ZeroDivisionError):
+            await scene.loop.call(lambda _: 1 // 0)
+        assert (await scene.until_ended("a")).reason is FinishReason.LENGTH
+        assert scene.loop.healthy
+        assert scene.text("a") == alone(make_request()).text
+
+
+async def test_all_that_a_step_gave_comes_in_one_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all that was asked for meanwhile goes in one, too."""
+    async with running() as scene:
+        posts: list[object] = []
+        original = scene.loop._post
+
+        def post(callback: Callable[[], None]) -> None:
+            posts.append(callback)
+            original(callback)
+
+        monkeypatch.setattr(scene.loop, "_post", post)
+        scene.device.seconds = STEP_SECONDS
+        requests = [make_request(f"r{index}", prompt(4, index)) for index in range(6)]
+        await asyncio.gather(*(scene.add(request) for request in requests))
+        for request in requests:
+            await scene.until_ended(request.id)
+        assert len(posts) == scene.steps == len(scene.outputs)
+        assert scene.steps < len(requests) * 8 / 2, "requests that come together are stepped together"
+
+
+async def test_answers_come_before_the_step_that_came_with_them() -> None:
+    order: list[str] = []
+    loop = EngineLoop(make_engine(), lambda output: order.extend(token.id for token in output.tokens))
+    loop.start()
+    await loop.call(lambda engine: engine.add(make_request("a", max_tokens=1)))
+    loop.post(lambda engine: order.append("ran"), then=lambda: order.append("then"))
+    await asyncio.sleep(0.1)
+    await loop.stop()
+    assert order == ["a", "ran", "then"]
+
+
+# -- nothing polls ----------------------------------------------------------------------------------------------
+
+
+async def test_with_no_work_the_thread_sleeps() -> None:
+    async with running() as scene:
+        assert await scene.stays_asleep()
+        await scene.add(make_request())
+        await scene.until_ended("a")
+        assert await scene.stays_asleep()
+        assert scene.loop.step_age == 0.0
+
+
+async def test_work_that_nothing_can_be_done_for_is_waited_for_asleep() -> None:
+    """A lease holds the blocks that a waiting sequence needs; it runs as soon as the lease ends."""
+    async with running(num_blocks=8) as scene:
+        await scene.add(make_request("holder", prompt(24), 4, park_after=1))
+        await scene.until(lambda: bool(scene.text("holder")))
+        await scene.loop.call(lambda engine: engine.export("holder"))
+        await scene.loop.call(lambda engine: engine.seal("holder"))
+        await scene.add(make_request("blocked", prompt(12, 3), 2))
+        assert scene.engine.has_work
+        assert await scene.stays_asleep()
+        await scene.loop.call(lambda engine: engine.release("holder"))
+        assert (await scene.until_ended("blocked")).reason is FinishReason.LENGTH
+        assert await scene.stays_asleep()
+
+
+# -- the event loop goes on -------------------------------------------------------------------------------------
+
+
+async def test_a_slow_step_does_not_block_the_event_loop() -> None:
+    """The step ends only after the event loop has gone on for a while."""
+    async with running() as scene:
+        begun, ticked = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            ticked.wait(20)
+
+        scene.device.before = wait
+        adding = asyncio.create_task(scene.add(make_request(max_tokens=1)))
+        assert await asyncio.to_thread(begun.wait, 20)
+        ages = []
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+            ages.append(scene.loop.step_age)
+        assert not scene.outputs
+        ticked.set()
+        await adding
+        assert (await scene.until_ended("a")).reason is FinishReason.LENGTH
+        assert ages[-1] > ages[-2] > 0, "a step that takes long can be seen from outside"
+    assert scene.loop.step_age == 0.0
+
+
+# -- crashes and stops ------------------------------------------------------------------------------------------
+
+
+async def fails_as_stopped(call: Callable[[], Awaitable[object]]) -> BaseException | None:
+    """The cause that comes with the error."""
+    with pytest.raises(EngineStopped) as stopped:
+        await asyncio.wait_for(call(), 20)
+    return stopped.value.__cause__
+
+
+async def test_a_crash_is_told_once_and_fails_all_that_comes() -> None:
+    scene = Scene()
+    scene.device.crash_at = 3
+    scene.loop.start()
+    await scene.add(make_request())
+    await scene.until(lambda: bool(scene.crashes))
+    assert not scene.loop.healthy
+    assert "the device is broken" in str(scene.crashes[0])
+    assert isinstance(scene.crashes[0].__cause__, ZeroDivisionError)
+    assert isinstance(await fails_as_stopped(lambda: scene.add(make_request("b"))), ZeroDivisionError)
+    scene.loop.post(lambda engine: engine.cancel("a"))  # not needed any more, and no error
+    await scene.loop.stop()
+    assert len(scene.crashes) == 1
+    assert scene.loop.step_age == 0.0
+
+
+async def test_a_crash_answers_what_ran_and_refuses_what_waits() -> None:
+    scene = Scene()
+    scene.device.crash_at = 1
+    release, ran = threading.Event(), list[str]()
+    scene.loop.start()
+
+    def hold(engine: Engine) -> bool:
+        engine.add(make_request())
+        return release.wait(20)
+
+    held = asyncio.create_task(scene.loop.call(hold))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(scene.loop.call(lambda _: ran.append("waiting")))
+    await asyncio.sleep(0.05)
+    release.set()
+    assert await asyncio.wait_for(held, 20)
+    await fails_as_stopped(lambda: waiting)
+    assert not ran
+    await scene.loop.stop()
+
+
+async def test_stop_ends_the_thread_and_refuses_what_comes() -> None:
+    async with running() as scene:
+        scene.device.seconds = STEP_SECONDS
+        await scene.add(make_request(max_tokens=80))
+        healthy = scene.loop.healthy
+    assert (healthy, scene.loop.healthy) == (True, False)
+    assert not scene.crashes, "a stop is no crash"
+    assert await fails_as_stopped(lambda: scene.add(make_request("b"))) is None
+    steps = scene.steps
+    await asyncio.sleep(0.05)
+    assert scene.steps == steps
+
+
+# -- callers that go --------------------------------------------------------------------------------------------
+
+
+async def test_what_ran_for_a_caller_that_has_gone_is_undone() -> None:
+    async with running() as scene:
+        started, release = threading.Event(), threading.Event()
+
+        def command(engine: Engine) -> str:
+            started.set()
+            release.wait(20)
+            engine.add(make_request(max_tokens=80))
+            return "result"
+
+        undone: list[tuple[str, str]] = []
+
+        def undo(engine: Engine, result: str) -> None:
+            undone.append((result, threading.current_thread().name))
+            engine.cancel("a")
+
+        scene.device.seconds = STEP_SECONDS
+        task = asyncio.create_task(scene.loop.call(command, undo))
+        assert await asyncio.to_thread(started.wait, 20)
+        task.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        assert (await scene.until_ended("a")).reason is FinishReason.CANCELLED
+        assert undone == [("result", "engine")]
+        assert task.cancelled()
+    nothing_is_held(scene.engine)
+
+
+async def test_what_did_not_run_for_a_caller_that_has_gone_never_runs() -> None:
+    async with running() as scene:
+        release, ran = threading.Event(), list[str]()
+        held = asyncio.create_task(scene.loop.call(lambda _: release.wait(20)))
+        await asyncio.sleep(0.05)
+        task = asyncio.create_task(scene.loop.call(lambda _: ran.append("ran"), lambda *_: ran.append("undone")))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        await held
+        await scene.loop.call(lambda _: None)
+        assert not ran
+
+
+# -- streams ----------------------------------------------------------------------------------------------------
+
+
+async def collect(streams: Streams, request: Request) -> list[Token | Ended]:
+    return [event async for event in streams.generate(request) if isinstance(event, Token | Ended)]
+
+
+async def test_each_stream_hears_its_own_and_its_end_last() -> None:
+    requests = [make_request(f"r{index}", prompt(5 + index, index)) for index in range(5)]
+    async with Streams(make_engine()) as streams:
+        told = await asyncio.gather(*(collect(streams, request) for request in requests))
+    for request, events in zip(requests, told, strict=True):
+        assert [event.token for event in events if isinstance(event, Token)] == alone(request).text
+        assert isinstance(events[-1], Ended)
+        assert sum(isinstance(event, Ended) for event in events) == 1
+
+
+async def test_a_bad_request_fails_its_own_stream_alone() -> None:
+    async with Streams(make_engine()) as streams:
+        good = asyncio.create_task(collect(streams, make_request("good")))
+        with pytest.raises(InvalidRequest):
+            await collect(streams, replace(make_request("bad"), token_ids=(10**6,)))
+        assert [e.token for e in await good if isinstance(e, Token)] == alone(make_request("good")).text
+        assert len(await collect(streams, make_request("bad"))) == 9, "its id is free"
+
+
+async def test_leaving_a_stream_early_cancels_its_sequence() -> None:
+    device = Device()
+    device.seconds = STEP_SECONDS
+    engine = make_engine(device=device)
+    async with Streams(engine) as streams:
+        async with aclosing(streams.generate(make_request(max_tokens=80))) as events:
+            async for _ in events:
+                break
+        with pytest.raises(InvalidRequest, match="alive"):
+            await collect(streams, make_request())
+        await asyncio.sleep(STEP_SECONDS * 5)
+        load = await streams.loop.call(lambda engine: engine.load())
+        assert (load.running, load.held_blocks) == (0, 0)
+        again = await collect(streams, make_request())
+        assert [event.reason for event in again if isinstance(event, Ended)] == [FinishReason.LENGTH]
+        assert len(again) == 9, "it hears nothing of the one before it"
+
+
+async def test_a_reader_that_is_cancelled_while_it_asks_leaves_nothing() -> None:
+    engine = make_engine()
+    async with Streams(engine) as streams:
+        for turn in range(20):
+            task = asyncio.create_task(collect(streams, make_request(f"r{turn}", max_tokens=80)))
+            await asyncio.sleep(0.001 * (turn % 4))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await streams.loop.call(lambda _: None)
+        await asyncio.sleep(0.05)
+        await streams.loop.call(nothing_is_held)
+        assert not streams._queues
+
+
+async def test_a_crash_fails_every_stream_with_its_cause() -> None:
+    device = Device()
+    device.crash_at = 4
+    async with Streams(make_engine(device=device)) as streams:
+        calls = [lambda n=n: collect(streams, make_request(f"r{n}", 4, 20)) for n in range(3)]
+        causes = await asyncio.gather(*(fails_as_stopped(call) for call in calls))
+        assert [type(cause) for cause in causes] == [ZeroDivisionError] * 3
+        assert await fails_as_stopped(calls[0]) is causes[0]
+        assert not streams.loop.healthy
+
+
+async def test_a_stop_ends_streams_that_are_still_read() -> None:
+    device = Device()
+    device.seconds = STEP_SECONDS
+    async with Streams(make_engine(device=device)) as streams:
+        task = asyncio.create_task(collect(streams, make_request(max_tokens=80)))
+        await asyncio.sleep(STEP_SECONDS * 3)
+    assert await fails_as_stopped(lambda: task) is None
