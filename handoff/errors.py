@@ -1,0 +1,28 @@
+"""Why a handoff came to nothing, as the wire says it."""
+
+from __future__ import annotations
+
+from protos import worker_pb2 as wire
+
+
+class HandoffFailed(Exception):
+    """A handoff that will not be completed. ``cause`` says whether and where another attempt makes sense."""
+
+    def __init__(self, cause: wire.Cause, detail: str, peer: wire.Peer | None = None) -> None:
+        super().__init__(f"{wire.Cause.Name(cause)}: {detail}")
+        self.cause = cause
+        self.detail = detail
+        self.peer = peer
+
+    def message(self) -> wire.Failure:
+        """The same as it goes over the wire."""
+        return wire.Failure(cause=self.cause, detail=self.detail, peer=self.peer)
+
+    @classmethod
+    def of(cls, failure: wire.Failure) -> HandoffFailed:
+        """What the other end said."""
+        return cls(failure.cause, failure.detail, failure.peer if failure.HasField("peer") else None)
+
+
+class NothingLeft(Exception):
+    """Every output ended before the seal: there is nothing to hand over, and nothing went wrong."""

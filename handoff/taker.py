@@ -1,0 +1,149 @@
+"""The taking end: pulls a cache into room that is already reserved, and joins the sequence when the seal agrees.
+
+reserve ──> Open(have) ──> kv_run: verify, write, acknowledge ... ──> seal: join ──> Release(owned)
+                                 │ corrupt, silent, closed                             or
+                                 └────────────> abort: the room is free ──> Release(abandoned)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from engine.errors import EngineError, TransferRejected
+from engine.loop import EngineLoop
+from engine.transfer import Arrival
+from engine.transfer import Seal as EngineSeal
+from handoff.beats import BEAT_SECONDS, heard
+from handoff.errors import HandoffFailed, NothingLeft
+from handoff.packing import Shape, Unpacker
+from handoff.transport import KvSource
+from protos import worker_pb2 as wire
+
+RELEASE_SECONDS = 2.0
+"""How long the word to the giver may take; its lease ends without it as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A sequence that is this worker's now. ``received`` counts bytes of cache; times in seconds."""
+
+    output: tuple[int, ...]
+    received: int
+    opened: float
+    owned: float
+
+
+class Taker:
+    """Fetches caches for one worker. ``peer`` is this worker's life, ``beat`` what it says of itself meanwhile."""
+
+    def __init__(self, loop: EngineLoop, shape: Shape, peer: wire.Peer, beat: Callable[[], wire.Beat]) -> None:
+        self._loop = loop
+        self._shape = shape
+        self._peer = peer
+        self._beat = beat
+
+    async def take(self, source: KvSource, ticket: wire.Ticket, arrival: Arrival) -> Taken:
+        """Fetch what ``ticket`` opens into ``arrival`` and join it. Owns the arrival: joined or aborted at its end.
+
+        Raises HandoffFailed, and NothingLeft when the giver's sequence ended by itself. Either way, and when it is
+        cancelled, the room is free and the giver is told.
+        """
+        outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
+        try:
+            taken = await self._fetch(source, ticket, arrival)
+            outcome = wire.ReleaseRequest.OUTCOME_OWNED
+            return taken
+        finally:
+            if outcome == wire.ReleaseRequest.OUTCOME_ABANDONED:
+                self._loop.post(lambda _: arrival.abort())
+            release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, taker=self._peer, outcome=outcome)
+            with contextlib.suppress(ConnectionError):  # the lease ends by itself
+                await source.release(release, RELEASE_SECONDS)
+
+    async def _fetch(self, source: KvSource, ticket: wire.Ticket, arrival: Arrival) -> Taken:
+        fetch = _Fetch(ticket, arrival, Unpacker(ticket.run, self._shape))
+        opened = asyncio.get_running_loop().time()
+        requests = fetch.requests(self._open(ticket, arrival), self._beat)
+        try:
+            async for response in heard(source.fetch(requests), f"giver {ticket.giver.id}"):
+                seal = fetch.hear(response)
+                if seal is not None:
+                    return await self._join(arrival, seal, fetch.received, opened)
+        except TransferRejected as error:
+            raise HandoffFailed(wire.CAUSE_CORRUPT, str(error)) from error
+        except EngineError as error:
+            raise HandoffFailed(wire.CAUSE_ENGINE, str(error)) from error
+        except ConnectionError as error:
+            raise HandoffFailed(wire.CAUSE_PEER_LOST, str(error), ticket.giver) from error
+        raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch ended without a seal", ticket.giver)
+
+    async def _join(self, arrival: Arrival, seal: EngineSeal, received: int, opened: float) -> Taken:
+        """Make the sequence exist. Should the caller be gone by then, it ends again at once."""
+        await self._loop.call(
+            lambda engine: engine.join(arrival, seal), undo=lambda engine, _: engine.cancel(arrival.id)
+        )
+        return Taken(seal.output, received, opened, asyncio.get_running_loop().time())
+
+    def _open(self, ticket: wire.Ticket, arrival: Arrival) -> wire.Open:
+        return wire.Open(
+            ticket=ticket.id,
+            run=ticket.run,
+            taker=self._peer,
+            giver=ticket.giver,
+            layout=self._shape.layout,
+            salt=arrival.sequence.request.salt,
+            have=arrival.have,
+        )
+
+
+class _Fetch:
+    """One fetch: what came, and what is to be acknowledged."""
+
+    def __init__(self, ticket: wire.Ticket, arrival: Arrival, unpacker: Unpacker) -> None:
+        self.received = 0
+        self._ticket = ticket
+        self._arrival = arrival
+        self._unpacker = unpacker
+        self._messages = 0
+        self._changed = asyncio.Event()
+
+    async def requests(self, opening: wire.Open, beat: Callable[[], wire.Beat]) -> AsyncIterator[wire.FetchRequest]:
+        """What the taker says: open, then an acknowledgement whenever something came, a beat when nothing did."""
+        yield wire.FetchRequest(open=opening)
+        while True:
+            try:
+                await asyncio.wait_for(self._changed.wait(), BEAT_SECONDS)
+            except TimeoutError:
+                yield wire.FetchRequest(beat=beat())
+                continue
+            self._changed.clear()
+            yield wire.FetchRequest(ack=wire.Ack(kv_runs=self._messages))
+
+    def hear(self, response: wire.FetchResponse) -> EngineSeal | None:
+        """Take one message in; the seal when it is that. Raises HandoffFailed, NothingLeft, TransferRejected."""
+        match response.WhichOneof("message"):
+            case "kv_run":
+                for block in self._unpacker.unpack(response.kv_run):
+                    self._arrival.write(block.index, block.data, block.sum)
+                self.received += len(response.kv_run.data)
+                self._messages += 1
+                self._changed.set()
+            case "seal":
+                return self._seal(response.seal)
+            case "closed" if response.closed.HasField("failure"):
+                raise HandoffFailed.of(response.closed.failure)
+            case "closed":
+                raise NothingLeft
+        return None
+
+    def _seal(self, seal: wire.Seal) -> EngineSeal:
+        if not self._unpacker.between_blocks or len(seal.outputs) != 1:
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal of {len(seal.outputs)} outputs in the middle of a block")
+        tokens = seal.outputs[0].tokens
+        if len(tokens) % 4 or seal.prompt_tokens != self._arrival.sequence.request.prompt_len:
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal for a prompt of {seal.prompt_tokens} tokens")
+        return EngineSeal(seal.computed, struct.unpack(f"<{len(tokens) // 4}I", tokens), seal.sum)

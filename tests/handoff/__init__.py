@@ -1,0 +1,1 @@
+"""The handoff: two engines, one fetch, everything that can go wrong on the way."""

@@ -1,0 +1,205 @@
+"""A cache changes owner, or it does not: never half."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from engine.request import Request
+from handoff.errors import HandoffFailed, NothingLeft
+from protos import worker_pb2 as wire
+from tests.handoff.scenes import Tamper, Wire, Worker, alone, ask
+
+
+async def hand_over(giver: Worker, taker: Worker, request: Request, tamper: Tamper | None = None) -> Wire:
+    """The whole way, from the prompt on the giver to a running sequence on the taker."""
+    ticket = await giver.offer(request)
+    arrival = await taker.room(request)
+    source = Wire(giver.giver, tamper) if tamper else Wire(giver.giver)
+    await taker.taker.take(source, ticket, arrival)
+    return source
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 30, 64])
+async def test_the_text_is_that_of_one_engine(length: int) -> None:
+    request = ask(length=length)
+    async with Worker("p") as giver, Worker("d") as taker:
+        source = await hand_over(giver, taker, request)
+        text = await taker.finished("r")
+        assert giver.tokens["r"] + text == await alone(request)
+        assert source.released[0].outcome == wire.ReleaseRequest.OUTCOME_OWNED
+        await giver.emptied()
+        await taker.emptied()
+
+
+async def test_blocks_that_the_taker_has_are_not_sent() -> None:
+    request, moved = ask(length=32), []
+
+    def count(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+        moved.append(len(message.kv_run.data))
+        return [message]
+
+    async with Worker("p") as giver, Worker("d") as taker:
+        await taker.loop.call(lambda engine: engine.add(ask("before", length=32, wanted=1)))
+        await taker.finished("before")
+        await hand_over(giver, taker, request, count)
+        assert giver.tokens["r"] + await taker.finished("r") == await alone(request)
+    assert sum(moved) == giver.engine.device.block_bytes  # seven of eight blocks were there
+
+
+async def test_many_at_once_each_get_their_own() -> None:
+    requests = [ask(f"r{n}", length=9 + 3 * n, seed=n) for n in range(8)]
+    async with Worker("p", blocks=128) as giver, Worker("d", blocks=128) as taker:
+        await asyncio.gather(*(hand_over(giver, taker, request) for request in requests))
+        texts = [giver.tokens[r.id] + await taker.finished(r.id) for r in requests]
+        assert texts == [await alone(request) for request in requests]
+        await giver.emptied()
+        await taker.emptied()
+
+
+def flip(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.kv_run.data:
+        message.kv_run.data = bytes([message.kv_run.data[0] ^ 1]) + message.kv_run.data[1:]
+    return [message]
+
+
+def truncate(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.kv_run.data:
+        message.kv_run.data = message.kv_run.data[:-1]
+    return [message]
+
+
+def drop_runs(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    return [] if message.HasField("kv_run") else [message]
+
+
+def move(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.kv_run.data:
+        message.kv_run.first_position += 4
+    return [message]
+
+
+def forge_seal(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.HasField("seal"):
+        tokens = message.seal.outputs[0].tokens
+        message.seal.outputs[0].tokens = bytes([(tokens[0] + 1) % 64]) + tokens[1:]
+    return [message]
+
+
+def early_seal(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    return [message] if message.HasField("beat") else [wire.FetchResponse(seal=wire.Seal(computed=4))]
+
+
+@pytest.mark.parametrize("tamper", [flip, truncate, drop_runs, move, forge_seal, early_seal])
+async def test_what_does_not_agree_is_refused_and_everything_is_freed(tamper: Tamper) -> None:
+    request = ask()
+    async with Worker("p") as giver, Worker("d") as taker:
+        with pytest.raises(HandoffFailed) as failed:
+            await hand_over(giver, taker, request, tamper)
+        assert failed.value.cause == wire.CAUSE_CORRUPT
+        await giver.emptied()
+        await taker.emptied()
+        assert "r" not in taker.tokens
+        await taker.loop.call(lambda engine: engine.add(request))  # the next attempt, from tokens
+        assert await taker.finished("r") == await alone(request)
+
+
+async def test_a_giver_that_falls_silent_is_lost_within_seconds() -> None:
+    class Silent(Wire):
+        async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[wire.FetchResponse, None]:
+            async for response in super().fetch(requests):
+                if response.HasField("seal"):
+                    await asyncio.sleep(3600)
+                yield response
+
+    async with Worker("p", lease_ms=500) as giver, Worker("d") as taker:
+        ticket, arrival = await giver.offer(ask()), await taker.room(ask())
+        with pytest.raises(HandoffFailed) as failed:
+            await asyncio.wait_for(taker.taker.take(Silent(giver.giver), ticket, arrival), 5)
+        assert failed.value.cause == wire.CAUSE_PEER_LOST
+        await taker.emptied()
+        await giver.emptied()
+
+
+async def test_a_ticket_that_nobody_opens_ends_with_its_lease_and_renewals_keep_it() -> None:
+    async with Worker("p", lease_ms=400) as giver:
+        ticket = await giver.offer(ask())
+        for _ in range(4):
+            await asyncio.sleep(0.2)
+            assert giver.giver.office.renew(ticket.id)
+        assert await giver.held()
+        await giver.emptied()
+        assert giver.giver.expired == 1
+        assert not giver.giver.office.renew(ticket.id)
+
+
+async def test_a_taker_that_dies_in_mid_fetch_costs_one_lease() -> None:
+    async with Worker("p", lease_ms=400) as giver, Worker("d") as taker:
+        ticket, arrival = await giver.offer(ask()), await taker.room(ask())
+
+        async def dies() -> AsyncIterator[wire.FetchRequest]:
+            yield wire.FetchRequest(open=taker.taker._open(ticket, arrival))
+
+        async with contextlib.aclosing(giver.giver.fetch(dies())) as responses:
+            async for _ in responses:
+                break
+        await giver.emptied()
+        await taker.loop.call(lambda _: arrival.abort())
+
+
+async def test_cancelling_the_taker_frees_both_ends() -> None:
+    async with Worker("p") as giver, Worker("d") as taker:
+        for delay in (0, 0.001, 0.005, 0.02):
+            request = ask(f"r{delay}", length=60)
+            task = asyncio.create_task(hand_over(giver, taker, request))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.wait([task])
+            for worker in (giver, taker):
+                await worker.loop.call(partial(Engine.cancel, id=request.id))
+        await giver.emptied()
+        await taker.emptied()
+
+
+async def test_a_sequence_that_ends_on_the_giver_leaves_nothing_to_take() -> None:
+    async with Worker("p") as giver, Worker("d") as taker:
+        with pytest.raises(NothingLeft):
+            await hand_over(giver, taker, ask(wanted=1))
+        await giver.emptied()
+        await taker.emptied()
+
+
+async def test_a_ticket_opens_once_and_only_for_what_it_names() -> None:
+    async with Worker("p") as giver, Worker("d") as taker:
+        ticket, arrival = await giver.offer(ask()), await taker.room(ask())
+        good = taker.taker._open(ticket, arrival)
+        wrong: dict[wire.Cause, dict[str, Any]] = {
+            wire.CAUSE_LEASE_OVER: {"ticket": b"0123456789abcdef"},
+            wire.CAUSE_WRONG_PEER: {"giver": wire.Peer(id="p", incarnation=2)},
+            wire.CAUSE_UNKNOWN_RUN: {"run": wire.Run(request="r", epoch=1, attempt=2)},
+            wire.CAUSE_LAYOUT_DIFFERS: {"layout": 1},
+            wire.CAUSE_SALT_DIFFERS: {"salt": b"another"},
+        }
+        for cause, change in wrong.items():
+            opening = wire.Open()
+            opening.CopyFrom(good)
+            opening.MergeFrom(wire.Open(**change))
+            assert await first_word(giver, opening) == cause
+        await taker.taker.take(Wire(giver.giver), ticket, arrival)
+        assert await first_word(giver, good) == wire.CAUSE_LEASE_OVER
+        await taker.finished("r")
+
+
+async def first_word(giver: Worker, opening: wire.Open) -> wire.Cause:
+    async def says() -> AsyncIterator[wire.FetchRequest]:
+        yield wire.FetchRequest(open=opening)
+
+    async with contextlib.aclosing(giver.giver.fetch(says())) as responses:
+        response = await anext(responses)
+    return response.closed.failure.cause
