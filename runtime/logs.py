@@ -33,9 +33,9 @@ Level = Literal["debug", "info", "warning", "error"]
 class LogSettings(Settings):
     """How a process logs."""
 
-    log_level: Level = Field("info", description="the least urgent level that is logged")
+    log_level: Level = Field(default="info", description="the least urgent level that is logged")
     log_format: Literal["auto", "json", "console"] = Field(
-        "auto", description="auto: columns on a terminal, JSON elsewhere"
+        default="auto", description="auto: columns on a terminal, JSON elsewhere"
     )
 
 
@@ -55,8 +55,8 @@ def start(service: str, settings: LogSettings, *, stream: TextIO | None = None) 
 
 
 def get(name: str) -> Any:
-    """A structlog logger; `name`, the module's, stands in each line as ``logger``."""
-    return structlog.get_logger(logger=name)
+    """A structlog logger; `name` stands in each line as ``module``."""
+    return structlog.get_logger(module=name)
 
 
 def bound(**values: object) -> AbstractContextManager[None]:
@@ -86,6 +86,12 @@ def hide_private(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
     return event
 
 
+def _name_module(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """The standard library's loggers are named by the same key."""
+    event["module"] = event["_record"].name
+    return event
+
+
 def _render(console: bool) -> list[Processor]:
     # Tracebacks without local variables: those may hold prompts.
     if console:
@@ -98,7 +104,7 @@ def _route_standard_library(common: list[Processor], console: bool, level: int, 
     handler = logging.StreamHandler(out)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[structlog.stdlib.add_logger_name, *common],
+            foreign_pre_chain=[_name_module, *common],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_render(console)],
         )
     )

@@ -1,7 +1,7 @@
 """The base of every process's settings: one frozen class per process, made of those of its parts.
 
     class RouterSettings(LogSettings, ServerSettings):
-        queue_limit: int = Field(256, ge=1, description="requests that may wait")
+        queue_limit: int = Field(default=256, ge=1, description="requests that may wait")
 
 The field ``queue_limit`` is the flag ``--queue-limit``, the variable ``DECANT_QUEUE_LIMIT`` and the file's
 ``queue_limit``; ``runtime.layers.load`` reads them. Fields are scalars, paths, literals, secrets, or tuples of text

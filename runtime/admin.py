@@ -1,0 +1,73 @@
+"""A plaintext port for who runs the process: its health and its metrics over HTTP.
+
+GET /alive      200, or 503 once something failed
+GET /ready      200 while READY, else 503
+GET /metrics    Prometheus' text format
+
+Answered on the event loop, so that "alive" also says that the loop turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from runtime.health import Readiness
+from runtime.metrics import Registry
+
+MAX_REQUEST_BYTES = 16 * 1024
+READ_SECONDS = 5.0
+
+
+class AdminServer:
+    """Serves one Readiness and one Registry. ``start`` gives the bound port, ``close`` frees it."""
+
+    def __init__(self, readiness: Readiness, registry: Registry) -> None:
+        self._readiness = readiness
+        self._registry = registry
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Raises OSError when the address can't be bound."""
+        self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head.split(b"\r\n", 1)[0].decode("latin-1")))
+                await writer.drain()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
+            pass  # nobody is there to answer, or nothing that can be answered
+        finally:
+            writer.close()
+
+    def _answer(self, request_line: str) -> bytes:
+        method, _, rest = request_line.partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        if method not in ("GET", "HEAD"):
+            status, kind, body = HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET only\n"
+        else:
+            status, kind, body = self._page(path)
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        return head.encode("latin-1") + (b"" if method == "HEAD" else body)
+
+    def _page(self, path: str) -> tuple[HTTPStatus, str, bytes]:
+        if path == "/metrics":
+            return HTTPStatus.OK, CONTENT_TYPE_LATEST, self._registry.text()
+        holds = {"/alive": self._readiness.is_alive, "/ready": self._readiness.is_ready}.get(path)
+        if holds is None:
+            return HTTPStatus.NOT_FOUND, "text/plain", b"/alive, /ready or /metrics\n"
+        body = f"{self._readiness.state.value}\n".encode()
+        return (HTTPStatus.OK if holds else HTTPStatus.SERVICE_UNAVAILABLE), "text/plain", body

@@ -1,0 +1,92 @@
+"""Connections between the processes of a deployment, and how a deadline is passed on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from runtime.errors import DeadlineExceeded
+from runtime.tls import PeerTls, channel_credentials
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Of any message between router and workers; both ends have it."""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Silence is noticed by beats within a second; pings only keep middleboxes from forgetting the connection. Not
+    # more often than the server's min_recv_ping_interval.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A worker that comes back on its address is reached at once.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Who tries again is decided by the owner of a request, and nothing lies between two processes of a deployment.
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    # Channels don't share connections: one that breaks concerns one peer.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def open_channel(target: str, tls: PeerTls) -> grpc.aio.Channel:
+    """A channel to another process, "host:port"; the caller closes it. Raises Refused for unreadable TLS files."""
+    options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
+    credentials = channel_credentials(tls)
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options)
+    if tls.peer_name is not None:
+        options.append(("grpc.ssl_target_name_override", tls.peer_name))
+    return grpc.aio.secure_channel(target, credentials, options)
+
+
+class HasTime(Protocol):
+    """A server's context of a call."""
+
+    def time_remaining(self) -> float | None: ...
+
+
+def remaining(context: HasTime) -> float | None:
+    """Seconds until the call's deadline, at least 0; None without one. As `timeout` it goes on to the next call."""
+    left = context.time_remaining()
+    return None if left is None else max(0.0, left)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point on this process's monotonic clock, or none. It travels as what is left of it."""
+
+    at: float | None = None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        return cls(None if seconds is None else time.monotonic() + seconds)
+
+    @classmethod
+    def of(cls, context: HasTime) -> Deadline:
+        """The deadline of a call that is being answered."""
+        return cls.after(remaining(context))
+
+    def remaining(self) -> float | None:
+        """Seconds, at least 0; None without a deadline."""
+        return None if self.at is None else max(0.0, self.at - time.monotonic())
+
+    def remaining_ms(self) -> int | None:
+        """For a message's ``remaining_ms``: rounded down, so that nobody gets more than there is."""
+        left = self.remaining()
+        return None if left is None else int(left * 1000)
+
+    @property
+    def is_over(self) -> bool:
+        return self.remaining() == 0.0
+
+    def check(self) -> None:
+        """Raises DeadlineExceeded once it is over."""
+        if self.is_over:
+            raise DeadlineExceeded

@@ -1,0 +1,123 @@
+"""Alive and ready, told by gRPC's health service.
+
+STARTING --ready()--> READY --draining()--> DRAINING --stopped()--> STOPPED     the server ends
+    '-----------------'--failed(reason)-----'---> FAILED --stopped()---'
+
+name asked for                  SERVING while
+"alive"                         nothing failed
+"", "ready", each service       READY
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from enum import Enum
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1 import health_pb2_grpc
+
+from runtime import logs
+
+ALIVE = "alive"
+READY = "ready"
+
+_log = logs.get(__name__)
+
+
+class State(Enum):
+    """Where a process is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class Readiness:
+    """One process's state. Components flip it on the event loop's thread; whoever waits is woken."""
+
+    def __init__(self) -> None:
+        self.state = State.STARTING
+        self.reason: str | None = None
+        """Why it failed, if it did."""
+        self._changed = asyncio.Event()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.reason is None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is State.READY
+
+    def ready(self) -> None:
+        """After warm-up. A drain that has begun, or a failure, is not taken back."""
+        if self.state is State.STARTING:
+            self._become(State.READY)
+
+    def draining(self) -> None:
+        """No new work from now on."""
+        if self.state in (State.STARTING, State.READY):
+            self._become(State.DRAINING)
+
+    def failed(self, reason: str) -> None:
+        """The process can't do its work any more and should be replaced; `reason` is for the log."""
+        if self.state in (State.STARTING, State.READY, State.DRAINING):
+            self.reason = reason
+            self._become(State.FAILED)
+
+    def stopped(self) -> None:
+        """The server is about to end: watches end, which would otherwise outlive any grace."""
+        if self.state is not State.STOPPED:
+            self._become(State.STOPPED)
+
+    async def changed(self, since: State) -> State:
+        """Waits while the state is `since`; returns the one after it."""
+        while self.state is since:
+            await self._changed.wait()
+        return self.state
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        _log.info("readiness", state=state.value, **({} if self.reason is None else {"reason": self.reason}))
+        woken, self._changed = self._changed, asyncio.Event()
+        woken.set()
+
+
+class HealthService(health_pb2_grpc.HealthServicer):
+    """``grpc.health.v1.Health`` over a Readiness, for these full names of services."""
+
+    def __init__(self, readiness: Readiness, services: Iterable[str]) -> None:
+        self._readiness = readiness
+        self._names = {"", ALIVE, READY, *services}
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return self._response(request.service)
+
+    async def List(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pb.HealthListResponse(statuses={name: self._response(name) for name in self._names})
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        last: int | None = None
+        while True:
+            state = self._readiness.state
+            response = self._response(request.service)
+            if response.status != last:
+                last = response.status
+                yield response
+            if state is State.STOPPED:
+                return
+            await self._readiness.changed(state)
+
+    def _response(self, service: str) -> Any:
+        if service not in self._names:
+            return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
+        serving = self._readiness.is_alive if service == ALIVE else self._readiness.is_ready
+        status = pb.HealthCheckResponse.SERVING if serving else pb.HealthCheckResponse.NOT_SERVING
+        return pb.HealthCheckResponse(status=status)

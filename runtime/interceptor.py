@@ -1,0 +1,174 @@
+"""The one place where exceptions become statuses.
+
+    handler raises             client gets                              counted     logged
+    a ServiceError             its status, details and trailers         by label    without its words
+    anything else              INTERNAL, "internal error"               internal    once, with its stack
+    nothing, call cancelled    (it has gone)                            no          no
+    context.abort              what it says                             no          no
+
+Handlers are coroutines or async generators. A generator is closed in the call's own task, so that its cleanup runs
+at once when the client leaves, also when it was waiting for a message to be sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import grpc
+
+from runtime import logs
+from runtime.errors import Blame, Internal, ServiceError
+from runtime.fault import trailers
+
+_log = logs.get(__name__)
+
+_Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+
+Gate = Callable[[str], None]
+"""Sees each call's full method name, as "/package.Service/Method", and raises the ServiceError that refuses it."""
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Answers for every method of a server.
+
+    `count` hears of every error that a call ended with. `gate` may refuse calls. Calls of `services` (full names)
+    are active until their handlers have let go of everything.
+    """
+
+    def __init__(
+        self, count: Callable[[ServiceError], None], *, gate: Gate | None = None, services: Iterable[str] = ()
+    ) -> None:
+        self.active = 0
+        self._count = count
+        self._gate = gate
+        self._services = frozenset(services)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Waits until no call is active."""
+        await self._idle.wait()
+
+    async def intercept_service(
+        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        if handler.response_streaming:
+            call = self._streaming(method, handler.stream_stream or handler.unary_stream)
+        else:
+            call = self._unary(method, handler.stream_unary or handler.unary_unary)
+        return _REBUILD[handler.request_streaming, handler.response_streaming](
+            call,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _unary(self, method: str, handle: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            async def work() -> Any:
+                return await handle(request, context)
+
+            return await self._answer(method, work, context)
+
+        return call
+
+    def _streaming(self, method: str, handle: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            async def work() -> None:
+                answers = handle(request, context)
+                if not inspect.isasyncgen(answers):
+                    await answers  # it writes to the context by itself
+                    return
+                async with aclosing(answers):
+                    async for answer in answers:
+                        await _write(context, answer)
+
+            await self._answer(method, work, context)
+
+        return call
+
+    async def _answer(
+        self, method: str, work: Callable[[], Awaitable[Any]], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Any:
+        with logs.bound(method=method), self._counted(method):
+            try:
+                if self._gate is not None:
+                    self._gate(method)
+                return await work()
+            except ServiceError as error:
+                failure = error
+            except _Gone:
+                raise asyncio.CancelledError from None
+            except grpc.aio.AbortError:
+                raise
+            except asyncio.CancelledError:
+                if _cancelled():
+                    raise
+                # Something that the handler waited for was cancelled, not the call: unanswered, it would hang.
+                _log.exception("unexpected cancellation")
+                failure = Internal()
+            except Exception:  # noqa: BLE001 - the one place; what it was is in the log
+                _log.exception("unexpected exception")
+                failure = Internal()
+            return await self._refuse(failure, context)
+
+    @contextmanager
+    def _counted(self, method: str) -> Iterator[None]:
+        if method[1:].partition("/")[0] not in self._services:
+            yield
+            return
+        self.active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.active -= 1
+            if self.active == 0:
+                self._idle.set()
+
+    async def _refuse(self, error: ServiceError, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if _cancelled() and not isinstance(error, Internal):
+            raise asyncio.CancelledError  # the client has gone: there is nobody to answer
+        self._count(error)
+        if not isinstance(error, Internal):
+            say = _log.warning if error.blame is Blame.SERVER else _log.debug
+            say("call failed", code=error.code.name, reason=error.label)
+        if _cancelled():
+            raise asyncio.CancelledError
+        try:
+            await context.abort(error.code, error.fault.message, trailers(error.fault))
+        except grpc.aio.InternalError:  # the client has just left
+            raise asyncio.CancelledError from None
+
+
+async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> None:
+    """A message that can't be sent any more is the first that is seen of a client that left."""
+    try:
+        await context.write(answer)
+    except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
+        raise _Gone from error
+
+
+class _Gone(Exception):
+    """The call ended under its handler; its cancel is on the way."""
+
+
+def _cancelled() -> bool:
+    """Whether the running call was cancelled: by its client, its deadline, or the end of the server."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+_REBUILD: dict[tuple[bool, bool], Callable[..., Any]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}

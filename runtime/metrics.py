@@ -1,0 +1,134 @@
+"""What a process counts, in a registry of its own. Counters, not rates; labels from closed sets, never ids.
+
+ShellMetrics     every process     errors by reason, code and blame
+RequestMetrics   the router        times and tokens of requests, by model
+EngineMetrics    a worker          its cache, its batch, its handoffs
+
+Times are in seconds, sizes in bytes. Buckets are those that servers of this kind have agreed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import generate_latest
+
+from runtime.errors import ServiceError
+
+PREFIX = "decant"
+
+TTFT_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+TOKEN_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST_SECONDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+HANDOFF_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+HANDOFF_BYTES = tuple(float(4**power * 1024) for power in range(2, 13))
+"""16 KiB to 16 GiB."""
+
+
+class PromptSource(StrEnum):
+    """Where the KV of a prompt's tokens came from."""
+
+    COMPUTED = "local_compute"
+    CACHED = "local_cache_hit"
+    HANDED_OVER = "external_kv_transfer"
+
+
+class Registry:
+    """A process's metrics, and their text. `process` adds its CPU seconds, memory and open files."""
+
+    def __init__(self, *, process: bool = True) -> None:
+        self.collectors = CollectorRegistry(auto_describe=True)
+        if process:
+            ProcessCollector(registry=self.collectors)
+
+    def text(self) -> bytes:
+        """All values in Prometheus' text format."""
+        return generate_latest(self.collectors)
+
+    def counter(self, name: str, words: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(f"{PREFIX}_{name}", words, labels, registry=self.collectors)
+
+    def gauge(self, name: str, words: str) -> Gauge:
+        return Gauge(f"{PREFIX}_{name}", words, registry=self.collectors)
+
+    def histogram(self, name: str, words: str, buckets: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
+        return Histogram(f"{PREFIX}_{name}", words, labels, buckets=buckets, registry=self.collectors)
+
+
+class ShellMetrics:
+    """What every process counts."""
+
+    def __init__(self, registry: Registry) -> None:
+        labels = ("reason", "code", "blame")
+        self.errors = registry.counter("errors_total", "Calls that ended with an error.", labels)
+
+    def count_error(self, error: ServiceError) -> None:
+        self.errors.labels(error.label, error.code.name, error.blame.value).inc()
+
+
+class ModelMetrics:
+    """The router's view of one model's requests."""
+
+    def __init__(self, parent: RequestMetrics, model: str) -> None:
+        self.ttft = parent.ttft.labels(model)
+        self.inter_token = parent.inter_token.labels(model)
+        self.e2e = parent.e2e.labels(model)
+        self.queue = parent.queue.labels(model)
+        self.prefill = parent.prefill.labels(model)
+        self.decode = parent.decode.labels(model)
+        self.generated = parent.generated.labels(model)
+        self.prompt = {source: parent.prompt.labels(model, source.value) for source in PromptSource}
+
+
+class RequestMetrics:
+    """What a router observes of requests. Only models that it serves get a label: ``of`` is called at their load."""
+
+    def __init__(self, registry: Registry) -> None:
+        model = ("model",)
+        time = registry.histogram
+        self.ttft = time("time_to_first_token_seconds", "Accepted to first token sent.", TTFT_SECONDS, model)
+        self.inter_token = time("inter_token_latency_seconds", "Between two tokens sent.", TOKEN_SECONDS, model)
+        self.e2e = time("e2e_request_latency_seconds", "Accepted to end.", REQUEST_SECONDS, model)
+        self.queue = time("request_queue_time_seconds", "Accepted to taken up by a worker.", REQUEST_SECONDS, model)
+        self.prefill = time("request_prefill_time_seconds", "First chunk to first token.", REQUEST_SECONDS, model)
+        self.decode = time("request_decode_time_seconds", "First decode step to last token.", REQUEST_SECONDS, model)
+        self.prompt = registry.counter(
+            "prompt_tokens_total", "Prompt tokens, by where their KV came from.", ("model", "source")
+        )
+        self.generated = registry.counter("generation_tokens_total", "Output tokens.", model)
+        self.running = registry.gauge("requests_running", "Requests that a worker has taken up.")
+        self.waiting = registry.gauge("requests_waiting", "Requests that wait for a worker.")
+
+    def of(self, model: str) -> ModelMetrics:
+        """The metrics of one served model; keep it, looking labels up costs more than counting."""
+        return ModelMetrics(self, model)
+
+
+class EngineMetrics:
+    """What a worker observes of its engine. `causes` are all the names that a handoff's failure can have."""
+
+    def __init__(self, registry: Registry, causes: Iterable[str]) -> None:
+        self.cache_usage = registry.gauge("kv_cache_usage_ratio", "Blocks in use, 0 to 1.")
+        self.running = registry.gauge("requests_running", "Sequences in the batch.")
+        self.waiting = registry.gauge("requests_waiting", "Sequences and arrivals that wait for room or their turn.")
+        self.generated = registry.counter("generation_tokens_total", "Tokens sampled.")
+        self.preemptions = registry.counter("preemptions_total", "Sequences that lost their blocks to others.")
+        self.handoff_seconds = registry.histogram(
+            "handoff_seconds", "First block asked for to cache owned.", HANDOFF_SECONDS
+        )
+        self.handoff_bytes = registry.histogram("handoff_bytes", "KV cache moved per handoff.", HANDOFF_BYTES)
+        failures = registry.counter("handoff_failures_total", "Handoffs that came to nothing.", ("cause",))
+        self.handoff_failures = {cause: failures.labels(cause) for cause in causes}
+        prompt = registry.counter("prompt_tokens_total", "Prompt tokens, by where their KV came from.", ("source",))
+        self.prompt = {source: prompt.labels(source.value) for source in PromptSource}

@@ -1,0 +1,201 @@
+"""A process that serves gRPC: everything that such a server owes, and its end.
+
+serving --- SIGTERM, SIGINT ---> draining -------------> stopping ---------------> ended
+   |                             health NOT_SERVING,     port closed,
+   |                             no new work,            calls in flight go on
+   |                             `drain` runs            |
+   |                             |------ drain_seconds in all -----| then what is left is cancelled
+   '--- Readiness.failed, or a second signal, in any state: everything is cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from runtime import logs
+from runtime.admin import AdminServer
+from runtime.errors import Unavailable
+from runtime.fault import Reason
+from runtime.health import HealthService, Readiness, State
+from runtime.interceptor import ErrorInterceptor
+from runtime.listening import ServerSettings, bind, join_address, server_options
+from runtime.metrics import Registry, ShellMetrics
+from runtime.settings import Refused
+from runtime.shutdown import Shutdown, first
+
+CLEANUP_SECONDS = 5.0
+"""For calls that were cancelled at the end, to let go of what they hold."""
+FLUSH_SECONDS = 1.0
+"""For gRPC to send the last statuses."""
+RETRY_ELSEWHERE_SECONDS = 0.1
+
+_HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_log = logs.get(__name__)
+
+Drain = Callable[[], Awaitable[None]]
+WarmUp = Callable[["Server"], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Service:
+    """One gRPC service: what it is, how it is added to a server, and which of its methods bring new work. Those are
+    refused while the process drains."""
+
+    descriptor: ServiceDescriptor
+    add: Callable[[grpc.aio.Server], None]
+    entrances: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if unknown := self.entrances - set(self.descriptor.methods_by_name):
+            raise ValueError(f"{self.name} has no {', '.join(sorted(unknown))}")
+
+    @property
+    def name(self) -> str:
+        return self.descriptor.full_name
+
+
+async def serve(
+    services: Sequence[Service],
+    settings: ServerSettings,
+    readiness: Readiness,
+    registry: Registry,
+    *,
+    warm_up: WarmUp,
+    drain: Drain | None = None,
+) -> bool:
+    """A process's life: listens, warms up, is ready, drains on SIGTERM or SIGINT, ends.
+
+    Returns whether every call ended by itself. What `warm_up` or `drain` raises ends the server and is raised.
+    Raises Refused when an address can't be bound or a TLS file can't be read.
+    """
+    server = Server(services, settings, readiness, registry)
+    server.shutdown.on_signals()
+    await server.start()
+    return await server.run(warm_up=warm_up, drain=drain)
+
+
+class Server:
+    """A gRPC server with health, reflection, TLS, metrics, errors as statuses, and an orderly end."""
+
+    def __init__(
+        self, services: Sequence[Service], settings: ServerSettings, readiness: Readiness, registry: Registry
+    ) -> None:
+        self.readiness = readiness
+        self.shutdown = Shutdown()
+        self.port = 0
+        self.admin_port: int | None = None
+        self._settings = settings
+        self._services = tuple(services)
+        self._entrances = {f"/{service.name}/{method}" for service in services for method in service.entrances}
+        self._interceptor = ErrorInterceptor(
+            ShellMetrics(registry).count_error, gate=self._gate, services=[service.name for service in services]
+        )
+        self._server = grpc.aio.server(interceptors=[self._interceptor], options=server_options(settings))
+        self._admin = AdminServer(readiness, registry)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, "host:port"; its port is known after ``start``."""
+        return join_address(self._settings.host, self.port)
+
+    async def start(self) -> None:
+        """Listens; alive, not ready. Raises Refused when an address can't be bound or a TLS file can't be read."""
+        names = [service.name for service in self._services]
+        for service in self._services:
+            service.add(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(HealthService(self.readiness, names), self._server)
+        reflection.enable_server_reflection((*names, _HEALTH, reflection.SERVICE_NAME), self._server)
+        try:
+            self.port = bind(self._server, self._settings)
+            await self._server.start()
+            if self._settings.admin_port is not None:
+                self.admin_port = await self._bind_admin(self._settings.admin_port)
+        except Refused:
+            await self._end()
+            raise
+        _log.info("serving", address=self.address, tls=self._settings.tls, admin_port=self.admin_port)
+
+    async def run(self, *, warm_up: WarmUp | None = None, drain: Drain | None = None) -> bool:
+        """Serves until the end; returns whether every call ended by itself. See ``serve``."""
+        try:
+            if not await first(self._live(warm_up), self._failed()):
+                return False
+            self.readiness.draining()
+            return await first(self._drain(drain), self._insisted(), self._failed())
+        finally:
+            await self._end()
+
+    async def _live(self, warm_up: WarmUp | None) -> bool:
+        """Until the process is asked to end."""
+        if warm_up is None or await first(self._warm(warm_up), self._asked()):
+            self.readiness.ready()
+            await self.shutdown.asked()
+        return True
+
+    async def _drain(self, drain: Drain | None) -> bool:
+        seconds = self._settings.drain_seconds
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                if drain is not None:
+                    await drain()
+                self.readiness.stopped()
+                await first(self._server.stop(seconds), self._flushed())
+                return True
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            _log.warning("drain took too long", limit_seconds=seconds, calls=self._interceptor.active)
+            return False
+
+    async def _end(self) -> None:
+        """Cancels what is left and waits for its cleanup; nothing is open afterwards."""
+        self.readiness.stopped()
+        await self._server.stop(None)
+        try:
+            async with asyncio.timeout(CLEANUP_SECONDS):
+                await self._interceptor.idle()
+        except TimeoutError:
+            _log.error("calls did not end when cancelled", calls=self._interceptor.active)
+        await self._admin.close()
+        _log.info("ended")
+
+    async def _warm(self, warm_up: WarmUp) -> bool:
+        await warm_up(self)
+        return True
+
+    async def _asked(self) -> bool:
+        await self.shutdown.asked()
+        return False
+
+    async def _insisted(self) -> bool:
+        await self.shutdown.insisted()
+        return False
+
+    async def _failed(self) -> bool:
+        state = self.readiness.state
+        while self.readiness.is_alive:
+            state = await self.readiness.changed(state)
+        return False
+
+    async def _flushed(self) -> None:
+        """All services' calls are over and their statuses sent; others (reflection) may stay open for ever."""
+        await self._interceptor.idle()
+        await asyncio.sleep(FLUSH_SECONDS)
+
+    def _gate(self, method: str) -> None:
+        if method in self._entrances and self.readiness.state not in (State.STARTING, State.READY):
+            raise Unavailable(Reason.DRAINING, "this process is draining", retry_after=RETRY_ELSEWHERE_SECONDS)
+
+    async def _bind_admin(self, port: int) -> int:
+        try:
+            return await self._admin.start(self._settings.host, port)
+        except OSError as error:
+            address = join_address(self._settings.host, port)
+            raise Refused("admin_port", f"an address that can be listened on ({error.strerror})", address) from None
