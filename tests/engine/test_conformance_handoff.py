@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -231,6 +232,33 @@ def test_the_same_block_may_come_again_and_no_other_in_its_place(make: MakeDevic
         arrival.write(0, other, sum_block(default_checksum, 0, other))
     arrival.abort()
     nothing_is_held(taker)
+
+
+def test_blocks_may_be_written_by_another_thread_beside_the_steps(make: MakeDevice) -> None:
+    """Until the arrival is closed; what came is whole, and the others' texts are what they are alone."""
+    giver, _ = parked_giver(make)
+    cargo, taker = unload(giver, "moved"), engine_of(make)
+    arrival = taker.reserve(MOVED)
+    ends: list[str] = []
+
+    def write() -> None:
+        try:
+            while True:
+                for block in cargo.runs:
+                    arrival.write(*block)
+        except TransferRejected as closed:
+            ends.append(str(closed))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    other = make_request("other", prompt(9, 4), 12)
+    ear = run(taker, other)
+    arrival.abort()
+    thread.join(20)
+    assert ends == ["moved: this arrival is closed"]
+    nothing_is_held(taker)
+    told_as_alone(ear["other"], expected(make, other))
+    told_as_alone(run(taker, replace(MOVED, park_after=None))["moved"], expected(make))
 
 
 def test_blocks_that_came_before_a_break_are_a_prefix_for_the_next_attempt(make: MakeDevice) -> None:
