@@ -27,7 +27,8 @@ async def heard(messages: AsyncIterator[T], who: str, seconds: float = SUSPECT_S
     """The messages of a peer that beats. Raises HandoffFailed (PEER_LOST) after ``seconds`` of silence."""
     while True:
         try:
-            message = await asyncio.wait_for(anext(messages), seconds)
+            async with asyncio.timeout(seconds):  # wait_for may lose a cancellation that comes with a message
+                message = await anext(messages)
         except StopAsyncIteration:
             return
         except TimeoutError:

@@ -103,7 +103,8 @@ class Giver:
 
     async def _opening(self, incoming: AsyncIterator[wire.FetchRequest]) -> wire.Open:
         try:
-            first = await asyncio.wait_for(anext(incoming), self.office.lease_ms / 1000)
+            async with asyncio.timeout(self.office.lease_ms / 1000):
+                first = await anext(incoming)
         except (StopAsyncIteration, TimeoutError):
             raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch was not opened") from None
         if first.WhichOneof("message") != "open":

@@ -116,7 +116,8 @@ class _Fetch:
         yield wire.FetchRequest(open=opening)
         while True:
             try:
-                await asyncio.wait_for(self._changed.wait(), BEAT_SECONDS)
+                async with asyncio.timeout(BEAT_SECONDS):
+                    await self._changed.wait()
             except TimeoutError:
                 yield wire.FetchRequest(beat=beat())
                 continue

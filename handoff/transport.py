@@ -1,7 +1,6 @@
 """What carries a fetch. gRPC streaming needs nothing but the worker's own port; others may be faster.
 
-A transport moves the messages of ``KvSource`` and knows nothing of what they mean. ``DirectTransport`` calls a
-giver in the same process: tests use it, and so does a worker that hands over to itself.
+A transport moves the messages of ``KvSource`` and knows nothing of what they mean.
 """
 
 from __future__ import annotations
@@ -75,4 +74,4 @@ class GrpcTransport:
 
 
 class ChannelFactory(Protocol):
-    def __call__(self, address: str) -> grpc.aio.Channel: ...
+    def __call__(self, address: str, /) -> grpc.aio.Channel: ...

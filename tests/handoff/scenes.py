@@ -9,6 +9,7 @@ from dataclasses import replace
 from engine.engine import Ended, Engine, StepOutput, Token
 from engine.fake import FakeDevice
 from engine.loop import EngineLoop
+from engine.plan import StepPlan
 from engine.request import Request, SamplingParams, StopParams
 from engine.scheduler import Limits
 from engine.transfer import Arrival
@@ -21,12 +22,17 @@ BLOCK = 4
 LAYOUT = 0x1234
 
 
+Cost = Callable[[StepPlan], float] | None
+
+
 class Worker:
     """An engine on its thread with both ends of a handoff; ``told`` keeps what its steps said."""
 
-    def __init__(self, name: str, *, blocks: int = 64, budget: int = 8, lease_ms: int = 10_000) -> None:
+    def __init__(
+        self, name: str, *, blocks: int = 64, budget: int = 8, lease_ms: int = 10_000, cost: Cost = None
+    ) -> None:
         self.engine = Engine(
-            FakeDevice(num_blocks=blocks, block_size=BLOCK, vocab_size=64),
+            FakeDevice(num_blocks=blocks, block_size=BLOCK, vocab_size=64, cost=cost),
             Limits(token_budget=budget, max_running=8, window=blocks * BLOCK),
             checksum=checksum,
         )

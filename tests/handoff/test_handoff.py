@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 
+import grpc
 import pytest
 
 from engine.engine import Engine
 from engine.request import Request
 from handoff.errors import HandoffFailed, NothingLeft
+from handoff.service import KvSourceService
+from handoff.transport import GrpcTransport, KvSource
 from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc as services
 from tests.handoff.scenes import Tamper, Wire, Worker, alone, ask
+
+Transport = Callable[[Worker], AbstractAsyncContextManager[KvSource]]
 
 
 async def hand_over(giver: Worker, taker: Worker, request: Request, tamper: Tamper | None = None) -> Wire:
@@ -26,16 +33,89 @@ async def hand_over(giver: Worker, taker: Worker, request: Request, tamper: Tamp
     return source
 
 
+@asynccontextmanager
+async def direct(giver: Worker) -> AsyncIterator[KvSource]:
+    yield Wire(giver.giver)
+
+
+@asynccontextmanager
+async def grpc_source(giver: Worker) -> AsyncIterator[KvSource]:
+    server = grpc.aio.server()
+    services.add_KvSourceServicer_to_server(KvSourceService(giver.giver), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    transport = GrpcTransport(connect)
+    try:
+        yield transport.source(f"127.0.0.1:{port}")
+    finally:
+        await transport.close()
+        await server.stop(None)
+
+
+def connect(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address)
+
+
+TRANSPORTS = pytest.mark.parametrize("transport", [direct, grpc_source])
+
+
+@TRANSPORTS
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 30, 64])
-async def test_the_text_is_that_of_one_engine(length: int) -> None:
+async def test_the_text_is_that_of_one_engine(transport: Transport, length: int) -> None:
     request = ask(length=length)
-    async with Worker("p") as giver, Worker("d") as taker:
-        source = await hand_over(giver, taker, request)
+    async with Worker("p") as giver, Worker("d") as taker, transport(giver) as source:
+        ticket = await giver.offer(request)
+        taken = await taker.taker.take(source, ticket, await taker.room(request))
         text = await taker.finished("r")
         assert giver.tokens["r"] + text == await alone(request)
-        assert source.released[0].outcome == wire.ReleaseRequest.OUTCOME_OWNED
+        assert list(taken.output) == giver.tokens["r"]
         await giver.emptied()
         await taker.emptied()
+
+
+@TRANSPORTS
+async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport: Transport) -> None:
+    """The fetch is opened before the prompt is read, on a device whose steps take a while."""
+    request = ask(length=64)
+    async with Worker("p", cost=lambda _: 0.02) as giver, Worker("d") as taker, transport(giver) as source:
+        room = await taker.room(request)
+        began: dict[int, int] = {}
+
+        def wrote(index: int, *rest: Any, write: Any = room.write) -> None:
+            began.setdefault(index, giver.engine.load().parked)
+            write(index, *rest)
+
+        room.write = wrote  # type: ignore[method-assign, assignment]
+        await taker.taker.take(source, await giver.offer(request), room)
+        await taker.finished("r")
+    assert began[0] == 0, "the first block waited for the last"
+
+
+@TRANSPORTS
+async def test_a_fetch_that_breaks_is_told_and_costs_one_lease(transport: Transport) -> None:
+    request = ask(length=64)
+    async with Worker("p", lease_ms=500, cost=lambda _: 0.05) as giver, Worker("d") as taker:
+        async with transport(giver) as source:
+            ticket, room = await giver.offer(request), await taker.room(request)
+            task = asyncio.create_task(taker.taker.take(source, ticket, room))
+            await asyncio.sleep(0.15)
+            task.cancel()
+            await asyncio.wait([task])
+        assert task.cancelled()
+        await giver.emptied()
+        await taker.emptied()
+
+
+async def test_a_giver_that_can_not_be_reached_is_lost() -> None:
+    transport = GrpcTransport(connect)
+    async with Worker("p", lease_ms=300) as giver, Worker("d") as taker:
+        ticket, room = await giver.offer(ask()), await taker.room(ask())
+        with pytest.raises(HandoffFailed) as failed:
+            await taker.taker.take(transport.source("127.0.0.1:1"), ticket, room)
+        assert failed.value.cause == wire.CAUSE_PEER_LOST
+        await taker.emptied()
+        await giver.emptied()
+    await transport.close()
 
 
 async def test_blocks_that_the_taker_has_are_not_sent() -> None:
