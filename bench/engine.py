@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -130,6 +131,7 @@ def _positive(text: str) -> int:
 
 def main() -> int:
     args, console = parse(), Console(stderr=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on ctrl-C, the contender under way is ended too
     try:
         result = bench(args, console)
     except (InvalidWorkload, FileNotFoundError, child.ChildFailed) as error:
