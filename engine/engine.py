@@ -1,6 +1,6 @@
 """The engine: receive, schedule, run, commit, publish. One caller at a time; ``loop`` gives it a thread.
 
-add ──> waiting ──> running ──> Ended           cancel: legal everywhere, Ended follows
+add ──> waiting ──> running ──> Ended           cancel: legal everywhere, Ended follows (an arrival just goes)
            ^           │  │
            └─ preempt ─┘  └──> parked ──> release (or resume: running again)
 reserve ──> arrival ──> join: running
