@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import InvalidConfig, ModelRefused
@@ -21,8 +24,32 @@ from engine.kv_layout import KvLayout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+"""What transformers and a model's code raise over a checkpoint that is broken, or of a kind that is not served."""
+
 _SAMPLE = 1 << 20
 """Bytes hashed of each weight file of a folder, spread over it: enough to tell two checkpoints apart."""
+
+
+@contextmanager
+def refusing(name: str, what: str) -> Iterator[None]:
+    """Whatever goes wrong inside refuses the model, with ``what`` as the reason. Raises ModelRefused."""
+    try:
+        yield
+    except FAILURES as error:
+        raise ModelRefused(name, f"{what}: {_first_line(error)}") from error
 
 
 def choose_device(name: str) -> torch.device:
@@ -82,8 +109,8 @@ class Checkpoint:
 
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         """Weights into transformers' own causal model; parts for other media are left empty. Raises ModelRefused."""
-        try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        with refusing(self.name, "transformers can't load it"):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.path,
                 revision=self.revision,
                 config=self.config,
@@ -91,9 +118,12 @@ class Checkpoint:
                 attn_implementation="eager",
                 use_safetensors=True,
                 trust_remote_code=False,
+                output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, struct.error) as error:
-            raise ModelRefused(self.name, f"transformers can't load it: {first_line(error)}") from error
+        model: PreTrainedModel = loaded[0]
+        missing = sorted(loaded[1]["missing_keys"])
+        if missing:  # transformers goes on with random numbers
+            raise ModelRefused(self.name, f"it lacks {len(missing)} of its weights, {missing[0]} among them")
         _drop_other_media(model)
         torch.nn.Module.to(model, device)
         model.eval()
@@ -111,24 +141,25 @@ class Checkpoint:
 
 def open(path: str, revision: str | None = None) -> Checkpoint:
     """Read the configuration of a folder or hub name. Raises ModelRefused with what stands in the way."""
-    folder = Path(path)
-    if folder.is_dir():
-        _check_folder(path, folder)
-    try:
+    local = Path(path).exists()
+    if local:
+        _check_folder(path, Path(path))
+    with refusing(path, "its configuration can't be read" if local else "no folder, and no hub name within reach"):
         raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise ModelRefused(path, f"no model folder and no reachable hub name: {first_line(error)}") from error
-    kind = raw.get("model_type")
+        kind = raw.get("model_type")
     if kind not in CONFIG_MAPPING:
         needs = "it wants code of its own to be run" if "auto_map" in raw else "transformers has no code for it"
         raise ModelRefused(f"{kind or 'an unnamed model type'} ({path})", f"{needs}; no remote code is run here")
-    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    with refusing(f"{kind} ({path})", "its configuration is not one of that type"):
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ModelRefused(f"{kind} ({path})", "it is an encoder with a decoder; only decoders alone are served")
     return Checkpoint(path, revision, config)
 
 
 def _check_folder(path: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ModelRefused(path, "it is a file; a folder or a hub name is needed")
     if not (folder / "config.json").is_file():
         raise ModelRefused(path, "the folder has no config.json")
     if not any(folder.glob("*.safetensors")):
@@ -193,5 +224,6 @@ def _sampled(file: Path) -> str:
     return digest.hexdigest()
 
 
-def first_line(error: Any) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+def _first_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

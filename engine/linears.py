@@ -147,7 +147,7 @@ def pack(model: nn.Module) -> None:
 def _stacks(module: nn.Module) -> bool:
     """Whether a module holds the weights of several experts and takes rows sorted by expert: as it depends on all
     rows at once, what calls it is run on a fixed number of them."""
-    known = isinstance(module, PackedExperts | FixedRows) or hasattr(module, "is_transposed")
+    known = isinstance(module, PackedExperts | FixedRows | nn.Conv1d) or hasattr(module, "is_transposed")
     return not known and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 

@@ -93,12 +93,15 @@ def load(config: ModelConfig) -> ModelDevice:
     dtype = source.choose_dtype(config.dtype, device)
     window = source.choose_window(config.window)
     model = source.read(dtype, device)
-    rope.freeze(model, window)
+    with checkpoint.refusing(source.name, "its rotary scaling can't be frozen"):
+        rope.freeze(model, window)
     reference = alone(model, source.name, window)
     views, specs = learn(model, source.name, window)
     if device.type == "cpu":
         linears.pack(model)
     layout = KvLayout(specs, config.block_size, dtype.itemsize)
+    if config.kv_bytes < layout.block_bytes:
+        raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
     verdict = probe(model, source.name, layout, views, reference, window)
     eos = source.eos_token_ids(model)
     store = KvStore(layout, config.kv_bytes // layout.block_bytes, dtype, device)

@@ -11,8 +11,7 @@ finds what counts rows instead of positions, such as a scale of the scores that 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from engine.attention import NAME, attending, calls_made
 from engine.attention.views import Recorder, View, mask_markers
-from engine.checkpoint import first_line
+from engine.checkpoint import refusing
 from engine.errors import ModelRefused
 from engine.kv_layout import KvLayout, LayerSpec
 from engine.kv_store import KvStore
@@ -85,11 +84,11 @@ class Reference:
 @torch.inference_mode()
 def alone(model: PreTrainedModel, name: str, window: int) -> Reference:
     """What the trials must give; before anything is replaced. Raises ModelRefused."""
-    with _refusing(name, "transformers' own attention"):
+    with refusing(name, "transformers' own attention failed"):
         *early, last = trials(model, window)
         logits = [_alone(model, trial) for trial in early]
     try:
-        with _refusing(name, f"transformers' own attention at position {last.start}"):
+        with refusing(name, f"transformers' own attention at position {last.start} failed"):
             return Reference([*logits, _alone(model, last)])
     except ModelRefused as refused:
         return Reference(logits, refused)
@@ -136,30 +135,18 @@ class _From(View):
         return torch.where(positions < self.start, earliest, earliest.clamp(min=self.start))
 
 
-_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model's code may raise at a call that every served model understands."""
-
-
-@contextmanager
-def _refusing(name: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except _FAILURES as error:
-        raise ModelRefused(name, f"{what} failed: {type(error).__name__}: {first_line(error)}") from error
-
-
 @torch.inference_mode()
 def learn(model: PreTrainedModel, name: str, window: int) -> tuple[tuple[View, ...], tuple[LayerSpec, ...]]:
     """Plug our attention in; what each layer may see, and the shape of its keys and values. Raises ModelRefused."""
-    with _refusing(name, "replacing its attention"):
+    with refusing(name, "replacing its attention failed"):
         model.set_attn_implementation(NAME)
         layers = model.config.get_text_config().num_hidden_layers
     with mask_markers() as markers:
         recorder = Recorder(name, markers, window)
-        with attending(recorder), _refusing(name, "a pass with its attention replaced"):
+        with attending(recorder), refusing(name, "a pass with its attention replaced failed"):
             model(input_ids=_ids(model, trials(model, window)[0].tokens[:2]), use_cache=False)
             calls = calls_made()
-    if calls != layers:
+    if calls != layers or not layers:
         raise ModelRefused(name, f"attention was called {calls} times for {layers} layers")
     _check_kept(model, name, recorder.views, window)
     return tuple(recorder.views), tuple(recorder.specs)
@@ -167,7 +154,7 @@ def learn(model: PreTrainedModel, name: str, window: int) -> tuple[tuple[View, .
 
 def _check_kept(model: PreTrainedModel, name: str, views: Sequence[View], window: int) -> None:
     """Refuse a model that sees more of a prompt than transformers' own cache keeps of it for the answer."""
-    with _refusing(name, "making transformers' own cache"):
+    with refusing(name, "making transformers' own cache failed"):
         layers = DynamicCache(config=model.config).layers
     for index, (view, layer) in enumerate(zip(views, layers, strict=False)):
         kept = getattr(layer, "sliding_window", None) or window
@@ -188,7 +175,7 @@ def probe(
     """Compare together, alone, and the reference. Raises ModelRefused."""
     dtype, device = table(model).weight.dtype, model.device
     rows = _rows(trials(model, window), layout.block_size)
-    with _refusing(name, "a step of several sequences"):
+    with refusing(name, "a step of several sequences failed"):
         together, separate = _both(model, layout, views, rows)
     worst = 0.0
     for ours, theirs in zip(together, reference.logits, strict=False):
