@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.engine import Engine, StepOutput
 from engine.request import Request, StopParams
@@ -176,6 +177,11 @@ def config(name: str, **changes: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(kind, **{**base, **own, **changes})
 
 
+def kinds() -> list[str]:
+    """Every model type that transformers has a causal model for."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def save(made: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint with random weights of this configuration, as safetensors in ``folder``."""
     torch.manual_seed(seed)
@@ -201,8 +207,8 @@ def enliven(model: PreTrainedModel, seed: int = 0) -> None:
         else:
             parameter.add_(0.1 * noise)
     tokens = torch.randint(_vocabulary(model), (1, 48), generator=generator)
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Module):
+    head: Any = model.get_output_embeddings()
+    if head is None:
         return
     if head.weight is model.get_input_embeddings().weight:
         _last_norm(model, tokens).weight.add_(40.0)
@@ -223,8 +229,9 @@ def _last_norm(model: PreTrainedModel, tokens: torch.Tensor) -> Any:
 
 def spread(model: PreTrainedModel, tokens: torch.Tensor) -> float:
     """Standard deviation of a model's logits."""
+    evaluated: Any = model.eval()
     with torch.no_grad():
-        return float(model.eval()(input_ids=tokens, use_cache=False).logits.std().clamp(min=1e-6))
+        return float(evaluated(input_ids=tokens, use_cache=False).logits.std().clamp(min=1e-6))
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
@@ -249,13 +256,14 @@ class Written:
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The checkpoint in transformers' own hands."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model.eval()
     model.generation_config = GenerationConfig()
     return model
 
 
 @torch.no_grad()
-def generate(model: PreTrainedModel, tokens: Sequence[int], count: int) -> Written:
+def generate(model: Any, tokens: Sequence[int], count: int) -> Written:
     """Greedy ``generate`` of ``count`` tokens, whatever they are."""
     out = model.generate(
         torch.tensor([tokens]),
