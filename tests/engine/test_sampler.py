@@ -1,0 +1,399 @@
+"""Every token is drawn from exactly the distribution that was asked for, whoever else is drawn with it."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import engine.sampler
+from engine.draw import uniform
+from engine.engine import Ended, Engine, PromptLogprobs, Token
+from engine.model import ModelConfig, ModelDevice, load
+from engine.plan import Row
+from engine.request import FinishReason, Request, SamplingParams, StopParams
+from engine.sampler import sample, token_logprobs
+from engine.scheduler import Limits
+from tests.engine import tiny
+
+VOCAB = 48
+EOS = frozenset({3})
+PROMPT = (5, 7, 7, 11)
+OUTPUT = (7, 2, 2, 2, 19)
+DRAWS = 6_000
+
+MIXES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cool": {"temperature": 0.4},
+    "hot": {"temperature": 2.5},
+    "top-k": {"top_k": 5},
+    "top-k beyond the vocabulary": {"top_k": 1000},
+    "top-p": {"top_p": 0.6},
+    "top-p of one token": {"top_p": 0.01},
+    "min-p": {"min_p": 0.2},
+    "min-p of one token": {"min_p": 1.0},
+    "top-k, then top-p": {"top_k": 8, "top_p": 0.7},
+    "all three, hot": {"temperature": 1.7, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
+    "repetition": {"repetition_penalty": 1.8},
+    "repetition, rewarded": {"repetition_penalty": 0.6},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.9},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": -0.7, "frequency_penalty": 0.4},
+    "bias": {"logit_bias": {2: 3.0, 9: -100.0, 30: 1.5}},
+    "bias, then repetition": {"logit_bias": {7: 4.0, 5: -4.0}, "repetition_penalty": 2.0},
+    "everything": {
+        "temperature": 1.3,
+        "top_k": 30,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": {1: 2.0, 40: -2.0},
+    },
+    "greedy": {"temperature": 0.0},
+    "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 3.0, "frequency_penalty": 2.0},
+    "greedy, biased": {"temperature": 0.0, "logit_bias": {17: 50.0}},
+}
+RANDOM = {name: mix for name, mix in MIXES.items() if mix.get("temperature") != 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def logits_of(seed: int, count: int = 1) -> torch.Tensor:
+    """Random logits under which the tokens that stand in the rows are likely, so that penalties matter."""
+    logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
+    logits[:, list({*PROMPT, *OUTPUT})] += 2.0
+    return logits
+
+
+def row(mix: dict[str, Any], output: Sequence[int] = OUTPUT, min_tokens: int = 0, **more: Any) -> Row:
+    """A row whose next token is drawn by ``mix``; not greedy unless it says so."""
+    sampling = SamplingParams(**{"temperature": 1.0, **mix, **more})
+    stop = StopParams(min_tokens=min_tokens, stop_token_ids=frozenset({4}))
+    request = Request("r", PROMPT, sampling=sampling, stop=stop)
+    tokens = [*PROMPT, *output]
+    return Row(request, tokens, len(tokens) - 1, len(tokens), array("i"), True)
+
+
+def exact(drawn: Row, logits: torch.Tensor) -> np.ndarray:
+    """The distribution as the documentation orders it, in float64 and one step after the other."""
+    sampling, stop = drawn.request.sampling, drawn.request.stop
+    scores: np.ndarray = logits.double().numpy().copy()
+    output = drawn.tokens[drawn.request.prompt_len :]
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += bias
+    if len(output) < stop.min_tokens:
+        scores[sorted(stop.stop_token_ids | EOS)] = -np.inf
+    for token in set(drawn.tokens):
+        scores[token] *= sampling.repetition_penalty ** (-1 if scores[token] > 0 else 1)
+    for token in set(output):
+        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * list(output).count(token)
+    if sampling.temperature == 0:
+        alone: np.ndarray = np.eye(VOCAB)[scores.argmax()]
+        return alone
+    scores /= sampling.temperature
+    if 0 < sampling.top_k < VOCAB:
+        scores[scores < np.sort(scores)[-sampling.top_k]] = -np.inf
+    shares: np.ndarray = np.exp(scores - scores.max())
+    shares /= shares.sum()
+    order = np.argsort(-shares)
+    kept = np.cumsum(shares[order]) - shares[order] < sampling.top_p
+    shares[order[~kept]] = 0
+    shares[shares < sampling.min_p * shares.max()] = 0
+    shares /= shares.sum()
+    return shares
+
+
+def draws(drawn: dict[str, Any], logits: torch.Tensor, **options: Any) -> np.ndarray:
+    """How often each token comes, over DRAWS seeds."""
+    counts = np.zeros(VOCAB, dtype=int)
+    for first in range(0, DRAWS, 2000):
+        rows = [row(drawn, seed=seed, **options) for seed in range(first, first + 2000)]
+        counts += np.bincount(sample(rows, logits.expand(len(rows), -1), EOS), minlength=VOCAB)
+    return counts
+
+
+def chi_square(counts: np.ndarray, shares: np.ndarray) -> float:
+    """p-value of the counts under the shares, 0 when the impossible came; tokens expected fewer than 5 times are
+    taken together."""
+    if counts[shares == 0].any():
+        return 0.0
+    expected = shares * counts.sum()
+    rare = expected < 5
+    observed, wanted = list(counts[~rare]), list(expected[~rare])
+    if expected[rare].sum() > 0:
+        observed.append(counts[rare].sum())
+        wanted.append(expected[rare].sum())
+    if len(wanted) == 1:
+        return 1.0 if observed[0] == counts.sum() else 0.0
+    return float(stats.chisquare(observed, wanted, sum_check=False).pvalue)
+
+
+# -- the distribution -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_tokens_come_as_often_as_their_exact_probability_says(name):
+    logits = logits_of(0)
+    shares = exact(row(RANDOM[name]), logits[0])
+    counts = draws(RANDOM[name], logits)
+    assert chi_square(counts, shares) > 1e-3
+
+
+def test_the_chi_square_would_notice_a_slightly_other_distribution():
+    logits = logits_of(0)
+    counts = draws({"temperature": 1.0}, logits)
+    assert chi_square(counts, exact(row({}), logits[0])) > 1e-3
+    for other in ({"temperature": 1.15}, {"min_p": 0.02}, {"top_k": 40}, {"frequency_penalty": 0.2}):
+        assert chi_square(counts, exact(row(other), logits[0])) < 1e-6
+
+
+def test_no_stop_token_is_drawn_before_the_minimum_and_all_are_after_it():
+    logits = logits_of(0)
+    logits[0, [3, 4]] = 4.0
+    held = draws({}, logits, min_tokens=len(OUTPUT) + 1)
+    assert not held[[3, 4]].any()
+    assert chi_square(held, exact(row({}, min_tokens=len(OUTPUT) + 1), logits[0])) > 1e-3
+    free = draws({}, logits, min_tokens=len(OUTPUT))
+    assert free[[3, 4]].all()
+    assert chi_square(free, exact(row({}), logits[0])) > 1e-3
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_a_draw_is_the_inverse_of_the_exact_cumulative_distribution(name, monkeypatch):
+    """For any number that the generator could give; numbers at a border may fall on either side of it."""
+    numbers = np.linspace(0.0005, 0.9995, 401)
+    for seed in range(10):
+        logits = logits_of(seed)
+        cumulative = np.cumsum(exact(row(MIXES[name]), logits[0]))
+        wanted = np.searchsorted(cumulative, numbers, side="right")
+        monkeypatch.setattr(engine.sampler, "uniform", lambda seed, *_: numbers[seed])
+        got = sample([row(MIXES[name], seed=at) for at in range(len(numbers))], logits.expand(len(numbers), -1), EOS)
+        clear = np.abs(cumulative[:, None] - numbers).min(0) > 1e-5
+        assert clear.mean() > 0.9
+        assert (np.array(got) == wanted)[clear].all()
+
+
+@pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
+def test_only_repetition_looks_at_the_prompt(name):
+    """Token 5 and 11 stand in the prompt alone."""
+    plain, changed = (exact(row(mix, output=()), logits_of(1)[0]) for mix in ({}, RANDOM[name]))
+    logits = logits_of(1)
+    counts = draws(RANDOM[name], logits, output=())
+    assert chi_square(counts, changed) > 1e-3
+    assert np.allclose(plain, changed) == (name != "repetition")
+
+
+def test_equal_logits_at_the_edge_of_top_k_are_all_kept():
+    logits = torch.zeros(1, VOCAB)
+    counts = draws({"top_k": 3}, logits)
+    assert counts.all()
+
+
+# -- company ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_of_a_mixed_batch_gets_the_token_it_gets_alone():
+    rows = [
+        row(mix, output=OUTPUT[:written], min_tokens=least, seed=seed)
+        for seed, (mix, written, least) in enumerate(itertools.product(MIXES.values(), (0, 1, 5), (0, 3)))
+    ]
+    logits = logits_of(5, len(rows))
+    together = sample(rows, logits.clone(), EOS)
+    assert together == [sample([one], logits[at : at + 1].clone(), EOS)[0] for at, one in enumerate(rows)]
+    backwards = sample(rows[::-1], logits.flip(0), EOS)
+    assert together == backwards[::-1]
+
+
+def test_sampling_leaves_the_logits_as_they_were():
+    logits = logits_of(2, len(MIXES))
+    before = logits.clone()
+    sample([row(mix) for mix in MIXES.values()], logits, EOS)
+    assert torch.equal(logits, before)
+
+
+def test_a_draw_depends_on_seed_output_index_and_position_and_on_nothing_else():
+    logits = logits_of(3)
+    first = [sample([row({}, seed=seed)], logits, EOS)[0] for seed in range(200)]
+    assert first == [sample([row({}, seed=seed)], logits, EOS)[0] for seed in range(200)]
+    others = (
+        [row({}, seed=seed + 200) for seed in range(200)],
+        [row({}, seed=seed, output_index=1) for seed in range(200)],
+        [row({}, seed=seed, output=OUTPUT[:-1]) for seed in range(200)],
+    )
+    assert all(sample(rows, logits.expand(200, -1), EOS) != first for rows in others)
+
+
+def test_numbers_are_uniform_and_independent_along_each_of_their_three_coordinates():
+    for line in (
+        [uniform(seed, 0, 0) for seed in range(5000)],
+        [uniform(1, index, 0) for index in range(5000)],
+        [uniform(1, 0, position) for position in range(5000)],
+    ):
+        values = np.array(line)
+        assert len(set(line)) == len(line)
+        assert values.min() > 0
+        assert values.max() < 1
+        assert stats.kstest(values, "uniform").pvalue > 1e-3
+        assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.05
+    assert uniform(1, 2, 3) not in (uniform(2, 1, 3), uniform(1, 3, 2), uniform(3, 2, 1))
+
+
+# -- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_the_unchanged_logits():
+    logits = logits_of(4, 4)
+    normal = logits.double().log_softmax(-1)
+    tokens, counts = [0, 9, 30, int(logits[3].argmax())], [0, 1, 5, VOCAB]
+    for at, entry in enumerate(token_logprobs(logits, tokens, counts)):
+        assert entry.token == tokens[at]
+        assert entry.logprob == pytest.approx(float(normal[at, tokens[at]]), abs=1e-5)
+        assert entry.rank == 1 + int((normal[at] > normal[at, tokens[at]]).sum())
+        best = normal[at].topk(counts[at])
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert entry.rank == 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.config("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def device(folder: Path) -> ModelDevice:
+    return serve(folder)
+
+
+def serve(folder: Path) -> ModelDevice:
+    return load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=2 << 20))
+
+
+def engine_on(device: ModelDevice, budget: int = 64) -> Engine:
+    return Engine(device, Limits(token_budget=budget, max_running=min(budget, 16), window=device.window))
+
+
+def full_pass(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities of what follows each token, by transformers in one pass."""
+    model: Any = tiny.reference(folder)
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.double().log_softmax(-1)
+
+
+def events(engine: Engine, requests: Sequence[Request]) -> list[Any]:
+    """Everything that the engine tells, in order."""
+    for request in requests:
+        engine.add(request)
+    told: list[Any] = []
+    while engine.has_work:
+        output = engine.step()
+        told += [*output.prompt_logprobs, *output.tokens, *output.ended]
+    engine.check_integrity()
+    return told
+
+
+def test_a_models_logprobs_are_those_of_a_full_pass(folder, device):
+    prompt = tiny.prompt(40, 1)
+    sampling = SamplingParams(temperature=1.5, seed=7, repetition_penalty=1.5, logit_bias={9: 3.0})
+    request = Request("r", prompt, sampling=sampling, stop=StopParams(max_tokens=12, ignore_eos=True), logprobs=4)
+    quiet = tiny.greedy("quiet", tiny.prompt(20, 2), 12)
+    told = [event for event in events(engine_on(device), [quiet, request]) if isinstance(event, Token)]
+    assert all(event.logprobs is None for event in told if event.id == "quiet")
+    told = [event for event in told if event.id == "r"]
+    normal = full_pass(folder, [*prompt, *(event.token for event in told)])
+    for event in told:
+        here, entry = normal[len(prompt) + event.position - 1], event.logprobs
+        assert entry is not None
+        assert entry.token == event.token
+        assert entry.logprob == pytest.approx(float(here[event.token]), abs=1e-4)
+        assert entry.rank == 1 + int((here > here[event.token]).sum())
+        assert [token for token, _ in entry.top] == here.topk(4).indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(here.topk(4).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64, 4096])
+def test_prompt_logprobs_are_those_of_a_full_pass_in_any_chunking_and_with_a_cached_prefix(budget, folder, device):
+    prompt = tiny.prompt(150, 1)
+    engine = engine_on(device, budget)
+    events(engine, [tiny.greedy("first", prompt, 2)])
+    told = events(engine, [tiny.greedy("r", prompt, 2, prompt_logprobs=3), tiny.greedy("other", prompt[:30], 9)])
+    parts = [event for event in told if isinstance(event, PromptLogprobs)]
+    assert {event.id for event in parts} == {"r"}
+    assert parts[0].position == 1
+    entries = [entry for event in parts for entry in event.entries]
+    assert tuple(entry.token for entry in entries) == prompt[1:]
+    normal = full_pass(folder, prompt)
+    for position, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(float(normal[position, entry.token]), abs=1e-4)
+        assert entry.rank == 1 + int((normal[position] > normal[position, entry.token]).sum())
+        assert [token for token, _ in entry.top] == normal[position].topk(3).indices.tolist()
+
+
+# -- in an engine -----------------------------------------------------------------------------------------------------
+
+
+def test_a_repetition_penalty_is_that_of_generate(folder, device):
+    prompt = tiny.prompt(30, 3)
+    model = tiny.reference(folder)
+    out: Any = model.generate(  # type: ignore[operator]
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=25, repetition_penalty=1.7
+    )
+    sampling = SamplingParams(repetition_penalty=1.7)
+    run = tiny.run(engine_on(device), [tiny.greedy("r", prompt, 25, sampling=sampling)])
+    assert run.tokens["r"] == out[0, 30:].tolist()
+    assert run.tokens["r"] != tiny.run(engine_on(device), [tiny.greedy("r", prompt, 25)]).tokens["r"]
+
+
+def test_a_seed_writes_the_same_in_any_chunking_and_company(device):
+    def seeded(seed: int) -> Request:
+        sampling = SamplingParams(temperature=1.2, top_p=0.9, seed=seed)
+        return tiny.greedy(f"s{seed}", tiny.prompt(20 + seed, seed), 15, sampling=sampling)
+
+    together = tiny.run(engine_on(device, 9), [seeded(seed) for seed in range(8)]).tokens
+    assert len({tuple(tokens) for tokens in together.values()}) == 8
+    for seed in range(8):
+        assert tiny.run(engine_on(device, 512), [seeded(seed)]).tokens[f"s{seed}"] == together[f"s{seed}"]
+
+
+def test_logits_that_are_not_finite_fail_their_own_sequence_and_no_other(folder):
+    """One token's embedding is not a number: whoever has it in a prompt fails, at whatever place it stands."""
+    device = serve(folder)
+    prompts = {f"p{length}": tiny.prompt(length, length) for length in (3, 20, 45, 130)}
+    poison = next(token for token in range(tiny.VOCAB) if all(token not in tokens for tokens in prompts.values()))
+    clean = tiny.run(engine_on(device), [tiny.greedy(id, tokens, 10) for id, tokens in prompts.items()])
+    assert not any(poison in tokens for tokens in clean.tokens.values())
+    weights: Any = device.model
+    with torch.no_grad():
+        weights.get_input_embeddings().weight[poison] = float("nan")
+    bad = {f"bad{at}": (*tiny.prompt(at, 77), poison, *tiny.prompt(4, 78)) for at in (0, 9, 60, 100)}
+    mixed = [request for pair in zip(_greedy(bad), _greedy(prompts), strict=True) for request in pair]
+    engine = engine_on(device, 32)
+    for _ in range(3):  # again on blocks that carried what is not a number
+        told = events(engine, mixed)
+        ended = {event.id: event for event in told if isinstance(event, Ended)}
+        assert {id for id, event in ended.items() if event.reason is FinishReason.FAILED} == set(bad)
+        assert all("not finite" in ended[id].detail for id in bad)
+        for id in prompts:
+            written = [event.token for event in told if isinstance(event, Token) and event.id == id]
+            assert written == clean.tokens[id]
+        assert not any(event.id in bad for event in told if isinstance(event, Token))
+
+
+def _greedy(prompts: dict[str, tuple[int, ...]]) -> list[Request]:
+    return [tiny.greedy(id, tokens, 10) for id, tokens in prompts.items()]
