@@ -24,18 +24,16 @@ from models.recipe import Recipe
 
 # Enough that five remain when those are dropped whose leads another machine's rounding could overturn.
 GREEDY_PROMPTS = (
-    "import os\nimport sys\n\ndef main():\n",
+    "def __eq__(self, other):\n",
+    "    if not isinstance(",
+    "@property\ndef name(self):\n",
+    "class TestCase(",
+    "def get(self, key, default=None):\n",
+    "def __repr__(self):\n",
+    'def is_valid(name):\n    """Return True if ',
     "class Queue:\n    def __init__(self, maxsize=0):\n",
     "def read_file(path):\n    with open(path",
-    "    def __repr__(self):\n        return ",
-    "try:\n    import ",
-    "for key, value in ",
-    "def __eq__(self, other):\n",
-    "if __name__ == ",
-    "    raise ValueError(",
-    "from collections import ",
-    "@property\ndef name(self):\n",
-    '"""A parser for ',
+    "import os\nimport sys\n\ndef main():\n",
 )
 GREEDY_KEPT = 5
 GREEDY_LENGTH = 32

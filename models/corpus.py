@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import sysconfig
 import textwrap
 import tokenize
@@ -74,7 +75,7 @@ def definitions(text: str) -> list[str]:
             tree = ast.parse(text)
         except SyntaxError:
             return []
-    lines = text.splitlines(keepends=True)
+    lines = list(io.StringIO(text))  # by line ends alone, as the parser counts; splitlines() knows more
     found = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,26 +85,3 @@ def sample(
     )
     tokens: list[int] = drawn[0, len(prompt) :].tolist()
     return tokens
-
-
-def function_body(text: str) -> str:
-    """The part of a completion that belongs to the function it continues, up to its last complete line.
-
-    The body ends before the first line that is neither blank nor indented; what a length limit cut in the
-    middle of a line is dropped.
-    """
-    kept = []
-    for line in text.splitlines(keepends=True):
-        if not line.endswith("\n") or (line.strip() and not line[0].isspace()):
-            break
-        kept.append(line)
-    return "".join(kept)
-
-
-def parses(source: str) -> bool:
-    """Whether ``source`` is syntactically Python."""
-    try:
-        ast.parse(source)
-    except (SyntaxError, ValueError):
-        return False
-    return True

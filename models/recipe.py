@@ -23,12 +23,12 @@ class Recipe:
     mlp_size: int = 512
     context: int = 512
     long_context: int = 2048
-    steps: int = 1300
-    long_steps: int = 150
+    steps: int = 1000
+    long_steps: int = 120
     tokens_per_step: int = 6144
     micro_batch_tokens: int = 2048
     warmup_steps: int = 40
-    decay_fraction: float = 0.6
+    decay_fraction: float = 0.55
     muon_lr: float = 0.03
     adam_lr: float = 0.006
     weight_decay: float = 0.1

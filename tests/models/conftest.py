@@ -38,8 +38,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(no_network: None) -> PreTrainedModel:
-    loaded = AutoModelForCausalLM.from_pretrained(models.path(), dtype=torch.float32)
-    return loaded.eval()
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(models.path(), dtype=torch.float32)
+    loaded.eval()
+    return loaded
 
 
 @pytest.fixture(scope="session")
@@ -50,4 +51,5 @@ def tokenizer(no_network: None) -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="session")
 def figures() -> dict[str, Any]:
     """What the training run measured."""
-    return json.loads((models.path() / "figures.json").read_text())
+    measured: dict[str, Any] = json.loads((models.path() / "figures.json").read_text())
+    return measured

@@ -25,10 +25,10 @@ class PullThePlug(Exception):
 
 
 @pytest.fixture(autouse=True)
-def settings_of_torch_return():
+def torch_settings_return():
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.set_flush_denormal(False)
     torch.set_num_threads(1)
 

@@ -1,0 +1,100 @@
+"""What the committed model says, in float32, through transformers alone."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+import torch
+
+import models
+from models.card import SAMPLE_PROMPTS
+
+TOLERANCE = 0.02  # nats per token
+SMALLEST_MARGIN = 1e-3  # logits
+SAMPLED, LENGTH = 20, 150
+
+
+def held_out_loss(model, tokenizer) -> float:
+    text = (models.path() / "excerpt.txt").read_text(encoding="utf-8")
+    ids = torch.tensor([[*tokenizer(text).input_ids, tokenizer.eos_token_id]])
+    with torch.inference_mode():
+        return float(model(ids, labels=ids).loss)
+
+
+def test_loss_on_the_excerpt_is_the_recorded_one(model, tokenizer, figures):
+    assert held_out_loss(model, tokenizer) == pytest.approx(figures["excerpt"]["nats_per_token"], abs=TOLERANCE)
+
+
+def test_the_loss_tells_wrong_rotary_positions(model, tokenizer, figures):
+    frequencies = model.model.rotary_emb.inv_freq
+    frequencies.mul_(2)
+    changed = held_out_loss(model, tokenizer)
+    frequencies.div_(2)
+    assert abs(changed - figures["excerpt"]["nats_per_token"]) > TOLERANCE
+
+
+def test_five_greedy_continuations_are_as_recorded(model, tokenizer, figures):
+    records = figures["greedy"]
+    assert len(records) == 5
+    for record in records:
+        prompt = tokenizer(record["text"], return_tensors="pt")
+        assert prompt.input_ids[0].tolist() == record["prompt"]
+        out = model.generate(**prompt, do_sample=False, max_new_tokens=len(record["tokens"]))
+        assert out[0, len(record["prompt"]) :].tolist() == record["tokens"]
+        assert tokenizer.decode(record["tokens"]) == record["continuation"]
+
+
+def test_no_recorded_continuation_hangs_on_rounding(model, figures):
+    for record in figures["greedy"]:
+        ids = torch.tensor([record["prompt"] + record["tokens"]])
+        with torch.inference_mode():
+            best = model(ids).logits[0, len(record["prompt"]) - 1 : -1].topk(2).values
+        margin = (best[:, 0] - best[:, 1]).min().item()
+        assert margin > SMALLEST_MARGIN
+        assert margin == pytest.approx(record["margin"], abs=SMALLEST_MARGIN / 2)
+
+
+def last_complete_line(text: str) -> str:
+    return text[: text.rfind("\n") + 1]
+
+
+def function_alone(source: str) -> str:
+    """``source`` up to where the function that it opens ends: the next line that isn't indented."""
+    header, *rest = source.splitlines(keepends=True)
+    for number, line in enumerate(rest):
+        if line.strip() and not line[0].isspace():
+            return header + "".join(rest[:number])
+    return source
+
+
+def draw_function(model, tokenizer, prompt: str, seed: int) -> str:
+    torch.manual_seed(seed)
+    ids = tokenizer(prompt, return_tensors="pt")
+    out = model.generate(**ids, do_sample=True, temperature=0.7, top_k=0, top_p=1.0, max_new_tokens=LENGTH)
+    drawn = tokenizer.decode(out[0, ids.input_ids.size(1) :], skip_special_tokens=True)
+    return function_alone(prompt + last_complete_line(drawn))
+
+
+def parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def test_sampled_function_bodies_mostly_parse(model, tokenizer):
+    good = 0
+    for seed in range(SAMPLED):
+        prompt = SAMPLE_PROMPTS[seed % len(SAMPLE_PROMPTS)]
+        source = draw_function(model, tokenizer, prompt, seed)
+        # A docstring alone would parse too; it takes a body to count.
+        good += bool(source[len(prompt) :].strip()) and parses(source)
+    assert good >= 0.6 * SAMPLED
+
+
+def test_messages_are_refused_because_there_is_no_chat_template(tokenizer):
+    assert tokenizer.chat_template is None
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
