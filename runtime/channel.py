@@ -34,6 +34,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+NAME_OVERRIDE = "grpc.ssl_target_name_override"
+
 
 def open_channel(target: str, tls: PeerTls) -> grpc.aio.Channel:
     """A channel to another process, "host:port"; the caller closes it. Raises Refused for unreadable TLS files."""
@@ -42,7 +44,7 @@ def open_channel(target: str, tls: PeerTls) -> grpc.aio.Channel:
     if credentials is None:
         return grpc.aio.insecure_channel(target, options)
     if tls.peer_name is not None:
-        options.append(("grpc.ssl_target_name_override", tls.peer_name))
+        options.append((NAME_OVERRIDE, tls.peer_name))
     return grpc.aio.secure_channel(target, credentials, options)
 
 
@@ -53,7 +55,10 @@ class HasTime(Protocol):
 
 
 def remaining(context: HasTime) -> float | None:
-    """Seconds until the call's deadline, at least 0; None without one. As `timeout` it goes on to the next call."""
+    """Seconds until the call's deadline, at least 0; None without one. As `timeout` it goes on to the next call.
+
+    gRPC rounds a timeout up on the wire, by a few percent: what must be exact travels in the message.
+    """
     left = context.time_remaining()
     return None if left is None else max(0.0, left)
 

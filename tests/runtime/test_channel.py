@@ -1,0 +1,177 @@
+"""Connections inside a deployment: encrypted, kept alive through silence, and with deadlines that travel on."""
+
+import asyncio
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from runtime.channel import CHANNEL_OPTIONS, NAME_OVERRIDE, Deadline, open_channel, remaining
+from runtime.errors import DeadlineExceeded
+from runtime.layers import load
+from runtime.listening import ServerSettings, server_options
+from runtime.settings import InvalidSettings
+from runtime.tls import PeerTls
+from tests.runtime.scene import scene
+
+
+class Certificates:
+    """An authority, and a certificate for this machine that it signed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ca, ca_key = folder / "ca.pem", folder / "ca.key"
+        self.certificate, self.key = folder / "one.pem", folder / "one.key"
+        new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+        self._openssl("req", "-x509", *new, "-keyout", ca_key, "-out", self.ca, "-days", "2", "-subj", "/CN=ca")
+        names = folder / "names"
+        names.write_text("subjectAltName=DNS:worker.decant,IP:127.0.0.1")
+        request = folder / "one.csr"
+        self._openssl("req", *new, "-keyout", self.key, "-out", request, "-subj", "/CN=one")
+        signed = ("-CA", self.ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-extfile", names)
+        self._openssl("x509", "-req", "-in", request, *signed, "-out", self.certificate)
+
+    @staticmethod
+    def _openssl(*arguments: Any) -> None:
+        subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("others"))
+
+
+async def version(channel: grpc.aio.Channel) -> str:
+    async with channel:
+        info = await inference_pb2_grpc.InferenceServiceStub(channel).GetServerInfo(
+            pb.GetServerInfoRequest(), timeout=5
+        )
+        return str(info.version)
+
+
+async def refused(address: str, peer: PeerTls) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await version(open_channel(address, peer))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_tls_proves_the_server(certificates: Certificates, others: Certificates) -> None:
+    async with scene(tls_certificate=certificates.certificate, tls_key=certificates.key) as s:
+        assert await version(open_channel(s.server.address, PeerTls(peer_ca=certificates.ca))) == "1"
+        named = PeerTls(peer_ca=certificates.ca, peer_name="worker.decant")
+        assert await version(open_channel(s.server.address, named)) == "1"
+        await refused(s.server.address, PeerTls())
+        await refused(s.server.address, PeerTls(peer_ca=others.ca))
+        await refused(s.server.address, PeerTls(peer_ca=certificates.ca, peer_name="router.decant"))
+
+
+async def test_mutual_tls_proves_the_client_too(certificates: Certificates, others: Certificates) -> None:
+    ours = certificates
+    async with scene(tls_certificate=ours.certificate, tls_key=ours.key, tls_client_ca=ours.ca) as s:
+        whole = PeerTls(peer_ca=ours.ca, peer_certificate=ours.certificate, peer_key=ours.key)
+        assert await version(open_channel(s.server.address, whole)) == "1"
+        await refused(s.server.address, PeerTls(peer_ca=ours.ca))
+        strange = PeerTls(peer_ca=ours.ca, peer_certificate=others.certificate, peer_key=others.key)
+        await refused(s.server.address, strange)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tls-certificate=a"], "--tls-certificate: needs tls_key"),
+        (["--tls-key=a"], "--tls-key: needs tls_certificate"),
+        (["--tls-client-ca=a"], "--tls-client-ca: needs tls_certificate"),
+    ],
+)
+def test_half_of_tls_is_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(InvalidSettings, match=said):
+        load(ServerSettings, arguments, {})
+
+
+def test_half_of_a_peer_is_refused() -> None:
+    for arguments, said in (
+        (["--peer-key=a", "--peer-ca=b"], "--peer-key: needs peer_certificate"),
+        (["--peer-name=a"], "--peer-name: needs peer_ca"),
+    ):
+        with pytest.raises(InvalidSettings, match=said):
+            load(PeerTls, arguments, {})
+
+
+async def test_what_is_left_of_a_deadline_goes_on_to_the_next_call() -> None:
+    seen: list[float | None] = []
+
+    async def unary(request: Any, context: Any) -> Any:
+        seen.append(remaining(context))
+        if request.prompt:
+            await asyncio.sleep(0.4)
+            await s.inference.Generate(pb.GenerateRequest(), timeout=remaining(context))
+        return pb.GenerateResponse()
+
+    async with scene() as s:
+        s.script.unary = unary
+        await s.inference.Generate(pb.GenerateRequest(prompt="on"), timeout=2)
+        await s.inference.Generate(pb.GenerateRequest())
+    outer, inner, none = seen
+    assert outer is not None
+    assert inner is not None
+    assert none is None
+    assert 0 < inner < outer - 0.2
+
+
+def test_a_deadline_is_what_is_left_of_it() -> None:
+    assert Deadline().remaining() is None
+    assert not Deadline().is_over
+    assert Deadline.after(None) == Deadline()
+    left = Deadline.after(10).remaining_ms()
+    assert left is not None
+    assert 9_000 < left <= 10_000
+    over = Deadline.after(-1)
+    assert (over.remaining(), over.remaining_ms(), over.is_over) == (0.0, 0, True)
+    Deadline.after(10).check()
+    with pytest.raises(DeadlineExceeded):
+        over.check()
+
+
+def test_every_option_is_one_that_grpc_knows() -> None:
+    library = Path(cygrpc.__file__).read_bytes()
+    for name, _ in (*CHANNEL_OPTIONS, *server_options(ServerSettings()), (NAME_OVERRIDE, "")):
+        assert name.encode() in library, f"{name} would be passed over in silence"
+
+
+@pytest.mark.slow
+async def test_pings_during_a_long_silence_do_not_end_the_connection() -> None:
+    """A ping every 10 s, as eager clients are set; a server with gRPC's defaults sends them away."""
+    silence = 62.0
+
+    async def unary(request: Any, context: Any) -> Any:
+        await asyncio.sleep(silence)
+        return pb.GenerateResponse(request_id="answered")
+
+    class Plain(inference_pb2_grpc.InferenceServiceServicer):
+        async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return await unary(request, context)
+
+    pings = (*(o for o in CHANNEL_OPTIONS if o[0] != "grpc.keepalive_time_ms"), ("grpc.keepalive_time_ms", 10_000))
+    plain = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Plain(), plain)
+    port = plain.add_insecure_port("127.0.0.1:0")
+    await plain.start()
+    try:
+        async with scene(options=pings) as s, grpc.aio.insecure_channel(f"127.0.0.1:{port}", pings) as channel:
+            s.script.unary = unary
+            ours = s.inference.Generate(pb.GenerateRequest())
+            with pytest.raises(grpc.aio.AioRpcError, match="ping"):
+                await inference_pb2_grpc.InferenceServiceStub(channel).Generate(pb.GenerateRequest())
+            assert (await ours).request_id == "answered"
+    finally:
+        await plain.stop(None)

@@ -1,0 +1,126 @@
+"""One line per event that parses, says whose it is, and never says what users wrote."""
+
+import asyncio
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from io import StringIO
+from typing import Any
+
+import pytest
+import structlog
+
+from runtime import logs
+from runtime.logs import LogSettings
+
+
+@pytest.fixture
+def out() -> Iterator[StringIO]:
+    root, transformers = logging.getLogger(), logging.getLogger("transformers")
+    before = root.handlers[:], root.level, transformers.__class__, transformers.handlers[:]
+    stream = StringIO()
+    yield stream
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+    logging.captureWarnings(False)
+    root.handlers[:], transformers.__class__ = before[0], before[2]
+    transformers.handlers[:] = before[3]
+    root.setLevel(before[1])
+
+
+def lines(out: StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_a_line_is_json_with_time_level_event_and_service(out: StringIO) -> None:
+    logs.start("router", LogSettings(), stream=out)
+    logs.get("here").info("finished", tokens_out=3, seconds=0.5)
+    logs.get("here").debug("too quiet")
+    (line,) = lines(out)
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "event": "finished",
+        "level": "info",
+        "service": "router",
+        "module": "here",
+        "tokens_out": 3,
+        "seconds": 0.5,
+    }
+
+
+async def test_what_is_bound_stays_with_its_task(out: StringIO) -> None:
+    logs.start("router", LogSettings(), stream=out)
+    log = logs.get("here")
+
+    async def one(request_id: str) -> None:
+        with logs.bound(request_id=request_id, attempt=1):
+            for _ in range(5):
+                log.info("step", expected=request_id)
+                await asyncio.sleep(0)
+            with logs.bound(attempt=2):
+                await asyncio.create_task(inner(request_id))
+
+    async def inner(request_id: str) -> None:
+        log.info("inner", expected=request_id)
+
+    await asyncio.gather(*(one(f"r{number}") for number in range(20)))
+    log.info("outside")
+    *bound, outside = lines(out)
+    assert len(bound) == 120
+    assert all(line["request_id"] == line["expected"] for line in bound)
+    assert all(line["attempt"] == (2 if line["event"] == "inner" else 1) for line in bound)
+    assert "request_id" not in outside
+
+
+def test_the_standard_library_takes_the_same_way(out: StringIO) -> None:
+    logs.start("worker", LogSettings(), stream=out)
+    with logs.bound(request_id="r1"):
+        logging.getLogger("grpc._cython").warning("lost %s", "peer")
+    logging.getLogger("grpc").debug("quiet")
+    library = logging.getLogger("transformers")
+    library.addHandler(logging.StreamHandler(sys.stderr))
+    library.propagate = False
+    logging.getLogger("transformers.models").warning("old config")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("deprecated", stacklevel=1)
+    first, second, third = lines(out)
+    assert (first["event"], first["module"], first["level"]) == ("lost peer", "grpc._cython", "warning")
+    assert (first["service"], first["request_id"]) == ("worker", "r1")
+    assert second["event"] == "old config"
+    assert not library.handlers
+    assert "deprecated" in third["event"]
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_neither_prompts_nor_local_variables_are_logged(out: StringIO, log_format: Any) -> None:
+    logs.start("router", LogSettings(log_format=log_format), stream=out)
+    secret_prompt = "what " + "I " * 3 + "wrote"
+    try:
+        dict[str, str]()["key"]
+    except KeyError:
+        logs.get("here").exception("oops", prompt=secret_prompt, messages=[secret_prompt], token_ids=None)
+        logging.getLogger("other").exception("oops")
+    text = out.getvalue()
+    assert secret_prompt not in text
+    assert f"<{len(secret_prompt)}>" in text
+    assert text.count("KeyError: 'key'") == 2
+
+
+def test_a_terminal_gets_columns_and_a_level_is_a_level(out: StringIO) -> None:
+    logs.start("router", LogSettings(log_format="console", log_level="warning"), stream=out)
+    logs.get("here").info("quiet")
+    logs.get("here").warning("loud", request_id="r1")
+    (line,) = out.getvalue().splitlines()
+    assert "loud" in line
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(line)
+
+
+def test_what_json_does_not_know_is_still_a_line(out: StringIO) -> None:
+    logs.start("router", LogSettings(), stream=out)
+    logs.get("here").info("odd", value={1, 2}, text_of_bytes=b"\xff", surrogate="\ud800")
+    (line,) = lines(out)
+    assert line["value"] == "{1, 2}"

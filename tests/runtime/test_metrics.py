@@ -1,0 +1,53 @@
+"""A process counts in a registry of its own, under the names that dashboards expect."""
+
+from protos import worker_pb2
+from runtime.errors import Internal, QueueFull
+from runtime.metrics import EngineMetrics, PromptSource, Registry, RequestMetrics, ShellMetrics
+
+
+def names(registry: Registry) -> set[str]:
+    return {line.split()[2] for line in registry.text().decode().splitlines() if line.startswith("# TYPE")}
+
+
+def test_a_router_has_the_fields_names() -> None:
+    registry = Registry(process=False)
+    ShellMetrics(registry)
+    model = RequestMetrics(registry).of("m")
+    model.ttft.observe(0.07)
+    model.prompt[PromptSource.CACHED].inc(16)
+    text = registry.text().decode()
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
+        assert f"decant_{name}_seconds" in names(registry)
+    for phase in ("queue", "prefill", "decode"):
+        assert f"decant_request_{phase}_time_seconds" in names(registry)
+    assert 'decant_time_to_first_token_seconds_bucket{le="0.08",model="m"} 1.0' in text
+    assert 'decant_time_to_first_token_seconds_bucket{le="0.06",model="m"} 0.0' in text
+    assert 'decant_prompt_tokens_total{model="m",source="local_cache_hit"} 16.0' in text
+    assert {"decant_requests_running", "decant_requests_waiting", "decant_errors_total"} <= names(registry)
+
+
+def test_a_worker_has_the_fields_names_and_every_cause_from_the_start() -> None:
+    registry = Registry(process=False)
+    causes = [name.removeprefix("CAUSE_").lower() for name in worker_pb2.Cause.DESCRIPTOR.values_by_name]
+    engine = EngineMetrics(registry, causes)
+    engine.handoff_failures["corrupt"].inc()
+    engine.handoff_bytes.observe(70_000)
+    text = registry.text().decode()
+    assert 'decant_handoff_failures_total{cause="corrupt"} 1.0' in text
+    assert 'decant_handoff_failures_total{cause="peer_lost"} 0.0' in text
+    assert 'decant_handoff_bytes_bucket{le="262144.0"} 1.0' in text
+    assert {"decant_kv_cache_usage_ratio", "decant_preemptions_total", "decant_handoff_seconds"} <= names(registry)
+    assert "decant_generation_tokens_total" in names(registry)
+
+
+def test_two_processes_in_one_test_do_not_share() -> None:
+    one, other = Registry(process=False), Registry(process=False)
+    ShellMetrics(one).count_error(Internal())
+    ShellMetrics(other).count_error(QueueFull(1, retry_after=1))
+    assert 'reason="internal"' in one.text().decode()
+    assert 'reason="internal"' not in other.text().decode()
+    assert 'blame="capacity",code="RESOURCE_EXHAUSTED",reason="queue_full"' in other.text().decode()
+
+
+def test_a_process_tells_its_own_memory() -> None:
+    assert "process_resident_memory_bytes" in names(Registry())
