@@ -5,7 +5,8 @@
 
 The field ``queue_limit`` is the flag ``--queue-limit``, the variable ``DECANT_QUEUE_LIMIT`` and the file's
 ``queue_limit``; ``runtime.layers.load`` reads them. Fields are scalars, paths, literals, secrets, or tuples of text
-(commas between the entries of a flag or variable). A default is written here and nowhere else.
+(commas between the entries of a flag or variable). A default is written here and nowhere else. Validators of classes
+that are put together need different names: of two with one name, pydantic runs only one.
 """
 
 from __future__ import annotations

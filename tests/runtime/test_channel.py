@@ -98,13 +98,18 @@ def test_half_of_tls_is_refused(arguments: list[str], said: str) -> None:
         load(ServerSettings, arguments, {})
 
 
-def test_half_of_a_peer_is_refused() -> None:
+class Both(ServerSettings, PeerTls):
+    """As a worker's: it serves and it calls."""
+
+
+def test_half_of_a_peer_is_refused_also_beside_a_server() -> None:
     for arguments, said in (
+        (["--tls-key=a"], "--tls-key: needs tls_certificate"),
         (["--peer-key=a", "--peer-ca=b"], "--peer-key: needs peer_certificate"),
         (["--peer-name=a"], "--peer-name: needs peer_ca"),
     ):
         with pytest.raises(InvalidSettings, match=said):
-            load(PeerTls, arguments, {})
+            load(Both, arguments, {})
 
 
 async def test_what_is_left_of_a_deadline_goes_on_to_the_next_call() -> None:
