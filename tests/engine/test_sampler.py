@@ -238,6 +238,19 @@ def test_a_draw_depends_on_seed_output_index_and_position_and_on_nothing_else():
     assert all(sample(rows, logits.expand(200, -1), EOS) != first for rows in others)
 
 
+def test_a_position_counts_the_output_alone(monkeypatch):
+    """So a request that starts over elsewhere with its output so far goes on with the same numbers."""
+    asked: list[tuple[int, ...]] = []
+
+    def number(*where: int) -> float:
+        asked.append(where)
+        return 0.5
+
+    monkeypatch.setattr(engine.sampler, "uniform", number)
+    sample([row({}, seed=6, output_index=2), row({}, seed=7, output=())], logits_of(0, 2), EOS)
+    assert asked == [(6, 2, len(OUTPUT)), (7, 0, 0)]
+
+
 def test_numbers_are_uniform_and_independent_along_each_of_their_three_coordinates():
     for line in (
         [uniform(seed, 0, 0) for seed in range(5000)],

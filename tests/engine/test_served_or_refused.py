@@ -428,6 +428,11 @@ def _verdict(kind: str, folder: Path) -> str:
     return "served"
 
 
+def test_a_model_that_answers_with_all_rows_is_sampled_from_the_right_ones(tmp_path):
+    """Whisper's decoder swallows ``logits_to_keep``."""
+    assert _verdict("whisper", tmp_path) == "served"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_whatever_is_served_writes_what_generate_writes(
