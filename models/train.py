@@ -8,8 +8,8 @@ determined by the options, the interpreter's version, the machine's type and its
 
 For a larger model take ``--size large``, or change single sizes with ``--set``, for example
 ``--set layers=8 --set hidden_size=384 --set steps=3000``. Every value of ``models/recipe.py`` can be set.
-Sizes that matter: about 20 tokens per parameter are worth training on while they are new, the library has
-about 6 million in one pass, and after ten or so passes the held-out loss stops falling.
+A pass over the library and the definitions in it is about 6 million tokens. A larger model therefore sees the
+same text many times over; the card's held-out loss tells when more steps or more layers stop helping.
 """
 
 from __future__ import annotations
