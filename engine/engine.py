@@ -204,7 +204,7 @@ class Engine:
 
     def _commit(self, rows: Sequence[Row], result: StepResult, started: float, output: StepOutput) -> None:
         now = self._clock()
-        for index, row in enumerate(rows):
+        for index, (row, token) in enumerate(zip(rows, result.sampled, strict=True)):
             sequence = self._sequences[row.request.id]
             if sequence.timeline.scheduled is None:
                 sequence.timeline.scheduled = started
@@ -216,9 +216,9 @@ class Engine:
                 self._offer(sequence, filled, output)
             if index in result.prompt_logprobs:
                 self._explain(sequence, row.start + 1, result.prompt_logprobs[index], output)
-            token = result.sampled[index]
             if token is not None:
-                output.tokens.append(Token(sequence.id, sequence.num_output, token, result.logprobs.get(index)))
+                position = row.end - row.request.prompt_len
+                output.tokens.append(Token(row.request.id, position, token, result.logprobs.get(index)))
                 if self._append(sequence, token, now):
                     output.parked.append(sequence.id)
 
@@ -238,14 +238,15 @@ class Engine:
         timeline.tokens.append(now)
         if timeline.first_token is None:
             timeline.first_token = now
-        stop, written = sequence.request.stop, sequence.num_output
+        request, length = sequence.request, len(sequence.tokens)
+        stop, written = request.stop, length - request.prompt_len
         if token in stop.stop_token_ids or (token in self.device.eos_token_ids and not stop.ignore_eos):
             self._end(sequence, FinishReason.STOP, stop_token=token)
         elif stop.max_tokens is not None and written >= stop.max_tokens:
             self._end(sequence, FinishReason.LENGTH)
-        elif len(sequence.tokens) >= self.limits.window:
+        elif length >= self.limits.window:
             self._end(sequence, FinishReason.CONTEXT_LENGTH)
-        elif sequence.request.park_after == written:
+        elif request.park_after == written:
             self.park(sequence.id)
             return True
         return False

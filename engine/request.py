@@ -124,8 +124,20 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     park_after: int | None = None
+    prompt_len: int = field(init=False, repr=False, compare=False)
+    plain: bool = field(init=False, repr=False, compare=False)
+    """Every token is the likeliest of the model's own logits: nothing of the request ever changes them."""
 
     def __post_init__(self) -> None:
+        self._check()
+        # Facts that every step asks of every sequence are found once.
+        object.__setattr__(self, "prompt_len", self.prompt_tokens or len(self.token_ids))
+        sampling, stop = self.sampling, self.stop
+        changed = sampling.penalised or sampling.logit_bias
+        may_forbid = stop.min_tokens and (stop.stop_token_ids or not stop.ignore_eos)
+        object.__setattr__(self, "plain", sampling.greedy and not changed and not may_forbid)
+
+    def _check(self) -> None:
         if not self.id:
             raise InvalidRequest("id", "not empty", self.id)
         if not self.token_ids:
@@ -138,7 +150,3 @@ class Request:
                 _whole(name, value, 0, MAX_LOGPROBS)
         if self.park_after is not None:
             _whole("park_after", self.park_after, 1, 2**31 - 1)
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.token_ids) if self.prompt_tokens is None else self.prompt_tokens

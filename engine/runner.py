@@ -11,6 +11,7 @@ import torch
 from engine.attention import attending, calls_made
 from engine.attention.paged import PagedAttention, make_bands
 from engine.attention.views import View
+from engine.flat import Ints, band_order, flatten, spans
 from engine.kv_store import KvStore
 from engine.plan import Row, StepPlan, StepResult, TokenLogprobs
 from engine.sampler import sample, token_logprobs
@@ -32,11 +33,12 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """One pass of the model over all rows of the plan."""
-        order = sorted(range(len(plan.rows)), key=lambda index: _band_key(plan.rows[index]))
+        order = band_order(plan.rows)
         rows = [plan.rows[index] for index in order]
-        spans = _kept_spans(rows)
-        logits = self.logits(rows, torch.cat([torch.arange(*span) for span in spans]))
-        return _Reading(rows, order, spans, logits).result(self._eos)
+        kept = np.array([row.sample if row.request.prompt_logprobs is None else _kept(row) for row in rows], np.int64)
+        stops = np.cumsum([row.end - row.start for row in rows])
+        logits = self.logits(rows, torch.from_numpy(spans(stops, kept)))
+        return _Reading(rows, order, kept, logits).result(self._eos)
 
     def logits(self, rows: Sequence[Row], keep: torch.Tensor) -> torch.Tensor:
         """Logits [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV.
@@ -44,15 +46,17 @@ class ModelRunner:
         Rows must come in band order: single tokens first, longest context first.
         """
         block_size = self._store.layout.block_size
-        tokens, positions, places = (part.to(self._device) for part in _flatten(rows, block_size))
-        self._store.clear(places[positions % block_size == 0] // block_size)
-        bands = make_bands(rows, self._store)
-        attention = PagedAttention(self._store, self._views, bands, (places // block_size, places % block_size))
+        flat = flatten(rows, block_size, self._store.blank)
+        blocks, slots = (torch.from_numpy(part).to(self._device) for part in np.divmod(flat.places, block_size))
+        begun = flat.places[flat.positions % block_size == 0] // block_size
+        if len(begun):
+            self._store.clear(torch.from_numpy(begun).to(self._device))
+        attention = PagedAttention(self._store, self._views, make_bands(flat, self._store), (blocks, slots))
         nothing = keep.numel() == 0
         kept = (keep.new_zeros(1) if nothing else keep).to(self._device)
         inputs: dict[str, Any] = {
-            "input_ids": tokens[None],
-            "position_ids": positions[None],
+            "input_ids": torch.tensor([flat.tokens], device=self._device),
+            "position_ids": torch.from_numpy(flat.positions).to(self._device)[None],
             "use_cache": False,
             "logits_to_keep": kept,
         }
@@ -68,35 +72,37 @@ class ModelRunner:
 class _Reading:
     """The logits of a step, read row by row; results stand under the row's place in the plan."""
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        order: Sequence[int],
-        spans: Sequence[tuple[int, int]],
-        logits: torch.Tensor,
-    ) -> None:
+    def __init__(self, rows: Sequence[Row], order: Sequence[int], kept: Ints, logits: torch.Tensor) -> None:
         self._rows = rows
         self._order = order
-        self._ends = np.cumsum([stop - start for start, stop in spans]).tolist()
+        self._stops = np.cumsum(kept).tolist()
+        self._kept = kept.tolist()
         self._logits = logits
-        self._finite = torch.isfinite(logits.amax(-1)).tolist() if len(logits) else []
 
     def result(self, eos: frozenset[int]) -> StepResult:
-        failed: dict[int, str] = {}
-        prompts: dict[int, list[TokenLogprobs]] = {}
-        drawing: list[int] = []
-        start = 0
-        for index, (row, end) in enumerate(zip(self._rows, self._ends, strict=True)):
-            if not all(self._finite[start:end]):
-                failed[self._order[index]] = "the model's logits are not finite"
-            else:
-                if _explained(row):
-                    prompts[self._order[index]] = _prompt_logprobs(row, self._logits[start:end])
-                if row.sample:
-                    drawing.append(index)
-            start = end
+        failed = self._failed()
+        prompts = {
+            self._order[index]: _prompt_logprobs(row, self._logits[stop - kept : stop])
+            for index, (row, kept, stop) in enumerate(zip(self._rows, self._kept, self._stops, strict=True))
+            if row.request.prompt_logprobs is not None and _explained(row) and self._order[index] not in failed
+        }
+        drawing = [index for index, row in enumerate(self._rows) if row.sample]
+        if failed:
+            drawing = [index for index in drawing if self._order[index] not in failed]
         sampled, logprobs = self._draw(drawing, eos)
         return StepResult(sampled, logprobs, prompts, failed)
+
+    def _failed(self) -> dict[int, str]:
+        """Rows with logits that are no numbers."""
+        finite = torch.isfinite(self._logits.amax(-1)) if len(self._logits) else torch.ones(0, dtype=torch.bool)
+        if bool(finite.all()):
+            return {}
+        bad = [
+            index
+            for index, (kept, stop) in enumerate(zip(self._kept, self._stops, strict=True))
+            if not bool(finite[stop - kept : stop].all())
+        ]
+        return {self._order[index]: "the model's logits are not finite" for index in bad}
 
     def _draw(self, drawing: Sequence[int], eos: frozenset[int]) -> tuple[list[int | None], dict[int, TokenLogprobs]]:
         """Tokens of the rows ``drawing``, each from the last of its logits, and the log-probabilities asked for."""
@@ -104,7 +110,8 @@ class _Reading:
         if not drawing:
             return sampled, {}
         rows = [self._rows[index] for index in drawing]
-        scores = self._logits[[self._ends[index] - 1 for index in drawing]].float()
+        last = [self._stops[index] - 1 for index in drawing]
+        scores = (self._logits if len(last) == len(self._logits) else self._logits[last]).float()
         tokens = sample(rows, scores, eos)
         for index, token in zip(drawing, tokens, strict=True):
             sampled[self._order[index]] = token
@@ -116,43 +123,14 @@ class _Reading:
         return sampled, {self._order[drawing[at]]: entry for at, entry in zip(told, entries, strict=True)}
 
 
-def _band_key(row: Row) -> tuple[bool, int]:
-    """Single tokens first, longest context first."""
-    return (row.end - row.start > 1, -row.end)
-
-
 def _explained(row: Row) -> bool:
     """Whether every position of the row needs logits."""
     return row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1
 
 
-def _kept_spans(rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """For each row, the flattened positions whose logits are read; a span may be empty."""
-    spans, at = [], 0
-    for row in rows:
-        at += row.end - row.start
-        count = row.end - row.start if _explained(row) else int(row.sample)
-        spans.append((at - count, at))
-    return spans
-
-
-def _flatten(rows: Sequence[Row], block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, positions and places (block * block_size + slot) of all rows' tokens, [T] each."""
-    tokens: list[int] = []
-    counts = np.fromiter((row.end - row.start for row in rows), np.int64, len(rows))
-    starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
-    for row in rows:
-        tokens.extend(row.tokens[row.start : row.end])
-    before = np.repeat(np.cumsum(counts) - counts, counts)
-    positions = np.repeat(starts, counts) + np.arange(len(tokens)) - before
-    first = starts // block_size
-    tables = [
-        np.frombuffer(row.blocks, np.int32)[a : -(-row.end // block_size)] for row, a in zip(rows, first, strict=True)
-    ]
-    offsets = np.cumsum([0] + [len(table) for table in tables[:-1]])
-    index = np.repeat(offsets - first, counts) + positions // block_size
-    places = np.concatenate(tables).astype(np.int64)[index] * block_size + positions % block_size
-    return torch.tensor(tokens), torch.from_numpy(positions), torch.from_numpy(places)
+def _kept(row: Row) -> int:
+    """How many of the row's last positions need logits."""
+    return row.end - row.start if _explained(row) else row.sample
 
 
 def _prompt_logprobs(row: Row, logits: torch.Tensor) -> list[TokenLogprobs]:

@@ -75,13 +75,19 @@ class Scheduler:
         ``promised`` places among the running are kept for sequences that are on their way here.
         """
         self._grow_running()
-        budget = self.limits.token_budget
         rows: list[Row] = []
-        for decoding in (True, False):
-            for sequence in self.running:
-                if (sequence.remaining == 1) is decoding and budget:
-                    rows.append(_row(sequence, budget))
-                    budget -= rows[-1].end - rows[-1].start
+        prompts: list[Sequence] = []
+        for sequence in self.running:  # decodes always fit: never more run than the budget has tokens
+            tokens, computed = sequence.tokens, sequence.computed
+            if computed == len(tokens) - 1 and sequence.holding:
+                rows.append(Row(sequence.request, tokens, computed, computed + 1, sequence.holding.blocks, True))
+            else:
+                prompts.append(sequence)
+        budget = self.limits.token_budget - len(rows)
+        for sequence in prompts:
+            if budget:
+                rows.append(_row(sequence, budget))
+                budget -= rows[-1].end - rows[-1].start
         while budget and (admitted := self._admit_next(promised)):
             rows.append(_row(admitted, budget))
             budget -= rows[-1].end - rows[-1].start
@@ -89,11 +95,12 @@ class Scheduler:
 
     def commit(self, sequence: Sequence, end: int) -> range:
         """Count the tokens up to ``end`` as computed; publish and return the blocks that this filled."""
-        filled = range(sequence.computed // self.pool.block_size, end // self.pool.block_size)
+        size = self.pool.block_size
+        filled = range(sequence.computed // size, end // size)
         sequence.computed = end
         if filled and sequence.request.use_prefix_cache and sequence.holding:
             for index in filled:
-                digest = sequence.hash_at(index, self.pool.block_size)
+                digest = sequence.hash_at(index, size)
                 self.pool.publish(sequence.holding.blocks[index], digest)
         return filled
 

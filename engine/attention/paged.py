@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention import AttentionCall
 from engine.attention.views import View
+from engine.flat import FlatRows, Ints
 from engine.kv_store import KvStore
-from engine.plan import Row
 
 TILE = 128
 """Keys per product."""
@@ -46,18 +47,18 @@ _LOWEST = -1e30
 class Band:
     """Sequences with the same number of query positions, contexts longest first.
 
-    first_row   where their queries begin in the step's flattened row; they follow each other
     start       first query position of the first sequence
     positions   [B, P] query positions
     reach       for each tile of keys, how many of the sequences are long enough to see some of it
     table       [B, tiles * blocks per tile] block ids, padded with the store's blank block
+    first_row   where their queries begin in the step's flattened row; they follow each other
     """
 
-    first_row: int
     start: int
     positions: torch.Tensor
     reach: list[int]
     table: torch.Tensor
+    first_row: int = 0
     _hidden: dict[tuple[View, int, int, int], torch.Tensor | None] = field(default_factory=dict)
     _tiles: dict[View, range] = field(default_factory=dict)
 
@@ -83,35 +84,35 @@ class Band:
         return self._hidden[key]
 
 
-def make_bands(rows: Sequence[Row], store: KvStore) -> list[Band]:
-    """Bands of a step whose flattened row holds ``rows`` in order: single tokens first, longest context first."""
+def make_bands(flat: FlatRows, store: KvStore) -> list[Band]:
+    """The bands of a step: single tokens in one, then each prompt in pieces of PIECE positions."""
+    lengths = flat.ends - flat.starts
+    singles = int((lengths == 1).sum())
     bands = []
-    singles = sum(row.end - row.start == 1 for row in rows)
     if singles:
-        bands.append(_band(0, rows[:singles], store))
-    first_row = singles
-    for row in rows[singles:]:
-        for start in range(row.start, row.end, PIECE):
-            piece = row._replace(start=start, end=min(start + PIECE, row.end))
-            bands.append(_band(first_row, [piece], store))
-            first_row += piece.end - piece.start
+        bands.append(_band(flat.ends[:singles], 1, flat.table[:singles], store))
+    for index in range(singles, len(lengths)):
+        for start in range(int(flat.starts[index]), int(flat.ends[index]), PIECE):
+            end = min(start + PIECE, int(flat.ends[index]))
+            band = _band(np.array([end]), end - start, flat.table[index : index + 1], store)
+            bands.append(band)
+    first_row = 0
+    for band in bands:
+        band.first_row = first_row
+        first_row += band.positions.numel()
     return bands
 
 
-def _band(first_row: int, rows: Sequence[Row], store: KvStore) -> Band:
-    """Rows with equally many positions each, as one band."""
+def _band(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvStore) -> Band:
+    """Sequences that end at ``ends`` and have ``count`` query positions each."""
     block_size, device = store.layout.block_size, store.blocks.device
-    lengths = np.fromiter((row.end for row in rows), np.int64, len(rows))
-    count = rows[0].end - rows[0].start
-    positions = lengths[:, None] + np.arange(-count, 0)
-    tiles = -(-int(lengths[0]) // TILE)
-    table = np.full((len(rows), tiles * (TILE // block_size)), store.blank, np.int32)
-    for line, row in zip(table, rows, strict=True):
-        blocks = -(-row.end // block_size)
-        line[:blocks] = np.frombuffer(row.blocks, np.int32, blocks)
-    reach = (lengths[:, None] > np.arange(tiles) * TILE).sum(0).tolist()
-    start = int(lengths[0]) - count
-    return Band(first_row, start, torch.from_numpy(positions).to(device), reach, torch.from_numpy(table).to(device))
+    per_tile, tiles = TILE // block_size, -(-int(ends[0]) // TILE)
+    reach = (ends[:, None] > np.arange(tiles) * TILE).sum(0).tolist()
+    padded = np.full((len(ends), tiles * per_tile), store.blank, np.int32)
+    needed = -(-int(ends[0]) // block_size)
+    padded[:, :needed] = table[:, :needed]
+    positions = torch.from_numpy(ends[:, None] + np.arange(-count, 0)).to(device)
+    return Band(int(ends[0]) - count, positions, reach, torch.from_numpy(padded).to(device))
 
 
 class PagedAttention:
