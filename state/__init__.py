@@ -3,6 +3,8 @@
 keys.py          every key, its type and its lifetime
 store.py         `Store`, the way in: connects and holds the parts below
 client.py        deadlines, reconnecting, scripts; one error for a Redis that is away
+scripts.py       the Lua in lua/: what must happen as one
+names.py         requests, lives of processes, states
 requests.py      accept, write, read, adopt a request; `owned.py` is what its owner holds of it
 journal.py       output tokens as bytes
 directory.py     which workers and routers are there

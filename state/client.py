@@ -83,13 +83,12 @@ class Client:
                 if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
                     await self._load(commands)
                     replies = await self._send(commands)
-        except _REFUSED as error:
-            raise StoreFault(str(error)) from error
-        except _AWAY as error:
-            raise StoreUnavailable(str(error) or f"no answer within {deadline_s:g} s") from error
-        except exceptions.RedisError as error:
-            raise StoreFault(str(error)) from error
-        return [_checked(reply) for reply in replies]
+        except (exceptions.RedisError, OSError) as error:
+            raise _told(error, deadline_s) from error
+        for reply in replies:
+            if isinstance(reply, exceptions.RedisError):
+                raise _told(reply, deadline_s) from reply
+        return replies
 
     async def _send(self, commands: Sequence[Command]) -> list[Reply]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -103,9 +102,9 @@ class Client:
         await self._send([Command(("SCRIPT", "LOAD", text)) for text in texts])
 
 
-def _checked(reply: Reply) -> Reply:
-    if isinstance(reply, _AWAY):
-        raise StoreUnavailable(str(reply)) from reply
-    if isinstance(reply, exceptions.RedisError):
-        raise StoreFault(str(reply)) from reply
-    return reply
+def _told(error: Exception, deadline_s: float) -> StoreUnavailable | StoreFault:
+    """What an error of Redis, or of the way to it, means to our callers."""
+    refused = isinstance(error, _REFUSED) or isinstance(error.__cause__, _REFUSED)  # wrapped while connecting
+    if isinstance(error, _AWAY) and not refused:
+        return StoreUnavailable(str(error) or f"no answer within {deadline_s:g} s")
+    return StoreFault(str(error))

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from state import keys, scripts
 from state.client import Client
+from state.errors import NotYetKnown, UnknownRequest
 from state.keys import Lifetimes
+from state.names import RequestKey
 
 
 @dataclass(frozen=True)
@@ -30,3 +32,8 @@ class Era:
         id_, age_ms = await self._client.run(scripts.ERA.call([keys.ERA], secrets.token_hex(8)))
         age_s = max(0, age_ms) / 1000
         return EraNow(id_.decode(), age_s, max(0.0, self._refill_s - age_s))
+
+    async def unknown(self, key: RequestKey) -> UnknownRequest | NotYetKnown:
+        """The error for a request that Redis doesn't have. Raises StoreUnavailable."""
+        left_s = (await self.current()).refill_left_s
+        return NotYetKnown(key, left_s) if left_s > 0 else UnknownRequest(key)

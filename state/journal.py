@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from state import keys, scripts
 from state.client import Client
-from state.errors import UnknownRequest
+from state.era import Era
 from state.names import RequestKey
 
 ENTRY_BYTES = 4
@@ -60,18 +60,19 @@ class Part:
 class Journal:
     """Reads journals; they are written together with their request."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, era: Era) -> None:
         self._client = client
+        self._era = era
 
     async def read(self, key: RequestKey, first: int, most: int) -> Part:
         """Up to `most` entries from entry `first` on, counted from 0; none where the journal has no more.
 
-        Raises UnknownRequest, StoreUnavailable.
+        Raises UnknownRequest, NotYetKnown, StoreUnavailable.
         """
         if first < 0 or most < 1:
             raise ValueError(f"journal: first from 0, most from 1, got {first}, {most}")
         names = [keys.request(key), keys.journal(key)]
         reply = await self._client.run(scripts.JOURNAL_READ.call(names, first, most))
         if reply[0] == b"unknown":
-            raise UnknownRequest(key)
+            raise await self._era.unknown(key)
         return Part(unpack(reply[2]), reply[1])

@@ -21,7 +21,7 @@ from state import journal, keys, scripts
 from state.client import Client, Reply
 from state.directory import Routers
 from state.era import Era
-from state.errors import AlreadyExists, NotYetKnown, OwnerAlive, StateError, Superseded, UnknownRequest
+from state.errors import AlreadyExists, OwnerAlive, Superseded
 from state.keys import Lifetimes
 from state.names import Life, RequestKey
 from state.open import OpenRequests
@@ -84,7 +84,7 @@ class Requests:
         """The request, with its journal from entry `first` on. Raises UnknownRequest, NotYetKnown, StoreUnavailable."""
         reply = await self._client.run(scripts.REQUEST_READ.call(_names(key), first))
         if reply[0] == b"unknown":
-            raise await self._unknown(key)
+            raise await self._era.unknown(key)
         return _stored(key, reply[1])
 
     async def adopt(self, key: RequestKey, router: Life, epoch: int | None = None) -> StoredRequest:
@@ -100,7 +100,7 @@ class Requests:
             return await self._keep_entry_if_owned(_stored(key, reply[1]), router)
         await self._open.remove(router, [key])
         if reply[0] == b"unknown":
-            raise await self._unknown(key)
+            raise await self._era.unknown(key)
         raise _superseded(key, reply)
 
     async def adopt_orphan(self, key: RequestKey, router: Life) -> StoredRequest:
@@ -111,7 +111,7 @@ class Requests:
         epoch, owner = await self._client.ask("HMGET", keys.request(key), "epoch", "owner")
         if epoch is None:
             await self._open.remove(router, [key])
-            raise await self._unknown(key)
+            raise await self._era.unknown(key)
         life = Life.parse(owner.decode())
         if life != router and await self._routers.alive(life):
             await self._open.remove(router, [key])
@@ -159,10 +159,6 @@ class Requests:
             *(self._open_ms, self._ended_ms),
             *whole,
         )
-
-    async def _unknown(self, key: RequestKey) -> StateError:
-        left_s = (await self._era.current()).refill_left_s
-        return NotYetKnown(key, left_s) if left_s > 0 else UnknownRequest(key)
 
 
 def _names(key: RequestKey) -> list[str]:

@@ -21,7 +21,7 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 
 @dataclass(frozen=True)
 class StoreSettings:
-    url: str  # redis://host:port/db, rediss:// with TLS, or unix:///path
+    url: str = field(repr=False)  # redis://host:port/db, rediss:// with TLS, unix:///path; may hold a password
     deadline_s: float = 1.0  # of one call
     max_connections: int = 16
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
@@ -48,7 +48,7 @@ class Store:
         self.routers: Routers = Directory(client, "routers", RouterRegistration, lifetimes)
         self.era = Era(client, lifetimes)
         self.quotas = Quotas(client, lifetimes)
-        self.journal = Journal(client)
+        self.journal = Journal(client, self.era)
         self.open = OpenRequests(client, lifetimes)
         self.requests = Requests(client, self.routers, self.open, self.era, lifetimes)
 

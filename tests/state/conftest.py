@@ -1,0 +1,32 @@
+"""One real private Redis for all tests of state/, emptied before each."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis as sync_redis
+
+from state.private_redis import PrivateRedis
+from state.store import Store
+from tests.state.scenes import make_store
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[PrivateRedis]:
+    with PrivateRedis() as server:
+        yield server
+
+
+@pytest.fixture
+def bare(server: PrivateRedis) -> Iterator[sync_redis.Redis]:
+    """Redis itself, to look and to meddle."""
+    with sync_redis.Redis.from_url(server.url, protocol=2) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+async def store(server: PrivateRedis, bare: sync_redis.Redis) -> AsyncIterator[Store]:
+    async with make_store(server.url) as store:
+        yield store

@@ -1,0 +1,141 @@
+"""Registrations: renewed or gone, and only the present life of an id speaks for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import redis as sync_redis
+
+from protos.worker_pb2 import ROLE_PREFILL, Load
+from state import keys
+from state.errors import Replaced
+from state.names import Life
+from state.private_redis import PrivateRedis
+from state.store import Store
+from tests.state.scenes import make_store, pass_time, router, router_facts, worker_facts
+
+OLD, NEW = Life("worker", (1 << 64) - 1), Life("worker", 7)
+
+
+async def lives(store: Store) -> set[Life]:
+    return {present.life for present in (await store.workers.listing()).present}
+
+
+async def test_a_registration_reads_back_with_its_load(store: Store) -> None:
+    facts = worker_facts(OLD)
+    registered = await store.workers.register(facts, Load(free_blocks=3))
+    (present,) = (await store.workers.listing()).present
+    assert (present.facts, present.load, present.life) == (facts, Load(free_blocks=3), OLD)
+    await registered.renew(Load(free_blocks=2))
+    (present,) = (await store.workers.listing()).present
+    assert present.load == Load(free_blocks=2)
+
+
+async def test_workers_and_routers_are_apart(store: Store) -> None:
+    await store.workers.register(worker_facts(OLD))
+    await store.routers.register(router_facts(router()))
+    assert await lives(store) == {OLD}
+    assert [present.life for present in (await store.routers.listing()).present] == [router()]
+
+
+async def test_who_does_not_renew_is_gone(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    async with make_store(server.url, registration_s=60) as store:
+        await store.workers.register(worker_facts(OLD))
+        other = await store.workers.register(worker_facts(Life("other", 1)))
+        assert await lives(store) == {OLD, Life("other", 1)}
+        pass_time(bare, 40)
+        await other.renew()
+        pass_time(bare, 30)
+        assert not await store.workers.alive(OLD)
+        assert await lives(store) == {Life("other", 1)}
+        assert await store.workers.alive(Life("other", 1))
+        assert not bare.hexists(keys.peers("workers"), f"f:{OLD.id}"), "it left something behind"
+
+
+async def test_who_ran_out_comes_back_by_renewing(store: Store, bare: sync_redis.Redis) -> None:
+    registered = await store.workers.register(worker_facts(OLD))
+    for listed in (True, False):
+        pass_time(bare, 60)
+        if listed:
+            assert await lives(store) == set()
+        await registered.renew()
+        assert await lives(store) == {OLD}
+
+
+async def test_an_old_life_has_no_effect_on_the_new(store: Store) -> None:
+    old = await store.workers.register(worker_facts(OLD))
+    new = await store.workers.register(worker_facts(NEW))
+    with pytest.raises(Replaced):
+        await old.renew()
+    await old.remove()
+    assert await lives(store) == {NEW}
+    assert not await store.workers.alive(OLD)
+    await new.renew()
+    await new.remove()
+    assert await lives(store) == set()
+
+
+async def test_the_order_of_lives_outlasts_an_emptied_redis(store: Store, bare: sync_redis.Redis) -> None:
+    old = await store.workers.register(worker_facts(OLD))
+    new = await store.workers.register(worker_facts(NEW))
+    bare.flushall()
+    await old.renew()
+    await new.renew()
+    with pytest.raises(Replaced):
+        await old.renew()
+    assert await lives(store) == {NEW}
+
+
+async def test_registering_twice_keeps_the_order(store: Store) -> None:
+    first = await store.workers.register(worker_facts(OLD))
+    again = await store.workers.register(worker_facts(OLD))
+    await first.renew()
+    await again.renew()
+    assert await lives(store) == {OLD}
+
+
+async def test_a_change_wakes_who_waits(store: Store) -> None:
+    seen = await store.workers.listing()
+    waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))
+    await asyncio.sleep(0.05)
+    registered = await store.workers.register(worker_facts(OLD))
+    seen = await asyncio.wait_for(waiting, 10)
+    assert [present.life for present in seen.present] == [OLD]
+
+    waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))
+    registered.facts.role = ROLE_PREFILL
+    await registered.renew()
+    seen = await asyncio.wait_for(waiting, 10)
+    assert [present.facts.role for present in seen.present] == [ROLE_PREFILL]
+
+    waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))
+    await asyncio.sleep(0.05)
+    await registered.remove()
+    assert (await asyncio.wait_for(waiting, 10)).present == ()
+
+
+async def test_a_load_alone_wakes_nobody(store: Store) -> None:
+    registered = await store.workers.register(worker_facts(OLD))
+    seen = await store.workers.listing()
+    await registered.renew(Load(running=5))
+    assert (await store.workers.change(seen, timeout_s=0.1)).version == seen.version
+
+
+async def test_one_that_runs_out_wakes_who_waits(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    async with make_store(server.url, registration_s=1) as store:
+        await store.workers.register(worker_facts(OLD))
+        seen = await store.workers.listing()
+        assert seen.present
+        assert (await asyncio.wait_for(store.workers.change(seen, timeout_s=30), 10)).present == ()
+
+
+async def test_an_emptied_redis_wakes_who_waits_when_somebody_returns(store: Store, bare: sync_redis.Redis) -> None:
+    registered = await store.workers.register(worker_facts(OLD))
+    seen = await store.workers.listing()
+    waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))
+    await asyncio.sleep(0.05)
+    bare.flushall()
+    await registered.renew()
+    seen = await asyncio.wait_for(waiting, 10)
+    assert [present.life for present in seen.present] == [OLD]

@@ -1,0 +1,116 @@
+"""What holds for each operation: it may be repeated, it costs the same whatever came before, a cluster takes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import redis as sync_redis
+
+from state import scripts
+from state.client import Client
+from state.errors import StoreFault
+from state.private_redis import PrivateRedis
+from state.scripts import Command, Script
+from state.store import Store
+from tests.state.ports import free_port
+from tests.state.scenes import DECODING, NOW, everything, make_request, make_store, written
+from tests.state.walk import walk
+
+Patch = pytest.MonkeyPatch
+
+
+class Tape:
+    """What a client sends: one list of commands for each round trip."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.trips: list[Sequence[Command]] = []
+        original = Client._send
+
+        async def send(client: Client, commands: Sequence[Command]) -> list[Any]:
+            self.trips.append(commands)
+            return await original(client, commands)
+
+        patch.setattr(Client, "_send", send)
+
+    def take(self) -> list[Sequence[Command]]:
+        trips, self.trips = self.trips, []
+        return trips
+
+
+async def test_what_is_done_twice_is_done_once(store: Store, bare: sync_redis.Redis) -> None:
+    for step in await walk(store):
+        await step.run()
+        once = everything(bare)
+        await step.run()
+        assert everything(bare) == once, step.name
+
+
+async def test_trips_and_scripts_are_as_few_as_said(store: Store, monkeypatch: Patch) -> None:
+    for step in await walk(store):  # loads what Redis lacks
+        await step.run()
+    await store._client.ask("FLUSHALL")
+    tape = Tape(monkeypatch)
+    steps = await walk(store)
+    tape.take()
+    used = set[str]()
+    for step in steps:
+        await step.run()
+        trips = tape.take()
+        ran = [command.script.name for trip in trips for command in trip if command.script]
+        assert (len(trips), len(ran)) == (step.trips, step.scripts), step.name
+        used.update(ran)
+    assert used == {value.name for value in vars(scripts).values() if isinstance(value, Script)}
+
+
+def calls(bare: sync_redis.Redis) -> Counter[str]:
+    """Commands that Redis has run since the last look, those inside scripts included."""
+    stats: Any = bare.info("commandstats")
+    counted = Counter({name.removeprefix("cmdstat_"): value["calls"] for name, value in stats.items()})
+    bare.config_resetstat()
+    del counted["config|resetstat"], counted["config"], counted["info"]
+    return counted
+
+
+async def test_a_write_costs_the_same_late_in_a_request(store: Store, bare: sync_redis.Redis) -> None:
+    request = make_request()
+    await store.requests.accept(request)
+    request.move(DECODING, NOW)
+    await store.requests.write(request)
+    costs = []
+    for _ in range(20):
+        request.append(written(*range(100)))
+        calls(bare)
+        await store.requests.write(request)
+        costs.append(calls(bare))
+    assert costs[0]["evalsha"] == 1
+    assert all(cost == costs[0] for cost in costs)
+
+
+async def test_a_flush_of_many_is_one_trip(store: Store, monkeypatch: Patch) -> None:
+    held = [make_request(key=make_request().key._replace(id=str(n))) for n in range(50)]
+    for request in held:
+        await store.requests.accept(request)
+        request.append(written(1))
+    tape = Tape(monkeypatch)
+    await store.requests.flush(held)
+    (trip,) = tape.take()
+    assert len(trip) == 50
+
+
+async def test_a_cluster_takes_every_operation() -> None:
+    """A cluster of one node refuses a script whose keys lie in several slots."""
+    options = ("--cluster-enabled", "yes")
+    with PrivateRedis(port=free_port(), options=options) as server:
+        bare: Any = sync_redis.Redis.from_url(server.url, protocol=2)
+        bare.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+        async with make_store(server.url) as store:
+            while b"cluster_state:ok" not in await store._client.ask("CLUSTER", "INFO"):
+                pass
+            for step in await walk(store):
+                await step.run()
+            with pytest.raises(StoreFault, match="same slot"):
+                await store._client.run(scripts.REQUEST_READ.call(["decant:{a}:request", "decant:{b}:journal"], 0))
+        bare.close()

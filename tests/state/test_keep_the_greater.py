@@ -1,0 +1,27 @@
+"""Writes that are repeated, reordered and lost, of several owners: Redis keeps the greatest, journals stay whole."""
+
+from __future__ import annotations
+
+import pytest
+import redis as sync_redis
+
+from state.private_redis import PrivateRedis
+from tests.state.scenes import make_store
+from tests.state.world import Writers
+
+STEPS = 60
+
+
+async def lives(server: PrivateRedis, bare: sync_redis.Redis, count: int) -> None:
+    async with make_store(server.url, refill_s=0) as store:
+        for seed in range(count):
+            await Writers(store, bare, seed).play(STEPS)
+
+
+async def test_redis_keeps_the_greatest_of_what_owners_write(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    await lives(server, bare, 25)
+
+
+@pytest.mark.slow
+async def test_redis_keeps_the_greatest_in_many_lives(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    await lives(server, bare, 400)

@@ -1,0 +1,210 @@
+"""One deliberate fault for each invariant, and the test that finds it: the tests can fail."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import redis as sync_redis
+
+from state import keys, private_redis, scripts
+from state.client import Client
+from state.errors import StateError
+from state.names import RequestKey
+from state.private_redis import PrivateRedis
+from state.scripts import Script
+from state.store import Store
+from tests.state import (
+    test_directory,
+    test_era_and_quota,
+    test_every_operation,
+    test_keep_the_greater,
+    test_open,
+    test_outage,
+    test_private_redis,
+    test_requests,
+)
+
+Patch = pytest.MonkeyPatch
+FOUND = (AssertionError, StateError, pytest.fail.Exception)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Some text of a script, and what stands there instead."""
+
+    script: Script
+    text: str
+    instead: str
+    found_by: Callable[..., Any] = test_keep_the_greater.test_redis_keeps_the_greatest_of_what_owners_write
+
+    def __str__(self) -> str:
+        return f"{self.script.name}: {self.text}"
+
+    def commit(self, patch: Patch) -> None:
+        assert self.text in self.script.text, "the script has changed: name the fault anew"
+        broken = scripts.script(self.script.name, self.script.text.replace(self.text, self.instead))
+        patch.setattr(scripts, self.script.name.upper(), broken)
+
+
+FAULTS = [
+    Fault(scripts.REQUEST_WRITE, "epoch < old_epoch or", ""),
+    Fault(scripts.REQUEST_WRITE, "owner ~= old_owner or", ""),
+    Fault(scripts.REQUEST_WRITE, "or attempt < old_attempt", ""),
+    Fault(scripts.REQUEST_WRITE, "or epoch > old_epoch", ""),
+    Fault(scripts.REQUEST_WRITE, "if not whole then", "if false then"),
+    Fault(scripts.REQUEST_WRITE, "redis.call('DEL', KEYS[1], KEYS[2])", ""),
+    Fault(scripts.REQUEST_WRITE, "if length < base then", "if false then"),
+    Fault(scripts.REQUEST_WRITE, "(length - base) * ENTRY + 1", "1"),
+    Fault(scripts.REQUEST_WRITE, "attempt > old_attempt or", ""),
+    Fault(scripts.REQUEST_WRITE, "rank(state) > rank(old_state)", "state ~= old_state"),
+    Fault(scripts.REQUEST_WRITE, "and last >= length", ""),
+    Fault(scripts.REQUEST_WRITE, "or (state == old_state and last >= length)", ""),
+    Fault(scripts.REQUEST_ADOPT, "epoch + 1", "epoch"),
+    Fault(scripts.REQUEST_ADOPT, "tonumber(ARGV[3]) ~= epoch", "false"),
+    Fault(scripts.REQUEST_ADOPT, "state < FIRST_END and", ""),
+    Fault(scripts.REQUEST_WRITE, "if newer or", "if true or", test_requests.test_an_ended_request_is_kept_for_its_time),
+    Fault(
+        scripts.REQUEST_ACCEPT,
+        "keep(ARGV[5], KEYS[1])",
+        "",
+        test_requests.test_every_key_that_is_not_the_era_has_a_lifetime,
+    ),
+    Fault(
+        scripts.REQUEST_ACCEPT, "digest ~= ARGV[2]", "false", test_requests.test_an_id_with_another_payload_is_refused
+    ),
+    Fault(
+        scripts.REQUEST_ACCEPT,
+        "if digest then",
+        "if false then",
+        test_requests.test_the_same_id_and_payload_shows_what_is_there,
+    ),
+    Fault(
+        scripts.REQUEST_ADOPT,
+        "tonumber(ARGV[3]) ~= epoch",
+        "false",
+        test_requests.test_of_many_that_race_for_one_epoch_one_wins,
+    ),
+    Fault(
+        scripts.REQUEST_ADOPT,
+        "and owner ~= ARGV[1]",
+        "",
+        test_requests.test_an_adoption_that_is_asked_for_again_changes_nothing,
+    ),
+    Fault(
+        scripts.OPEN_ADD,
+        "redis.call('SADD', KEYS[2], ARGV[1])",
+        "",
+        test_open.test_a_dead_routers_requests_go_on_elsewhere,
+    ),
+    Fault(scripts.OPEN_TAKE, "return {'alive'}", "", test_open.test_a_living_router_keeps_its_requests),
+    Fault(scripts.OPEN_TAKE, "'SPOP'", "'SRANDMEMBER'", test_open.test_of_several_takers_each_request_goes_to_one),
+    Fault(
+        scripts.OPEN_TAKE,
+        "redis.call('SADD', KEYS[3], ARGV[4])",
+        "",
+        test_open.test_of_several_takers_each_request_goes_to_one,
+    ),
+    Fault(scripts.OPEN_TAKE, "== ARGV[2]", "", test_open.test_an_earlier_life_of_a_living_router_is_dead),
+    Fault(scripts.OPEN_ORPHANED, "~= incarnation", "== nil", test_open.test_an_earlier_life_of_a_living_router_is_dead),
+    Fault(scripts.DIRECTORY_RENEW, "return 0", "", test_directory.test_an_old_life_has_no_effect_on_the_new),
+    Fault(
+        scripts.DIRECTORY_RENEW,
+        "and tonumber(found[2]) >= since",
+        "",
+        test_directory.test_the_order_of_lives_outlasts_an_emptied_redis,
+    ),
+    Fault(scripts.DIRECTORY_RENEW, "or found[3] ~= ARGV[3]", "", test_directory.test_a_change_wakes_who_waits),
+    Fault(
+        scripts.DIRECTORY_REGISTER,
+        "math.max(now, (since or 0) + 1)",
+        "1",
+        test_directory.test_the_order_of_lives_outlasts_an_emptied_redis,
+    ),
+    Fault(scripts.DIRECTORY_REMOVE, "~= ARGV[2]", "== nil", test_directory.test_an_old_life_has_no_effect_on_the_new),
+    Fault(scripts.DIRECTORY_LIST, "'-inf', now)", "'-inf', 0)", test_directory.test_who_does_not_renew_is_gone),
+    Fault(
+        scripts.DIRECTORY_ALIVE, "> now_ms()", "", test_requests.test_an_orphan_is_adopted_only_when_its_owner_is_gone
+    ),
+    Fault(scripts.ERA, "'HSETNX'", "'HSET'", test_era_and_quota.test_an_era_is_begun_once_and_ends_with_the_data),
+    Fault(
+        scripts.QUOTA_ACQUIRE, "running >= most", "false", test_era_and_quota.test_no_more_than_the_limit_is_in_flight
+    ),
+    Fault(scripts.QUOTA_ACQUIRE, "'-inf', now_in_ms", "'-inf', 0", test_era_and_quota.test_a_dead_routers_bookings_end),
+    Fault(
+        scripts.QUOTA_ACQUIRE,
+        "if not redis.call('ZSCORE'",
+        "if true or redis.call('ZSCORE'",
+        test_era_and_quota.test_tokens_are_charged_once_and_settled_by_what_was_used,
+    ),
+    Fault(
+        scripts.QUOTA_ACQUIRE,
+        "used > 0 and",
+        "",
+        test_era_and_quota.test_a_request_larger_than_the_minute_waits_for_a_full_one_and_is_taken,
+    ),
+    Fault(
+        scripts.QUOTA_RELEASE,
+        "return 0",
+        "",
+        test_era_and_quota.test_tokens_are_charged_once_and_settled_by_what_was_used,
+    ),
+]
+
+
+async def finds(test: Callable[..., Any], **given: Any) -> None:
+    """The test, given what it asks for, fails."""
+    asked = {name: value for name, value in given.items() if name in inspect.signature(test).parameters}
+    with pytest.raises(FOUND):
+        await test(**asked)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+async def test_a_fault_is_found(
+    fault: Fault, store: Store, bare: sync_redis.Redis, server: PrivateRedis, monkeypatch: Patch
+) -> None:
+    fault.commit(monkeypatch)
+    await finds(fault.found_by, store=store, bare=bare, server=server)
+
+
+async def test_names_that_read_alike_are_found(
+    bare: sync_redis.Redis, server: PrivateRedis, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(RequestKey, "__str__", lambda key: f"{key.tenant}/{key.id}")
+    await finds(test_requests.test_another_tenants_id_is_unknown, bare=bare, server=server)
+
+
+async def test_keys_of_one_script_in_two_slots_are_found(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(keys, "journal", lambda key: f"decant:{{journal/{key}}}")
+    await finds(test_every_operation.test_a_cluster_takes_every_operation)
+
+
+async def test_scripts_that_are_not_loaded_again_are_found(
+    store: Store, bare: sync_redis.Redis, monkeypatch: Patch
+) -> None:
+    bare.script_flush()
+
+    async def load(client: Client, commands: object) -> None:
+        pass
+
+    monkeypatch.setattr(Client, "_load", load)
+    await finds(test_outage.test_lost_scripts_are_loaded_again, store=store, bare=bare)
+
+
+@pytest.mark.parametrize(
+    ("text", "found_by"),
+    [
+        ('rm -rf -- "$folder"', test_private_redis.test_one_that_is_silent_is_stopped_too),
+        ("exec 3<&0", test_private_redis.test_one_that_is_silent_is_stopped_too),
+    ],
+)
+def test_a_keeper_that_forgets_is_found(
+    text: str, found_by: Callable[..., Any], tmp_path: Any, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(private_redis, "_KEEPER", private_redis._KEEPER.replace(text, "", 1))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(FOUND):
+        found_by(tmp_path)

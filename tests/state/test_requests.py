@@ -1,0 +1,300 @@
+"""Accepting, writing, reading and adopting one request."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+import redis as sync_redis
+
+from protos.inference_pb2 import GenerateRequest
+from protos.state_pb2 import RequestRecord
+from state import keys
+from state.errors import AlreadyExists, NotYetKnown, OwnerAlive, Superseded, UnknownRequest
+from state.journal import Entry
+from state.keys import Lifetimes
+from state.names import RequestKey
+from state.owned import OwnedRequest
+from state.private_redis import PrivateRedis
+from state.store import Store
+from tests.state.scenes import (
+    CANCELLED,
+    DECODING,
+    FAILED,
+    HANDING_OFF,
+    KEY,
+    NOW,
+    PREFILLING,
+    QUEUED,
+    SUCCEEDED,
+    make_request,
+    make_store,
+    pass_time,
+    router,
+    router_facts,
+    written,
+)
+
+
+async def test_a_request_reads_back_as_it_was_written(store: Store) -> None:
+    request = make_request()
+    assert await store.requests.accept(request) is None
+    request.move(PREFILLING, NOW + timedelta(seconds=1))
+    request.append([Entry(0, 7), Entry(255, (1 << 24) - 1)])
+    request.record.usage.completion_tokens = 2
+    await store.requests.write(request)
+
+    found = await store.requests.read(KEY)
+    assert (found.epoch, found.attempt, found.state, found.owner) == (1, 1, PREFILLING, router())
+    assert found.payload == GenerateRequest(request_id=KEY.id, prompt="once")
+    assert found.record == request.record
+    assert [(t.state, t.time.ToSeconds() - int(NOW.timestamp())) for t in found.record.transitions] == [
+        (QUEUED, 0),
+        (PREFILLING, 1),
+    ]
+    assert found.entries == [Entry(0, 7), Entry(255, (1 << 24) - 1)]
+    assert (await store.requests.read(KEY, first=1)).entries == [Entry(255, (1 << 24) - 1)]
+
+
+async def test_the_same_id_and_payload_shows_what_is_there(store: Store) -> None:
+    first = make_request(tokens=[5])
+    await store.requests.accept(first)
+    await store.requests.write(first)
+
+    found = await store.requests.accept(make_request(owner=router(2)))
+    assert found
+    assert (found.owner, found.entries) == (router(1), written(5))
+    assert await store.open.of(router(1)) == {KEY}
+    assert await store.open.of(router(2)) == set(), "the request isn't its own"
+
+
+async def test_equal_payloads_are_equal_in_whatever_order_they_were_filled(store: Store) -> None:
+    for tokens in ([1, 2, 3], [3, 2, 1]):
+        payload = GenerateRequest()
+        for token in tokens:
+            payload.sampling.logit_bias[token] = 1.0
+        request = OwnedRequest.begin(KEY, router(), payload, RequestRecord(), NOW)
+        await store.requests.accept(request)
+
+
+async def test_an_id_with_another_payload_is_refused(store: Store) -> None:
+    await store.requests.accept(make_request())
+    with pytest.raises(AlreadyExists):
+        await store.requests.accept(make_request(owner=router(2), prompt="twice"))
+    assert await store.open.of(router(2)) == set()
+    assert (await store.requests.read(KEY)).payload.prompt == "once"
+
+
+async def test_another_tenants_id_is_unknown(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    async with make_store(server.url, refill_s=0) as store:
+        await store.requests.accept(make_request(RequestKey("a/b", "c")))
+        for other in (RequestKey("a", "b/c"), RequestKey("a", "c"), RequestKey("", "a/b/c"), RequestKey("a%2Fb", "c")):
+            with pytest.raises(UnknownRequest):
+                await store.requests.read(other)
+            with pytest.raises(UnknownRequest):
+                await store.requests.adopt(other, router(2))
+            with pytest.raises(UnknownRequest):
+                await store.journal.read(other, 0, 1)
+            assert await store.requests.accept(make_request(other, prompt="other")) is None
+
+
+@pytest.mark.parametrize("text", ["}{", "a}b", "", "é/%", "a b\n\0", "{}"])
+def test_no_name_breaks_the_hash_tag(text: str) -> None:
+    key = RequestKey(text, text)
+    assert RequestKey.parse(str(key)) == key
+    tag = str(key)
+    assert not set("{}") & set(tag)
+    assert keys.request(key).startswith(f"decant:{{{tag}}}:")
+    assert keys.journal(key).startswith(f"decant:{{{tag}}}:")
+
+
+async def test_the_journal_is_read_in_parts(store: Store) -> None:
+    request = make_request(tokens=range(10))
+    await store.requests.write(request)
+    part = await store.journal.read(KEY, 3, 4)
+    assert (part.entries, part.length) == (written(3, 4, 5, 6), 10)
+    assert (await store.journal.read(KEY, 8, 100)).entries == written(8, 9)
+    assert (await store.journal.read(KEY, 10, 1)).entries == []
+
+
+def test_only_states_that_follow_are_entered() -> None:
+    legal = {
+        QUEUED: {PREFILLING, DECODING, SUCCEEDED, FAILED, CANCELLED},
+        PREFILLING: {HANDING_OFF, SUCCEEDED, FAILED, CANCELLED},
+        HANDING_OFF: {DECODING, SUCCEEDED, FAILED, CANCELLED},
+        DECODING: {SUCCEEDED, FAILED, CANCELLED},
+        SUCCEEDED: set(),
+        FAILED: set(),
+        CANCELLED: set(),
+    }
+    for old, following in legal.items():
+        for new in legal:
+            request = make_request()
+            request.state = old
+            if new in following:
+                request.move(new, NOW)
+            else:
+                with pytest.raises(ValueError, match="doesn't follow"):
+                    request.move(new, NOW)
+        request = make_request()
+        request.state = old
+        if following:
+            request.start_over(NOW)
+            assert (request.state, request.attempt) == (QUEUED, 2)
+        else:
+            with pytest.raises(ValueError, match="doesn't follow"):
+                request.start_over(NOW)
+
+
+async def test_an_ended_request_is_kept_for_its_time(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    async with make_store(server.url, ended_s=50, open_s=100, refill_s=0) as store:
+        request = make_request(tokens=[1])
+        await store.requests.accept(request)
+        await store.requests.write(request)
+        assert (await store.requests.read(KEY)).expires_in_s > 50
+        late = store.requests._writing(request)
+        request.move(SUCCEEDED, NOW)
+        await store.requests.write(request)
+        await store.requests._client.run(late)
+        assert (await store.requests.read(KEY)).expires_in_s <= 50, "a late write doesn't prolong it"
+        assert await store.open.of(router()) == set()
+        pass_time(bare, 20)
+        await store.requests.write(request)
+        assert (await store.requests.read(KEY)).expires_in_s <= 30, "nor does the last write, said again"
+        pass_time(bare, 30)
+        with pytest.raises(UnknownRequest):
+            await store.requests.read(KEY)
+        assert not bare.exists(keys.journal(KEY))
+
+
+async def test_every_key_that_is_not_the_era_has_a_lifetime(store: Store, bare: sync_redis.Redis) -> None:
+    await store.requests.accept(make_request())
+    await store.requests.write(make_request(RequestKey("t", "whole"), tokens=[1]))
+    await store.routers.register(router_facts(router()))
+    await store.era.current()
+    lasting = {key for key in bare.keys("*") if bare.pttl(key) < 0}
+    assert lasting == {keys.ERA.encode()}
+
+
+# -- owners ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_newest_stream_owns_the_request_and_the_older_owner_is_told(store: Store) -> None:
+    old = make_request(tokens=[1, 2])
+    await store.requests.accept(old)
+    await store.requests.write(old)
+    found = await store.requests.adopt(KEY, router(2))
+    assert (found.epoch, found.owner, found.entries) == (2, router(2), written(1, 2))
+
+    old.append(written(99))
+    old.move(FAILED, NOW)
+    with pytest.raises(Superseded) as caught:
+        await store.requests.write(old)
+    assert (caught.value.epoch, caught.value.owner) == (2, router(2))
+    assert await store.open.of(router(1)) == set()
+    assert await store.open.of(router(2)) == {KEY}
+
+    new = OwnedRequest.adopted(found)
+    new.append(written(3))
+    await store.requests.write(new)
+    found = await store.requests.read(KEY)
+    assert (found.state, found.entries) == (QUEUED, written(1, 2, 3))
+
+
+async def test_of_many_that_race_for_one_epoch_one_wins(store: Store) -> None:
+    await store.requests.accept(make_request())
+    races = [store.requests.adopt(KEY, router(n), epoch=1) for n in range(2, 12)]
+    results = await asyncio.gather(*races, return_exceptions=True)
+    won = [result for result in results if not isinstance(result, BaseException)]
+    assert len(won) == 1
+    assert all(isinstance(result, Superseded) for result in results if result not in won)
+    holders = [n for n in range(1, 12) if await store.open.of(router(n)) and n != 1]
+    assert [router(n) for n in holders] == [won[0].owner]
+
+
+async def test_what_has_ended_is_shown_and_not_adopted(store: Store) -> None:
+    request = make_request(tokens=[1])
+    await store.requests.accept(request)
+    request.move(SUCCEEDED, NOW)
+    await store.requests.write(request)
+    found = await store.requests.adopt(KEY, router(2))
+    assert (found.epoch, found.owner, found.state) == (1, router(1), SUCCEEDED)
+    assert await store.open.of(router(2)) == set()
+    with pytest.raises(ValueError, match="unfinished"):
+        OwnedRequest.adopted(found)
+
+
+async def test_an_orphan_is_adopted_only_when_its_owner_is_gone(store: Store, bare: sync_redis.Redis) -> None:
+    await store.requests.accept(make_request())
+    await store.routers.register(router_facts(router(1)))
+    with pytest.raises(OwnerAlive):
+        await store.requests.adopt_orphan(KEY, router(2))
+    assert await store.open.of(router(2)) == set()
+    assert (await store.requests.read(KEY)).epoch == 1
+
+    pass_time(bare, Lifetimes().registration_s)
+    assert (await store.requests.adopt_orphan(KEY, router(2))).owner == router(2)
+
+
+async def test_an_adoption_that_is_asked_for_again_changes_nothing(store: Store) -> None:
+    await store.requests.accept(make_request())
+    for epoch in (1, 1, None):
+        found = await store.requests.adopt(KEY, router(2), epoch)
+        assert (found.epoch, found.owner) == (2, router(2))
+
+
+# -- an emptied Redis -----------------------------------------------------------------------------------------------
+
+
+async def test_nothing_that_owners_hold_is_lost_with_the_data(store: Store, bare: sync_redis.Redis) -> None:
+    held = [make_request(RequestKey("t", str(n)), tokens=range(n)) for n in range(6)]
+    for request in held:
+        await store.requests.accept(request)
+    await store.requests.flush(held)
+    bare.flushall()
+    for request in held:
+        request.append(written(77))
+    held[5].move(SUCCEEDED, NOW)
+    assert await store.requests.flush(held) == []
+
+    for n, request in enumerate(held):
+        found = await store.requests.read(request.key)
+        assert found.entries == written(*range(n), 77)
+        assert (found.payload.request_id, found.state) == (str(n), SUCCEEDED if n == 5 else QUEUED)
+        assert not request.unwritten
+    assert await store.open.of(router()) == {request.key for request in held[:5]}
+    assert await store.requests.accept(make_request(held[1].key)), "the id is still taken by its payload"
+
+
+async def test_a_journal_that_lost_its_end_is_mended(store: Store, bare: sync_redis.Redis) -> None:
+    request = make_request(tokens=range(10))
+    await store.requests.write(request)
+    bare.set(keys.journal(KEY), bare.getrange(keys.journal(KEY), 0, 11))
+    request.append(written(10))
+    await store.requests.write(request)
+    assert (await store.requests.read(KEY)).entries == written(*range(11))
+
+
+async def test_a_request_taken_while_redis_was_away_is_written_later(store: Store) -> None:
+    request = make_request(tokens=[1, 2])
+    assert request.unwritten
+    await store.requests.write(request)
+    assert (await store.requests.read(KEY)).entries == written(1, 2)
+    assert await store.open.of(router()) == {KEY}
+
+
+async def test_unknown_ids_are_not_yet_known_until_owners_had_their_time(store: Store, bare: sync_redis.Redis) -> None:
+    refill_s = Lifetimes().refill_s
+    with pytest.raises(NotYetKnown) as caught:
+        await store.requests.read(KEY)
+    assert 0 < caught.value.retry_after_s <= refill_s
+    pass_time(bare, refill_s)
+    with pytest.raises(UnknownRequest):
+        await store.requests.read(KEY)
+
+    bare.flushall()
+    asks = (store.requests.read(KEY), store.requests.adopt_orphan(KEY, router()), store.journal.read(KEY, 0, 1))
+    for ask in asks:
+        with pytest.raises(NotYetKnown):
+            await ask
