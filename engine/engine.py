@@ -204,21 +204,22 @@ class Engine:
 
     def _commit(self, rows: Sequence[Row], result: StepResult, started: float, output: StepOutput) -> None:
         now = self._clock()
+        sequences, commit, logprobs = self._sequences, self.scheduler.commit, result.logprobs
         for index, (row, token) in enumerate(zip(rows, result.sampled, strict=True)):
-            sequence = self._sequences[row.request.id]
+            request = row.request
+            sequence = sequences[request.id]
             if sequence.timeline.scheduled is None:
                 sequence.timeline.scheduled = started
             if index in result.failed:
                 self._end(sequence, FinishReason.FAILED, detail=result.failed[index])
                 continue
-            filled = self.scheduler.commit(sequence, row.end)
+            filled = commit(sequence, row.end)
             if filled:
                 self._offer(sequence, filled, output)
             if index in result.prompt_logprobs:
                 self._explain(sequence, row.start + 1, result.prompt_logprobs[index], output)
             if token is not None:
-                position = row.end - row.request.prompt_len
-                output.tokens.append(Token(row.request.id, position, token, result.logprobs.get(index)))
+                output.tokens.append(Token(request.id, row.end - request.prompt_len, token, logprobs.get(index)))
                 if self._append(sequence, token, now):
                     output.parked.append(sequence.id)
 

@@ -12,6 +12,9 @@ from engine.plan import Row
 
 Ints = npt.NDArray[np.int64]
 
+_BEHIND = 1 << 40
+"""Sorts a row behind all rows of a single token: more than any position."""
+
 
 @dataclass(slots=True)
 class FlatRows:
@@ -37,7 +40,7 @@ class FlatRows:
 
 def band_order(rows: Sequence[Row]) -> list[int]:
     """Indexes of ``rows``: single tokens first, longest context first."""
-    keys = [(row.end - row.start > 1, -row.end) for row in rows]
+    keys = [-row.end if row.end - row.start == 1 else _BEHIND - row.end for row in rows]
     return sorted(range(len(rows)), key=keys.__getitem__)
 
 
@@ -66,9 +69,10 @@ def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np
     held = np.fromiter([len(row.blocks) for row in rows], np.int64, len(rows))
     joined = np.frombuffer(b"".join([row.blocks for row in rows]), np.int32)
     columns = np.arange(int(held.max()))
-    table = np.empty((len(rows), len(columns)), np.int32)
+    table = np.full((len(rows), len(columns)), blank, np.int32)
     table[columns < held[:, None]] = joined
-    table[columns >= needed[:, None]] = blank
+    if (held > needed).any():
+        table[columns >= needed[:, None]] = blank
     return table[:, : int(needed.max())]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,9 +95,12 @@ class _Reading:
 
     def _failed(self) -> dict[int, str]:
         """Rows with logits that are no numbers."""
-        finite = torch.isfinite(self._logits.amax(-1)) if len(self._logits) else torch.ones(0, dtype=torch.bool)
-        if bool(finite.all()):
+        if not len(self._logits):
             return {}
+        highest = self._logits.amax(-1)
+        if math.isfinite(highest.sum(dtype=torch.float64).item()):
+            return {}
+        finite = torch.isfinite(highest)
         bad = [
             index
             for index, (kept, stop) in enumerate(zip(self._kept, self._stops, strict=True))

@@ -27,6 +27,9 @@ PROMPT_LOGPROB_CHUNK = 128
 """Most prompt tokens a step computes of a sequence whose every position needs logits (rows x vocabulary)."""
 
 
+_NONE = range(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one step and the whole engine may hold.
@@ -96,9 +99,12 @@ class Scheduler:
     def commit(self, sequence: Sequence, end: int) -> range:
         """Count the tokens up to ``end`` as computed; publish and return the blocks that this filled."""
         size = self.pool.block_size
-        filled = range(sequence.computed // size, end // size)
+        first, stop = sequence.computed // size, end // size
         sequence.computed = end
-        if filled and sequence.request.use_prefix_cache and sequence.holding:
+        if first == stop:
+            return _NONE
+        filled = range(first, stop)
+        if sequence.request.use_prefix_cache and sequence.holding:
             for index in filled:
                 digest = sequence.hash_at(index, size)
                 self.pool.publish(sequence.holding.blocks[index], digest)

@@ -151,7 +151,7 @@ class Giver:
             messages = list(pack(lease.ticket.run, self._shape, blocks))
             for message in messages:
                 self._giving[lease.sequence].sent += 1
-                await outgoing.put(wire.FetchResponse(kv_run=message))
+                await outgoing.put(message)
             sent += len(some)
         return sent
 

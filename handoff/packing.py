@@ -49,16 +49,15 @@ class FilledBlock:
     sum: int
 
 
-def message_sum(run: wire.Run, shape: Shape, message: wire.KvRun) -> int:
-    """Sum over whose bytes these are, where they belong, and the bytes."""
-    place = _PLACE.pack(shape.layout, run.attempt, message.first_position, message.offset)
+def message_sum(run: wire.Run, shape: Shape, place: tuple[int, int], data: bytes) -> int:
+    """Sum over whose bytes these are, where they belong (first position, offset), and the bytes."""
     digest = xxhash.xxh3_64(run.request.encode())
-    digest.update(place)
-    digest.update(message.data)
+    digest.update(_PLACE.pack(shape.layout, run.attempt, *place))
+    digest.update(data)
     return digest.intdigest()
 
 
-def pack(run: wire.Run, shape: Shape, blocks: list[FilledBlock]) -> Iterator[wire.KvRun]:
+def pack(run: wire.Run, shape: Shape, blocks: list[FilledBlock]) -> Iterator[wire.FetchResponse]:
     """Messages for blocks that follow each other."""
     if shape.block_bytes > MESSAGE_BYTES:
         for block in blocks:
@@ -66,32 +65,35 @@ def pack(run: wire.Run, shape: Shape, blocks: list[FilledBlock]) -> Iterator[wir
         return
     for at in range(0, len(blocks), shape.blocks_per_message):
         some = blocks[at : at + shape.blocks_per_message]
-        message = wire.KvRun(
-            first_position=some[0].index * shape.block_size,
-            data=b"".join(block.data for block in some),
-            block_sums=[block.sum for block in some],
-        )
-        message.sum = message_sum(run, shape, message)
-        yield message
+        place = (some[0].index * shape.block_size, 0)
+        yield _message(run, shape, place, b"".join([block.data for block in some]), [block.sum for block in some])
 
 
-def _pieces(run: wire.Run, shape: Shape, block: FilledBlock) -> Iterator[wire.KvRun]:
+def _pieces(run: wire.Run, shape: Shape, block: FilledBlock) -> Iterator[wire.FetchResponse]:
     data = memoryview(block.data)
     for offset in range(0, shape.block_bytes, MESSAGE_BYTES):
-        message = wire.KvRun(
-            first_position=block.index * shape.block_size,
-            offset=offset,
-            data=bytes(data[offset : offset + MESSAGE_BYTES]),
-            block_sums=[block.sum] if offset + MESSAGE_BYTES >= shape.block_bytes else [],
-        )
-        message.sum = message_sum(run, shape, message)
-        yield message
+        last = offset + MESSAGE_BYTES >= shape.block_bytes
+        place = (block.index * shape.block_size, offset)
+        piece = bytes(data[offset : offset + MESSAGE_BYTES])
+        yield _message(run, shape, place, piece, [block.sum] if last else [])
+
+
+def _message(run: wire.Run, shape: Shape, place: tuple[int, int], data: bytes, sums: list[int]) -> wire.FetchResponse:
+    """Filled in place: a message that is put into another is copied, and so is ``data`` whenever it is read off one."""
+    response = wire.FetchResponse()
+    message = response.kv_run
+    message.first_position, message.offset = place
+    message.data = data
+    message.block_sums.extend(sums)
+    message.sum = message_sum(run, shape, place, data)
+    return response
 
 
 class Unpacker:
     """Messages of one fetch back into blocks. Refuses what is corrupt, out of place or out of order."""
 
     def __init__(self, run: wire.Run, shape: Shape) -> None:
+        self.received = 0  # bytes of cache
         self._run = run
         self._shape = shape
         self._piece = bytearray()  # of a block that has not come whole
@@ -105,16 +107,18 @@ class Unpacker:
     def unpack(self, message: wire.KvRun) -> list[FilledBlock]:
         """The blocks that this message completes. Raises HandoffFailed (CORRUPT)."""
         index, rest = divmod(message.first_position, self._shape.block_size)
-        if message_sum(self._run, self._shape, message) != message.sum:
+        content = message.data
+        if message_sum(self._run, self._shape, (message.first_position, message.offset), content) != message.sum:
             raise _corrupt(f"the message at position {message.first_position} does not agree with its sum")
-        if rest or not message.data or len(message.data) > MESSAGE_BYTES:
-            raise _corrupt(f"a message of {len(message.data)} bytes at position {message.first_position}")
+        if rest or not content or len(content) > MESSAGE_BYTES:
+            raise _corrupt(f"a message of {len(content)} bytes at position {message.first_position}")
+        self.received += len(content)
         if self._shape.block_bytes > MESSAGE_BYTES:
             return self._piece_of(index, message)
         size, count = self._shape.block_bytes, len(message.block_sums)
-        if message.offset or not self.between_blocks or len(message.data) != count * size:
-            raise _corrupt(f"{len(message.data)} bytes are not {count} blocks of {size}")
-        data = memoryview(message.data)
+        if message.offset or not self.between_blocks or len(content) != count * size:
+            raise _corrupt(f"{len(content)} bytes are not {count} blocks of {size}")
+        data = memoryview(content)
         return [
             FilledBlock(index + at, data[at * size : (at + 1) * size], total)
             for at, total in enumerate(message.block_sums)

@@ -65,14 +65,15 @@ class Taker:
                 await source.release(release, RELEASE_SECONDS)
 
     async def _fetch(self, source: KvSource, ticket: wire.Ticket, arrival: Arrival) -> Taken:
-        fetch = _Fetch(ticket, arrival, Unpacker(ticket.run, self._shape))
+        unpacker = Unpacker(ticket.run, self._shape)
+        fetch = _Fetch(arrival, unpacker)
         opened = asyncio.get_running_loop().time()
         requests = fetch.requests(self._open(ticket, arrival), self._beat)
         try:
             async for response in heard(source.fetch(requests), f"giver {ticket.giver.id}"):
                 seal = fetch.hear(response)
                 if seal is not None:
-                    return await self._join(arrival, seal, fetch.received, opened)
+                    return await self._join(arrival, seal, unpacker.received, opened)
         except TransferRejected as error:
             raise HandoffFailed(wire.CAUSE_CORRUPT, str(error)) from error
         except EngineError as error:
@@ -103,9 +104,7 @@ class Taker:
 class _Fetch:
     """One fetch: what came, and what is to be acknowledged."""
 
-    def __init__(self, ticket: wire.Ticket, arrival: Arrival, unpacker: Unpacker) -> None:
-        self.received = 0
-        self._ticket = ticket
+    def __init__(self, arrival: Arrival, unpacker: Unpacker) -> None:
         self._arrival = arrival
         self._unpacker = unpacker
         self._messages = 0
@@ -130,7 +129,6 @@ class _Fetch:
             case "kv_run":
                 for block in self._unpacker.unpack(response.kv_run):
                     self._arrival.write(block.index, block.data, block.sum)
-                self.received += len(response.kv_run.data)
                 self._messages += 1
                 self._changed.set()
             case "seal":

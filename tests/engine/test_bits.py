@@ -5,13 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+import models
+from bench import shapes
 from engine.engine import Engine
+from engine.linears import PackedLinear
 from engine.model import ModelConfig, ModelDevice, load
 from engine.plan import Row
 from engine.request import Request, SamplingParams, StopParams
@@ -20,27 +23,14 @@ from engine.scheduler import Limits
 
 BLOCK = 16
 
-SHAPES = {
-    "small": LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-    ),
-    "qwen2.5-0.5b": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        rope_theta=1e6,
-    ),
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
 }
 
 
@@ -54,21 +44,19 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def checkpoint(shape: str, folder: Path) -> str:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("small")
     torch.manual_seed(0)
-    kind = LlamaForCausalLM if shape == "small" else Qwen2ForCausalLM
-    kind(SHAPES[shape]).to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), dtype=torch.bfloat16).save_pretrained(folder)
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return checkpoint("small", tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["small bfloat16", "small float32", "committed bfloat16", "committed float32"])
 def device(request: pytest.FixtureRequest, small: str) -> ModelDevice:
-    return load(ModelConfig(small, dtype=request.param, kv_bytes=8 << 20))
+    shape, dtype = request.param.split()
+    path = small if shape == "small" else str(models.path())
+    return load(ModelConfig(path, dtype=dtype, kv_bytes=8 << 20))
 
 
 def tokens(length: int, seed: int, vocabulary: int) -> list[int]:
@@ -180,7 +168,7 @@ class Tap(ModelRunner):
         self.__dict__.update(device.runner.__dict__)
         self.seen: dict[tuple[str, int], torch.Tensor] = {}
 
-    def logits(self, rows, keep):  # type: ignore[no-untyped-def]
+    def logits(self, rows, keep):
         logits = super().logits(rows, keep)
         flat = [(row.request.id, position) for row in rows for position in range(row.start, row.end)]
         for place, line in zip(keep.tolist(), logits, strict=True):
@@ -271,9 +259,7 @@ def hand_over(giver: Engine, taker: Engine, request: Request) -> None:
 def test_the_law_holds_at_the_shape_of_qwen_half_a_billion(
     tmp_path_factory: pytest.TempPathFactory, dtype: str
 ) -> None:
-    folder = tmp_path_factory.getbasetemp() / "qwen"
-    if not folder.exists():
-        checkpoint("qwen2.5-0.5b", folder)
+    folder = shapes.make("qwen2.5-0.5b", tmp_path_factory.getbasetemp() / "qwen")
     device = load(ModelConfig(str(folder), dtype=dtype, kv_bytes=64 << 20))
     lengths = [140, 1, 33, 64, 20, 7, 128, 50]
     bench = Bench(device, lengths)
@@ -286,3 +272,18 @@ def test_the_law_holds_at_the_shape_of_qwen_half_a_billion(
         assert torch.equal(bench.chunked(0, 48), apart[0])
         assert torch.equal(bench.chunked(2, 7), apart[2])
         assert torch.equal(bench.chunked(4, 1), apart[4])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(4864, 896), (896, 4864), (128, 896), (97, 64)])
+def test_a_packed_product_gives_a_row_the_same_bits_among_any_number_of_rows(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(*shape, generator=generator) / shape[1] ** 0.5).to(dtype)
+    rows = torch.randn(2048, shape[1], generator=generator).to(dtype)
+    layer = PackedLinear(weight, None)
+    whole = layer(rows)
+    for count in (1, 2, 3, 5, 8, 16, 17, 31, 64, 100, 129, 500, 1024):
+        first = (count * 7) % (2048 - count)
+        assert torch.equal(layer(rows[first : first + count]), whole[first : first + count]), count

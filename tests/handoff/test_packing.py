@@ -39,7 +39,7 @@ def unpacked(shape: Shape, messages: list[wire.KvRun], run: wire.Run = RUN) -> l
 def test_what_goes_in_comes_out_and_no_message_is_too_large(size: int, first: int, count: int) -> None:
     shape = Shape(16, size, layout=7)
     blocks = blocks_of(shape, first, count)
-    messages = list(pack(RUN, shape, blocks))
+    messages = [response.kv_run for response in pack(RUN, shape, blocks)]
     assert all(len(message.data) <= MESSAGE_BYTES for message in messages)
     assert len(messages) <= -(-size // MESSAGE_BYTES) * count
     found = unpacked(shape, messages)
@@ -51,7 +51,7 @@ def test_what_goes_in_comes_out_and_no_message_is_too_large(size: int, first: in
 def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> None:
     shape, run, reader = Shape(16, size, layout=7), wire.Run(), Shape(16, size, layout=8 if fault == "layout" else 7)
     run.CopyFrom(RUN)
-    messages = list(pack(RUN, shape, blocks_of(shape, 0, 2)))
+    messages = [response.kv_run for response in pack(RUN, shape, blocks_of(shape, 0, 2))]
     match fault:
         case "data":
             messages[0].data = messages[0].data[:-1] + b"?"
@@ -68,7 +68,7 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
 
 def test_pieces_of_a_large_block_must_come_in_order_and_whole() -> None:
     shape = Shape(16, 3 * MESSAGE_BYTES, layout=7)
-    messages = list(pack(RUN, shape, blocks_of(shape, 0, 2)))
+    messages = [response.kv_run for response in pack(RUN, shape, blocks_of(shape, 0, 2))]
     assert len(messages) == 6
     for order in ([1], [0, 2], [0, 1, 3], [0, 0]):
         with pytest.raises(HandoffFailed):
