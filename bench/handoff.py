@@ -23,8 +23,9 @@ import grpc
 from rich.console import Console
 from rich.progress import track
 
-from engine.engine import Engine, StepOutput
+from engine.engine import Engine
 from engine.loop import EngineLoop
+from engine.output import StepOutput
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, StopParams
 from engine.scheduler import Limits

@@ -12,8 +12,9 @@ from bench.child import Job, Tell
 from bench.machine import peak_rss
 from bench.metrics import Served, details, distribution, summarise
 from bench.workloads import Item
-from engine.engine import Engine, StepOutput
+from engine.engine import Engine
 from engine.model import ModelConfig, ModelDevice, load
+from engine.output import StepOutput
 from engine.request import FinishReason, Request, StopParams
 from engine.scheduler import Limits
 

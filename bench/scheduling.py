@@ -30,10 +30,10 @@ from rich.table import Table
 from bench import machine
 from bench.metrics import distribution
 from engine import runner as runner_module
-from engine.engine import Device, Engine
+from engine.engine import Engine
 from engine.kv_layout import KvLayout, LayerSpec
 from engine.kv_store import KvStore
-from engine.plan import StepPlan, StepResult
+from engine.plan import Device, StepPlan, StepResult
 from engine.request import Request, StopParams
 from engine.runner import ModelRunner
 from engine.scheduler import Limits
@@ -64,10 +64,10 @@ class NullDevice:
         return StepResult([7 if row.sample else None for row in plan.rows])
 
     def read(self, block: int) -> memoryview:
-        raise NotImplementedError
+        raise AssertionError("nothing is handed over here")
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        raise NotImplementedError
+        raise AssertionError("nothing is handed over here")
 
 
 class NullModel(torch.nn.Module):

@@ -11,105 +11,16 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 from engine.blocks import BlockPool
 from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
-from engine.plan import BlockBytes, Row, Runner, StepResult, TokenLogprobs
+from engine.output import Ended, Filled, Load, PromptLogprobs, StepOutput, Token
+from engine.plan import Device, Row, StepResult, TokenLogprobs
 from engine.policy import order_of
 from engine.request import FinishReason, Request
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence as EngineSequence
-from engine.sequence import Timeline
 from engine.transfer import Arrival, Checksum, Export, Seal, default_checksum, sum_block
-
-
-class Device(Runner, BlockBytes, Protocol):
-    """A model with its blocks: what an engine runs on. ``model.load`` and ``fake.FakeDevice`` make one."""
-
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def window(self) -> int:
-        """Longest sequence that the model serves, in tokens."""
-        ...
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
-    @property
-    def layout(self) -> str:
-        """Equal exactly when two devices can exchange blocks and promise the same bits."""
-        ...
-
-
-class Token(NamedTuple):
-    """A new token; ``position`` counts the sequence's output from 0."""
-
-    id: str
-    position: int
-    token: int
-    logprobs: TokenLogprobs | None
-
-
-class PromptLogprobs(NamedTuple):
-    """Of consecutive prompt tokens, the first at ``position`` (the prompt's first token has none)."""
-
-    id: str
-    position: int
-    entries: Sequence[TokenLogprobs]
-
-
-class Ended(NamedTuple):
-    """A sequence's last event. ``stop_token`` is set with STOP, ``detail`` with FAILED."""
-
-    id: str
-    reason: FinishReason
-    timeline: Timeline
-    stop_token: int | None = None
-    detail: str = ""
-
-
-class Filled(NamedTuple):
-    """A block of a sequence with an open export can be read: its ``block``-th, in the order of the tokens."""
-
-    id: str
-    block: int
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What one step gave, in the order in which it must be told: tokens, then ends."""
-
-    step: int
-    tokens: list[Token]
-    prompt_logprobs: list[PromptLogprobs]
-    filled: list[Filled]
-    parked: list[str]
-    ended: list[Ended]
-    num_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A snapshot of how busy an engine is; blocks add up to ``total_blocks``."""
-
-    running: int
-    waiting: int
-    parked: int
-    arriving: int
-    exports: int
-    waiting_tokens: int
-    free_blocks: int
-    cached_blocks: int
-    held_blocks: int
-    total_blocks: int
-    preemptions: int
-    steps: int
 
 
 class Engine:

@@ -19,8 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.engine import Engine, StepOutput
+from engine.engine import Engine
 from engine.errors import EngineStopped
+from engine.output import StepOutput
 
 T = TypeVar("T")
 

@@ -78,3 +78,25 @@ class BlockBytes(Protocol):
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
         """Replace a block's bytes; the caller holds it."""
         ...
+
+
+class Device(Runner, BlockBytes, Protocol):
+    """A model with its blocks: what an engine runs on. ``model.load`` and ``fake.FakeDevice`` make one."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def window(self) -> int:
+        """Longest sequence that the model serves, in tokens."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def layout(self) -> str:
+        """Equal exactly when two devices can exchange blocks and promise the same bits."""
+        ...

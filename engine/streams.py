@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from engine.engine import Ended, Engine, PromptLogprobs, StepOutput, Token
+from engine.engine import Engine
 from engine.errors import EngineStopped, InvalidRequest
 from engine.loop import EngineLoop
+from engine.output import Ended, PromptLogprobs, StepOutput, Token
 from engine.request import Request
 
 Event = Token | PromptLogprobs | Ended

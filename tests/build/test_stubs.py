@@ -94,7 +94,8 @@ def test_a_proto_that_does_not_compile_fails_the_install(python: Path, tree: Pat
 
     done = install(python, tree, editable=editable)
     assert done.returncode != 0
-    assert "protoc failed on protos/worker.proto" in done.stdout
+    assert "protoc failed on" in done.stdout
+    assert "protos/worker.proto:" in done.stdout  # where the fault is, whichever file imports it
 
 
 def test_stubs_of_a_removed_proto_are_not_shipped(python: Path, tree: Path, tmp_path: Path) -> None:

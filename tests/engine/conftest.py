@@ -9,7 +9,7 @@ from typing import Protocol
 
 import pytest
 
-from engine.engine import Device
+from engine.plan import Device
 from tests.engine.scenes import BLOCK, VOCABULARY, WINDOW, make_device
 
 

@@ -6,9 +6,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.engine import Device, Ended, Engine, StepOutput, Token
+from engine.engine import Engine
 from engine.fake import FakeDevice
-from engine.plan import Row, StepPlan, TokenLogprobs
+from engine.output import Ended, StepOutput, Token
+from engine.plan import Device, Row, StepPlan, TokenLogprobs
 from engine.request import FinishReason, Request, SamplingParams, StopParams
 from engine.scheduler import Limits
 from engine.sequence import Timeline

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.engine import Engine, Filled
+from engine.engine import Engine
 from engine.errors import InvalidRequest, NoRoom, TransferRejected, UnknownSequence
+from engine.output import Filled
 from engine.request import FinishReason, Request, SamplingParams, StopParams
 from engine.transfer import Arrival, Seal, default_checksum, sum_block, sum_seal
 from tests.engine.conftest import MakeDevice

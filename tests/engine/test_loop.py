@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.engine import Ended, Engine, StepOutput, Token
+from engine.engine import Engine
 from engine.errors import EngineStopped, InvalidRequest, UnknownSequence
 from engine.fake import FakeDevice
 from engine.loop import EngineLoop
+from engine.output import Ended, StepOutput, Token
 from engine.plan import StepPlan, StepResult
 from engine.request import FinishReason, Request
 from engine.streams import Streams

@@ -37,12 +37,13 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-names = "blocks draw engine errors fake kv_layout loop plan policy request scheduler sequence streams transfer"
+names = "blocks draw engine errors fake kv_layout loop output plan policy request scheduler sequence streams transfer"
 for name in names.split():
     importlib.import_module(f"engine.{name}")
 
 import asyncio
-from engine.engine import Engine, Token
+from engine.engine import Engine
+from engine.output import Token
 from engine.fake import FakeDevice
 from engine.request import Request, StopParams
 from engine.streams import Streams

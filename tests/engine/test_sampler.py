@@ -15,8 +15,9 @@ from scipy import stats
 
 import engine.sampler
 from engine.draw import uniform
-from engine.engine import Ended, Engine, PromptLogprobs, Token
+from engine.engine import Engine
 from engine.model import ModelConfig, ModelDevice, load
+from engine.output import Ended, PromptLogprobs, Token
 from engine.plan import Row
 from engine.request import FinishReason, Request, SamplingParams, StopParams
 from engine.sampler import sample, token_logprobs

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.engine import Engine, StepOutput
+from engine.engine import Engine
+from engine.output import StepOutput
 from engine.request import Request, StopParams
 
 VOCAB = 320

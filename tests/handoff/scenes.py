@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from dataclasses import replace
 
-from engine.engine import Ended, Engine, StepOutput, Token
+from engine.engine import Engine
 from engine.fake import FakeDevice
 from engine.loop import EngineLoop
+from engine.output import Ended, StepOutput, Token
 from engine.plan import StepPlan
 from engine.request import Request, SamplingParams, StopParams
 from engine.scheduler import Limits

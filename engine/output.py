@@ -1,0 +1,76 @@
+"""What an engine tells: tokens, ends, filled blocks, and how busy it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.plan import TokenLogprobs
+from engine.request import FinishReason
+from engine.sequence import Timeline
+
+
+class Token(NamedTuple):
+    """A new token; ``position`` counts the sequence's output from 0."""
+
+    id: str
+    position: int
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class PromptLogprobs(NamedTuple):
+    """Of consecutive prompt tokens, the first at ``position`` (the prompt's first token has none)."""
+
+    id: str
+    position: int
+    entries: Sequence[TokenLogprobs]
+
+
+class Ended(NamedTuple):
+    """A sequence's last event. ``stop_token`` is set with STOP, ``detail`` with FAILED."""
+
+    id: str
+    reason: FinishReason
+    timeline: Timeline
+    stop_token: int | None = None
+    detail: str = ""
+
+
+class Filled(NamedTuple):
+    """A block of a sequence with an open export can be read: its ``block``-th, in the order of the tokens."""
+
+    id: str
+    block: int
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step gave, in the order in which it must be told: tokens, then ends."""
+
+    step: int
+    tokens: list[Token]
+    prompt_logprobs: list[PromptLogprobs]
+    filled: list[Filled]
+    parked: list[str]
+    ended: list[Ended]
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A snapshot of how busy an engine is; blocks add up to ``total_blocks``."""
+
+    running: int
+    waiting: int
+    parked: int
+    arriving: int
+    exports: int
+    waiting_tokens: int
+    free_blocks: int
+    cached_blocks: int
+    held_blocks: int
+    total_blocks: int
+    preemptions: int
+    steps: int
