@@ -13,9 +13,10 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from engine.engine import Engine, StepOutput
+from engine.engine import Engine
 from engine.errors import EngineError, TransferRejected
 from engine.loop import EngineLoop
+from engine.output import StepOutput
 from engine.transfer import Export
 from engine.transfer import Seal as EngineSeal
 from handoff.beats import beating
