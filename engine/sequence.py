@@ -63,14 +63,17 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def hashes(self, block_size: int, upto: int) -> list[BlockHash]:
-        """Chained hashes of the full blocks among the first ``upto`` tokens; each is made once."""
-        chain = self._chain
-        for index in range(len(chain) - 1, upto // block_size):
-            chain.append(hash_block(chain[-1], self.tokens[index * block_size : (index + 1) * block_size]))
-        return chain[1 : upto // block_size + 1]
+        """Chained hashes of the full blocks among the first ``upto`` tokens."""
+        self._chain_to(upto // block_size, block_size)
+        return self._chain[1 : upto // block_size + 1]
 
     def hash_at(self, index: int, block_size: int) -> BlockHash:
         """Hash of full block ``index``."""
-        if index + 1 >= len(self._chain):
-            self.hashes(block_size, (index + 1) * block_size)
+        self._chain_to(index + 1, block_size)
         return self._chain[index + 1]
+
+    def _chain_to(self, blocks: int, size: int) -> None:
+        """Make what is missing of the first ``blocks`` hashes; each is made once."""
+        chain = self._chain
+        for index in range(len(chain) - 1, blocks):
+            chain.append(hash_block(chain[-1], self.tokens[index * size : (index + 1) * size]))

@@ -12,6 +12,8 @@ import pytest
 from bench import machine, workloads
 from bench.workloads import Item
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 KEYS = {

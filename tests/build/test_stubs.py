@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BUILD_INPUTS = ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md", "protos")
 STUBS = ("protos.inference_pb2", "protos.inference_pb2_grpc", "protos.worker_pb2", "protos.worker_pb2_grpc")

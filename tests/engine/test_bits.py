@@ -21,6 +21,8 @@ from engine.request import Request, SamplingParams, StopParams
 from engine.runner import ModelRunner
 from engine.scheduler import Limits
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 
 SMALL: dict[str, Any] = {

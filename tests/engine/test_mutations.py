@@ -25,6 +25,8 @@ from tests.engine.properties import told_as_alone
 from tests.engine.scenes import Cargo, Ear, alone, deliver, forged, make_engine, make_request, run, unload
 from tests.engine.world import play
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 SEEDS = range(60)
 

@@ -18,6 +18,8 @@ from engine.request import FinishReason, Request, StopParams
 from engine.scheduler import Limits
 from tests.engine import tiny
 
+pytestmark = pytest.mark.slow
+
 COUNT = 12
 """Tokens written for each prompt."""
 

@@ -24,6 +24,8 @@ from engine.sampler import sample, token_logprobs
 from engine.scheduler import Limits
 from tests.engine import tiny
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 48
 EOS = frozenset({3})
 PROMPT = (5, 7, 7, 11)

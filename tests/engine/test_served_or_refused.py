@@ -21,6 +21,8 @@ from engine.model import ModelConfig, ModelDevice, load
 from engine.scheduler import Limits
 from tests.engine import tiny
 
+pytestmark = pytest.mark.slow
+
 _DECODER = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}
 _HYBRID = {
     "mamba_d_ssm": 64,

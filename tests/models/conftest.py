@@ -18,7 +18,7 @@ def refuse(*_: object, **__: object) -> NoReturn:
     raise AssertionError("a test of the model opened a connection")
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -27,7 +27,7 @@ def no_network() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
     """Two threads gain nothing on a model this small, and lose much while other tests use the cores."""
     before = torch.get_num_threads()
@@ -36,19 +36,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model(no_network: None) -> PreTrainedModel:
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(models.path(), dtype=torch.float32)
     loaded.eval()
     return loaded
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tokenizer(no_network: None) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(models.path())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def figures() -> dict[str, Any]:
     """What the training run measured."""
     measured: dict[str, Any] = json.loads((models.path() / "figures.json").read_text())

@@ -10,6 +10,8 @@ import torch
 import models
 from models.card import SAMPLE_PROMPTS
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 0.02  # nats per token
 SMALLEST_MARGIN = 1e-3  # logits
 SAMPLED, LENGTH = 20, 150

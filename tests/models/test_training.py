@@ -16,6 +16,8 @@ from models import bpe, corpus, evaluate, loop, train
 from models.muon import orthogonalise
 from models.recipe import PRESETS, TRIAL
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MARKER = "held_out_marker"
 

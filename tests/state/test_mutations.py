@@ -28,6 +28,8 @@ from tests.state import (
     test_requests,
 )
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 FOUND = (AssertionError, StateError, pytest.fail.Exception)
 
