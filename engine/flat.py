@@ -12,15 +12,13 @@ from engine.plan import Row
 
 Ints = npt.NDArray[np.int64]
 
-_BEHIND = 1 << 40
-"""Sorts a row behind all rows of a single token: more than any position."""
-
 
 @dataclass(slots=True)
 class FlatRows:
     """T tokens of n rows.
 
-    rows       single tokens first, longest context first (the order in which attention takes them)
+    rows       single tokens first, longest context first (the order in which attention takes them), then the others
+    order [n]  which of the given rows each of them is
     starts, ends [n]  positions of each row
     stops [n]  where each row ends among the T
     tokens, positions [T]
@@ -29,6 +27,7 @@ class FlatRows:
     """
 
     rows: Sequence[Row]
+    order: Sequence[int]
     starts: Ints
     ends: Ints
     stops: Ints
@@ -38,30 +37,26 @@ class FlatRows:
     table: npt.NDArray[np.int32]
 
 
-def band_order(rows: Sequence[Row]) -> list[int]:
-    """Indexes of ``rows``: single tokens first, longest context first."""
-    keys = [-row.end if row.end - row.start == 1 else _BEHIND - row.end for row in rows]
-    return sorted(range(len(rows)), key=keys.__getitem__)
-
-
 def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
-    """Lay out rows that are in band order."""
+    """Put rows in order and lay them out."""
     count = len(rows)
     starts = np.fromiter([row.start for row in rows], np.int64, count)
     ends = np.fromiter([row.end for row in rows], np.int64, count)
+    single = ends - starts == 1
+    order = np.lexsort((np.where(single, -ends, 0), ~single))
+    rows = [rows[index] for index in order.tolist()]
+    starts, ends = starts[order], ends[order]
     lengths = ends - starts
     stops = np.cumsum(lengths)
-    tokens: list[int] = []
-    for row in rows:
-        if row.end - row.start == 1:
-            tokens.append(row.tokens[row.start])
-        else:
-            tokens.extend(row.tokens[row.start : row.end])
+    if single.all():
+        tokens = [row.tokens[row.start] for row in rows]
+    else:
+        tokens = [token for row in rows for token in row.tokens[row.start : row.end]]
     positions = np.repeat(ends - stops, lengths) + np.arange(len(tokens))
     table = block_table(rows, -(-ends // block_size), blank)
     blocks = table[np.repeat(np.arange(count), lengths), positions // block_size]
     places = blocks.astype(np.int64) * block_size + positions % block_size
-    return FlatRows(rows, starts, ends, stops, tokens, positions, places, table)
+    return FlatRows(rows, order.tolist(), starts, ends, stops, tokens, positions, places, table)
 
 
 def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np.int32]:

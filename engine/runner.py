@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from engine.attention import attending, calls_made
 from engine.attention.paged import PagedAttention, make_bands
 from engine.attention.views import View
-from engine.flat import Ints, band_order, flatten, spans
+from engine.flat import FlatRows, flatten, spans
 from engine.kv_store import KvStore
 from engine.plan import Row, StepPlan, StepResult, TokenLogprobs
 from engine.sampler import sample, token_logprobs
@@ -34,20 +35,22 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """One pass of the model over all rows of the plan."""
-        order = band_order(plan.rows)
-        rows = [plan.rows[index] for index in order]
-        kept = np.array([row.sample if row.request.prompt_logprobs is None else _kept(row) for row in rows], np.int64)
-        stops = np.cumsum([row.end - row.start for row in rows])
-        logits = self.logits(rows, torch.from_numpy(spans(stops, kept)))
-        return _Reading(rows, order, kept, logits).result(self._eos)
+        flat = self.flatten(plan.rows)
+        kept = [row.sample if row.request.prompt_logprobs is None else _kept(row) for row in flat.rows]
+        logits = self.forward(flat, torch.from_numpy(spans(flat.stops, np.array(kept, np.int64))))
+        return _Reading(flat, kept, logits).result(self._eos)
+
+    def flatten(self, rows: Sequence[Row]) -> FlatRows:
+        """Rows as this model's store lays them out."""
+        return flatten(rows, self._store.layout.block_size, self._store.blank)
 
     def logits(self, rows: Sequence[Row], keep: torch.Tensor) -> torch.Tensor:
-        """Logits [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV.
+        """``forward`` of rows that are in order already: single tokens first, longest context first."""
+        return self.forward(self.flatten(rows), keep)
 
-        Rows must come in band order: single tokens first, longest context first.
-        """
+    def forward(self, flat: FlatRows, keep: torch.Tensor) -> torch.Tensor:
+        """Logits [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
         block_size = self._store.layout.block_size
-        flat = flatten(rows, block_size, self._store.blank)
         blocks, slots = (torch.from_numpy(part).to(self._device) for part in np.divmod(flat.places, block_size))
         begun = flat.places[flat.positions % block_size == 0] // block_size
         if len(begun):
@@ -73,18 +76,18 @@ class ModelRunner:
 class _Reading:
     """The logits of a step, read row by row; results stand under the row's place in the plan."""
 
-    def __init__(self, rows: Sequence[Row], order: Sequence[int], kept: Ints, logits: torch.Tensor) -> None:
-        self._rows = rows
-        self._order = order
-        self._stops = np.cumsum(kept).tolist()
-        self._kept = kept.tolist()
+    def __init__(self, flat: FlatRows, kept: Sequence[int], logits: torch.Tensor) -> None:
+        self._rows = flat.rows
+        self._order = flat.order
+        self._stops = list(accumulate(kept))
+        self._kept = kept
         self._logits = logits
 
     def result(self, eos: frozenset[int]) -> StepResult:
         failed = self._failed()
         prompts = {
-            self._order[index]: _prompt_logprobs(row, self._logits[stop - kept : stop])
-            for index, (row, kept, stop) in enumerate(zip(self._rows, self._kept, self._stops, strict=True))
+            self._order[index]: _prompt_logprobs(row, self._logits[self._stops[index] - self._kept[index] :])
+            for index, row in enumerate(self._rows)
             if row.request.prompt_logprobs is not None and _explained(row) and self._order[index] not in failed
         }
         drawing = [index for index, row in enumerate(self._rows) if row.sample]

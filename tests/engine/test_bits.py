@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import models
 from bench import shapes
 from engine.engine import Engine
+from engine.flat import FlatRows
 from engine.linears import PackedLinear
 from engine.model import ModelConfig, ModelDevice, load
 from engine.plan import Row
@@ -170,12 +171,12 @@ class Tap(ModelRunner):
         self.__dict__.update(device.runner.__dict__)
         self.seen: dict[tuple[str, int], torch.Tensor] = {}
 
-    def logits(self, rows, keep):
-        logits = super().logits(rows, keep)
-        flat = [(row.request.id, position) for row in rows for position in range(row.start, row.end)]
+    def forward(self, flat: FlatRows, keep: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(flat, keep)
+        known_as = [(row.request.id, position) for row in flat.rows for position in range(row.start, row.end)]
         for place, line in zip(keep.tolist(), logits, strict=True):
-            known = self.seen.setdefault(flat[place], line.clone())
-            assert torch.equal(known, line), f"{flat[place]} has other bits the second time"
+            known = self.seen.setdefault(known_as[place], line.clone())
+            assert torch.equal(known, line), f"{known_as[place]} has other bits the second time"
         return logits
 
 
