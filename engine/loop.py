@@ -131,7 +131,8 @@ class EngineLoop:
         with self._condition:
             self._stopping = True
             self._condition.notify()
-        await asyncio.wait_for(asyncio.to_thread(self._thread.join), STOP_SECONDS)
+        async with asyncio.timeout(STOP_SECONDS):
+            await asyncio.to_thread(self._thread.join)
 
     # -- the engine's thread ------------------------------------------------------------------------------------
 
