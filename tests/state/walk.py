@@ -34,7 +34,7 @@ async def walk(store: Store) -> list[Step]:
     """Steps in an order in which they make sense; the scene they need is set here."""
     request, doomed = make_request(), make_request(RequestKey("tenant", "doomed"))
     later, other = make_request(RequestKey("t}{", "later")), RequestKey("t2", "other")
-    limits = Limits(in_flight=10, tokens_per_minute=1000)
+    limits = Limits(in_flight=10, tokens_per_minute=20)
     worker = await store.workers.register(worker_facts(Life("w", 3)))
     me = await store.routers.register(router_facts(router(1)))
 
