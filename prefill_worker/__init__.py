@@ -1,0 +1,1 @@
+"""What a prefill worker does differently: policy, budgets, and its process."""

@@ -1,0 +1,102 @@
+"""What a request is on its way through the router: asked for, valid, and written.
+
+    raw GenerateRequest --validation--> ValidRequest --dispatch--> Course <--answer-- the client's stream
+
+``dispatch`` writes a course, whoever answers the client reads it at his own pace. A course keeps token ids, never
+messages: a stream that nobody reads costs four bytes a token or so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from runtime.channel import Deadline
+from runtime.errors import ServiceError
+from state.names import RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """``ResponseOptions`` with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all."""
+
+    text: bool = True
+    token_ids: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A request that can be run as it stands.
+
+    ``work`` is complete but for age, what is left of the deadline, and what earlier attempts wrote: those are filled
+    in when an attempt starts. ``payload`` is what the client sent, with its id.
+    """
+
+    key: RequestKey
+    payload: pb.GenerateRequest
+    work: wire.Work
+    prompt_tokens: int
+    wanted: Wanted
+    deadline: Deadline
+    id_made_up: bool
+    accepted_at: float  # the event loop's clock
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that ended well: why it wrote its last token."""
+
+    reason: pb.FinishReason
+    eos_token_id: int | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class Path:
+    """The account of the attempt that is under way, for the receipt: who did what, and when by this router's clock.
+
+    Seconds; ``*_at`` on the event loop's clock. What never happened is None.
+    """
+
+    attempts: int = 1
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    taken_up_at: float | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    handoff_s: float | None = None
+    decode_wait_s: float | None = None
+    decode_began_at: float | None = None
+    handoff_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Course:
+    """One request being answered. One output; dispatch is the only writer."""
+
+    request: ValidRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[wire.TokenLogprobs] = field(default_factory=list)  # one per token, where asked for
+    cached_tokens: int = 0
+    resumable: bool = True
+    path: Path = field(default_factory=Path)
+    end: Ended | ServiceError | None = None
+    last_token_at: float | None = None  # the event loop's clock
+    _waiting: asyncio.Future[None] | None = None
+
+    def told(self) -> None:
+        """Something was written, or it ended: whoever waits looks again."""
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def beyond(self, count: int) -> None:
+        """Wait until more than ``count`` tokens are written, or the end is. One reader at a time."""
+        while len(self.tokens) <= count and self.end is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting

@@ -1,0 +1,29 @@
+"""Settings of a router's process."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from runtime.listening import ServerSettings
+from runtime.logs import LogSettings
+from runtime.tls import PeerTls
+
+
+class RouterSettings(LogSettings, ServerSettings, PeerTls):
+    """How a router runs."""
+
+    id: str | None = Field(
+        default=None, min_length=1, max_length=128, description="name among its peers; unset: made up"
+    )
+    redis_url: str = Field(default="redis://127.0.0.1:6379", description="where the state is")
+    advertise: str | None = Field(
+        default=None, description="host:port under which clients reach this router; unset: host and port"
+    )
+    models: tuple[str, ...] = Field(
+        min_length=1, description="folders or hub names, each perhaps as ID=SOURCE; the first is the default"
+    )
+    queue_limit: int = Field(default=1024, ge=1, description="requests that may wait for a worker")
+    max_active: int = Field(default=4096, ge=1, description="requests at work at once")
+    flush_ms: int = Field(default=50, ge=1, le=10_000, description="how often journals are written")
+    resume_grace_ms: int = Field(default=3_000, ge=0, description="how long a lost stream's request is kept")
+    attempts: int = Field(default=3, ge=1, le=100, description="tries at one request, the first included")

@@ -1,0 +1,121 @@
+"""The small files of a model: what a router needs of it, and by which a worker says that it serves the same.
+
+Everything but the weights: configuration, tokenizer, defaults of sampling. Routers and workers read them from the same
+source, a folder or a hub name, and compare ``tokenizer``, the hash over all that they must agree on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+PATTERNS = ("*.json", "*.jinja", "tokenizer*")
+"""What is fetched of a hub model: no weights."""
+
+_HASHED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class ModelUnreadable(Exception):
+    """A model whose files are not there, or are not what they should be. ``reason`` says which and why."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"{model}: {reason}")
+        self.model = model
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model as its small files describe it.
+
+    id                what clients call it: the hub name, or the folder's own name
+    revision          the hub commit, or a hash of a folder's small files
+    window            positions that it was made for, in tokens; None where its configuration names none
+    vocab_size        rows of its table, which may be more than its tokenizer has; None where it names none
+    default_sampling  what its generation_config says, as far as it says it; greedy unless it asks for sampling
+    tokenizer         64-bit hash of tokenizer and limits
+    """
+
+    id: str
+    folder: Path
+    revision: str
+    window: int | None
+    vocab_size: int | None
+    eos_token_ids: tuple[int, ...]
+    default_sampling: Mapping[str, float]
+    tokenizer: int
+
+
+def find(model: str, revision: str | None = None, *, id: str | None = None) -> ModelFiles:
+    """Reads the small files of a folder or hub name; a hub's are fetched first. Raises ModelUnreadable."""
+    folder = Path(model)
+    if folder.is_dir():
+        folder = folder.resolve()
+        return _read(id or folder.name, model, folder, None)
+    try:
+        fetched = Path(snapshot_download(model, revision=revision, allow_patterns=list(PATTERNS)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelUnreadable(model, f"no folder, and no hub name within reach ({reason})") from None
+    return _read(id or model, model, fetched, fetched.name)
+
+
+def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
+    config = _json(model, folder / "config.json")
+    if config is None:
+        raise ModelUnreadable(model, "it has no config.json")
+    text: Mapping[str, Any] = config.get("text_config") or config
+    generation = _json(model, folder / "generation_config.json") or {}
+    window, vocab_size = text.get("max_position_embeddings"), text.get("vocab_size")
+    eos = _ids(generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id"))))
+    digest = hashlib.blake2b(json.dumps([window, vocab_size, sorted(eos)]).encode(), digest_size=8)
+    for name in _HASHED:
+        file = folder / name
+        content = file.read_bytes() if file.is_file() else b""
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return ModelFiles(
+        id=id,
+        folder=folder,
+        revision=commit or digest.hexdigest(),
+        window=window,
+        vocab_size=vocab_size,
+        eos_token_ids=eos,
+        default_sampling=_default_sampling(generation),
+        tokenizer=int.from_bytes(digest.digest(), "little"),
+    )
+
+
+def _default_sampling(generation: Mapping[str, Any]) -> Mapping[str, float]:
+    """As transformers' ``generate`` would: greedy unless ``do_sample``."""
+    named = {name: generation.get(name) for name in _SAMPLING}
+    sampling = {name: _SAMPLING[name] if value is None else value for name, value in named.items()}
+    if not generation.get("do_sample"):
+        sampling["temperature"] = 0.0
+    return sampling
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _json(model: str, file: Path) -> Mapping[str, Any] | None:
+    """None where there is no such file. Raises ModelUnreadable."""
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelUnreadable(model, f"{file.name} can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelUnreadable(model, f"{file.name} is no JSON object")
+    return content

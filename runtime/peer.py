@@ -1,0 +1,32 @@
+"""One life of one process, as it names itself to others."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+
+from protos import worker_pb2 as wire
+
+PROTOCOL = 1
+"""Version of the rules of protos/worker.proto that this build speaks."""
+
+
+def new_peer(id: str) -> wire.Peer:
+    """A process's own name: ``id`` and an incarnation drawn now, so that a restarted one is another peer."""
+    return wire.Peer(id=id, incarnation=secrets.randbits(64) or 1, protocol=PROTOCOL)
+
+
+def default_id(role: str) -> str:
+    """``role``, this host and this process: what a process is called unless it is given a name."""
+    return f"{role}-{socket.gethostname()}-{os.getpid()}"
+
+
+def speaks(protocol: int) -> bool:
+    """Whether a peer of that version is understood: ours and the one before."""
+    return protocol in (PROTOCOL, PROTOCOL - 1) and protocol > 0
+
+
+def same_life(one: wire.Peer, other: wire.Peer) -> bool:
+    """Whether two messages name the same life of the same process."""
+    return one.id == other.id and one.incarnation == other.incarnation

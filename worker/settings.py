@@ -1,0 +1,36 @@
+"""Settings of a worker's process; a role changes defaults, never names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from runtime.listening import ServerSettings
+from runtime.logs import LogSettings
+from runtime.tls import PeerTls
+
+
+class WorkerSettings(LogSettings, ServerSettings, PeerTls):
+    """How a worker runs."""
+
+    id: str | None = Field(
+        default=None, min_length=1, max_length=128, description="name among its peers; unset: made up"
+    )
+    redis_url: str = Field(default="redis://127.0.0.1:6379", description="where the directory is")
+    advertise: str | None = Field(
+        default=None, description="host:port under which others reach this worker; unset: host and port"
+    )
+    model: str = Field(description="folder or hub name of the model")
+    model_id: str | None = Field(default=None, min_length=1, description="what clients call it; unset: its own name")
+    model_revision: str | None = Field(default=None, description="commit of a hub model")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(default="auto", description="of weights and cache")
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    window: int | None = Field(default=None, ge=2, description="longest sequence in tokens; unset: model's or memory's")
+    kv_bytes: int = Field(default=1 << 30, ge=1, description="memory for the KV cache")
+    block_size: int = Field(default=16, ge=1, le=128, description="tokens in a block, a power of two")
+    token_budget: int = Field(default=512, ge=1, description="tokens in a step")
+    max_running: int = Field(default=256, ge=1, description="sequences in a batch")
+    max_waiting: int = Field(default=1024, ge=1, description="runs that may wait for room or their turn")
+    threads: int = Field(default=1, ge=1, description="CPU threads of the engine")
+    lease_ms: int = Field(default=10_000, ge=100, description="how long a ticket keeps its blocks unless renewed")
