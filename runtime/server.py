@@ -1,11 +1,14 @@
 """A process that serves gRPC: everything that such a server owes, and its end.
 
 serving --- SIGTERM, SIGINT ---> draining -------------> stopping ---------------> ended
-   |                             health NOT_SERVING,     port closed,
+   |                             health NOT_SERVING,     watches end,            port closed
    |                             no new work,            calls in flight go on
    |                             `drain` runs            |
    |                             |------ drain_seconds in all -----| then what is left is cancelled
    '--- Readiness.failed, or a second signal, in any state: everything is cancelled
+
+The port stays open as long as a call is in flight: what comes too late is refused by name. A server of gRPC's that
+is being stopped answers late calls with CANCELLED, which reads like the caller's own doing.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from runtime.shutdown import Shutdown, first
 CLEANUP_SECONDS = 5.0
 """For calls that were cancelled at the end, to let go of what they hold."""
 FLUSH_SECONDS = 1.0
-"""For gRPC to send the last statuses."""
+"""For gRPC to send the last statuses; calls of others (reflection) may stay open for ever."""
 RETRY_ELSEWHERE_SECONDS = 0.1
 
 _HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -146,7 +149,8 @@ class Server:
                 if drain is not None:
                     await drain()
                 self.readiness.stopped()
-                await first(self._server.stop(seconds), self._flushed())
+                await self._interceptor.idle()
+                await first(self._server.stop(seconds), asyncio.sleep(FLUSH_SECONDS))
                 return True
         except TimeoutError:
             if not limit.expired():
@@ -183,11 +187,6 @@ class Server:
         while self.readiness.is_alive:
             state = await self.readiness.changed(state)
         return False
-
-    async def _flushed(self) -> None:
-        """All services' calls are over and their statuses sent; others (reflection) may stay open for ever."""
-        await self._interceptor.idle()
-        await asyncio.sleep(FLUSH_SECONDS)
 
     def _gate(self, method: str) -> None:
         if method in self._entrances and self.readiness.state not in (State.STARTING, State.READY):
