@@ -1,0 +1,188 @@
+"""The models that this router answers for: their words and limits. Never their weights.
+
+    ID=SOURCE or SOURCE --runtime.model_files--> files --here--> ServedModel, by its id
+
+Text becomes the tokens that transformers' tokenizers make of it. The file tokenizer.json says most of that; what
+tokenizer_config.json adds is special tokens that the file lacks, and whether a special token that is spelt out in a
+text stays text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from protos import inference_pb2 as pb
+from runtime.errors import NotFound
+from runtime.model_files import ModelFiles, ModelUnreadable, find
+
+ENCODED_AT_ONCE = 2048
+"""Characters of a text that is tokenized on the event loop; a longer one goes to a thread."""
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """One model. ``window`` is None where its configuration names none: then its workers say.
+
+    ``default_sampling`` has every field set but seed.
+    """
+
+    id: str
+    revision: str
+    window: int | None
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    default_sampling: pb.SamplingParams
+    has_chat_template: bool
+    tokenizer_hash: int
+    tokenizer: Tokenizer = field(repr=False)
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text; with ``special`` those that the model wants around a prompt."""
+        if len(text) <= ENCODED_AT_ONCE:
+            return self._encode(text, special)
+        return await asyncio.to_thread(self._encode, text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Ids that no token has are passed over."""
+        if len(ids) <= ENCODED_AT_ONCE:
+            return self._decode(ids, skip_special_tokens)
+        return await asyncio.to_thread(self._decode, ids, skip_special_tokens)
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+class Models:
+    """The served models. The first is the default."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        listed = list(models)
+        self.default = listed[0]
+        self.by_id: Mapping[str, ServedModel] = MappingProxyType({model.id: model for model in listed})
+        if len(self.by_id) < len(listed):
+            raise ValueError(f"models: each id once, got {', '.join(model.id for model in listed)}")
+
+    def find(self, name: str) -> ServedModel:
+        """The model of that id, the default for an empty one. Raises NotFound."""
+        if not name:
+            return self.default
+        try:
+            return self.by_id[name]
+        except KeyError:
+            raise NotFound("model", name) from None
+
+
+def load(sources: Iterable[str]) -> Models:
+    """Reads models, each SOURCE or ID=SOURCE; a hub's files are fetched. Raises ModelUnreadable, also for an id
+    that comes twice."""
+    models: dict[str, ServedModel] = {}
+    for source in sources:
+        id, place = _named(source)
+        model = served(find(place, id=id))
+        if model.id in models:
+            raise ModelUnreadable(source, f"another model is called {model.id} already; give it a name: NAME={place}")
+        models[model.id] = model
+    return Models(models.values())
+
+
+def _named(source: str) -> tuple[str | None, str]:
+    id, equals, place = source.partition("=")
+    if not equals or Path(source).is_dir():
+        return None, source
+    return id or None, place
+
+
+def served(files: ModelFiles) -> ServedModel:
+    """A model from its small files. Raises ModelUnreadable, by name for one without tokenizer.json."""
+    config = _config(files)
+    tokenizer = _tokenizer(files, config)
+    defaults = files.default_sampling
+    sampling = pb.SamplingParams(frequency_penalty=0.0, presence_penalty=0.0, n=1)
+    sampling.temperature, sampling.top_p = defaults["temperature"], defaults["top_p"]
+    sampling.min_p, sampling.repetition_penalty = defaults["min_p"], defaults["repetition_penalty"]
+    sampling.top_k = int(defaults["top_k"])
+    return ServedModel(
+        id=files.id,
+        revision=files.revision,
+        window=files.window,
+        vocab_size=files.vocab_size or tokenizer.get_vocab_size(),
+        eos_token_ids=frozenset(files.eos_token_ids),
+        default_sampling=sampling,
+        has_chat_template=bool(config.get("chat_template")) or (files.folder / "chat_template.jinja").is_file(),
+        tokenizer_hash=files.tokenizer,
+        tokenizer=tokenizer,
+    )
+
+
+def _config(files: ModelFiles) -> Mapping[str, Any]:
+    return _read(files, "tokenizer_config.json") if (files.folder / "tokenizer_config.json").is_file() else {}
+
+
+def _read(files: ModelFiles, name: str) -> Mapping[str, Any]:
+    try:
+        content = json.loads((files.folder / name).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelUnreadable(files.id, f"{name} can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelUnreadable(files.id, f"{name} is no JSON object")
+    return content
+
+
+def _tokenizer(files: ModelFiles, config: Mapping[str, Any]) -> Tokenizer:
+    path = files.folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelUnreadable(files.id, "it has no tokenizer.json: save it with a fast tokenizer of transformers")
+    tokenizer = _from_file(files.id, path)
+    # A file may carry what its last training used; a prompt is neither cut nor filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_tokens([token for token in _added(config) if token.content not in present])
+    return tokenizer
+
+
+def _from_file(model: str, path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        raise ModelUnreadable(model, f"tokenizer.json can't be read: {error}") from None
+
+
+def _added(config: Mapping[str, Any]) -> Iterator[AddedToken]:
+    """The tokens that a tokenizer_config.json adds to those of the file, in the order of transformers."""
+    listed: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
+    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        yield _token(token)
+    for name in _SPECIAL:
+        if config.get(name):
+            yield _token(config[name])
+    for name in _MORE_SPECIAL:
+        more = config.get(name) or ()
+        for token in more.values() if isinstance(more, dict) else more:
+            yield _token(token)
+
+
+def _token(described: str | Mapping[str, Any]) -> AddedToken:
+    if isinstance(described, str):
+        return AddedToken(described, special=True, normalized=False)
+    flags = {
+        name: bool(described[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in described
+    }
+    return AddedToken(described["content"], special=bool(described.get("special", True)), **flags)
