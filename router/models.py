@@ -20,6 +20,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from protos import inference_pb2 as pb
+from router.text import UnsupportedDecoder, Words, words_of
 from runtime.errors import NotFound
 from runtime.model_files import ModelFiles, ModelUnreadable, find
 
@@ -46,6 +47,11 @@ class ServedModel:
     has_chat_template: bool
     tokenizer_hash: int
     tokenizer: Tokenizer = field(repr=False)
+    words: Words = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises UnsupportedDecoder."""
+        object.__setattr__(self, "words", words_of(self.tokenizer))
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; with ``special`` those that the model wants around a prompt."""
@@ -109,7 +115,7 @@ def _named(source: str) -> tuple[str | None, str]:
 
 
 def served(files: ModelFiles) -> ServedModel:
-    """A model from its small files. Raises ModelUnreadable, by name for one without tokenizer.json."""
+    """A model from its small files. Raises ModelUnreadable, by name for one without a tokenizer that can be used."""
     config = _config(files)
     tokenizer = _tokenizer(files, config)
     defaults = files.default_sampling
@@ -117,17 +123,20 @@ def served(files: ModelFiles) -> ServedModel:
     sampling.temperature, sampling.top_p = defaults["temperature"], defaults["top_p"]
     sampling.min_p, sampling.repetition_penalty = defaults["min_p"], defaults["repetition_penalty"]
     sampling.top_k = int(defaults["top_k"])
-    return ServedModel(
-        id=files.id,
-        revision=files.revision,
-        window=files.window,
-        vocab_size=files.vocab_size or tokenizer.get_vocab_size(),
-        eos_token_ids=frozenset(files.eos_token_ids),
-        default_sampling=sampling,
-        has_chat_template=bool(config.get("chat_template")) or (files.folder / "chat_template.jinja").is_file(),
-        tokenizer_hash=files.tokenizer,
-        tokenizer=tokenizer,
-    )
+    try:
+        return ServedModel(
+            id=files.id,
+            revision=files.revision,
+            window=files.window,
+            vocab_size=files.vocab_size or tokenizer.get_vocab_size(),
+            eos_token_ids=frozenset(files.eos_token_ids),
+            default_sampling=sampling,
+            has_chat_template=bool(config.get("chat_template")) or (files.folder / "chat_template.jinja").is_file(),
+            tokenizer_hash=files.tokenizer,
+            tokenizer=tokenizer,
+        )
+    except UnsupportedDecoder as error:
+        raise ModelUnreadable(files.id, f"tokenizer.json: {error}") from None
 
 
 def _config(files: ModelFiles) -> Mapping[str, Any]:
