@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from engine.blocks import BlockPool
 from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
-from engine.output import Ended, Filled, Load, PromptLogprobs, StepOutput, Token
+from engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, Token
 from engine.plan import Device, Row, StepResult, TokenLogprobs
 from engine.policy import order_of
 from engine.request import FinishReason, Request
@@ -45,6 +45,7 @@ class Engine:
         self.pool = BlockPool(device.num_blocks, device.block_size)
         self.scheduler = Scheduler(self.pool, limits)
         self.steps = 0
+        self.planned = 0  # tokens of the step under way, or of the last one
         self._clock = clock
         self._checksum = checksum
         self._arrivals_seen = 0
@@ -103,6 +104,7 @@ class Engine:
         output = StepOutput(self.steps, [], [], [], [], self._ended)
         self._ended = []
         plan = self.scheduler.schedule(promised=len(self._arriving))
+        self.planned = plan.num_tokens
         if plan.rows:
             started = self._clock()
             result = self.device.run(plan)
@@ -121,6 +123,7 @@ class Engine:
             sequence = sequences[request.id]
             if sequence.timeline.scheduled is None:
                 sequence.timeline.scheduled = started
+                output.begun.append(Begun(request.id, row.start, len(row.tokens), sequence.timeline))
             if index in result.failed:
                 self._end(sequence, FinishReason.FAILED, detail=result.failed[index])
                 continue

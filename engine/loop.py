@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from engine.engine import Engine
 from engine.errors import EngineStopped
 from engine.output import StepOutput
+from engine.pace import Pace
 
 T = TypeVar("T")
 
@@ -76,6 +77,7 @@ class EngineLoop:
         self._stopping = False
         self._stopped: EngineStopped | None = None
         self._step_began: float | None = None
+        self._pace = Pace()
         self._stalled = False  # the last step found nothing that it could do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -94,6 +96,11 @@ class EngineLoop:
         """Seconds since the running step began; 0 between steps. Read from any thread."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def longest_step(self) -> float:
+        """Seconds of the longest step so far of the running step's size. Read from any thread."""
+        return self._pace.longest(self._engine.planned)
 
     async def call(self, command: Callable[[Engine], T], undo: Callable[[Engine, T], object] | None = None) -> T:
         """Run ``command`` on the engine's thread between two steps; its result or exception is the answer.
@@ -143,9 +150,11 @@ class EngineLoop:
                 batch = self._take()
                 for call in batch:
                     call.run(self._engine)
-                self._step_began = time.monotonic()
+                self._step_began = began = time.monotonic()
                 output = self._engine.step()
                 self._step_began = None
+                if output.num_tokens:
+                    self._pace.note(output.num_tokens, time.monotonic() - began)
                 self._stalled = not (output.num_tokens or output.ended)
                 self._deliver(batch, output)
                 batch = []

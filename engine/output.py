@@ -1,9 +1,9 @@
-"""What an engine tells: tokens, ends, filled blocks, and how busy it is."""
+"""What an engine tells: who began, tokens, ends, filled blocks, and how busy it is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.plan import TokenLogprobs
@@ -38,6 +38,19 @@ class Ended(NamedTuple):
     detail: str = ""
 
 
+class Begun(NamedTuple):
+    """A sequence's first event: a step computed something of it for the first time here.
+
+    ``cached`` of its ``tokens`` tokens were computed already: a prefix hit, or what came with an arrival.
+    ``timeline`` goes on being filled in; what has been told is in it.
+    """
+
+    id: str
+    cached: int
+    tokens: int
+    timeline: Timeline
+
+
 class Filled(NamedTuple):
     """A block of a sequence with an open export can be read: its ``block``-th, in the order of the tokens."""
 
@@ -47,7 +60,7 @@ class Filled(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step gave, in the order in which it must be told: tokens, then ends."""
+    """What one step gave, in the order in which it must be told: who began, tokens, then ends."""
 
     step: int
     tokens: list[Token]
@@ -56,6 +69,7 @@ class StepOutput:
     parked: list[str]
     ended: list[Ended]
     num_tokens: int = 0
+    begun: list[Begun] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

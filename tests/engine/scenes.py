@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.engine import Engine
 from engine.fake import FakeDevice
-from engine.output import Ended, StepOutput, Token
+from engine.output import Begun, Ended, StepOutput, Token
 from engine.plan import Device, Row, StepPlan, TokenLogprobs
 from engine.request import FinishReason, Request, SamplingParams, StopParams
 from engine.scheduler import Limits
@@ -84,6 +84,7 @@ class Heard:
 
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    begun: Begun | None = None
     ended: Ended | None = None
 
     @property
@@ -109,6 +110,11 @@ class Ear:
         return self.heard.setdefault(id, Heard())
 
     def hear(self, output: StepOutput) -> StepOutput:
+        for begun in output.begun:
+            heard = self[begun.id]
+            assert not heard.ended, f"{begun.id} began after its end"
+            assert 0 <= begun.cached < begun.tokens, begun
+            heard.begun = begun
         for told in output.prompt_logprobs:
             heard = self[told.id]
             assert told.position == 1 + len(heard.prompt_logprobs), f"{told.id}: prompt log-probabilities have a gap"
@@ -116,6 +122,7 @@ class Ear:
             heard.prompt_logprobs.extend(told.entries)
         for token in output.tokens:
             heard = self[token.id]
+            assert heard.begun or token.position, f"{token.id} wrote before it began"
             expected = heard.tokens[-1].position + 1 if heard.tokens else token.position
             assert token.position == expected, f"{token.id}: token {token.position} after {expected - 1}"
             assert not heard.ended, f"{token.id} went on after its end"

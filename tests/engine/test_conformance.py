@@ -163,6 +163,20 @@ def test_max_tokens_ends_a_text(make: MakeDevice, count: int) -> None:
     assert (heard.text, heard.reason) == (expected(make, SCENE[0]).text[:count], FinishReason.LENGTH)
 
 
+def test_a_sequence_begins_with_what_it_found_computed(make: MakeDevice) -> None:
+    engine, request = engine_of(make, budget=8), make_request("a", 30)
+    first = run(engine, request)["a"].begun
+    again = run(engine, request)["a"].begun
+    assert first is not None
+    assert again is not None
+    assert (first.cached, first.tokens) == (0, 30)
+    assert (again.cached, again.tokens) == (28, 30)  # whole blocks of 4, never all tokens
+    for begun in (first, again):
+        assert begun.timeline.scheduled is not None
+        assert begun.timeline.first_token is not None
+        assert begun.timeline.scheduled < begun.timeline.first_token
+
+
 def test_the_instants_of_a_sequence_are_in_order(make: MakeDevice) -> None:
     engine = engine_of(make, num_blocks=12, budget=16)
     ear = run(engine, *(replace(request, stop=StopParams(max_tokens=16)) for request in SCENE))

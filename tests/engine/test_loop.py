@@ -15,6 +15,7 @@ from engine.errors import EngineStopped, InvalidRequest, UnknownSequence
 from engine.fake import FakeDevice
 from engine.loop import EngineLoop
 from engine.output import Ended, StepOutput, Token
+from engine.pace import Pace
 from engine.plan import StepPlan, StepResult
 from engine.request import FinishReason, Request
 from engine.streams import Streams
@@ -116,6 +117,23 @@ async def test_commands_run_on_the_engines_thread_and_answer() -> None:
         assert scene.device.threads == {"engine"}
         load = await scene.loop.call(lambda engine: engine.load())
         assert load.held_blocks == 0
+
+
+async def test_a_step_is_measured_against_the_longest_of_its_size() -> None:
+    async with running() as scene:
+        assert scene.loop.longest_step == 0
+        await scene.add(make_request(max_tokens=2))
+        await scene.until_ended("a")
+        assert 0 < scene.loop.longest_step < 300
+        assert scene.loop.step_age == 0
+
+
+def test_a_size_without_a_step_is_taken_for_the_next_larger_one() -> None:
+    pace = Pace()
+    assert pace.longest(1) == 0
+    for tokens, seconds in ((512, 3.0), (1, 0.1), (600, 1.0), (1, 0.2)):
+        pace.note(tokens, seconds)
+    assert [pace.longest(tokens) for tokens in (1, 2, 511, 513, 1023, 5000)] == [0.2, 3.0, 3.0, 3.0, 3.0, 3.0]
 
 
 async def test_the_listener_hears_on_the_event_loop() -> None:
