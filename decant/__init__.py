@@ -1,1 +1,71 @@
-"""What users import and type: the client, and the `decant` command."""
+"""What users import and type: the client, and the `decant` command.
+
+    from decant import Client
+
+    with Client("localhost:50051") as client:
+        with client.stream("def add(a, b):", max_tokens=40) as stream:
+            for delta in stream:
+                print(delta.text, end="", flush=True)
+        print(stream.usage.completion_tokens, stream.receipt.ttft_ms)
+
+`Client` blocks, `AsyncClient` awaits; they have the same methods, options and results. Importing this package loads
+grpcio and protobuf and nothing else of others'.
+"""
+
+from decant.aio import AsyncClient, AsyncStream
+from decant.channel import Tls
+from decant.client import Client, Stream
+from decant.options import Options, Prompt
+from decant.results import Answer, CancelStatus, Delta, Finished, FinishReason, Output, Receipt, Usage
+from runtime.errors import (
+    Aborted,
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    PermissionDenied,
+    QueueFull,
+    QuotaExceeded,
+    ServiceError,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+
+__all__ = [
+    "Aborted",
+    "AlreadyExists",
+    "Answer",
+    "AsyncClient",
+    "AsyncStream",
+    "CancelStatus",
+    "Cancelled",
+    "Client",
+    "DeadlineExceeded",
+    "Delta",
+    "FailedPrecondition",
+    "FinishReason",
+    "Finished",
+    "Internal",
+    "InvalidArgument",
+    "NotFound",
+    "Options",
+    "OutOfRange",
+    "Output",
+    "PermissionDenied",
+    "Prompt",
+    "QueueFull",
+    "QuotaExceeded",
+    "Receipt",
+    "ServiceError",
+    "Stream",
+    "Tls",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+    "Usage",
+]

@@ -1,0 +1,237 @@
+"""What comes back: frozen values, and the record of a stream as it arrives. No I/O.
+
+An answer, its usage and its receipt are dataclasses rather than messages: what is unset is None instead of 0, they
+compare, print and copy, and a finish reason reads as a word. Logprobs stay messages (`pb.TokenLogprob`): there may be
+many, and copying them costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from protos import inference_pb2 as pb
+
+_T = TypeVar("_T")
+
+
+class FinishReason(StrEnum):
+    """Why an output ended."""
+
+    UNSPECIFIED = "unspecified"
+    STOP = "stop"
+    LENGTH = "length"
+    CONTEXT_LENGTH = "context_length"
+    CANCELLED = "cancelled"
+    TIME_LIMIT = "time_limit"
+
+
+class CancelStatus(StrEnum):
+    """What a cancel met."""
+
+    UNSPECIFIED = "unspecified"
+    CANCELLED = "cancelled"
+    ALREADY_FINISHED = "already_finished"
+    UNKNOWN_REQUEST = "unknown_request"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What some new tokens add to one output. `token_ids` and `logprobs` are empty unless they were asked for."""
+
+    index: int
+    text: str
+    num_tokens: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[pb.TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Why an output ended; `stop` is what stopped it: a text, or the id of a stop token or EOS."""
+
+    reason: FinishReason
+    stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, all outputs together."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    cached_prompt_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Where a request's time went, and who did it: `Receipt` in protos/inference.proto draws the spans.
+
+    Milliseconds by the router's clock; None for a phase that it never entered.
+    """
+
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+    handoff_ms: float | None = None
+    decode_wait_ms: float | None = None
+    decode_ms: float | None = None
+    ttft_ms: float | None = None
+    second_token_ms: float | None = None
+    e2e_ms: float = 0.0
+    handoff_bytes: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    attempts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of a request; `finished` is None while it is being written."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[pb.TokenLogprob, ...]
+    finished: Finished | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer. `text`, `token_ids`, `logprobs` and `finished` are those of the first output, mostly the only
+    one."""
+
+    request_id: str
+    model: str
+    seed: int
+    outputs: tuple[Output, ...]
+    usage: Usage
+    receipt: Receipt
+    prompt_logprobs: tuple[pb.TokenLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[pb.TokenLogprob, ...]:
+        return self.outputs[0].logprobs
+
+    @property
+    def finished(self) -> Finished | None:
+        return self.outputs[0].finished
+
+
+class Transcript:
+    """What has arrived of a stream so far; complete once it has ended."""
+
+    def __init__(self, request_id: str = "") -> None:
+        self.request_id = request_id
+        """Empty until the server has told the id that it made up."""
+        self.seq = 0
+        """Output tokens that have arrived; where a stream can be resumed."""
+        self.started: pb.Started | None = None
+        """The model that answers, the prompt's tokens, the seed; comes right before the first delta."""
+        self.usage: Usage | None = None
+        self.receipt: Receipt | None = None
+        self._finished: dict[int, Finished] = {}
+        self._deltas: dict[int, list[Delta]] = {}
+
+    @property
+    def text(self) -> str:
+        """Of the first output, so far."""
+        return "".join(delta.text for delta in self._deltas.get(0, ()))
+
+    @property
+    def finished(self) -> Finished | None:
+        """Of the first output; None before its end."""
+        return self._finished.get(0)
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """All outputs so far."""
+        return tuple(
+            Output(
+                index=index,
+                text="".join(delta.text for delta in deltas),
+                token_ids=tuple(id for delta in deltas for id in delta.token_ids),
+                logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+                finished=self._finished.get(index),
+            )
+            for index in sorted(self._deltas.keys() | self._finished.keys())
+            for deltas in [self._deltas.get(index, [])]
+        )
+
+    def _take(self, message: pb.GenerateStreamResponse) -> Delta | None:
+        """Adds a message; what it brings to read, if anything."""
+        self.request_id = message.request_id or self.request_id
+        self.seq = message.seq
+        if message.HasField("usage"):
+            self.usage = plain(Usage, message.usage)
+        if message.HasField("receipt"):
+            self.receipt = plain(Receipt, message.receipt)
+        event = message.WhichOneof("event")
+        if event == "started":
+            self.started = message.started
+        elif event == "finished":
+            self._finished[message.finished.index] = _finished(message.finished)
+        elif event == "delta":
+            delta = _delta(message.delta)
+            self._deltas.setdefault(delta.index, []).append(delta)
+            return delta
+        return None
+
+
+def answer(message: pb.GenerateResponse) -> Answer:
+    return Answer(
+        request_id=message.request_id,
+        model=message.model,
+        seed=message.seed,
+        outputs=tuple(map(_output, message.outputs)),
+        usage=plain(Usage, message.usage),
+        receipt=plain(Receipt, message.receipt),
+        prompt_logprobs=tuple(message.prompt_logprobs),
+    )
+
+
+def cancel_status(message: pb.CancelGenerationResponse) -> CancelStatus:
+    return _named(CancelStatus, pb.CancelGenerationResponse.Status.Name(message.status), "STATUS_")
+
+
+def plain(kind: type[_T], message: Message) -> _T:
+    """A dataclass with the values of the message's fields of the same names; None for those that are unset."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        has = not message.DESCRIPTOR.fields_by_name[field.name].has_presence or message.HasField(field.name)
+        values[field.name] = getattr(message, field.name) if has else None
+    return kind(**values)
+
+
+def _delta(message: pb.Delta) -> Delta:
+    return Delta(message.index, message.text, message.num_tokens, tuple(message.token_ids), tuple(message.logprobs))
+
+
+def _output(message: pb.Output) -> Output:
+    finished = _finished(message.finished) if message.HasField("finished") else None
+    return Output(message.index, message.text, tuple(message.token_ids), tuple(message.logprobs), finished)
+
+
+def _finished(message: pb.Finished) -> Finished:
+    reason = _named(FinishReason, pb.FinishReason.Name(message.finish_reason), "FINISH_REASON_")
+    match = message.WhichOneof("stop_match")
+    return Finished(reason, None if match is None else getattr(message, match))
+
+
+_E = TypeVar("_E", bound=StrEnum)
+
+
+def _named(kind: type[_E], name: str, prefix: str) -> _E:
+    return kind(name.removeprefix(prefix).lower())

@@ -1,0 +1,329 @@
+"""Both clients against a scripted server: requests, results, errors, and what becomes of a stream that is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import decant
+from decant import AsyncClient, CancelStatus, Client, FinishReason
+from decant.options import Options, request
+from protos import inference_pb2 as pb
+from runtime.fault import Reason, ResumePoint
+from tests.decant.scripted import PATIENCE_S, Script, for_ever, never, serving
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def address(script: Script) -> Iterator[str]:
+    with serving(script) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with Client(address) as client:
+        yield client
+
+
+def test_a_stream_is_deltas_and_then_the_account_of_it(client: Client) -> None:
+    with client.stream("x", token_ids=True) as stream:
+        assert [delta.text for delta in stream] == ["a", "b", "c"]
+    assert (stream.text, stream.seq, stream.request_id) == ("abc", 3, "made-up")
+    assert stream.started is not None
+    assert stream.started.seed == 7
+    assert stream.finished == decant.Finished(FinishReason.STOP, 2)
+    assert stream.usage == decant.Usage(3, 3, 6)
+    assert stream.receipt is not None
+    assert (stream.receipt.ttft_ms, stream.receipt.handoff_ms) == (5.0, None)
+    (output,) = stream.outputs
+    assert output.token_ids == (97, 98, 99)
+
+
+def test_a_whole_answer(client: Client) -> None:
+    answer = client.generate("x")
+    assert (answer.text, answer.model, answer.seed) == ("abc", "m", 7)
+    assert answer.finished == decant.Finished(FinishReason.STOP, 2)
+    assert answer.usage.total_tokens == 6
+    assert answer.receipt.decode_worker == "d"
+
+
+def test_a_stream_that_was_read_to_its_end_cancels_nothing(client: Client, script: Script) -> None:
+    with client.stream("x", request_id="r") as stream:
+        list(stream)
+    client.generate("x", request_id="s")
+    client.server_info()
+    assert script.cancelled == []
+
+
+def leave_by_break(client: Client) -> None:
+    for _ in client.stream("x", request_id="r"):
+        break
+
+
+def leave_by_an_exception(client: Client) -> None:
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in client.stream("x", request_id="r"):
+            raise ZeroDivisionError
+
+
+def leave_by_the_end_of_with(client: Client) -> None:
+    with client.stream("x", request_id="r") as stream:
+        assert next(iter(stream)).text == "a"
+
+
+def leave_by_closing(client: Client) -> None:
+    stream = client.stream("x", request_id="r")
+    next(reading := iter(stream))
+    stream.close()
+    stream.close()
+    with pytest.raises(decant.Cancelled):
+        list(reading)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [leave_by_break, leave_by_an_exception, leave_by_the_end_of_with, leave_by_closing],
+    ids=lambda f: f.__name__,
+)
+def test_a_stream_that_is_left_is_cancelled_by_name_and_its_call_ends(
+    client: Client, script: Script, leave: Any
+) -> None:
+    script.answering = for_ever
+    leave(client)
+    assert script.was_cancelled.wait(PATIENCE_S)
+    assert script.call_ended.wait(PATIENCE_S)
+    assert script.cancelled == ["r"]
+
+
+def test_a_stream_without_an_id_is_cancelled_by_the_one_it_was_told(client: Client, script: Script) -> None:
+    script.answering = for_ever
+    with client.stream("x") as stream:
+        next(iter(stream))
+    assert script.was_cancelled.wait(PATIENCE_S)
+    assert script.cancelled == ["made-up"]
+
+
+def test_a_stream_that_is_left_before_anything_came_closes_its_call(client: Client, script: Script) -> None:
+    script.answering = never
+    with client.stream("x"):
+        pass
+    client.server_info()
+    if script.asked:  # else it was closed before it arrived
+        assert script.call_ended.wait(PATIENCE_S)
+
+
+ERRORS = [
+    decant.InvalidArgument("sampling.top_p", "above 0, to 1", 2.0),
+    decant.Unimplemented("SamplingParams.n", 2),
+    decant.NotFound("model", "nobody"),
+    decant.AlreadyExists("r"),
+    decant.QueueFull(4, retry_after=1.5),
+    decant.Aborted(Reason.WORKERS_LOST, "lost", resume=ResumePoint(0, 5)),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+async def test_a_refusal_arrives_as_the_error_that_it_is(address: str, script: Script, error: Any) -> None:
+    script.refusal = error
+    raised = []
+    with Client(address) as client:
+        for ask in (client.generate, lambda prompt: list(client.stream(prompt))):
+            with pytest.raises(type(error)) as caught:
+                ask("x")
+            raised.append(caught.value)
+    async with AsyncClient(address) as awaiting:
+        with pytest.raises(type(error)) as caught:
+            await awaiting.generate("x")
+        raised.append(caught.value)
+        with pytest.raises(type(error)) as caught:
+            async for _ in awaiting.stream("x"):
+                pass
+        raised.append(caught.value)
+    assert all(one.fault == error.fault for one in raised)
+
+
+def test_a_server_that_is_not_there_is_unavailable() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(decant.Unavailable):
+        client.generate("x", timeout=PATIENCE_S)
+
+
+def test_the_timeout_is_the_requests_deadline(client: Client, script: Script) -> None:
+    script.answering = never
+    with pytest.raises(decant.DeadlineExceeded):
+        client.generate("x", timeout=0.3)
+    client.stream("x", timeout=40).close()
+    script.answering = None
+    list(client.stream("x", timeout=40))
+    assert script.time_left is not None
+    assert 0 < script.time_left < 45
+
+
+def test_the_other_calls(client: Client) -> None:
+    assert list(client.tokenize("ab").token_ids) == [97, 98]
+    assert list(client.tokenize([{"role": "user", "content": "hi"}]).tokens) == ["h", "i"]
+    assert client.detokenize([97, 98]) == "ab"
+    assert [model.id for model in client.models()] == ["m"]
+    assert client.model("other").id == "other"
+    assert client.server_info().router_id == "r"
+    assert client.cancel("r") is CancelStatus.CANCELLED
+
+
+async def test_the_awaiting_client_does_the_same(address: str) -> None:
+    async with AsyncClient(address) as client:
+        async with client.stream("x") as stream:
+            assert [delta.text async for delta in stream] == ["a", "b", "c"]
+        assert stream.finished == decant.Finished(FinishReason.STOP, 2)
+        assert (await client.generate("x")).text == "abc"
+        assert list((await client.tokenize("ab")).token_ids) == [97, 98]
+        assert await client.detokenize([97, 98]) == "ab"
+        assert [model.id for model in await client.models()] == ["m"]
+        assert (await client.model("other")).id == "other"
+        assert (await client.server_info()).router_id == "r"
+        assert await client.cancel("r") is CancelStatus.CANCELLED
+
+
+async def leave_async_by_break(client: AsyncClient) -> None:
+    async for _ in client.stream("x", request_id="r"):
+        break
+
+
+async def leave_async_by_the_end_of_with(client: AsyncClient) -> None:
+    async with client.stream("x", request_id="r") as stream:
+        async for _ in stream:
+            break
+
+
+async def leave_async_by_cancelling_the_reader(client: AsyncClient) -> None:
+    arrived = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in client.stream("x", request_id="r"):
+            arrived.set()
+
+    reading = asyncio.create_task(read())
+    await arrived.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+
+
+async def leave_async_by_a_timeout_around_generate(client: AsyncClient) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await client.generate("x", request_id="r")
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        leave_async_by_break,
+        leave_async_by_the_end_of_with,
+        leave_async_by_cancelling_the_reader,
+        leave_async_by_a_timeout_around_generate,
+    ],
+    ids=lambda f: f.__name__,
+)
+async def test_what_is_left_is_cancelled_by_name_and_its_call_ends_async(
+    address: str, script: Script, leave: Any
+) -> None:
+    script.answering = for_ever
+    async with AsyncClient(address) as client:
+        await leave(client)
+        assert await asyncio.to_thread(script.was_cancelled.wait, PATIENCE_S)
+        assert await asyncio.to_thread(script.call_ended.wait, PATIENCE_S)
+    assert script.cancelled == ["r"]
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def methods(kind: type) -> dict[str, list[str]]:
+        functions = inspect.getmembers(kind, inspect.isfunction)
+        return {name: list(inspect.signature(f).parameters) for name, f in functions if not name.startswith("__")}
+
+    assert methods(Client) == methods(AsyncClient)
+
+
+def test_every_public_method_shows_an_example() -> None:
+    for kind in (Client, AsyncClient):
+        for name, method in inspect.getmembers(kind, inspect.isfunction):
+            if not name.startswith("_") and name != "close":
+                assert ">>> " in (method.__doc__ or ""), name
+
+
+def test_every_field_of_a_request_is_an_option_by_its_own_name() -> None:
+    groups = {"sampling", "stopping", "response", "guided", "cache", "stream"}
+    inputs = {"prompt", "token_ids", "messages"}
+    fields = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields} - groups - inputs
+    for group in groups:
+        kind = pb.GenerateRequest.DESCRIPTOR.fields_by_name[group].message_type
+        fields |= {field.name for field in kind.fields}
+    assert fields | {"add_generation_prompt"} == Options.__annotations__.keys()
+
+
+def test_options_reach_their_fields() -> None:
+    made = request(
+        [{"role": "user", "content": "hi"}],
+        {
+            "temperature": 0.5,
+            "logit_bias": {3: -1.0},
+            "stop": "\n",
+            "stop_token_ids": [4],
+            "logprobs": 0,
+            "seed": None,
+            "choice": ["a", "b"],
+            "cache_salt": "s",
+            "priority": 3,
+            "add_generation_prompt": False,
+        },
+    )
+    expected = pb.GenerateRequest(
+        messages=pb.Messages(messages=[pb.Message(role="user", content="hi")], add_generation_prompt=False),
+        sampling=pb.SamplingParams(temperature=0.5, logit_bias={3: -1.0}),
+        stopping=pb.StoppingParams(stop=["\n"], stop_token_ids=[4]),
+        response=pb.ResponseOptions(logprobs=0),
+        guided=pb.GuidedDecoding(choice=pb.Choices(choices=["a", "b"])),
+        cache=pb.CacheOptions(cache_salt="s"),
+        priority=3,
+    )
+    assert made == expected
+    assert request([1, 2], {}).token_ids.ids == [1, 2]
+    schema = request("x", {"json_schema": {"type": "object"}}).guided.json_schema
+    assert schema == '{"type": "object"}'
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("x", {"max_tokens": -1}, "stopping.max_tokens"),
+        ("x", {"temperature": "hot"}, "sampling.temperature"),
+        ("x", {"stop_token_ids": ["a"]}, "stopping.stop_token_ids"),
+        ("x", {"add_generation_prompt": True}, "messages.add_generation_prompt"),
+        ([-1], {}, "token_ids.ids"),
+        ([{"role": "user", "name": "x"}], {}, "messages.messages[0]"),
+    ],
+)
+def test_a_value_that_its_field_cannot_hold_is_refused_by_name(prompt: Any, options: Any, field: str) -> None:
+    with pytest.raises(decant.InvalidArgument) as caught:
+        request(prompt, options)
+    assert caught.value.field == field
+
+
+def test_an_option_that_there_is_none_of_is_told_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="max_tokens"):
+        request("x", {"max_token": 3})  # type: ignore[typeddict-unknown-key]
+
+
+def test_tls_files_come_in_pairs() -> None:
+    with pytest.raises(ValueError, match="come together"):
+        decant.Tls(certificate="c.pem")
+    with pytest.raises(FileNotFoundError):
+        Client("localhost:1", tls=decant.Tls(ca="nowhere.pem"))

@@ -1,0 +1,40 @@
+"""What importing the client loads."""
+
+import subprocess
+import sys
+
+LOADED = """
+import sys
+before = set(sys.modules)
+import decant
+print("\\n".join(sorted(set(sys.modules) - before)))
+"""
+
+OURS = {"decant", "protos", "runtime"}
+# grpcio itself needs typing_extensions, and loads its companions where they are installed.
+GRPC = {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "grpc_tools", "typing_extensions"}
+EXTENSIONS = {"cygrpc", "cython_runtime"}  # what compiled modules leave behind
+RUNTIME = {"runtime", "runtime.errors", "runtime.fault"}
+COMMAND_MODULES = {"typer", "rich", "redis", "pydantic", "torch", "transformers", "tokenizers", "structlog"}
+
+
+def loaded_by(code: str) -> set[str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_client_loads_the_standard_library_grpc_and_protobuf_alone() -> None:
+    loaded = loaded_by(LOADED)
+    foreign = {
+        name
+        for name in loaded
+        if name.partition(".")[0] not in OURS | GRPC | EXTENSIONS | sys.stdlib_module_names and not name.startswith("_")
+    }
+    assert not foreign
+    assert {name for name in loaded if name.partition(".")[0] == "runtime"} == RUNTIME
+    assert not any(name.startswith("decant.command") for name in loaded)
+
+
+def test_the_command_imports_what_it_needs_when_it_needs_it() -> None:
+    loaded = loaded_by(LOADED.replace("import decant", "import decant.command"))
+    assert not {name.partition(".")[0] for name in loaded} & COMMAND_MODULES
