@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from engine.blocks import BlockPool
 from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
@@ -21,6 +21,9 @@ from engine.request import FinishReason, Request
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence as EngineSequence
 from engine.transfer import Arrival, Checksum, Export, Seal, default_checksum, sum_block
+
+LOOK_AHEAD = 32
+"""Of how many waiting sequences the cached prefix is looked up to tell the load."""
 
 
 class Engine:
@@ -279,7 +282,7 @@ class Engine:
             parked=len(self._parked),
             arriving=len(self._arriving),
             exports=len(self._exports),
-            waiting_tokens=sum(sequence.remaining for sequence in scheduler.waiting),
+            queued_tokens=self._queued_tokens(),
             free_blocks=pool.free,
             cached_blocks=pool.cached,
             held_blocks=pool.num_blocks - pool.available,
@@ -287,6 +290,17 @@ class Engine:
             preemptions=scheduler.preemptions,
             steps=self.steps,
         )
+
+    def blocks_of(self, ids: Iterable[str]) -> int:
+        """How many blocks these sequences and their exports hold, each block counted once."""
+        held: set[int] = set()
+        for id in ids:
+            sequence, export = self._sequences.get(id), self._exports.get(id)
+            if sequence is not None and sequence.holding:
+                held.update(sequence.holding.blocks)
+            if export is not None:
+                held.update(export.blocks)
+        return len(held)
 
     def check_integrity(self) -> None:
         """Every block is free, cached, or held for someone who is alive. Raises AssertionError."""
@@ -299,6 +313,13 @@ class Engine:
             room = len(sequence.holding.blocks) * self.pool.block_size if sequence.holding else 0
             if sequence.computed > room:
                 raise AssertionError(f"{sequence.id} has {sequence.computed} computed tokens in room for {room}")
+
+    def _queued_tokens(self) -> int:
+        """Tokens still to be computed. Of those that wait longest, without what the prefix cache has of them."""
+        scheduler = self.scheduler
+        found = sum(len(scheduler.cached_prefix(sequence)) for sequence in scheduler.waiting[:LOOK_AHEAD])
+        gap = sum(sequence.remaining for sequence in (*scheduler.running, *scheduler.waiting))
+        return gap - found * self.pool.block_size
 
     # -- helpers ------------------------------------------------------------------------------------------------
 

@@ -74,14 +74,17 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A snapshot of how busy an engine is; blocks add up to ``total_blocks``."""
+    """A snapshot of how busy an engine is; blocks add up to ``total_blocks``.
+
+    ``queued_tokens``: of waiting and running sequences, those whose KV is neither computed nor found in the cache.
+    """
 
     running: int
     waiting: int
     parked: int
     arriving: int
     exports: int
-    waiting_tokens: int
+    queued_tokens: int
     free_blocks: int
     cached_blocks: int
     held_blocks: int

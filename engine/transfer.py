@@ -73,6 +73,11 @@ class Export:
         self._holding = holding
         self._store = store
 
+    @property
+    def blocks(self) -> Sequence[int]:
+        """The leased blocks, in the order of the tokens they carry."""
+        return self._holding.blocks
+
     def read(self, index: int) -> memoryview:
         """Bytes of the block at ``index`` of the sequence, valid until ``release``. Raises TransferRejected."""
         if not self.have <= index < self.have + len(self._holding.blocks):

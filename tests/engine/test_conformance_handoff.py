@@ -171,6 +171,18 @@ def test_a_lease_keeps_the_bytes_of_a_sequence_that_has_ended(make: MakeDevice) 
     nothing_is_held(giver)
 
 
+def test_what_a_sequence_and_its_export_hold_is_counted_once(make: MakeDevice) -> None:
+    giver, _ = parked_giver(make)
+    held = giver.load().held_blocks
+    assert giver.blocks_of(["moved", "nobody"]) == held > 0
+    giver.export("moved", 1)
+    assert giver.blocks_of(["moved"]) == held
+    giver.cancel("moved")
+    assert 0 < giver.blocks_of(["moved"]) == giver.load().held_blocks < held  # the first one is not leased
+    giver.release("moved")
+    assert giver.blocks_of(["moved"]) == 0
+
+
 # -- what does not agree ----------------------------------------------------------------------------------------
 
 

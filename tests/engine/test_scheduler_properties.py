@@ -164,6 +164,16 @@ def test_short_prompts_are_packed_until_the_budget_is_filled() -> None:
     assert [row.end - row.start for row in plan.rows] == [5, 5, 5, 1]
 
 
+def test_queued_tokens_are_those_neither_computed_nor_cached() -> None:
+    engine = make_engine(budget=4, max_running=1)
+    run(engine, make_request("before", 12, 1))  # leaves three blocks of 4 behind
+    for id, tokens in (("a", 10), ("b", prompt(20, 5)), ("c", 15)):
+        engine.add(make_request(id, tokens))
+    assert engine.load().queued_tokens == (10 - 8) + 20 + (15 - 12)
+    run(engine, steps=1)
+    assert engine.load().queued_tokens == 1 + 20 + (15 - 12)  # a runs and has one token to feed back
+
+
 def test_who_arrives_with_its_cache_has_a_place_among_the_running() -> None:
     engine = make_engine(max_running=1)
     engine.reserve(make_request("arriving"))
