@@ -1,0 +1,291 @@
+"""A request as it came becomes one that can be run as it stands, or is refused by field, limit and value.
+
+    GenerateRequest --supported?--> --in range?--> --tokens--> --fits the window?--> ValidRequest
+
+Each field is honoured or refused. What this build can't honour stands in one table, which clients are also shown;
+what a newer client sends and this build doesn't know is refused by its number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import secrets
+import struct
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from router.limits import (
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_OUTPUTS,
+    MAX_PRIORITY,
+    MAX_REQUEST_BYTES,
+    MAX_REQUEST_ID_BYTES,
+    MAX_STOP_TOKEN_IDS,
+)
+from router.models import Models, ServedModel
+from router.request import ValidRequest, Wanted
+from runtime.channel import Deadline
+from runtime.errors import InvalidArgument, Unavailable, Unimplemented
+from runtime.fault import Reason
+from state.names import RequestKey
+
+TENANT = "default"
+"""Whose requests these are, as long as callers bring no credentials."""
+RETRY_SECONDS = 1.0
+
+WindowOf = Callable[[str], int | None]
+"""The least window that the live workers of a model serve; None while there are none."""
+
+_UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
+    "SamplingParams.n": lambda request: request.sampling.n > MAX_OUTPUTS,
+    "StoppingParams.stop": lambda request: request.stopping.stop,
+    "StoppingParams.include_stop_in_output": lambda request: request.stopping.include_stop_in_output,
+    "ResponseOptions.prompt_logprobs": lambda request: request.response.HasField("prompt_logprobs"),
+    "ResponseOptions.echo": lambda request: request.response.echo,
+    "GenerateRequest.guided": lambda request: request.HasField("guided"),
+    "GenerateRequest.lora_name": lambda request: request.lora_name,
+    "CacheOptions.session_id": lambda request: request.cache.session_id,
+    "StreamOptions.on_disconnect": lambda request: (
+        request.stream.on_disconnect == pb.StreamOptions.ON_DISCONNECT_DETACH
+    ),
+    "StreamOptions.detach_ttl_ms": lambda request: request.stream.HasField("detach_ttl_ms"),
+    "StreamOptions.min_chunk_tokens": lambda request: request.stream.min_chunk_tokens > 1,
+}
+"""What this build can't honour, and whether a request asks for it."""
+
+_MESSAGES = ("GenerateRequest.messages", "TokenizeRequest.messages")
+
+UNIMPLEMENTED_FIELDS = (*_UNSUPPORTED, *_MESSAGES)
+
+_SAMPLING_RANGES = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+}
+_ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
+_MAX_TOP_K = 2**31 - 1
+
+
+async def validate(
+    request: pb.GenerateRequest, models: Models, window_of: WindowOf, deadline: Deadline
+) -> ValidRequest:
+    """Raises InvalidArgument, Unimplemented, NotFound; Unavailable where only workers could say how long a sequence
+    of the model may be, and there are none."""
+    accepted_at = asyncio.get_running_loop().time()
+    _check_supported(request)
+    _check_form(request)
+    model = models.find(request.model)
+    wanted = _wanted(request.response)
+    sampling = _sampling(request.sampling, model)
+    prompt = await _prompt(request, model)
+    stopping = _stopping(request.stopping, model, _room(request, prompt, _window(model, window_of)))
+    id = request.request_id or str(uuid.uuid4())
+    work = wire.Work(
+        model=model.id,
+        prompt=struct.pack(f"<{len(prompt)}I", *prompt),
+        outputs=[wire.Written(output=0)],
+        sampling=sampling,
+        stopping=stopping,
+        logprobs=wanted.logprobs,
+        priority=request.priority,
+        salt=salt_of(TENANT, request.cache.cache_salt),
+        bypass_prefix_cache=request.cache.bypass_prefix_cache,
+    )
+    return ValidRequest(
+        key=RequestKey(TENANT, id),
+        payload=_with_id(request, id),
+        work=work,
+        prompt_tokens=len(prompt),
+        wanted=wanted,
+        deadline=deadline,
+        id_made_up=not request.request_id,
+        accepted_at=accepted_at,
+    )
+
+
+def salt_of(tenant: str, cache_salt: str) -> bytes:
+    """Blocks are shared between equal salts only: those of one tenant, and there of one salt of the client's own."""
+    name = tenant.encode()
+    return hashlib.blake2b(struct.pack("<I", len(name)) + name + cache_salt.encode(), digest_size=16).digest()
+
+
+def refuse_messages(model: ServedModel, field: str) -> None:
+    """Raises what `field`, "Message.messages", is refused with."""
+    if model.has_chat_template:
+        raise Unimplemented(field)
+    raise InvalidArgument(field.partition(".")[2], "a model with a chat template", model.id)
+
+
+# ------------------------------------------------------------------------------------ the request as a whole
+
+
+def _check_supported(request: pb.GenerateRequest) -> None:
+    _check_known(request)
+    for field, asked in _UNSUPPORTED.items():
+        if value := asked(request):
+            raise Unimplemented(field, "a value" if isinstance(value, Message) else _shown(value))
+
+
+def _shown(value: Any) -> Any:
+    return "a value" if value is True or not isinstance(value, str) else value
+
+
+def _check_known(message: Message) -> None:
+    """A field of a newer build is refused too: passing over it might give another answer than was asked for."""
+    for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
+        raise Unimplemented(f"{message.DESCRIPTOR.name}.{unknown.field_number}")
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for inner in value if field.is_repeated else (value,):
+            _check_known(inner)
+
+
+def _check_form(request: pb.GenerateRequest) -> None:
+    _at_most("GenerateRequest", request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
+    _at_most("request_id", len(request.request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
+    _within("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if request.stream.on_disconnect not in pb.StreamOptions.OnDisconnect.values():
+        raise InvalidArgument("stream.on_disconnect", "a value of its enum", request.stream.on_disconnect)
+
+
+def _with_id(request: pb.GenerateRequest, id: str) -> pb.GenerateRequest:
+    if request.request_id:
+        return request
+    payload = pb.GenerateRequest()
+    payload.CopyFrom(request)
+    payload.request_id = id
+    return payload
+
+
+# ---------------------------------------------------------------------------------------------- its parts
+
+
+async def _prompt(request: pb.GenerateRequest, model: ServedModel) -> Sequence[int]:
+    """Its token ids, at least one, each one of the model's."""
+    match request.WhichOneof("input"):
+        case "messages":
+            refuse_messages(model, "GenerateRequest.messages")
+        case "token_ids":
+            ids = list(request.token_ids.ids)
+            if not ids:
+                raise InvalidArgument("token_ids.ids", "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
+            _check_vocabulary("token_ids.ids", ids, model)
+            return ids
+        case "prompt" if request.prompt:
+            ids = await model.encode(request.prompt)
+            if ids:
+                _check_vocabulary("prompt", ids, model)
+                return ids
+    raise InvalidArgument("prompt", "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
+
+
+def _window(model: ServedModel, window_of: WindowOf) -> int:
+    windows = [window for window in (model.window, window_of(model.id)) if window is not None]
+    if not windows:
+        raise Unavailable(Reason.NO_WORKER, f"no worker serves {model.id}", retry_after=RETRY_SECONDS)
+    return min(windows)
+
+
+def _room(request: pb.GenerateRequest, prompt: Sequence[int], window: int) -> int:
+    """Output tokens for which the window has room, at least 1."""
+    if len(prompt) >= window:
+        field = "token_ids.ids" if request.HasField("token_ids") else "prompt"
+        limit = f"at most {window - 1} tokens, so that one more fits the window of {window}"
+        raise InvalidArgument(field, limit, len(prompt), reason=Reason.PROMPT_TOO_LONG)
+    return window - len(prompt)
+
+
+def _wanted(asked: pb.ResponseOptions) -> Wanted:
+    if asked.HasField("logprobs"):
+        _at_most("response.logprobs", asked.logprobs, MAX_LOGPROBS, "alternatives")
+    return Wanted(
+        text=asked.text if asked.HasField("text") else True,
+        token_ids=asked.token_ids,
+        logprobs=asked.logprobs if asked.HasField("logprobs") else None,
+        skip_special_tokens=asked.skip_special_tokens if asked.HasField("skip_special_tokens") else True,
+    )
+
+
+def _sampling(asked: pb.SamplingParams, model: ServedModel) -> wire.Sampling:
+    for name, (low, high) in _SAMPLING_RANGES.items():
+        _within(f"sampling.{name}", getattr(asked, name), low, high)
+    for name, high in _ABOVE_ZERO.items():
+        value = getattr(asked, name)
+        if asked.HasField(name) and not 0.0 < value <= high:
+            raise InvalidArgument(f"sampling.{name}", f"above 0, to {high:g}", value)
+    _within("sampling.top_k", asked.top_k, 0, _MAX_TOP_K)
+    if asked.HasField("n") and asked.n < 1:
+        raise InvalidArgument("sampling.n", "from 1", asked.n)
+    _check_bias(asked.logit_bias, model)
+    # What is set stands over the model's own; the map is the request's alone.
+    chosen = pb.SamplingParams()
+    chosen.CopyFrom(model.default_sampling)
+    chosen.MergeFrom(asked)
+    return wire.Sampling(
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        min_p=chosen.min_p,
+        frequency_penalty=chosen.frequency_penalty,
+        presence_penalty=chosen.presence_penalty,
+        repetition_penalty=chosen.repetition_penalty,
+        seed=asked.seed if asked.HasField("seed") else secrets.randbits(64),
+        logit_bias=asked.logit_bias,
+    )
+
+
+def _check_bias(bias: Mapping[int, float], model: ServedModel) -> None:
+    _at_most("sampling.logit_bias", len(bias), MAX_LOGIT_BIAS_ENTRIES, "entries")
+    _check_vocabulary("sampling.logit_bias", bias, model)
+    for id, value in bias.items():
+        _within(f"sampling.logit_bias[{id}]", value, -100.0, 100.0)
+
+
+def _stopping(asked: pb.StoppingParams, model: ServedModel, room: int) -> wire.Stopping:
+    """`room`: output tokens for which the window has room."""
+    if asked.HasField("max_tokens") and asked.max_tokens < 1:
+        raise InvalidArgument("stopping.max_tokens", "from 1", asked.max_tokens)
+    cut = not asked.HasField("max_tokens") or asked.max_tokens > room
+    max_tokens = room if cut else asked.max_tokens
+    if asked.min_tokens > max_tokens:
+        limit = f"at most {max_tokens}, {'what the window leaves' if cut else 'as max_tokens'}"
+        raise InvalidArgument("stopping.min_tokens", limit, asked.min_tokens)
+    _at_most("stopping.stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    _check_vocabulary("stopping.stop_token_ids", asked.stop_token_ids, model)
+    return wire.Stopping(
+        max_tokens=max_tokens,
+        cut_to_window=cut,
+        min_tokens=asked.min_tokens,
+        stop_token_ids=sorted(set(asked.stop_token_ids)),
+        ignore_eos=asked.ignore_eos,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- ranges
+
+
+def _within(field: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidArgument(field, f"{low:g} to {high:g}", value)
+
+
+def _at_most(field: str, count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise InvalidArgument(field, f"at most {limit} {what}", count)
+
+
+def _check_vocabulary(field: str, ids: Iterable[int], model: ServedModel) -> None:
+    highest = max(ids, default=0)
+    if highest >= model.vocab_size:
+        raise InvalidArgument(field, f"token ids below {model.vocab_size}", highest)

@@ -1,0 +1,370 @@
+"""What goes in is honoured or refused; what comes out can be run as it stands."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos import inference_pb2 as pb
+from router.limits import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, MAX_REQUEST_BYTES, MAX_STOP_TOKEN_IDS, limits
+from router.models import Models
+from router.request import Wanted
+from router.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
+from runtime.channel import Deadline
+from runtime.errors import InvalidArgument, NotFound, ServiceError, Unavailable, Unimplemented
+from runtime.fault import Reason
+from tests.router.scenes import model, tiny, valid, window
+
+Sampling, Stopping = pb.SamplingParams, pb.StoppingParams
+
+
+def unpacked(packed: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(packed) // 4}I", packed))
+
+
+# ------------------------------------------------------------------- every field is honoured or refused
+
+VALUES: dict[str, list[Any]] = {"SamplingParams.logit_bias": [{3: 0.5}]}
+"""What a field is set to where its type alone doesn't say."""
+
+READ_LATER = {"GenerateRequest.user"}
+"""Fields that a valid request only carries; those who read them test it."""
+
+
+def leaves(descriptor: Descriptor, chain: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
+    for field in descriptor.fields:
+        inner = field.message_type
+        if inner is None or inner.GetOptions().map_entry:
+            yield (*chain, field)
+        else:
+            yield from leaves(inner, (*chain, field))
+
+
+FIELDS: list[Any] = list(leaves(pb.DESCRIPTOR.message_types_by_name["GenerateRequest"]))
+
+
+def values(field: Any) -> list[Any]:
+    name = f"{field.containing_type.name}.{field.name}"
+    if name in VALUES:
+        return VALUES[name]
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_STRING:
+            some: list[Any] = ["x"]
+        case FieldDescriptor.CPPTYPE_BOOL:
+            some = [True, False]
+        case FieldDescriptor.CPPTYPE_FLOAT:
+            some = [0.5]
+        case FieldDescriptor.CPPTYPE_ENUM:
+            some = [value.number for value in field.enum_type.values]
+        case _:
+            some = [2]
+    return [[value] for value in some] if field.is_repeated else some
+
+
+def set_to(request: pb.GenerateRequest, chain: tuple[FieldDescriptor, ...], value: Any) -> pb.GenerateRequest:
+    message: Any = request
+    for field in chain[:-1]:
+        message = getattr(message, field.name)
+        message = message.add() if field.is_repeated else message
+    name = chain[-1].name
+    if chain[-1].is_repeated:
+        kind = getattr(message, name)
+        kind.update(value) if isinstance(value, dict) else kind.extend(value)
+    else:
+        setattr(message, name, value)
+    return request
+
+
+async def outcome(request: pb.GenerateRequest, chat: bool = False) -> Any:
+    try:
+        made = await validate(request, Models([model(has_chat_template=chat)]), window(None), Deadline())
+    except ServiceError as error:
+        return type(error), str(error)
+    key = None if made.id_made_up else made.key
+    return key, made.work.SerializeToString(deterministic=True), made.wanted, made.prompt_tokens
+
+
+def plain() -> pb.GenerateRequest:
+    return pb.GenerateRequest(prompt="x = 1", sampling=Sampling(seed=7))
+
+
+def name_of(chain: tuple[FieldDescriptor, ...]) -> str:
+    return ".".join(field.name for field in chain)
+
+
+@pytest.mark.parametrize("chain", FIELDS, ids=name_of)
+async def test_no_field_is_passed_over(chain):
+    name = f"{chain[-1].containing_type.name}.{chain[-1].name}"
+    base = await outcome(plain())
+    assert base == await outcome(plain())
+    outcomes = [await outcome(set_to(plain(), chain, value)) for value in values(chain[-1])]
+    if name in READ_LATER:
+        assert outcomes == [base]
+    else:
+        assert any(other != base for other in outcomes)
+
+
+@pytest.mark.parametrize("chain", FIELDS, ids=name_of)
+async def test_what_is_refused_by_name_is_on_the_list_and_what_is_on_it_is_refused(chain):
+    listed = {f"{field.containing_type.name}.{field.name}" for field in chain} & set(UNIMPLEMENTED_FIELDS)
+    refused = set()
+    for value in values(chain[-1]):
+        try:
+            await validate(
+                set_to(plain(), chain, value), Models([model(has_chat_template=True)]), window(None), Deadline()
+            )
+        except Unimplemented as error:
+            refused.add(error.field)
+        except InvalidArgument:
+            assert not listed
+        except NotFound:
+            assert name_of(chain) == "model"
+    assert refused == listed
+
+
+def test_the_list_names_fields_that_exist():
+    for name in UNIMPLEMENTED_FIELDS:
+        kind, _, field = name.partition(".")
+        assert field in pb.DESCRIPTOR.message_types_by_name[kind].fields_by_name
+
+
+@pytest.mark.parametrize("where", ["", "sampling", "stopping", "response", "cache", "stream", "token_ids"])
+async def test_a_field_of_a_newer_build_is_refused(where):
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3]))
+    inner: Any = getattr(request, where) if where else request
+    inner.MergeFromString(b"\xa2\x06\x01x")  # field 100, a text
+    with pytest.raises(Unimplemented, match="100"):
+        await validate(request, Models([tiny()]), window(None), Deadline())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling": Sampling(n=1)},
+        {"stopping": Stopping(include_stop_in_output=False)},
+        {"response": pb.ResponseOptions(echo=False)},
+        {"stream": pb.StreamOptions(on_disconnect=pb.StreamOptions.ON_DISCONNECT_CANCEL, min_chunk_tokens=1)},
+    ],
+)
+async def test_a_field_set_to_what_is_done_anyway_is_honoured(fields):
+    assert await valid(**fields)
+
+
+# ------------------------------------------------------------------------------------------------ ranges
+
+
+def sampling(**fields: Any) -> dict[str, Any]:
+    return {"sampling": Sampling(**fields)}
+
+
+def stopping(**fields: Any) -> dict[str, Any]:
+    return {"stopping": Stopping(**fields)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        *[
+            (sampling(**{name: value}), f"sampling.{name}")
+            for name, bad in {
+                "temperature": (-0.1, 100.5),
+                "top_p": (0.0, -0.5, 1.01),
+                "min_p": (-0.1, 1.1),
+                "frequency_penalty": (-2.1, 2.1),
+                "presence_penalty": (-2.1, 2.1),
+                "repetition_penalty": (0.0, -1.0, 10.1),
+            }.items()
+            for value in (*bad, math.nan, math.inf, -math.inf)
+        ],
+        (sampling(top_k=-1), "sampling.top_k"),
+        (sampling(n=0), "sampling.n"),
+        (sampling(logit_bias={3: 100.5}), "sampling.logit_bias[3]"),
+        (sampling(logit_bias={3: math.nan}), "sampling.logit_bias[3]"),
+        (sampling(logit_bias={4096: 1.0}), "sampling.logit_bias"),
+        (sampling(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS_ENTRIES + 1), 1.0)), "sampling.logit_bias"),
+        (stopping(max_tokens=0), "stopping.max_tokens"),
+        (stopping(max_tokens=3, min_tokens=4), "stopping.min_tokens"),
+        (stopping(min_tokens=2048), "stopping.min_tokens"),
+        (stopping(stop_token_ids=[4096]), "stopping.stop_token_ids"),
+        (stopping(stop_token_ids=range(MAX_STOP_TOKEN_IDS + 1)), "stopping.stop_token_ids"),
+        ({"response": pb.ResponseOptions(logprobs=MAX_LOGPROBS + 1)}, "response.logprobs"),
+        ({"priority": 1001}, "priority"),
+        ({"priority": -1001}, "priority"),
+        ({"request_id": "é" * 65}, "request_id"),
+        ({"token_ids": pb.TokenIds(ids=[3, 4096])}, "token_ids.ids"),
+        ({"stream": pb.StreamOptions(on_disconnect=9)}, "stream.on_disconnect"),  # type: ignore[arg-type]
+        ({"user": "x" * MAX_REQUEST_BYTES}, "GenerateRequest"),
+        ({"messages": pb.Messages()}, "messages"),
+    ],
+)
+async def test_what_is_out_of_range_is_refused_by_field_limit_and_value(fields, field):
+    with pytest.raises(InvalidArgument) as refused:
+        await valid(**fields)
+    assert (refused.value.field, refused.value.reason) == (field, Reason.INVALID_FIELD)
+    assert refused.value.limit
+    assert refused.value.value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        sampling(temperature=0, top_p=1, min_p=0, top_k=0, repetition_penalty=1),
+        sampling(temperature=100, top_p=1e-6, min_p=1, top_k=2**31 - 1, repetition_penalty=10),
+        sampling(frequency_penalty=-2, presence_penalty=2, logit_bias={4095: -100, 0: 100}, seed=2**64 - 1),
+        stopping(max_tokens=3, min_tokens=3, stop_token_ids=[4095]),
+        {"priority": -1000, "request_id": "é" * 64, "response": pb.ResponseOptions(logprobs=MAX_LOGPROBS)},
+    ],
+)
+async def test_the_ends_of_every_range_are_taken(fields):
+    assert await valid(**fields)
+
+
+async def test_an_unknown_model_is_not_found():
+    with pytest.raises(NotFound):
+        await valid(model="tiny-pythons")
+    assert (await valid(model="tiny-python")).work.model == (await valid()).work.model == "tiny-python"
+
+
+# ------------------------------------------------------------------------------------- prompt and window
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ""}, {"token_ids": pb.TokenIds()}])
+async def test_an_empty_prompt_is_refused(fields):
+    with pytest.raises(InvalidArgument) as refused:
+        await valid(**fields)
+    assert refused.value.reason is Reason.EMPTY_PROMPT
+
+
+async def test_a_request_without_any_input_is_refused():
+    with pytest.raises(InvalidArgument) as refused:
+        await validate(pb.GenerateRequest(), Models([tiny()]), window(None), Deadline())
+    assert refused.value.reason is Reason.EMPTY_PROMPT
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(15, True), (16, False), (17, False)])
+@pytest.mark.parametrize("whose", ["model", "workers"])
+async def test_a_prompt_that_leaves_no_room_is_refused(tokens, fits, whose):
+    limited = {"workers_window": 16} if whose == "workers" else {"served": model(window=16)}
+    asked = valid(token_ids=pb.TokenIds(ids=[3] * tokens), **limited)
+    if fits:
+        assert (await asked).work.stopping.max_tokens == 1
+        return
+    with pytest.raises(InvalidArgument) as refused:
+        await asked
+    assert (refused.value.reason, refused.value.value) == (Reason.PROMPT_TOO_LONG, str(tokens))
+    assert "15" in refused.value.limit
+
+
+async def test_without_a_window_or_workers_who_name_one_nothing_is_known():
+    with pytest.raises(Unavailable) as refused:
+        await valid(served=model(window=None))
+    assert refused.value.reason is Reason.NO_WORKER
+    assert (await valid(served=model(window=None), workers_window=64)).work.stopping.max_tokens < 64
+
+
+@given(
+    prompt=st.integers(1, 20),
+    limit=st.integers(2, 24),
+    max_tokens=st.none() | st.integers(1, 30),
+    min_tokens=st.integers(0, 30),
+)
+@settings(max_examples=300, deadline=None)
+async def test_prompt_and_output_always_fit_the_window(prompt, limit, max_tokens, min_tokens):
+    stopping = Stopping(max_tokens=max_tokens, min_tokens=min_tokens)
+    try:
+        made = await valid(token_ids=pb.TokenIds(ids=[3] * prompt), stopping=stopping, workers_window=limit)
+    except InvalidArgument:
+        assert prompt >= limit or min_tokens > min(max_tokens or limit, limit - prompt)
+        return
+    stop = made.work.stopping
+    assert made.prompt_tokens == prompt
+    assert 1 <= stop.max_tokens <= limit - prompt
+    assert stop.min_tokens == min_tokens <= stop.max_tokens
+    assert stop.cut_to_window == (max_tokens is None or prompt + max_tokens > limit)
+    assert stop.max_tokens == (limit - prompt if stop.cut_to_window else max_tokens)
+
+
+async def test_a_prompt_has_its_special_tokens_and_tokens_are_taken_as_they_are():
+    ids = await tiny().encode("x = 1", special=False)
+    assert unpacked((await valid(prompt="x = 1")).work.prompt) == [0, *ids]
+    assert unpacked((await valid(token_ids=pb.TokenIds(ids=ids))).work.prompt) == ids
+
+
+async def test_a_tokenizer_with_more_words_than_the_model_has_rows_is_held_to_them():
+    with pytest.raises(InvalidArgument) as refused:
+        await valid(prompt="return None", served=model(vocab_size=50))
+    assert refused.value.field == "prompt"
+
+
+# ----------------------------------------------------------------------------------- what is left unset
+
+
+async def test_unset_sampling_is_the_models_own():
+    own = pb.SamplingParams(temperature=0.5, top_p=0.25, top_k=9, min_p=0.125, repetition_penalty=1.5, n=1)
+    made = (await valid(served=model(default_sampling=own))).work.sampling
+    assert (made.temperature, made.top_p, made.top_k, made.min_p, made.repetition_penalty) == (0.5, 0.25, 9, 0.125, 1.5)
+    asked = Sampling(temperature=0, top_k=0)
+    made = (await valid(served=model(default_sampling=own), sampling=asked)).work.sampling
+    assert (made.temperature, made.top_k, made.top_p) == (0, 0, 0.25)
+
+
+async def test_a_request_does_not_change_the_models_own_sampling():
+    before = tiny().default_sampling.SerializeToString(deterministic=True)
+    await valid(sampling=Sampling(temperature=3, seed=3, logit_bias={3: 1}))
+    assert tiny().default_sampling.SerializeToString(deterministic=True) == before
+    assert not (await valid()).work.sampling.logit_bias
+
+
+async def test_an_unset_seed_is_drawn_from_all_that_there_are():
+    seeds = {(await valid()).work.sampling.seed for _ in range(64)}
+    assert len(seeds) == 64
+    assert max(seeds) > 2**60
+    assert (await valid(sampling=Sampling(seed=0))).work.sampling.seed == 0
+
+
+async def test_an_empty_id_is_made_up_and_a_given_one_is_kept():
+    made, other = await valid(), await valid()
+    assert made.id_made_up
+    assert made.key.id != other.key.id
+    assert made.payload.request_id == made.key.id
+    given = await valid(request_id="mine")
+    assert (given.key.id, given.id_made_up, given.payload.request_id) == ("mine", False, "mine")
+
+
+async def test_what_is_wanted_is_what_was_asked_for():
+    assert (await valid()).wanted == Wanted()
+    asked = pb.ResponseOptions(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
+    made = await valid(response=asked)
+    assert made.wanted == Wanted(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
+    assert made.work.HasField("logprobs")
+    assert not (await valid()).work.HasField("logprobs")
+
+
+async def test_one_output_is_to_be_written():
+    outputs = (await valid()).work.outputs
+    assert [(output.output, output.tokens) for output in outputs] == [(0, b"")]
+
+
+async def test_stop_tokens_are_named_once():
+    assert list((await valid(**stopping(stop_token_ids=[9, 3, 9]))).work.stopping.stop_token_ids) == [3, 9]
+
+
+def test_salts_differ_by_tenant_and_by_the_clients_own():
+    pairs = [("a", ""), ("b", ""), ("a", "b"), ("ab", ""), ("", "ab"), ("", "")]
+    assert len({salt_of(*pair) for pair in pairs}) == len(pairs)
+    assert salt_of("a", "b") == salt_of("a", "b")
+
+
+def test_limits_are_told_as_they_are_held():
+    told = limits(max_queued_requests=5, resume_grace_ms=6, result_ttl_ms=7)
+    assert (told.max_queued_requests, told.resume_grace_ms, told.result_ttl_ms) == (5, 6, 7)
+    assert told.max_logprobs == MAX_LOGPROBS
+    assert told.max_outputs == 1
+    assert told.max_stop_texts == told.max_detach_ttl_ms == 0
