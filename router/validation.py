@@ -88,7 +88,7 @@ async def validate(
     wanted = _wanted(request.response)
     sampling = _sampling(request.sampling, model)
     prompt = await _prompt(request, model)
-    stopping = _stopping(request.stopping, model, _room(request, prompt, _window(model, window_of)))
+    stopping = _stopping(request.stopping, model, _room(request, prompt, window(model, window_of)))
     id = request.request_id or str(uuid.uuid4())
     work = wire.Work(
         model=model.id,
@@ -130,7 +130,7 @@ def refuse_messages(model: ServedModel, field: str) -> None:
 
 
 def _check_supported(request: pb.GenerateRequest) -> None:
-    _check_known(request)
+    check_known(request)
     for field, asked in _UNSUPPORTED.items():
         if value := asked(request):
             raise Unimplemented(field, "a value" if isinstance(value, Message) else _shown(value))
@@ -140,20 +140,20 @@ def _shown(value: Any) -> Any:
     return "a value" if value is True or not isinstance(value, str) else value
 
 
-def _check_known(message: Message) -> None:
-    """A field of a newer build is refused too: passing over it might give another answer than was asked for."""
+def check_known(message: Message) -> None:
+    """Raises Unimplemented for a field of a newer build: passing over it might give another answer than was asked."""
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
         raise Unimplemented(f"{message.DESCRIPTOR.name}.{unknown.field_number}")
     for field, value in message.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
         for inner in value if field.is_repeated else (value,):
-            _check_known(inner)
+            check_known(inner)
 
 
 def _check_form(request: pb.GenerateRequest) -> None:
-    _at_most("GenerateRequest", request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
-    _at_most("request_id", len(request.request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
+    at_most("GenerateRequest", request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
+    at_most("request_id", len(request.request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
     _within("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.stream.on_disconnect not in pb.StreamOptions.OnDisconnect.values():
         raise InvalidArgument("stream.on_disconnect", "a value of its enum", request.stream.on_disconnect)
@@ -180,35 +180,35 @@ async def _prompt(request: pb.GenerateRequest, model: ServedModel) -> Sequence[i
             ids = list(request.token_ids.ids)
             if not ids:
                 raise InvalidArgument("token_ids.ids", "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
-            _check_vocabulary("token_ids.ids", ids, model)
+            check_vocabulary("token_ids.ids", ids, model)
             return ids
         case "prompt" if request.prompt:
             ids = await model.encode(request.prompt)
             if ids:
-                _check_vocabulary("prompt", ids, model)
+                check_vocabulary("prompt", ids, model)
                 return ids
     raise InvalidArgument("prompt", "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
 
 
-def _window(model: ServedModel, window_of: WindowOf) -> int:
-    windows = [window for window in (model.window, window_of(model.id)) if window is not None]
-    if not windows:
-        raise Unavailable(Reason.NO_WORKER, f"no worker serves {model.id}", retry_after=RETRY_SECONDS)
-    return min(windows)
+def window(model: ServedModel, window_of: WindowOf) -> int | None:
+    """Tokens of prompt and output together; None where only workers could tell, and there are none."""
+    return min((tokens for tokens in (model.window, window_of(model.id)) if tokens is not None), default=None)
 
 
-def _room(request: pb.GenerateRequest, prompt: Sequence[int], window: int) -> int:
+def _room(request: pb.GenerateRequest, prompt: Sequence[int], longest: int | None) -> int:
     """Output tokens for which the window has room, at least 1."""
-    if len(prompt) >= window:
+    if longest is None:
+        raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_SECONDS)
+    if len(prompt) >= longest:
         field = "token_ids.ids" if request.HasField("token_ids") else "prompt"
-        limit = f"at most {window - 1} tokens, so that one more fits the window of {window}"
+        limit = f"at most {longest - 1} tokens, so that one more fits the window of {longest}"
         raise InvalidArgument(field, limit, len(prompt), reason=Reason.PROMPT_TOO_LONG)
-    return window - len(prompt)
+    return longest - len(prompt)
 
 
 def _wanted(asked: pb.ResponseOptions) -> Wanted:
     if asked.HasField("logprobs"):
-        _at_most("response.logprobs", asked.logprobs, MAX_LOGPROBS, "alternatives")
+        at_most("response.logprobs", asked.logprobs, MAX_LOGPROBS, "alternatives")
     return Wanted(
         text=asked.text if asked.HasField("text") else True,
         token_ids=asked.token_ids,
@@ -246,8 +246,8 @@ def _sampling(asked: pb.SamplingParams, model: ServedModel) -> wire.Sampling:
 
 
 def _check_bias(bias: Mapping[int, float], model: ServedModel) -> None:
-    _at_most("sampling.logit_bias", len(bias), MAX_LOGIT_BIAS_ENTRIES, "entries")
-    _check_vocabulary("sampling.logit_bias", bias, model)
+    at_most("sampling.logit_bias", len(bias), MAX_LOGIT_BIAS_ENTRIES, "entries")
+    check_vocabulary("sampling.logit_bias", bias, model)
     for id, value in bias.items():
         _within(f"sampling.logit_bias[{id}]", value, -100.0, 100.0)
 
@@ -261,8 +261,8 @@ def _stopping(asked: pb.StoppingParams, model: ServedModel, room: int) -> wire.S
     if asked.min_tokens > max_tokens:
         limit = f"at most {max_tokens}, {'what the window leaves' if cut else 'as max_tokens'}"
         raise InvalidArgument("stopping.min_tokens", limit, asked.min_tokens)
-    _at_most("stopping.stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
-    _check_vocabulary("stopping.stop_token_ids", asked.stop_token_ids, model)
+    at_most("stopping.stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    check_vocabulary("stopping.stop_token_ids", asked.stop_token_ids, model)
     return wire.Stopping(
         max_tokens=max_tokens,
         cut_to_window=cut,
@@ -280,12 +280,14 @@ def _within(field: str, value: float, low: float, high: float) -> None:
         raise InvalidArgument(field, f"{low:g} to {high:g}", value)
 
 
-def _at_most(field: str, count: int, limit: int, what: str) -> None:
+def at_most(field: str, count: int, limit: int, what: str) -> None:
+    """Raises InvalidArgument."""
     if count > limit:
         raise InvalidArgument(field, f"at most {limit} {what}", count)
 
 
-def _check_vocabulary(field: str, ids: Iterable[int], model: ServedModel) -> None:
+def check_vocabulary(field: str, ids: Iterable[int], model: ServedModel) -> None:
+    """Raises InvalidArgument for an id that the model has no row for."""
     highest = max(ids, default=0)
     if highest >= model.vocab_size:
         raise InvalidArgument(field, f"token ids below {model.vocab_size}", highest)

@@ -104,7 +104,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 return await work()
             except ServiceError as error:
                 failure = error
-            except _Gone:
+            except Gone:
                 raise asyncio.CancelledError from None
             except grpc.aio.AbortError:
                 raise
@@ -153,11 +153,12 @@ async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> No
     try:
         await context.write(answer)
     except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
-        raise _Gone from error
+        raise Gone from error
 
 
-class _Gone(Exception):
-    """The call ended under its handler; its cancel is on the way."""
+class Gone(Exception):
+    """The call ended under its handler; its cancel is on the way. Handlers that write to the context raise it when a
+    write says so."""
 
 
 def _cancelled() -> bool:

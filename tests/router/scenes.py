@@ -1,18 +1,23 @@
-"""Models and requests in a line."""
+"""Models, requests and their courses in a line."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import models as trained
 from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
 from router.models import Models, ServedModel, served
-from router.request import ValidRequest
+from router.request import Course, Ended, ValidRequest
 from router.validation import validate
 from runtime.channel import Deadline
+from runtime.errors import ServiceError
 from runtime.model_files import find
+from state.names import RequestKey
 
 
 @cache
@@ -41,3 +46,53 @@ async def valid(
         fields["prompt"] = "def f(x):"
     request = pb.GenerateRequest(**fields)
     return await validate(request, Models([served or tiny()]), window(workers_window), deadline)
+
+
+def write(course: Course, *tokens: int, end: Ended | ServiceError | None = None) -> None:
+    """What dispatch does when tokens arrive."""
+    course.tokens += tokens
+    if course.request.wanted.logprobs is not None:
+        course.logprobs += [logprobs(course.request.wanted.logprobs, token) for token in tokens]
+    course.last_token_at = asyncio.get_running_loop().time()
+    course.end = end or course.end
+    course.told()
+
+
+def logprobs(alternatives: int, token: int) -> wire.TokenLogprobs:
+    ids = range(token, token + alternatives)
+    return wire.TokenLogprobs(
+        logprob=-0.5, rank=1, top_ids=ids, top_logprobs=[-0.5 - place for place in range(alternatives)]
+    )
+
+
+STOPPED = Ended(pb.FINISH_REASON_STOP, eos_token_id=1)
+AT_LENGTH = Ended(pb.FINISH_REASON_LENGTH)
+
+
+class ScriptedDispatcher:
+    """Begins what it is given, and writes what a test says."""
+
+    def __init__(self) -> None:
+        self.courses: asyncio.Queue[Course] = asyncio.Queue()
+        self.lost: asyncio.Queue[Course] = asyncio.Queue()
+        self.running: set[RequestKey] = set()
+        self.window: int | None = None
+        self.refusal: ServiceError | None = None
+        self.plan: Callable[[Course], Any] = lambda course: None
+
+    async def begin(self, request: ValidRequest) -> Course:
+        if self.refusal is not None:
+            raise self.refusal
+        course = Course(request)
+        self.plan(course)
+        self.courses.put_nowait(course)
+        return course
+
+    def cancel(self, key: RequestKey) -> bool:
+        return key in self.running
+
+    def stream_lost(self, course: Course) -> None:
+        self.lost.put_nowait(course)
+
+    def window_of(self, model: str) -> int | None:
+        return self.window

@@ -1,0 +1,174 @@
+"""A course as its client reads it: a stream of messages, or one response.
+
+    course: tokens t0 t1 t2 t3 t4 ... end        read at the client's pace
+            started, delta(t0), delta(t1 t2 t3), delta(t4 and what was held back), finished
+
+All tokens that are there go into one delta, so a slow reader gets fewer and larger ones. What text a token adds is
+decided by the tokens alone: one that stops has none, whether or not the end is known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from router.account import Account
+from router.models import ServedModel
+from router.request import Course, Ended
+from router.text import Detokenizer, Words
+from runtime.errors import ServiceError
+
+Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
+"""Sends a message; it has been serialized when this returns."""
+
+
+class Answer:
+    """One course being read, once."""
+
+    __slots__ = ("_course", "_detokenizer", "_model", "_read", "_stops", "_wanted")
+
+    def __init__(self, course: Course, model: ServedModel) -> None:
+        self._course = course
+        self._model = model
+        self._wanted = wanted = course.request.wanted
+        self._read = 0
+        self._stops = _stops(course.request.work.stopping, model)
+        self._detokenizer: Detokenizer | None = None
+        if wanted.text:
+            self._detokenizer = model.words.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
+
+    async def stream(self, write: Write, account: Account) -> Ended:
+        """Writes all messages; returns how it ended. Raises the course's error, and what `write` raises."""
+        course = self._course
+        message = pb.GenerateStreamResponse(request_id=course.request.key.id)
+        await course.beyond(0)
+        if course.tokens:
+            message.started.CopyFrom(self._started())
+            await write(message)
+        while not self._is_read:
+            await course.beyond(self._read)
+            if tokens := self._fill(message):
+                await write(message)
+                account.sent(tokens)
+        ended = self._ended()
+        if rest := self._rest():
+            message.delta.CopyFrom(pb.Delta(text=rest))
+            await write(message)
+        message.finished.CopyFrom(_finished(ended))
+        message.usage.CopyFrom(account.usage())
+        message.receipt.CopyFrom(account.receipt())
+        await write(message)
+        return ended
+
+    async def whole(self, account: Account) -> tuple[pb.GenerateResponse, Ended]:
+        """The answer at once, and how it ended. Raises the course's error."""
+        course, wanted = self._course, self._wanted
+        while course.end is None:
+            await course.beyond(len(course.tokens))
+        ended = self._ended()
+        text = self._text(course.tokens) + self._rest()
+        if course.tokens:
+            account.sent(len(course.tokens))
+        output = pb.Output(
+            text=text,
+            token_ids=course.tokens if wanted.token_ids else (),
+            logprobs=self._logprobs(0, len(course.tokens)) if wanted.logprobs is not None else (),
+            finished=_finished(ended),
+        )
+        response = pb.GenerateResponse(
+            request_id=course.request.key.id,
+            model=self._model.id,
+            outputs=[output],
+            usage=account.usage(),
+            receipt=account.receipt(),
+            seed=course.request.work.sampling.seed,
+        )
+        return response, ended
+
+    @property
+    def _is_read(self) -> bool:
+        return self._course.end is not None and self._read == len(self._course.tokens)
+
+    def _fill(self, message: pb.GenerateStreamResponse) -> int:
+        """Makes `message` the delta of all tokens that are there and not read; returns how many. Per token of a
+        stream this is what is done, so nothing is made that the message has already."""
+        wanted, read = self._wanted, self._read
+        tokens = self._course.tokens[read:]
+        count = len(tokens)
+        if not count:
+            return 0
+        self._read = message.seq = read + count
+        delta = message.delta
+        delta.num_tokens = count
+        if wanted.text:
+            delta.text = self._text(tokens)
+            if self._is_read and isinstance(self._course.end, Ended):
+                delta.text += self._rest()
+        if wanted.token_ids:
+            delta.token_ids[:] = tokens
+        if wanted.logprobs is not None:
+            del delta.logprobs[:]
+            delta.logprobs.extend(self._logprobs(read, read + count))
+        return count
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """What these tokens make certain. A stop token is the last that is written: none is drawn before the least
+        number of tokens, and none goes on."""
+        if self._detokenizer is None:
+            return ""
+        if tokens and tokens[-1] in self._stops:
+            tokens = tokens[:-1]
+        return self._detokenizer.add(tokens)
+
+    def _rest(self) -> str:
+        """What is held back to the end."""
+        return "" if self._detokenizer is None else self._detokenizer.end()
+
+    def _ended(self) -> Ended:
+        """How it ended well. Raises the course's error."""
+        end = self._course.end
+        if isinstance(end, ServiceError):
+            raise end
+        assert end is not None
+        return end
+
+    def _started(self) -> pb.Started:
+        course = self._course
+        return pb.Started(
+            model=self._model.id,
+            prompt_tokens=course.request.prompt_tokens,
+            cached_tokens=course.cached_tokens,
+            seed=course.request.work.sampling.seed,
+            resumable=course.resumable,
+        )
+
+    def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
+        course, words = self._course, self._model.words
+        pairs = zip(course.tokens[first:end], course.logprobs[first:end], strict=True)
+        return [_logprob(words, token, logprobs) for token, logprobs in pairs]
+
+
+def _stops(stopping: wire.Stopping, model: ServedModel) -> frozenset[int]:
+    """The tokens that end this output."""
+    return frozenset(stopping.stop_token_ids) | (frozenset() if stopping.ignore_eos else model.eos_token_ids)
+
+
+def _finished(ended: Ended) -> pb.Finished:
+    return pb.Finished(finish_reason=ended.reason, eos_token_id=ended.eos_token_id, stop_token_id=ended.stop_token_id)
+
+
+def _logprob(words: Words, token: int, found: wire.TokenLogprobs) -> pb.TokenLogprob:
+    exact = words.bytes_of(token)
+    return pb.TokenLogprob(
+        token_id=token,
+        token=exact.decode(errors="replace"),
+        logprob=found.logprob,
+        rank=found.rank,
+        top=[
+            pb.TopLogprob(token_id=id, token=bytes_.decode(errors="replace"), logprob=logprob, token_bytes=bytes_)
+            for id, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
+            for bytes_ in (words.bytes_of(id),)
+        ],
+        token_bytes=exact,
+    )
