@@ -113,7 +113,7 @@ class Engine:
             result = self.device.run(plan)
             self._commit(plan.rows, result, started, output)
             self.steps += 1
-        output.num_tokens = plan.num_tokens
+        output.num_tokens, output.available = plan.num_tokens, self.pool.available
         output.ended.extend(self._ended)
         self._ended = []
         return output
@@ -204,7 +204,7 @@ class Engine:
             raise InvalidRequest("have", f"a whole number from 0 to {most}", have)
         if id in self._exports:
             raise InvalidRequest("id", "not exported already, or that export released", id)
-        export = Export(sequence, have, self.pool.allocate(_lease(id), 0), self.device)
+        export = Export(sequence, have, self.pool.allocate(lease_owner(id), 0), self.device)
         self._exports[id] = export
         for index in range(have, sequence.computed // self.pool.block_size):
             export.offer(sequence, index, self._checksum)
@@ -304,7 +304,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Every block is free, cached, or held for someone who is alive. Raises AssertionError."""
-        alive = {*self._sequences, *self._arriving, *(_lease(id) for id in self._exports)}
+        alive = {*self._sequences, *self._arriving, *(lease_owner(id) for id in self._exports)}
         self.pool.check_integrity(alive)
         scheduled = [s.id for s in (*self.scheduler.running, *self.scheduler.waiting)]
         if sorted([*scheduled, *self._parked]) != sorted(self._sequences):
@@ -365,5 +365,6 @@ def _check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
         raise InvalidRequest(field, f"token ids from 0 to {vocabulary - 1}", worst)
 
 
-def _lease(id: str) -> str:
+def lease_owner(id: str) -> str:
+    """Whom the pool names as the owner of the blocks that the export of sequence ``id`` holds."""
     return f"lease:{id}"

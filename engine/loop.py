@@ -52,12 +52,17 @@ class _Call:
     def answer(self, loop: EngineLoop) -> None:
         """On the event loop."""
         if self.future.cancelled():
-            if self.error is None and self.undo is not None:
-                loop.post(lambda engine: self.undo(engine, self.value) if self.undo else None)
+            self.undone(loop)
         elif self.error is not None:
             self.future.set_exception(self.error)
         else:
             self.future.set_result(self.value)
+
+    def undone(self, loop: EngineLoop) -> None:
+        """On the event loop, for a caller that has gone."""
+        undo = self.undo
+        if self.error is None and undo is not None:
+            loop.post(lambda engine: undo(engine, self.value))
 
 
 class EngineLoop:
@@ -110,7 +115,12 @@ class EngineLoop:
         """
         call = _Call(command, undo, self._event_loop.create_future())
         self._enqueue(call)
-        result: T = await call.future
+        try:
+            result: T = await call.future
+        except asyncio.CancelledError:
+            if not call.future.cancelled():  # the answer was there already, and is lost
+                call.undone(self)
+            raise
         return result
 
     def post(self, command: Command, then: Callable[[], object] = lambda: None) -> None:

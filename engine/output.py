@@ -70,6 +70,7 @@ class StepOutput:
     ended: list[Ended]
     num_tokens: int = 0
     begun: list[Begun] = field(default_factory=list)
+    available: int = 0  # blocks that an allocation could get after it
 
 
 @dataclass(frozen=True, slots=True)

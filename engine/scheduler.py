@@ -128,6 +128,7 @@ class Scheduler:
         sequence.holding = None
         sequence.computed = 0
         self.preemptions += 1
+        sequence.timeline.preemptions += 1
         self.add(sequence)
 
     def _admit_next(self, promised: int) -> Sequence | None:

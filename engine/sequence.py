@@ -11,13 +11,15 @@ from engine.request import Request
 
 @dataclass(slots=True)
 class Timeline:
-    """The instants of a sequence, in seconds of the engine's clock; None until it happened."""
+    """The instants of a sequence, in seconds of the engine's clock; None until it happened. And how often it was
+    preempted: what it then computes again is in none of them."""
 
     added: float
     scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
     tokens: array[float] = field(default_factory=lambda: array("d"))
+    preemptions: int = 0
 
 
 class Sequence:

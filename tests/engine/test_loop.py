@@ -54,6 +54,7 @@ class Scene:
         self.steps = 0
         self.outputs: list[StepOutput] = []
         self.crashes: list[EngineStopped] = []
+        self.on_step: Callable[[], object] = lambda: None
         self._step = self.engine.step
         self.engine.step = self._counted  # type: ignore[method-assign]
         self._heard = asyncio.Event()
@@ -65,6 +66,7 @@ class Scene:
 
     def _on_step(self, output: StepOutput) -> None:
         self.outputs.append(output)
+        self.on_step()
         self._heard.set()
 
     def _on_crash(self, stopped: EngineStopped) -> None:
@@ -332,6 +334,18 @@ async def test_what_ran_for_a_caller_that_has_gone_is_undone() -> None:
         release.set()
         assert (await scene.until_ended("a")).reason is FinishReason.CANCELLED
         assert undone == [("result", "engine")]
+        assert task.cancelled()
+    nothing_is_held(scene.engine)
+
+
+async def test_what_is_answered_to_a_caller_that_goes_in_that_moment_is_undone() -> None:
+    async with running() as scene:
+        add = scene.loop.call(
+            lambda engine: engine.add(make_request(max_tokens=80)), lambda engine, _: engine.cancel("a")
+        )
+        task = asyncio.create_task(add)
+        scene.on_step = lambda: task.cancel()  # behind the answer, before the task goes on
+        assert (await scene.until_ended("a")).reason is FinishReason.CANCELLED
         assert task.cancelled()
     nothing_is_held(scene.engine)
 

@@ -239,10 +239,18 @@ def test_a_low_priority_is_not_starved_by_a_stream_of_higher_ones() -> None:
 def test_the_least_urgent_makes_room_and_loses_nothing() -> None:
     engine = make_engine(8)
     first = run(engine, make_request("a", prompt(10), 20), make_request("b", prompt(10, 2), 20))
-    assert engine.load().preemptions
+    ends = [heard.ended for heard in first.heard.values() if heard.ended]
+    assert sum(ended.timeline.preemptions for ended in ends) == engine.load().preemptions > 0
     calm = run(make_engine(), make_request("a", prompt(10), 20), make_request("b", prompt(10, 2), 20))
     assert {id: heard.text for id, heard in first.heard.items()} == {id: h.text for id, h in calm.heard.items()}
     properties.nothing_is_held(engine)
+
+
+def test_a_step_tells_how_many_blocks_an_allocation_could_get() -> None:
+    engine = make_engine(8)
+    engine.add(make_request("a", prompt(9), 8))
+    told = [engine.step().available for _ in range(8)]
+    assert told == [5, 5, 5, 5, 4, 4, 4, 8]
 
 
 # -- the pool alone ---------------------------------------------------------------------------------------------
