@@ -344,7 +344,7 @@ async def test_what_is_answered_to_a_caller_that_goes_in_that_moment_is_undone()
             lambda engine: engine.add(make_request(max_tokens=80)), lambda engine, _: engine.cancel("a")
         )
         task = asyncio.create_task(add)
-        scene.on_step = lambda: task.cancel()  # behind the answer, before the task goes on
+        scene.on_step = task.cancel  # behind the answer, before the task goes on
         assert (await scene.until_ended("a")).reason is FinishReason.CANCELLED
         assert task.cancelled()
     nothing_is_held(scene.engine)
