@@ -27,3 +27,6 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
     flush_ms: int = Field(default=50, ge=1, le=10_000, description="how often journals are written")
     resume_grace_ms: int = Field(default=3_000, ge=0, description="how long a lost stream's request is kept")
     attempts: int = Field(default=3, ge=1, le=100, description="tries at one request, the first included")
+    serve_without_redis: bool = Field(
+        default=True, description="take new requests while Redis is away: their streams can't be resumed"
+    )

@@ -1,0 +1,254 @@
+"""One accepted request from its admission to its end: its attempts, one after the other.
+
+    admitted -> recorded -> attempt 1 --fails--> attempt 2 ... -> ended
+                                                                    |
+    cancelled, time over, superseded, a bug: at any point ----------'
+
+It ends once: the first to say how wins, lets go of everything, and the course's reader is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from protos.inference_pb2 import Generation
+from protos.state_pb2 import RequestRecord
+from router.admission import Admission, Admitted
+from router.attempt import Attempt, Job
+from router.failures import AttemptFailed, NoWorker
+from router.flush import Flusher, append_new
+from router.pool import Pool
+from router.request import Course, Ended, ValidRequest
+from router.settings import RouterSettings
+from router.writing import Pen
+from runtime import logs
+from runtime.errors import (
+    Aborted,
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    ServiceError,
+    Unavailable,
+    Unimplemented,
+)
+from runtime.fault import Reason, ResumePoint, to_status
+from state import errors
+from state.errors import StateError
+from state.names import Life, State
+from state.owned import OwnedRequest
+from state.requests import Requests
+
+RETRY_SECONDS = 1.0
+"""What clients are told who find no worker, or no store."""
+
+_log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """What every execution stands on."""
+
+    peer: wire.Peer
+    settings: RouterSettings
+    admission: Admission
+    pool: Pool
+    requests: Requests
+    flusher: Flusher
+
+
+class Execution:
+    """Runs in a task of its own, ``run``; ``end`` may be called from anywhere at any time."""
+
+    def __init__(self, request: ValidRequest, router: Router) -> None:
+        self.course = Course(request)
+        self.owned = _owned(request, Life.of(router.peer))
+        self.accepted = asyncio.get_running_loop().create_future()
+        """Done once it is recorded, or with the error that it came to before."""
+        self.grace: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._request = request
+        self._router = router
+        self._job = Job(self.course, self.owned, Pen(self.course))
+        self._admitted: Admitted | None = None
+        self._attempt: Attempt | None = None
+        self._is_recorded = False  # or may be
+
+    async def run(self) -> None:
+        end: Ended | ServiceError = Internal()  # unless something better is known
+        reason = wire.Cancel.REASON_ATTEMPT
+        try:
+            async with asyncio.timeout(self._request.deadline.remaining()) as limit:
+                await self._enter()
+                end = await self._answer()
+        except TimeoutError:
+            if limit.expired():
+                end, reason = DeadlineExceeded(), wire.Cancel.REASON_DEADLINE
+            else:
+                raise
+        except asyncio.CancelledError:
+            end = Unavailable(Reason.DRAINING, "this router ends", retry_after=RETRY_SECONDS)
+            raise
+        except ServiceError as error:
+            end = error
+        finally:
+            self.end(end, reason)
+
+    def end(self, end: Ended | ServiceError, reason: wire.Cancel.Reason = wire.Cancel.REASON_ATTEMPT) -> None:
+        """The request is over; what is left of it at workers is cancelled for that reason. Only the first counts."""
+        if self.course.end is not None:
+            return
+        self.course.end = end
+        self.course.told()
+        if self.grace is not None:
+            self.grace.cancel()
+        if self._attempt is not None:
+            self._attempt.close(reason)
+        if self.task is not None and self.task is not asyncio.current_task():
+            self.task.cancel()
+        if self._admitted is not None:
+            self._admitted.leave()
+        if not self.accepted.done():
+            self.accepted.set_exception(end if isinstance(end, ServiceError) else Internal())
+        if self._is_recorded:
+            self._record_end(end)
+
+    def superseded(self, error: errors.Superseded) -> None:
+        """Another router owns it: nothing more is written."""
+        self._is_recorded = False
+        self.end(Aborted(Reason.SUPERSEDED, str(error)))
+
+    @property
+    def is_taken_up(self) -> bool:
+        return self.course.path.taken_up_at is not None
+
+    async def _enter(self) -> None:
+        router, request = self._router, self._request
+        self._admitted = await router.admission.enter(request.work.priority, request.deadline)
+        if router.flusher.is_away:
+            self._take_without_store("it is away")
+        else:
+            await self._record()
+        self._is_recorded = True
+        router.flusher.begin(self)
+        self.accepted.set_result(None)
+
+    async def _record(self) -> None:
+        self._is_recorded = True  # from now on it may be in Redis, whatever becomes of this call
+        key = self._request.key
+        try:
+            found = await self._router.requests.accept(self.owned)
+        except errors.AlreadyExists:
+            self._is_recorded = False
+            raise AlreadyExists(key.id) from None
+        except StateError as error:
+            self._is_recorded = False
+            self._take_without_store(str(error))
+            return
+        if found is not None:
+            self._is_recorded = False
+            raise Unimplemented("GenerateRequest.request_id", key.id)
+
+    def _take_without_store(self, why: str) -> None:
+        """Raises Unavailable where the settings don't want that."""
+        if not self._router.settings.serve_without_redis:
+            words = f"the state store is away: {why}"
+            raise Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=RETRY_SECONDS)
+        self.course.resumable = False
+
+    async def _answer(self) -> Ended:
+        router, job = self._router, self._job
+        while True:
+            self._attempt = attempt = Attempt(job, router.pool, router.peer)
+            try:
+                end = await attempt.run()
+            except AttemptFailed as failed:
+                self._failed(attempt, failed)
+            except NoWorker:
+                self._note(attempt, wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
+                raise self._lost(Reason.NO_WORKER, "no worker can take the request now") from None
+            else:
+                self._note(attempt, None)
+                return end
+
+    def _failed(self, attempt: Attempt, failed: AttemptFailed) -> None:
+        """The next attempt is prepared. Raises what the client learns when there is none."""
+        job, failure = self._job, failed.failure
+        attempt.close(wire.Cancel.REASON_ATTEMPT)
+        self._note(attempt, failure)
+        _log.warning("attempt failed", attempt=self.owned.attempt, why=str(failed))
+        if failed.blamed is not None:
+            job.avoid.add(failed.blamed)
+            self._router.pool.blame(failed.blamed)
+        job.from_tokens |= attempt.had_ticket or bool(self.course.tokens)
+        if self.owned.attempt >= self._router.settings.attempts:
+            raise self._lost(Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
+        append_new(self.owned, self.course)
+        self.owned.start_over(datetime.now(UTC))
+
+    def _note(self, attempt: Attempt, failure: wire.Failure | None) -> None:
+        """An attempt into the record."""
+        giver, taker = attempt.giver, attempt.taker
+        self.owned.record.attempts.add(
+            attempt=self.owned.attempt,
+            prefill_worker=giver.facts.peer if giver else None,
+            decode_worker=taker.facts.peer if taker else None,
+            failure=failure,
+        )
+
+    def _lost(self, reason: Reason, words: str) -> ServiceError:
+        written = len(self.course.tokens)
+        if written:
+            return Aborted(Reason.WORKERS_LOST, words, resume=ResumePoint(0, written))
+        return Unavailable(reason, words, retry_after=RETRY_SECONDS)
+
+    def _record_end(self, end: Ended | ServiceError) -> None:
+        owned, course, record = self.owned, self.course, self.owned.record
+        if isinstance(end, ServiceError) and end.reason is Reason.SUPERSEDED:
+            self._router.flusher.forget(self)
+            return
+        self._router.flusher.begin(self)
+        append_new(owned, course)
+        record.cached_tokens = course.cached_tokens
+        record.usage.prompt_tokens = self._request.prompt_tokens
+        record.usage.completion_tokens = len(course.tokens)
+        record.usage.total_tokens = self._request.prompt_tokens + len(course.tokens)
+        record.usage.cached_prompt_tokens = course.cached_tokens
+        state, finished = _stored(end)
+        if finished is not None:
+            record.finished.append(finished)
+        if isinstance(end, ServiceError):
+            record.error.CopyFrom(to_status(end.fault))
+        owned.move(state, datetime.now(UTC))
+        self._router.flusher.end(self)
+
+
+def _owned(request: ValidRequest, life: Life) -> OwnedRequest:
+    now = datetime.now(UTC)
+    record = RequestRecord(
+        model=request.work.model, seed=request.work.sampling.seed, prompt_tokens=request.prompt_tokens
+    )
+    left = request.deadline.remaining()
+    if left is not None:
+        record.deadline.FromDatetime(now + timedelta(seconds=min(left, 10 * 365 * 86400)))
+    return OwnedRequest.begin(request.key, life, request.payload, record, now)
+
+
+def _stored(end: Ended | ServiceError) -> tuple[State, pb.Finished | None]:
+    """How an end is stored."""
+    match end:
+        case Ended():
+            finished = pb.Finished(
+                finish_reason=end.reason, eos_token_id=end.eos_token_id, stop_token_id=end.stop_token_id
+            )
+            return Generation.STATE_SUCCEEDED, finished
+        case Cancelled():
+            return Generation.STATE_CANCELLED, pb.Finished(finish_reason=pb.FINISH_REASON_CANCELLED)
+        case DeadlineExceeded():
+            return Generation.STATE_FAILED, pb.Finished(finish_reason=pb.FINISH_REASON_TIME_LIMIT)
+        case _:
+            return Generation.STATE_FAILED, None

@@ -1,0 +1,49 @@
+"""A run at one worker, as this router follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from protos import worker_pb2 as wire
+from router.writing import Pen
+
+RunKey = tuple[str, int, int]
+
+
+def key_of(run: wire.Run) -> RunKey:
+    return run.request, run.epoch, run.attempt
+
+
+class Following:
+    """What a session must know of a run: where its tokens go, and who hears of the rest. One output.
+
+    ``tell`` hears TakenUp, Joined, Held, and one last word: Ended once every token is written, Failed, Refused or
+    Superseded.
+    """
+
+    def __init__(self, start: wire.Start, pen: Pen, tell: Callable[[Any], None]) -> None:
+        self.run = start.run
+        self.key = key_of(start.run)
+        self.start: wire.Start | None = start
+        """Until the worker has said a word of it."""
+        self.put = pen.put
+        self.tell = tell
+        self.slots: set[int] = set()
+        self.ended: wire.Ended | None = None
+        self.asked: int | None = None
+        """The position from which tokens were last asked for again."""
+        self._pen = pen
+
+    @property
+    def position(self) -> int:
+        """Of the first token that is lacking."""
+        return self._pen.position
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it ended, and all that it wrote is here."""
+        return self.ended is not None and self.position >= self.ended.end.end_position
+
+    def owned(self) -> wire.Hello.Owned:
+        return wire.Hello.Owned(run=self.run, next=[wire.Next(output=0, position=self.position)])

@@ -1,0 +1,274 @@
+"""The workers that this router knows, and how each stands.
+
+    directory --who is there--> Pool --one for each life--> Worker --> Session
+                                                              '--> Seen, for placement
+
+A registration says where a worker is and that it may be opened; from then on its session says whether it lives. One
+that ran out ends nothing: the worker goes when its session breaks and nothing of ours is left there. Another life of
+the same id is another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import grpc
+
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc as services
+from protos.state_pb2 import WorkerRegistration
+from router.placement import Seen
+from router.sessions import Session
+from runtime import logs
+from runtime.channel import open_channel
+from runtime.peer import speaks
+from runtime.tls import PeerTls
+from state.directory import Listing, Workers
+from state.errors import StateError
+from state.names import Life
+
+WATCH_SECONDS = 30.0
+RETRY_SECONDS = 1.0
+FIRST_AGAIN = 16
+BLAMED_SECONDS = 0.5
+BLAMED_MOST_SECONDS = 8.0
+
+_log = logs.get(__name__)
+
+
+class Worker:
+    """One life of one worker: what it registered, its session, and what was sent there since it last told its load."""
+
+    def __init__(self, facts: WorkerRegistration, channel: grpc.aio.Channel, session: Session) -> None:
+        self.facts = facts
+        self.life = Life.of(facts.peer)
+        self.channel = channel
+        self.prefill = services.PrefillStub(channel)
+        self.session = session
+        self.is_registered = True
+        self._is_full = False
+        self._allowance = sys.maxsize  # sequences that are sent before it tells its load again
+        self._booked_sequences = 0
+        self._booked_tokens = 0
+        self._faults = 0
+        self._avoided_until = 0.0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new work may go there."""
+        session = self.session
+        draining = session.load is not None and session.load.draining
+        return session.is_open and not (session.is_suspect or session.is_stuck or draining)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether its session is worth opening."""
+        return self.is_registered or self.session.is_busy
+
+    def seen(self, avoided: bool) -> Seen:
+        load, capacity = self.session.load or wire.Load(), self.facts.capacity
+        told = self.session.load is not None
+        block_tokens = capacity.block_tokens or 1
+        free = load.free_blocks + load.cached_blocks if told else capacity.total_blocks
+        return Seen(
+            life=self.life,
+            role=load.role or self.facts.role,
+            layout=self.facts.layout,
+            block_tokens=block_tokens,
+            free_blocks=free - self._booked_tokens // block_tokens,
+            sequences=load.running + load.waiting + self._booked_sequences,
+            queued_tokens=load.queued_tokens + self._booked_tokens,
+            takes_prompts=load.takes_prompts if told else True,
+            has_room=not self._is_full and self._booked_sequences < self._allowance,
+            avoided=avoided or asyncio.get_running_loop().time() < self._avoided_until,
+        )
+
+    def book(self, tokens: int) -> None:
+        """A sequence of so many tokens was sent there."""
+        self._booked_sequences += 1
+        self._booked_tokens += tokens
+
+    def told_load(self) -> None:
+        """What was sent before is in the load."""
+        self._booked_sequences = self._booked_tokens = 0
+        if not self._is_full:
+            self._allowance *= 2
+        self._is_full = False
+
+    def refused(self) -> None:
+        """It has no room: nothing goes there until it tells its load again, and then few before the next time."""
+        self._is_full = True
+        self._allowance = FIRST_AGAIN
+
+    def blame(self) -> None:
+        """It lost a request: others come first for a while, longer each time. A broken worker has the least load."""
+        seconds = min(BLAMED_SECONDS * 2**self._faults, BLAMED_MOST_SECONDS)
+        self._faults = min(self._faults + 1, 10)
+        self._avoided_until = asyncio.get_running_loop().time() + seconds
+
+    def praise(self) -> None:
+        """It brought a request to its end."""
+        self._faults = 0
+
+
+class Pool:
+    """All workers. Its tasks end with ``close``. ``tokenizers`` are the hashes of this router's models, by id."""
+
+    def __init__(self, router: wire.Peer, directory: Workers, tokenizers: Mapping[str, int], tls: PeerTls) -> None:
+        self._router = router
+        self._directory = directory
+        self._tokenizers = tokenizers
+        self._tls = tls
+        self._workers: dict[Life, Worker] = {}
+        self._over: set[Life] = set()  # lives that ended, and that the directory may still list
+        self._refused: set[Life] = set()  # logged
+        self._tasks: dict[Life, asyncio.Task[None]] = {}
+        self._givers: dict[bytes, Session] = {}
+        self._waiting: dict[Callable[[], None], None] = {}  # first come, first woken
+        self._listed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._watching = asyncio.create_task(self._watch())
+
+    async def settled(self) -> None:
+        """Waits until the directory was read and each worker there was opened, or could not be."""
+        await self._listed.wait()
+        for worker in list(self._workers.values()):
+            await worker.session.tried.wait()
+
+    async def close(self) -> None:
+        tasks = [*self._tasks.values(), *([self._watching] if self._watching else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # What others ask
+
+    def of(self, model: str) -> Iterator[Worker]:
+        """All that are known for a model, usable or not."""
+        return (worker for worker in self._workers.values() if worker.facts.model == model)
+
+    def seen(self, model: str, avoid: frozenset[Life] | set[Life]) -> list[Seen]:
+        """A snapshot of those to which new work may go."""
+        return [worker.seen(worker.life in avoid) for worker in self.of(model) if worker.is_usable]
+
+    def worker(self, life: Life) -> Worker:
+        """Raises KeyError for one that has gone."""
+        return self._workers[life]
+
+    def blame(self, life: Life) -> None:
+        """A worker lost a request."""
+        if (worker := self._workers.get(life)) is not None:
+            worker.blame()
+
+    def window_of(self, model: str) -> int | None:
+        """Tokens of the shortest window among the usable workers; None while there are none."""
+        windows = [worker.facts.capacity.window_tokens for worker in self.of(model) if worker.is_usable]
+        return min(windows, default=None)
+
+    def wake_on_change(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called whenever there may be room, until ``forget_waker``."""
+        self._waiting[wake] = None
+
+    def forget_waker(self, wake: Callable[[], None]) -> None:
+        self._waiting.pop(wake, None)
+
+    def hold(self, ticket: wire.Ticket, giver: Worker) -> None:
+        """A ticket that nobody has taken yet: this router renews it."""
+        self._givers[ticket.id] = giver.session
+        giver.session.unclaimed.add(ticket.id)
+
+    def claimed(self, ticket: wire.Ticket) -> None:
+        """It has a taker, whose beats renew it from now on."""
+        if (giver := self._givers.get(ticket.id)) is not None:
+            giver.unclaimed.discard(ticket.id)
+
+    def drop(self, ticket: wire.Ticket) -> None:
+        """It was opened, or nobody will."""
+        if (giver := self._givers.pop(ticket.id, None)) is not None:
+            giver.unclaimed.discard(ticket.id)
+            giver.renewed.discard(ticket.id)
+
+    # What sessions tell
+
+    def heard(self, session: Session) -> None:
+        worker = self._workers.get(Life.of(session.worker))
+        if worker is not None:
+            worker.told_load()
+            self._wake()
+
+    def renews(self, tickets: Iterable[bytes]) -> None:
+        for ticket in tickets:
+            if (giver := self._givers.get(ticket)) is not None:
+                giver.renewed.add(ticket)
+
+    def _wake(self) -> None:
+        for wake in list(self._waiting):
+            wake()
+
+    # What the directory tells
+
+    async def _watch(self) -> None:
+        """Follows the directory for as long as the router lives; what is known stays while Redis is away."""
+        away = False
+        while True:
+            try:
+                listing = await self._directory.listing()
+                away = False
+                while True:
+                    self._follow(listing)
+                    listing = await self._directory.change(listing, WATCH_SECONDS)
+            except StateError as error:
+                if not away:
+                    _log.warning("the directory of workers is away", error=str(error))
+                away = True
+                await asyncio.sleep(RETRY_SECONDS)
+
+    def _follow(self, listing: Listing[WorkerRegistration]) -> None:
+        lives = {present.life for present in listing.present}
+        self._over &= lives
+        self._refused &= lives
+        for life, worker in self._workers.items():
+            worker.is_registered = life in lives
+        for present in listing.present:
+            if present.life not in self._workers and present.life not in self._over and self._fits(present.facts):
+                self._add(present.facts)
+        self._listed.set()
+
+    def _fits(self, facts: WorkerRegistration) -> bool:
+        """Whether this router can use it; why not is logged once."""
+        expected = self._tokenizers.get(facts.model)
+        if expected is None:
+            return False  # another router's model
+        if speaks(facts.peer.protocol) and facts.tokenizer == expected:
+            return True
+        life = Life.of(facts.peer)
+        if life not in self._refused:
+            self._refused.add(life)
+            why = "another tokenizer" if speaks(facts.peer.protocol) else "another protocol"
+            _log.warning("a worker can't be used", worker=life.id, model=facts.model, why=why)
+        return False
+
+    def _add(self, facts: WorkerRegistration) -> None:
+        channel = open_channel(facts.address, self._tls)
+        session = Session(self._router, facts.peer, channel, self)
+        worker = Worker(facts, channel, session)
+        self._workers[worker.life] = worker
+        self._tasks[worker.life] = asyncio.create_task(self._live(worker))
+        _log.info("worker found", worker=worker.life.id, address=facts.address, role=wire.Role.Name(facts.role))
+
+    async def _live(self, worker: Worker) -> None:
+        """A worker's time here, from its registration until it is over."""
+        try:
+            await worker.session.run(lambda: worker.is_wanted)
+        finally:
+            if worker.is_registered:
+                self._over.add(worker.life)
+            del self._workers[worker.life], self._tasks[worker.life]
+            _log.info("worker gone", worker=worker.life.id)
+            self._wake()
+            await worker.channel.close()

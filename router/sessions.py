@@ -1,0 +1,393 @@
+"""The one stream between this router and one worker, for as long as both live.
+
+    opening --welcome--> open --breaks--> opening ... after 100 ms, 200 ms, ... 1 s
+       |                   |                 |
+       |                   |                 '-- runs are still there after RECONNECT_SECONDS: they lost their worker
+       |                   '-- silent: suspect after 1 s, broken after 3 s
+       '-- it is another life, or nobody wants it any more: over
+
+    worker's frame  slots | 3 | 7 | 3 |      slot -> Following -> Pen -> Course
+                positions |40 |12 |41 |
+                   tokens | a | b | c |
+
+What the router says leaves in one queue. Beats have a task of their own, and carry with them the renewals of tickets
+and the runs that ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import grpc
+
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc as services
+from router.calls import Broken, read, write
+from router.following import Following, RunKey, key_of
+from router.writing import Trouble, unpack
+from runtime import logs
+from runtime.fault import Reason
+from runtime.peer import same_life
+from runtime.shutdown import first
+
+BEAT_SECONDS = 0.25
+SUSPECT_BEATS = 4
+"""Beats of ours without a word of the worker's: counted, not timed, so a pause of our own suspects nobody."""
+SILENT_BEATS = 12
+RECONNECT_SECONDS = 2.0
+"""After a break, before the runs there are given up."""
+WELCOME_SECONDS = 5.0
+FIRST_BACKOFF_SECONDS = 0.1
+LAST_BACKOFF_SECONDS = 1.0
+STUCK_MS = 2_000
+GIVEN_UP_MS = 10_000
+STUCK_STEPS = 8
+"""A step is stuck when it is older than STUCK_MS and than so many of the longest steps of its size; runs move elsewhere
+when it is also older than GIVEN_UP_MS."""
+RETIRED_AT_ONCE = 256
+
+_log = logs.get(__name__)
+
+
+class Watcher(Protocol):
+    """Who hears what concerns more than one run."""
+
+    def heard(self, session: Session) -> None:
+        """It opened, or told its load: there may be room."""
+
+    def renews(self, tickets: Iterable[bytes]) -> None:
+        """The worker holds these tickets of others."""
+
+
+class Guest(Protocol):
+    """Who depends on a worker without a run in its session."""
+
+    def lost(self, session: Session) -> None: ...
+
+
+class Session:
+    """All that this router says to and hears from one life of one worker. Lives on one event loop."""
+
+    def __init__(self, router: wire.Peer, worker: wire.Peer, channel: grpc.aio.Channel, watcher: Watcher) -> None:
+        self.worker = worker
+        self.load: wire.Load | None = None
+        self.is_open = False
+        self.over = False
+        """The worker is another life by now, or speaks another protocol: never open again."""
+        self.tried = asyncio.Event()
+        """Set once it was opened, or could not be."""
+        self.guests: set[Guest] = set()
+        self.unclaimed: set[bytes] = set()
+        """Tickets of this worker's that nobody has taken yet."""
+        self.renewed: set[bytes] = set()
+        """Tickets of this worker's whose takers renewed them since the last beat."""
+        self.conflicts = 0
+        """Tokens that came for a known position and differed."""
+        self._router = router
+        self._stub = services.DecodeStub(channel)
+        self._watcher = watcher
+        self._beat = wire.Beat()
+        self._quiet = 0  # beats of ours since the last word of the worker's
+        self._runs: dict[RunKey, Following] = {}
+        self._slots: dict[int, Following] = {}
+        self._incomplete: set[Following] = set()  # ended, and some tokens are still to come
+        self._retiring: list[wire.Run] = []
+        self._outgoing = asyncio.Queue[wire.ToWorker]()
+        self._grace: asyncio.TimerHandle | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything of ours is there."""
+        return bool(self._runs or self.guests)
+
+    @property
+    def is_suspect(self) -> bool:
+        return self._quiet >= SUSPECT_BEATS
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._step_older_than(STUCK_MS)
+
+    # What the router says
+
+    def start(self, following: Following) -> None:
+        """Begin a run; while the session is down it begins with the next one."""
+        self._runs[following.key] = following
+        if self.is_open:
+            self._say(wire.ToWorker(start=following.start))
+        else:
+            self._hope()
+
+    def leave(self, following: Following, reason: wire.Cancel.Reason) -> None:
+        """End a run that is not wanted any more, whatever it is doing. It is told nothing from now on."""
+        if self._runs.get(following.key) is following:
+            self._forget(following)
+            self.cancel(following.run, reason)
+
+    def cancel(self, run: wire.Run, reason: wire.Cancel.Reason) -> None:
+        """End whatever is there of a run."""
+        if self.is_open:  # else the next welcome names it as an orphan
+            self._say(wire.ToWorker(cancel=wire.Cancel(run=run, reason=reason)))
+
+    def _say(self, message: wire.ToWorker) -> None:
+        self._outgoing.put_nowait(message)
+
+    def _retire(self, run: wire.Run) -> None:
+        self._retiring.append(run)
+        if len(self._retiring) >= RETIRED_AT_ONCE:
+            self._say_retired()
+
+    def _say_retired(self) -> None:
+        if self._retiring:
+            retiring, self._retiring = self._retiring, []
+            self._say(wire.ToWorker(retire=wire.Retire(runs=retiring)))
+
+    def _forget(self, following: Following) -> None:
+        del self._runs[following.key]
+        self._incomplete.discard(following)
+        for slot in following.slots:
+            if self._slots.get(slot) is following:
+                del self._slots[slot]
+
+    # Its life
+
+    async def run(self, is_wanted: Callable[[], bool]) -> None:
+        """Opens it, again when it breaks, until it is over or nobody wants it. Cancel to end it."""
+        backoff = FIRST_BACKOFF_SECONDS
+        try:
+            while not self.over and is_wanted():
+                if await self._once():
+                    backoff = FIRST_BACKOFF_SECONDS
+                if not self.over:
+                    await asyncio.sleep(backoff)
+                    backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+        finally:
+            self.tried.set()
+            self._give_up()
+
+    async def _once(self) -> bool:
+        """One session from hello to break; whether it was ever open."""
+        call = self._stub.Session()
+        try:
+            await self._open(call)
+            await first(self._hear(call), self._send(call), self._keep_beating())
+        except (Broken, TimeoutError) as error:
+            self._note(error)
+        except ValueError as error:  # arrays that are none: it would send them again
+            self._note(error)
+            self._give_up()
+        finally:
+            was_open, self.is_open = self.is_open, False
+            call.cancel()
+            self.tried.set()
+            self._broke()
+        return was_open
+
+    async def _open(self, call: Any) -> None:
+        self._outgoing = asyncio.Queue()
+        self._retiring.clear()
+        owned = [following.owned() for following in self._runs.values()]
+        hello = wire.Hello(router=self._router, worker=self.worker, owned=owned)
+        async with asyncio.timeout(WELCOME_SECONDS):
+            await write(call, wire.ToWorker(hello=hello))
+            answer = await read(call)
+        if answer is None or not answer.HasField("welcome"):
+            raise Broken("no welcome")
+        if not same_life(answer.welcome.worker, self.worker):
+            raise Broken("the welcome is of another life", Reason.WRONG_PEER)
+        self._welcomed(answer.welcome)
+
+    def _welcomed(self, welcome: wire.Welcome) -> None:
+        self.is_open, self._quiet = True, 0
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+        self.tried.set()
+        for held in welcome.held:
+            self._held(held)
+        for run in welcome.lacking:
+            self._lacks(run)
+        for run in welcome.orphans:
+            self.cancel(run, wire.Cancel.REASON_ATTEMPT)
+        _log.info("session open", worker=self.worker.id, held=len(welcome.held), orphans=len(welcome.orphans))
+        self._watcher.heard(self)
+
+    def _lacks(self, run: wire.Run) -> None:
+        """Said before the break, and perhaps never heard: it is said again. What was heard once is gone."""
+        following = self._runs.get(key_of(run))
+        if following is not None and following.start is not None:
+            self._say(wire.ToWorker(start=following.start))
+        elif following is not None:
+            self._fail(following, wire.CAUSE_UNKNOWN_RUN, "the worker lacks it after a break")
+
+    def _broke(self) -> None:
+        self._beat = wire.Beat()
+        self._slots.clear()
+        for following in self._runs.values():
+            following.slots.clear()
+            following.asked = None
+        if self.is_busy:
+            self._hope()
+
+    def _hope(self) -> None:
+        """Those who are here wait a little for the session to come back."""
+        if self._grace is None:
+            self._grace = asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        """Whoever is here has lost his worker."""
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+        for following in list(self._runs.values()):
+            self._fail(following, wire.CAUSE_PEER_LOST, "the session broke and did not come back")
+        for guest in list(self.guests):
+            guest.lost(self)
+
+    def _note(self, error: Exception) -> None:
+        if isinstance(error, Broken) and error.reason in (Reason.WRONG_PEER, Reason.WRONG_PROTOCOL):
+            self.over = True
+        if self.is_open or self.over:
+            _log.warning("session broke", worker=self.worker.id, error=str(error), over=self.over)
+
+    # The three tasks of an open session
+
+    async def _send(self, call: Any) -> None:
+        outgoing = self._outgoing
+        while True:
+            await write(call, await outgoing.get())
+
+    async def _keep_beating(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self._quiet += 1
+            if self._quiet >= SILENT_BEATS:
+                raise Broken("nothing was heard for too long")
+            self._say_retired()
+            self._say(wire.ToWorker(beat=wire.Beat(renew=self.unclaimed | self.renewed)))
+            self.renewed.clear()
+
+    async def _hear(self, call: Any) -> None:
+        while (message := await read(call)) is not None:
+            self._quiet = 0
+            self._take(message)
+
+    def _take(self, message: wire.FromWorker) -> None:
+        match message.WhichOneof("message"):
+            case "frame":
+                self._write(message.frame)
+            case "beat":
+                self._hear_beat(message.beat)
+            case "held":
+                self._held(message.held)
+            case "joined":
+                self._join(message.joined)
+            case "ended":
+                self._ended(message.ended)
+            case "superseded":
+                self._pass_on(message.superseded, last=True)
+            case "taken_up":
+                self._pass_on(message.taken_up)
+            case "refused":
+                self._pass_on(message.refused, last=True)
+            case "failed":
+                self._pass_on(message.failed, last=True)
+            case _:
+                pass  # of a newer build, or an answer to what this one never asks
+
+    # What the worker says
+
+    def _write(self, frame: wire.Frame) -> None:
+        slots = self._slots
+        logprobs = {entry.entry: entry for entry in frame.logprobs}
+        entries = zip(unpack(frame.slots), unpack(frame.positions), unpack(frame.tokens), strict=True)
+        for entry, (slot, position, token) in enumerate(entries):
+            following = slots.get(slot)
+            if following is not None:
+                trouble = following.put(position, token, logprobs.get(entry) if logprobs else None)
+                if trouble is not None:
+                    self._troubled(following, trouble)
+        if self._incomplete:
+            for following in [each for each in self._incomplete if each.is_complete]:
+                self._finish(following)
+
+    def _troubled(self, following: Following, trouble: Trouble) -> None:
+        if trouble is Trouble.GAP:
+            self._ask_again(following)
+            return
+        self.conflicts += 1
+        _log.error("a token differs from the known one", worker=self.worker.id, run=following.run.request)
+        self.cancel(following.run, wire.Cancel.REASON_ATTEMPT)
+        self._fail(following, wire.CAUSE_CORRUPT, "it brought another token for a known position")
+
+    def _ask_again(self, following: Following) -> None:
+        """Once for each place: the stream loses nothing."""
+        if following.asked != following.position:
+            following.asked = following.position
+            lacking = wire.Next(output=0, position=following.position)
+            self._say(wire.ToWorker(resend=wire.Resend(run=following.run, next=lacking)))
+
+    def _hear_beat(self, beat: wire.Beat) -> None:
+        self._beat = beat
+        if beat.HasField("load"):
+            self.load = beat.load
+        if beat.renew:
+            self._watcher.renews(beat.renew)
+        if self._step_older_than(GIVEN_UP_MS) and self.is_busy:
+            _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=beat.step_age_ms)
+            self._give_up()
+        self._watcher.heard(self)
+
+    def _step_older_than(self, ms: int) -> bool:
+        beat = self._beat
+        return beat.HasField("step_age_ms") and beat.step_age_ms > max(ms, STUCK_STEPS * beat.longest_step_ms)
+
+    def _join(self, joined: wire.Joined) -> None:
+        following = self._runs.get(key_of(joined.run))
+        if following is not None:
+            self._number(following, joined.slots)
+            self._pass_on(joined)
+
+    def _held(self, held: wire.Held) -> None:
+        following = self._runs.get(key_of(held.run))
+        if following is not None:
+            self._number(following, held.slots)
+            self._pass_on(held)
+            for end in held.ended:
+                self._ended(wire.Ended(run=held.run, end=end))
+
+    def _number(self, following: Following, slots: Iterable[wire.Slot]) -> None:
+        for slot in slots:
+            self._slots[slot.slot] = following
+            following.slots.add(slot.slot)
+
+    def _ended(self, ended: wire.Ended) -> None:
+        following = self._runs.get(key_of(ended.run))
+        if following is None:
+            self._retire(ended.run)
+            return
+        following.ended = ended
+        if following.is_complete:
+            self._finish(following)
+        else:
+            self._incomplete.add(following)
+            self._ask_again(following)
+
+    def _finish(self, following: Following) -> None:
+        self._forget(following)
+        self._retire(following.run)
+        following.tell(following.ended)
+
+    def _fail(self, following: Following, cause: wire.Cause, detail: str) -> None:
+        self._forget(following)
+        following.tell(wire.Failed(run=following.run, failure=wire.Failure(cause=cause, detail=detail)))
+
+    def _pass_on(self, event: Any, *, last: bool = False) -> None:
+        following = self._runs.get(key_of(event.run))
+        if following is not None:
+            following.start = None
+            if last:
+                self._forget(following)
+            following.tell(event)

@@ -1,0 +1,35 @@
+"""Why an output ended, as the client learns it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from router.request import Ended
+from runtime.errors import DeadlineExceeded
+
+
+def ended_by(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Ended | None:
+    """None where it did not end by itself. Raises DeadlineExceeded."""
+    match end.reason:
+        case wire.OutputEnd.REASON_STOP:
+            return _stopped(stopping, tokens)
+        case wire.OutputEnd.REASON_CONTEXT_LENGTH:
+            return Ended(pb.FINISH_REASON_CONTEXT_LENGTH)
+        case wire.OutputEnd.REASON_LENGTH:
+            cut = stopping.cut_to_window
+            return Ended(pb.FINISH_REASON_CONTEXT_LENGTH if cut else pb.FINISH_REASON_LENGTH)
+        case wire.OutputEnd.REASON_DEADLINE:
+            raise DeadlineExceeded
+        case _:
+            return None
+
+
+def _stopped(stopping: wire.Stopping, tokens: Sequence[int]) -> Ended:
+    if not tokens:
+        return Ended(pb.FINISH_REASON_STOP)
+    last = tokens[-1]
+    if last in stopping.stop_token_ids:
+        return Ended(pb.FINISH_REASON_STOP, stop_token_id=last)
+    return Ended(pb.FINISH_REASON_STOP, eos_token_id=last)

@@ -1,0 +1,78 @@
+"""Tokens into a course, from whoever brings them first.
+
+    known     | t0 | t1 | t2 |
+    comes               | t2 | t3 |     t2 is dropped, t3 is written
+    comes                         | t5 |     a gap: it is asked for again
+    comes          | x1 |               another token for a known place: an error, never shown
+
+This is the path of every token: no call more than needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from enum import Enum
+
+from protos import worker_pb2 as wire
+from router.request import Course
+from state.journal import TOKEN_LIMIT
+
+
+class Trouble(Enum):
+    """Why a token was not written, where that is not for being known already."""
+
+    GAP = "gap"
+    CONFLICT = "conflict"  # with the known one, or with what a token can be
+
+
+class Pen:
+    """The one writer of a course's tokens. A course that has ended is written no more."""
+
+    def __init__(self, course: Course) -> None:
+        self.course = course
+        self._tokens = course.tokens
+        self._base = course.request.prompt_tokens
+        self._logprobs = course.logprobs if course.request.wanted.logprobs is not None else None
+        self._now = asyncio.get_running_loop().time
+
+    @property
+    def position(self) -> int:
+        """Of the first token that is lacking."""
+        return self._base + len(self._tokens)
+
+    def put(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> Trouble | None:
+        tokens = self._tokens
+        index = position - self._base
+        if index == len(tokens):
+            course = self.course
+            if token >= TOKEN_LIMIT:
+                return Trouble.CONFLICT
+            if course.end is None:
+                tokens.append(token)
+                if self._logprobs is not None:
+                    self._logprobs.append(logprobs or wire.TokenLogprobs())
+                course.last_token_at = self._now()
+                course.told()
+            return None
+        if index > len(tokens):
+            return Trouble.GAP
+        return None if index >= 0 and tokens[index] == token else Trouble.CONFLICT
+
+
+def pack(numbers: list[int]) -> bytes:
+    """Little-endian uint32, as the wire has them."""
+    packed = array("I", numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(data: bytes) -> array[int]:
+    """Raises ValueError when the bytes end within a number."""
+    numbers = array("I")
+    numbers.frombytes(data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers

@@ -1,0 +1,129 @@
+"""A router's core over fake workers and a real Redis, in a line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from router.admission import Admission
+from router.dispatch import Dispatcher
+from router.execution import Router
+from router.flush import Flusher
+from router.pool import Pool
+from router.request import Course, Ended, ValidRequest, Wanted
+from router.settings import RouterSettings
+from router.writing import pack
+from runtime.channel import Deadline
+from runtime.peer import new_peer
+from runtime.tls import PeerTls
+from state.names import RequestKey
+from state.store import Store
+from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
+
+PATIENCE = 60.0
+"""Seconds until a test gives up: the machine may be busy."""
+
+
+def make_request(
+    id: str = "r",
+    prompt: tuple[int, ...] = (1, 2, 3),
+    max_tokens: int = 5,
+    *,
+    seconds: float | None = None,
+    **more: Any,
+) -> ValidRequest:
+    work = wire.Work(
+        model=MODEL,
+        prompt=pack(list(prompt)),
+        outputs=[wire.Written(output=0)],
+        stopping=wire.Stopping(max_tokens=max_tokens, stop_token_ids=more.pop("stop_token_ids", ())),
+        sampling=wire.Sampling(seed=4),
+    )
+    if more.pop("cut_to_window", False):
+        work.stopping.cut_to_window = True
+    values: dict[str, Any] = {
+        "key": RequestKey("default", id),
+        "payload": pb.GenerateRequest(request_id=id, token_ids=pb.TokenIds(ids=prompt)),
+        "work": work,
+        "prompt_tokens": len(prompt),
+        "wanted": Wanted(),
+        "deadline": Deadline.after(seconds),
+        "id_made_up": False,
+        "accepted_at": asyncio.get_running_loop().time(),
+    }
+    return ValidRequest(**values | more)
+
+
+@dataclass
+class Core:
+    router: Router
+    dispatcher: Dispatcher
+
+    async def answer(self, request: ValidRequest) -> Course:
+        return await ended(await self.dispatcher.begin(request))
+
+    @property
+    def store_is_done(self) -> bool:
+        return not self.router.flusher._running and not self.router.flusher._ended
+
+
+async def ended(course: Course) -> Course:
+    async with asyncio.timeout(PATIENCE):
+        while course.end is None:
+            await course.beyond(len(course.tokens))
+    return course
+
+
+async def written(course: Course, count: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await course.beyond(count - 1)
+
+
+async def until(condition: Callable[[], object], *workers: FakeWorker) -> None:
+    """Until something holds that these workers' news, or a moment's time, may bring about."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def core(store: Store, workers: list[FakeWorker], **settings: Any) -> AsyncIterator[Core]:
+    """Checks at its end that nothing is left anywhere."""
+    registrations = [await store.workers.register(worker.facts) for worker in workers]
+    options = {"models": (MODEL,), "flush_ms": 10, **settings}
+    peer = new_peer("router")
+    pool = Pool(peer, store.workers, {MODEL: TOKENIZER}, PeerTls())
+    flusher = Flusher(store.requests, options["flush_ms"])
+    checked = RouterSettings(**options)
+    admission = Admission(checked.max_active, checked.queue_limit)
+    router = Router(peer, checked, admission, pool, store.requests, flusher)
+    dispatcher = Dispatcher(router)
+    pool.start()
+    flusher.start()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await pool.settled()
+        yield Core(router, dispatcher)
+        async with asyncio.timeout(PATIENCE):
+            await dispatcher.drain()
+        assert admission.active == 0
+        assert not pool._givers
+        assert not pool._waiting
+        for worker in list(pool._workers.values()):
+            assert not worker.session.is_busy
+            assert not worker.session._slots
+    finally:
+        await dispatcher.close()
+        await pool.close()
+        await flusher.close()
+    del registrations
+
+
+def tokens_of(course: Course) -> list[int]:
+    assert isinstance(course.end, Ended), course.end
+    return course.tokens

@@ -1,0 +1,452 @@
+"""Scripted workers that speak protos/worker.proto over real gRPC, and compute nothing.
+
+Token k of an output depends on its prompt and k alone, so every attempt on any worker writes the same text, as greedy
+decoding does. A ``Script`` says what goes wrong; ``Fleet`` holds what a handoff would move from one to the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc as services
+from protos.state_pb2 import Capacity, WorkerRegistration
+from router.writing import pack, unpack
+from runtime.errors import FailedPrecondition, ServiceError
+from runtime.fault import Reason, trailers
+from runtime.peer import new_peer, same_life
+
+LAYOUT = 7
+TOKENIZER = 11
+MODEL = "m"
+EOS = 2
+
+
+def token_at(prompt: bytes, k: int) -> int:
+    return 10 + zlib.crc32(prompt + k.to_bytes(4, "little")) % 50_000
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    """What any worker writes for a prompt."""
+    return [token_at(pack(prompt), k) for k in range(count)]
+
+
+@dataclass
+class Script:
+    """What a worker does instead of its work. Counts are spent one by one."""
+
+    refuse: list[wire.Cause] = field(default_factory=list)
+    """Answers to the next runs, of either kind."""
+    violation: wire.Violation | None = None
+    prefill_fails_before_ticket: int = 0
+    prefill_fails_after_ticket: int = 0
+    prefill_breaks_after_ticket: int = 0
+    handoff_fails: list[wire.Cause] = field(default_factory=list)
+    """Said by the taker in place of Joined."""
+    fails_at: list[int] = field(default_factory=list)
+    """Decode fails when it has written so many tokens of a run, each once."""
+    stops_at: int | None = None
+    """EOS is output token number so many."""
+    pause_at: int | None = None
+    """Decode waits before that output token until `go` is set."""
+    prefill_pause: bool = False
+    """Prefill waits before its ticket until `go` is set."""
+    first_pause: bool = False
+    """Prefill waits before its first token until `go` is set."""
+    silent: bool = False
+    """Beats no more, and says nothing."""
+    stuck_ms: int | None = None
+    drop_frames: int = 0
+    """So many frames are not sent."""
+    refuse_sessions: bool = False
+    wrong_token_at: int | None = None
+    """Sends another token for that output token a second time."""
+
+
+class FakeRun:
+    def __init__(self, start: wire.Start, slot: int) -> None:
+        self.start = start
+        self.run = start.run
+        self.work = start.work
+        self.slot = slot
+        self.prompt = start.work.prompt
+        self.base = len(start.work.prompt) // 4
+        self.tokens = list(unpack(start.work.outputs[0].tokens))
+        self.phase = wire.Held.PHASE_WAITING
+        self.end: wire.OutputEnd | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def held(self) -> wire.Held:
+        slots = [wire.Slot(slot=self.slot, output=0, position=self.base + len(self.tokens))]
+        return wire.Held(run=self.run, phase=self.phase, slots=slots, ended=[self.end] if self.end else [])
+
+
+def key(run: wire.Run) -> tuple[str, int, int]:
+    return run.request, run.epoch, run.attempt
+
+
+@dataclass
+class Cache:
+    """What a ticket opens."""
+
+    giver: FakeWorker
+    sealed: asyncio.Future[list[int]]
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Fleet:
+    """All fake workers of a test."""
+
+    def __init__(self) -> None:
+        self.caches: dict[bytes, Cache] = {}
+
+
+class FakeWorker(services.PrefillServicer, services.DecodeServicer):
+    def __init__(self, fleet: Fleet, name: str, role: wire.Role, layout: int = LAYOUT) -> None:
+        self.fleet = fleet
+        self.script = Script()
+        self.go = asyncio.Event()
+        self.load = wire.Load(total_blocks=1000, free_blocks=1000, takes_prompts=True, role=role)
+        self.facts = WorkerRegistration(
+            peer=new_peer(name),
+            role=role,
+            model=MODEL,
+            layout=layout,
+            tokenizer=TOKENIZER,
+            capacity=Capacity(total_blocks=1000, block_tokens=16, window_tokens=4096, max_running=64),
+        )
+        self.runs: dict[tuple[str, int, int], FakeRun] = {}
+        self.prefills: list[wire.PrefillRequest] = []
+        self.starts: list[wire.Start] = []
+        self.cancels: list[wire.Cancel] = []
+        self.retired: list[wire.Run] = []
+        self.renewed: list[bytes] = []
+        self.hellos: list[wire.Hello] = []
+        self.resends = 0
+        self.prefilling = 0
+        self.news = asyncio.Event()
+        """Set whenever something is heard; tests clear it."""
+        self._server: grpc.aio.Server | None = None
+        self._slots = 0
+        self._out: asyncio.Queue[wire.FromWorker | None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------------------------------------ its life
+
+    async def start(self, port: int = 0) -> None:
+        server = grpc.aio.server()
+        services.add_PrefillServicer_to_server(self, server)
+        services.add_DecodeServicer_to_server(self, server)
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
+        self.facts.address = f"127.0.0.1:{port}"
+        await server.start()
+        self._server = server
+
+    async def stop(self) -> None:
+        """Dies at once: every stream breaks."""
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    async def restart(self) -> None:
+        """Streams broke, the life is the same: as after a loss of the network."""
+        assert self._server is not None
+        await self._server.stop(None)
+        await self.start(int(self.facts.address.rpartition(":")[2]))
+
+    def break_session(self) -> None:
+        if self._out is not None:
+            self._out.put_nowait(None)
+
+    # ------------------------------------------------------------------------------------------------- prefill
+
+    async def Prefill(self, request: wire.PrefillRequest, context: Any) -> AsyncIterator[wire.PrefillEvent]:  # noqa: N802
+        self.prefills.append(request)
+        self.news.set()
+        script, run = self.script, request.run
+        assert same_life(request.worker, self.facts.peer)
+        if script.refuse:
+            yield wire.PrefillEvent(refused=self._refusal(run))
+            return
+        self.prefilling += 1
+        try:
+            if script.prefill_pause:
+                await self.go.wait()
+            if script.prefill_fails_before_ticket:
+                script.prefill_fails_before_ticket -= 1
+                yield wire.PrefillEvent(failed=_failed(run, wire.CAUSE_ENGINE))
+                return
+            async for event in self._prefilled(request, context):
+                yield event
+        finally:
+            self.prefilling -= 1
+            self.news.set()
+
+    async def _prefilled(self, request: wire.PrefillRequest, context: Any) -> AsyncIterator[wire.PrefillEvent]:
+        script, run, work = self.script, request.run, request.work
+        written = list(unpack(work.outputs[0].tokens))
+        base = len(work.prompt) // 4
+        cache = Cache(self, asyncio.get_running_loop().create_future())
+        if request.handoff:
+            ticket = wire.Ticket(
+                id=f"{self.facts.peer.id}:{run.request}:{run.attempt}".encode(),
+                run=run,
+                giver=self.facts.peer,
+                layout=self.facts.layout,
+                lease_ms=10_000,
+                tokens=base + len(written),
+                outputs=[0],
+            )
+            self.fleet.caches[ticket.id] = cache
+            yield wire.PrefillEvent(ticket=ticket)
+        if script.first_pause:
+            await self.go.wait()
+        if script.prefill_fails_after_ticket:
+            script.prefill_fails_after_ticket -= 1
+            cache.sealed.cancel()
+            yield wire.PrefillEvent(failed=_failed(run, wire.CAUSE_ENGINE))
+            return
+        if script.prefill_breaks_after_ticket:
+            script.prefill_breaks_after_ticket -= 1
+            cache.sealed.cancel()
+            await context.abort(grpc.StatusCode.INTERNAL, "broke")
+        token, end = self._next(work, len(written), base)
+        first = wire.FirstTokens.First(output=0, token=token, finished=end)
+        yield wire.PrefillEvent(
+            first=wire.FirstTokens(tokens=[first], cached_tokens=3, queued_us=1000, prefill_us=2_000_000)
+        )
+        if request.handoff and end is None:
+            cache.sealed.set_result([*written, token])
+            await cache.released.wait()
+        else:
+            cache.sealed.cancel()
+
+    def _next(self, work: wire.Work, k: int, base: int) -> tuple[int, wire.OutputEnd | None]:
+        token = EOS if self.script.stops_at == k else token_at(work.prompt, k)
+        reason = None
+        if token == EOS:
+            reason = wire.OutputEnd.REASON_STOP
+        elif k + 1 >= work.stopping.max_tokens:
+            reason = wire.OutputEnd.REASON_LENGTH
+        return token, None if reason is None else wire.OutputEnd(output=0, reason=reason, end_position=base + k + 1)
+
+    def _refusal(self, run: wire.Run) -> wire.Refused:
+        failure = wire.Failure(cause=self.script.refuse.pop(0), detail="scripted", violation=self.script.violation)
+        return wire.Refused(run=run, failure=failure)
+
+    # ------------------------------------------------------------------------------------------------- session
+
+    async def Session(self, requests: Any, context: Any) -> AsyncIterator[wire.FromWorker]:  # noqa: N802
+        hello = (await anext(aiter(requests))).hello
+        if not same_life(hello.worker, self.facts.peer):
+            error: ServiceError = FailedPrecondition(Reason.WRONG_PEER, "another life")
+            await context.abort(error.code, error.fault.message, trailers(error.fault))
+        if self.script.refuse_sessions:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        self.hellos.append(hello)
+        out: asyncio.Queue[wire.FromWorker | None] = asyncio.Queue()
+        self._out = out
+        out.put_nowait(wire.FromWorker(welcome=self._welcome(hello)))
+        for owned in hello.owned:
+            if (run := self.runs.get(key(owned.run))) is not None:
+                self._resend(run, owned.next[0].position)
+        self.news.set()
+        listening = self._spawn(self._listen(requests))
+        beating = self._spawn(self._beat(out))
+        try:
+            while (message := await out.get()) is not None:
+                if not self.script.silent:
+                    yield message
+        finally:
+            if self._out is out:
+                self._out = None
+            listening.cancel()
+            beating.cancel()
+
+    def _welcome(self, hello: wire.Hello) -> wire.Welcome:
+        named = {key(owned.run) for owned in hello.owned}
+        return wire.Welcome(
+            worker=self.facts.peer,
+            role=self.facts.role,
+            model=MODEL,
+            layout=self.facts.layout,
+            held=[self.runs[each].held for each in named if each in self.runs],
+            lacking=[owned.run for owned in hello.owned if key(owned.run) not in self.runs],
+            orphans=[run.run for each, run in self.runs.items() if each not in named],
+        )
+
+    async def _beat(self, out: asyncio.Queue[wire.FromWorker | None]) -> None:
+        while True:
+            beat = wire.Beat(step=1, load=self.load)
+            if self.script.stuck_ms is not None:
+                beat.step_age_ms = self.script.stuck_ms
+            waiting = [run for run in self.runs.values() if run.phase == wire.Held.PHASE_WAITING]
+            beat.renew.extend(run.start.ticket.id for run in waiting if run.start.HasField("ticket"))
+            out.put_nowait(wire.FromWorker(beat=beat))
+            await asyncio.sleep(0.25)
+
+    async def _listen(self, requests: Any) -> None:
+        async for message in requests:
+            match message.WhichOneof("message"):
+                case "start":
+                    self._begin(message.start)
+                case "cancel":
+                    self._cancel(message.cancel)
+                case "retire":
+                    for run in message.retire.runs:
+                        self.retired.append(run)
+                        self.runs.pop(key(run), None)
+                case "resend":
+                    self.resends += 1
+                    if (run := self.runs.get(key(message.resend.run))) is not None:
+                        self._resend(run, message.resend.next.position)
+                case "beat":
+                    self.renewed.extend(message.beat.renew)
+            self.news.set()
+
+    def _begin(self, start: wire.Start) -> None:
+        self.starts.append(start)
+        if (held := self.runs.get(key(start.run))) is not None:
+            self._say(wire.FromWorker(held=held.held))
+            return
+        if self.script.refuse:
+            self._say(wire.FromWorker(refused=self._refusal(start.run)))
+            return
+        self._slots += 1
+        run = self.runs[key(start.run)] = FakeRun(start, self._slots)
+        run.task = self._spawn(self._decode(run))
+
+    def _cancel(self, cancel: wire.Cancel) -> None:
+        self.cancels.append(cancel)
+        run = self.runs.get(key(cancel.run))
+        if run is not None and run.end is None:
+            if run.task is not None:
+                run.task.cancel()
+            self._release(run)
+            self._finish(run, wire.OutputEnd.REASON_CANCELLED)
+
+    def _release(self, run: FakeRun) -> None:
+        if run.start.HasField("ticket"):
+            self.fleet.caches[run.start.ticket.id].released.set()
+
+    def _say(self, message: wire.FromWorker) -> None:
+        if self._out is not None:
+            self._out.put_nowait(message)
+
+    async def _decode(self, run: FakeRun) -> None:
+        script = self.script
+        base = run.base
+        if run.start.HasField("ticket"):
+            sealed = await self._fetch(run)
+            if sealed is None:
+                return
+        else:
+            run.phase = wire.Held.PHASE_RUNNING
+            self._say(wire.FromWorker(taken_up=wire.TakenUp(run=run.run, cached_tokens=5)))
+            joined = wire.Joined(run=run.run, from_tokens=wire.Joined.FromTokens(prefill_us=3_000_000))
+            self._join(run, joined)
+        while run.end is None:
+            k = len(run.tokens)
+            if script.pause_at == k:
+                await self.go.wait()
+            if k in script.fails_at:
+                script.fails_at.remove(k)
+                del self.runs[key(run.run)]
+                self._say(wire.FromWorker(failed=_failed(run.run, wire.CAUSE_ENGINE)))
+                return
+            token, end = self._next(run.work, k, base)
+            run.tokens.append(token)
+            self._frame(run, base + k, [token])
+            if script.wrong_token_at == k:
+                script.wrong_token_at = None
+                self._frame(run, base + k, [token + 1])
+            if end is not None:
+                self._finish(run, end.reason)
+            await asyncio.sleep(0)
+
+    async def _fetch(self, run: FakeRun) -> list[int] | None:
+        """The sealed tokens; None when it came to nothing, which it has said then."""
+        cache = self.fleet.caches[run.start.ticket.id]
+        run.phase = wire.Held.PHASE_ARRIVING
+        self._say(wire.FromWorker(taken_up=wire.TakenUp(run=run.run)))
+        try:
+            sealed = await asyncio.shield(cache.sealed)
+        except asyncio.CancelledError:
+            if not cache.sealed.cancelled():
+                raise
+            del self.runs[key(run.run)]
+            self._say(wire.FromWorker(failed=_failed(run.run, wire.CAUSE_PEER_LOST, cache.giver.facts.peer)))
+            return None
+        if self.script.handoff_fails:
+            del self.runs[key(run.run)]
+            cause = self.script.handoff_fails.pop(0)
+            cache.released.set()
+            self._say(wire.FromWorker(failed=_failed(run.run, cause, cache.giver.facts.peer)))
+            return None
+        cache.released.set()
+        run.phase = wire.Held.PHASE_RUNNING
+        run.tokens = list(sealed)
+        moved = wire.Joined.Handoff(handoff_us=4_000_000, bytes=1234, decode_wait_us=5_000_000)
+        self._join(run, wire.Joined(run=run.run, handoff=moved))
+        self._frame(run, run.base, run.tokens)
+        return run.tokens
+
+    def _join(self, run: FakeRun, joined: wire.Joined) -> None:
+        joined.slots.add(slot=run.slot, output=0, position=run.base)
+        self._say(wire.FromWorker(joined=joined))
+
+    def _frame(self, run: FakeRun, position: int, tokens: list[int]) -> None:
+        if self.script.drop_frames:
+            self.script.drop_frames -= 1
+            return
+        count = len(tokens)
+        frame = wire.Frame(
+            slots=pack([run.slot] * count),
+            positions=pack(list(range(position, position + count))),
+            tokens=pack(tokens),
+        )
+        self._say(wire.FromWorker(frame=frame))
+
+    def _resend(self, run: FakeRun, position: int) -> None:
+        tokens = run.tokens[max(0, position - run.base) :]
+        if tokens:
+            self._frame(run, max(position, run.base), tokens)
+
+    def _finish(self, run: FakeRun, reason: wire.OutputEnd.Reason) -> None:
+        run.phase = wire.Held.PHASE_ENDED
+        run.end = wire.OutputEnd(output=0, reason=reason, end_position=run.base + len(run.tokens))
+        self._say(wire.FromWorker(ended=wire.Ended(run=run.run, end=run.end)))
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _failed(run: wire.Run, cause: wire.Cause, peer: wire.Peer | None = None) -> wire.Failed:
+    return wire.Failed(run=run, failure=wire.Failure(cause=cause, detail="scripted", peer=peer))
+
+
+@asynccontextmanager
+async def fleet(*workers: tuple[str, wire.Role]) -> AsyncIterator[list[FakeWorker]]:
+    """Started workers, which end with the block."""
+    together = Fleet()
+    async with AsyncExitStack() as stack:
+        started = []
+        for name, role in workers:
+            worker = FakeWorker(together, name, role)
+            await worker.start()
+            stack.push_async_callback(worker.stop)
+            started.append(worker)
+        yield started
