@@ -1,1 +1,30 @@
-"""The `decant` command. Importing this package is quick: what a command needs is imported when it runs."""
+"""The `decant` command. Importing this package is quick: what a command needs is imported when it runs.
+
+app.py          every command and its options
+generate.py     asks a deployment and shows the answer with its receipt
+status.py       who is there, and how loaded
+audit.py        every block of every worker, accounted for
+demo.py         a deployment, a question, the audit, the end
+deployments.py  the deployments that run on this machine, so that the others find them
+up/             a whole deployment on this machine
+"""
+
+import sys
+
+_ROUTER = {"typer", "rich", "redis", "structlog", "pydantic", "tokenizers", "jinja2", "prometheus_client"}
+_EXTRA_OF = dict.fromkeys(_ROUTER, "router") | dict.fromkeys(
+    ["torch", "transformers", "safetensors", "numpy", "xxhash"], "all"
+)
+
+
+def main() -> None:
+    """The console script. Installed plain, Decant is the client alone: then this says what else to install."""
+    try:
+        from decant.command.app import app
+
+        app(prog_name="decant")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRA_OF:
+            raise
+        sys.exit(f"decant: {missing} is not installed; pip install 'decant-llm[{_EXTRA_OF[missing]}]' brings it")

@@ -264,7 +264,7 @@ def test_every_field_of_a_request_is_an_option_by_its_own_name() -> None:
     inputs = {"prompt", "token_ids", "messages"}
     fields = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields} - groups - inputs
     for group in groups:
-        kind = pb.GenerateRequest.DESCRIPTOR.fields_by_name[group].message_type
+        kind: Any = pb.GenerateRequest.DESCRIPTOR.fields_by_name[group].message_type
         fields |= {field.name for field in kind.fields}
     assert fields | {"add_generation_prompt"} == Options.__annotations__.keys()
 

@@ -1,0 +1,103 @@
+"""Asks every worker to account for its blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from decant.channel import Tls
+from decant.client import typed_errors
+from decant.command import status
+from protos import worker_pb2 as wire
+from protos.state_pb2 import WorkerRegistration
+from protos.worker_pb2_grpc import AuditStub
+from runtime.channel import open_channel
+from runtime.errors import ServiceError
+from runtime.tls import PeerTls
+
+CALL_SECONDS = 30.0
+"""A worker answers between two steps."""
+
+
+class Audited:
+    """One worker's answer, or why there was none."""
+
+    def __init__(self, worker: str, answer: wire.AuditResponse | None, error: str = "") -> None:
+        self.worker = worker
+        self.answer = answer
+        self.error = error
+
+    @property
+    def faults(self) -> list[str]:
+        """What doesn't add up; empty is well."""
+        if self.answer is None:
+            return [self.error]
+        one = self.answer
+        counted = one.free_blocks + one.cached_blocks + one.owned_blocks + one.leased_blocks
+        lost = [f"{one.total_blocks} blocks, {counted} accounted for"] if counted != one.total_blocks else []
+        return [*one.violations, *lost]
+
+
+def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
+    """Whether every block of every worker is accounted for. Raises CommandFailed where Redis can't be asked."""
+    workers, _ = status.directory(redis_url)
+    audits = asyncio.run(_ask_all([one.facts for one in workers.present], _peer_tls(tls)))
+    if as_json:
+        print(json.dumps({"workers": [_document(one) for one in audits]}))
+    else:
+        show(audits, Console())
+    return not any(one.faults for one in audits)
+
+
+def show(audits: list[Audited], console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("worker", "role", "blocks", "free", "cached", "owned", "leased", "sessions", "fetches", "verdict"):
+        table.add_column(name, overflow="fold")
+    for one in audits:
+        verdict = "; ".join(one.faults) or "adds up"
+        if (answer := one.answer) is None:
+            table.add_row(one.worker, *[""] * 8, verdict)
+            continue
+        counts = (answer.total_blocks, answer.free_blocks, answer.cached_blocks, answer.owned_blocks)
+        rest = (answer.leased_blocks, answer.sessions, answer.fetches)
+        table.add_row(one.worker, status.role_name(answer.role), *map(str, (*counts, *rest)), verdict)
+    console.print(table)
+
+
+async def _ask_all(workers: list[WorkerRegistration], tls: PeerTls) -> list[Audited]:
+    workers.sort(key=lambda worker: worker.peer.id)
+    return list(await asyncio.gather(*(_ask(worker, tls) for worker in workers)))
+
+
+async def _ask(worker: WorkerRegistration, tls: PeerTls) -> Audited:
+    try:
+        async with open_channel(worker.address, tls) as channel:
+            with typed_errors():
+                return Audited(worker.peer.id, await _audit(channel))
+    except ServiceError as error:
+        return Audited(worker.peer.id, None, f"{worker.address}: {error}")
+
+
+async def _audit(channel: grpc.aio.Channel) -> wire.AuditResponse:
+    answer: wire.AuditResponse = await AuditStub(channel).Audit(wire.AuditRequest(), timeout=CALL_SECONDS)
+    return answer
+
+
+def _peer_tls(tls: Tls | None) -> PeerTls:
+    if tls is None:
+        return PeerTls()
+    files = {"peer_ca": tls.ca, "peer_certificate": tls.certificate, "peer_key": tls.key}
+    return PeerTls(peer_name=tls.name, **{name: Path(file) for name, file in files.items() if file is not None})
+
+
+def _document(one: Audited) -> dict[str, Any]:
+    answer = one.answer or wire.AuditResponse()
+    counted = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return {"id": one.worker, **counted, "faults": one.faults}

@@ -1,0 +1,62 @@
+"""A deployment with the small model, one question, what each worker did, and the end: a minute to see it work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from decant.command import audit, deployments, generate, status
+from decant.command.deployments import Deployment
+from decant.command.errors import CommandFailed
+
+PROMPT = 'def read_lines(path):\n    """Return the lines of a file as a list of strings."""\n'
+_LAST_LINES = 20
+_END_SECONDS = 120.0
+
+
+def run() -> None:
+    """Raises CommandFailed where the deployment doesn't come up, or doesn't add up afterwards."""
+    print("decant up --port 0      (a private Redis, a prefill worker, a decode worker, a router)", flush=True)
+    with _deployment() as running:
+        print(f"ready on {running.addresses[0]}\n\ndecant generate --temperature 0.7 --seed 1 --max-tokens 60\n")
+        print(PROMPT, end="", flush=True)
+        asking = generate.Asking(running.addresses[0], timeout=_END_SECONDS)
+        generate.run(asking, PROMPT, {"temperature": 0.7, "seed": 1, "max_tokens": 60})
+        print("\ndecant status", flush=True)
+        status.run(running.redis_url, as_json=False)
+        print("\ndecant audit", flush=True)
+        adds_up = audit.run(running.redis_url, None, as_json=False)
+    if not adds_up:
+        raise CommandFailed("the audit found blocks that nobody accounts for")
+    print("\nended, nothing left behind")
+
+
+@contextmanager
+def _deployment() -> Iterator[Deployment]:
+    """A `decant up` of its own, until the end of the ``with``."""
+    command = [sys.executable, "-m", "decant.command", "up", "--port", "0", "--log-format", "json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    try:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if _is_ready(line):
+                break
+        else:
+            raise CommandFailed("the deployment did not come up:\n" + "".join(said[-_LAST_LINES:]))
+        yield next(one for one in deployments.running() if one.pid == process.pid)
+    finally:
+        process.terminate()
+        process.communicate(timeout=_END_SECONDS)
+
+
+def _is_ready(line: str) -> bool:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and fields.get("process") == "up" and fields.get("event") == "ready"

@@ -1,0 +1,122 @@
+"""The deployments that run on this machine, each told by a small file that only its user can read.
+
+    decant up ---- writes and locks ----> decant-up-PID.json <---- reads ---- decant generate, status, audit
+        |                                        ^
+        '== pipe ==> keeper (a shell) -- removes '
+
+The lock says that a file is true: the kernel drops it with the process that holds it, however that ended. The keeper
+removes the file then.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from decant.command.errors import CommandFailed
+
+_PREFIX = "decant-up-"
+_KEEPER = 'read -r _; rm -f -- "$1" "$1.new"'
+_STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What others need to know of a running deployment. `addresses` are those of its routers."""
+
+    pid: int
+    addresses: tuple[str, ...]
+    redis_url: str
+    processes: dict[str, int] = field(default_factory=dict)
+
+
+def folder() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+
+
+def running() -> list[Deployment]:
+    """Those of this user, the youngest first."""
+    found = [
+        (path.stat().st_mtime, deployment)
+        for path in folder().glob(f"{_PREFIX}*.json")
+        if (deployment := _read(path)) is not None
+    ]
+    return [deployment for _, deployment in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def youngest(option: str) -> Deployment:
+    """The one that was started last. Raises CommandFailed, naming the `option` that says where another one is."""
+    deployments = running()
+    if not deployments:
+        raise CommandFailed(f"no deployment runs on this machine: start one with `decant up`, or give {option}")
+    return deployments[0]
+
+
+class Announcement:
+    """This process's own file, from `write` to the end of the ``with``, or of the process."""
+
+    def __init__(self) -> None:
+        self.path = folder() / f"{_PREFIX}{os.getpid()}.json"
+        self._lock: int | None = None
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    @property
+    def written(self) -> bool:
+        return self._lock is not None
+
+    def write(self, deployment: Deployment) -> None:
+        """Readers see the old text or the new one. Raises CommandFailed where the folder can't be written."""
+        new = f"{self.path}.new"
+        try:
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise CommandFailed(f"{new}: {error.strerror}") from None
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, json.dumps(asdict(deployment)).encode())
+        os.replace(new, self.path)
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = descriptor
+
+    def __enter__(self) -> Self:
+        command = ["/bin/sh", "-c", _KEEPER, "decant-keeper", str(self.path)]
+        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+        if self._keeper is not None and self._keeper.stdin is not None:
+            self._keeper.stdin.close()
+            self._keeper.wait(_STOP_SECONDS)
+
+
+def _read(path: Path) -> Deployment | None:
+    """None for a file that is stale, another user's, or gone by now."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with open(descriptor, encoding="utf-8") as file:
+        if os.fstat(descriptor).st_uid != os.getuid() or not _is_locked(descriptor):
+            return None
+        values = json.load(file)
+        return Deployment(**{**values, "addresses": tuple(values["addresses"])})
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,35 @@
+"""How a command ends when it can't do what it was asked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from runtime.errors import ServiceError
+
+
+class CommandFailed(Exception):
+    """Said in one line on standard error; the command ends with `status`."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@contextmanager
+def said_in_one_line() -> Iterator[None]:
+    """Errors that a user can do something about become one line and an exit status; all others are bugs."""
+    try:
+        yield
+    except CommandFailed as error:
+        _end(str(error), error.status)
+    except ServiceError as error:
+        _end(str(error) or error.code.name, 1)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _end(message: str, status: int) -> None:
+    print(f"decant: {message}", file=sys.stderr)
+    raise SystemExit(status) from None

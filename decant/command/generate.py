@@ -1,0 +1,123 @@
+"""Asks a deployment one thing: the answer on standard output as it is written, its account on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from decant import Client, Options, Prompt, Stream, Tls
+from decant.command.errors import CommandFailed
+
+
+@dataclass
+class Clock:
+    """A stream's times as this client sees them, in seconds."""
+
+    sent: float
+    first: float | None = None
+    last: float | None = None
+
+    def token(self) -> None:
+        self.last = time.monotonic()
+        if self.first is None:
+            self.first = self.last
+
+    @property
+    def ttft_ms(self) -> float | None:
+        return None if self.first is None else (self.first - self.sent) * 1000
+
+    @property
+    def e2e_ms(self) -> float | None:
+        return None if self.last is None else (self.last - self.sent) * 1000
+
+    def tpot_ms(self, tokens: int) -> float | None:
+        """The mean time of a token after the first."""
+        if self.first is None or self.last is None or tokens < 2:
+            return None
+        return (self.last - self.first) * 1000 / (tokens - 1)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Whom to ask, and how to show it."""
+
+    address: str
+    tls: Tls | None = None
+    timeout: float | None = None
+    as_json: bool = False
+
+
+def run(asking: Asking, prompt: Prompt, options: Options) -> None:
+    """Raises ServiceError; on KeyboardInterrupt the request is cancelled first."""
+    try:
+        client = Client(asking.address, tls=asking.tls)
+    except OSError as error:
+        raise CommandFailed(f"{error.filename}: {error.strerror}") from None
+    clock = Clock(time.monotonic())
+    with client, client.stream(prompt, timeout=asking.timeout, **options) as stream:
+        for delta in stream:
+            if delta.num_tokens:
+                clock.token()
+            if not asking.as_json:
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+    if asking.as_json:
+        print(json.dumps(account(stream, clock)))
+    else:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        print(summary(stream, clock), file=sys.stderr)
+
+
+def account(stream: Stream, clock: Clock) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    usage, receipt, finished = stream.usage, stream.receipt, stream.finished
+    outputs = stream.outputs
+    tokens = usage.completion_tokens if usage else 0
+    return {
+        "request_id": stream.request_id,
+        "model": stream.started.model if stream.started else None,
+        "seed": stream.started.seed if stream.started else None,
+        "text": stream.text,
+        "token_ids": list(outputs[0].token_ids) if outputs else [],
+        "logprobs": [_message(logprob) for logprob in outputs[0].logprobs] if outputs else [],
+        "finish_reason": finished.reason if finished else None,
+        "stop": finished.stop if finished else None,
+        "ttft_ms": clock.ttft_ms,
+        "tpot_ms": clock.tpot_ms(tokens),
+        "e2e_ms": clock.e2e_ms,
+        "usage": asdict(usage) if usage else None,
+        "receipt": asdict(receipt) if receipt else None,
+    }
+
+
+def summary(stream: Stream, clock: Clock) -> str:
+    """One line: times as seen here, tokens, why it ended, and who did it."""
+    usage, receipt, finished = stream.usage, stream.receipt, stream.finished
+    tokens = usage.completion_tokens if usage else 0
+    parts = [f"ttft {_ms(clock.ttft_ms)}", f"tpot {_ms(clock.tpot_ms(tokens))}", f"{tokens} tokens"]
+    if usage:
+        cached = f", {usage.cached_prompt_tokens} of them cached" if usage.cached_prompt_tokens else ""
+        parts.append(f"prompt {usage.prompt_tokens}{cached}")
+    if finished:
+        parts.append(finished.reason.value)
+    if receipt:
+        path = " -> ".join(name for name in (receipt.prefill_worker, receipt.decode_worker) if name)
+        moved = f" ({receipt.handoff_bytes / 1024:.0f} KiB moved)" if receipt.handoff_bytes else ""
+        parts.append(f"{path}{moved}" if path else "no worker")
+        if receipt.attempts > 1:
+            parts.append(f"{receipt.attempts} attempts")
+    return " | ".join(parts)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+def _message(message: Any) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

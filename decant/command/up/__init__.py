@@ -1,0 +1,62 @@
+"""A whole deployment on this machine.
+
+    up ──┬── Redis                     unless there is one
+         ├── prefill-1, decode-1 ...   workers, each on cores and memory of its own
+         ├── router-1 ...              started when the workers are ready
+         └── keeper                    removes the file by which other commands find the deployment
+
+shares.py      cores and memory, divided
+plan.py        which processes, with which settings
+lifeline.py    becomes a process that does not outlive this one
+child.py       one process: its start, its log, its end
+supervisor.py  all of them: start, restart, drain
+output.py      their logs, merged
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+from decant.command.errors import CommandFailed
+from decant.command.up.output import Output
+from decant.command.up.plan import Plan, UpOptions, make_plan
+from decant.command.up.supervisor import StartFailed, Supervisor
+from runtime import logs
+from runtime.logs import LogSettings
+from runtime.settings import InvalidSettings
+from state.errors import PrivateRedisFailed
+from state.private_redis import PrivateRedis
+
+__all__ = ["UpOptions", "run", "supervise"]
+
+
+def run(options: UpOptions) -> int:
+    """The exit status: 0 after an orderly end. Raises CommandFailed where it doesn't come up."""
+    if options.log_format not in ("auto", "json", "console"):
+        raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
+    console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())
+    try:
+        make_plan(options, options.redis_url or "redis://")  # what is wrong is told before anything is started
+        return supervise(lambda url: make_plan(options, url), options.redis_url, Output(sys.stdout, console=console))
+    except InvalidSettings as error:
+        raise CommandFailed(str(error), status=2) from None
+
+
+def supervise(planned: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
+    """Runs what is `planned` for a Redis: the one at `redis_url`, or one of its own. Raises CommandFailed."""
+    logs.start("up", LogSettings(log_format="json"), stream=output.stream("up"))
+    try:
+        return asyncio.run(_supervise(planned, redis_url, output))
+    except PrivateRedisFailed as error:
+        raise CommandFailed(f"Redis: {error}") from None
+    except StartFailed as error:
+        raise CommandFailed(str(error), status=error.status) from None
+
+
+async def _supervise(planned: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
+    if redis_url is not None:
+        return await Supervisor(planned(redis_url), output).run()
+    async with PrivateRedis() as redis:
+        return await Supervisor(planned(redis.url), output).run()

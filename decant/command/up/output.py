@@ -1,0 +1,86 @@
+"""The logs of several processes as one: JSON lines with ``process`` added, or columns for people."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, TextIO, cast
+
+_WIDTH = 10
+_COLOURS = (36, 33, 35, 32, 34, 31)
+_LOUD = {"warning": 33, "error": 31, "critical": 31}
+_ELSEWHERE = {"time", "level", "event", "service", "module", "process", "exception"}
+"""Shown in a column of their own, or not at all."""
+
+
+class Output:
+    """Where everything is said. Once nobody reads any more, it is silent."""
+
+    def __init__(self, out: TextIO, *, console: bool) -> None:
+        self._out = out
+        self._console = console
+        self._colours: dict[str, int] = {}
+        self._broken = False
+
+    def line(self, process: str, raw: str) -> Mapping[str, Any]:
+        """Says one line of a process's log; returns it as fields. What is no JSON is an event of its own."""
+        fields = _fields(raw)
+        text = self._columns(process, fields) if self._console else json.dumps({"process": process, **fields})
+        self._write(text + "\n")
+        return fields
+
+    def stream(self, process: str) -> TextIO:
+        """A file whose lines are said as those of `process`."""
+        return cast(TextIO, _Lines(self, process))
+
+    def _write(self, text: str) -> None:
+        if not self._broken:
+            try:
+                self._out.write(text)
+                self._out.flush()
+            except (BrokenPipeError, ValueError):
+                self._broken = True
+
+    def _columns(self, process: str, fields: Mapping[str, Any]) -> str:
+        colour = self._colours.setdefault(process, _COLOURS[len(self._colours) % len(_COLOURS)])
+        level = str(fields.get("level", ""))
+        event = str(fields.get("event", ""))
+        rest = " ".join(f"{name}={value}" for name, value in fields.items() if name not in _ELSEWHERE)
+        loud = f"\x1b[{_LOUD[level]}m{level}\x1b[0m " if level in _LOUD else ""
+        line = f"{_clock(fields.get('time'))} \x1b[{colour}m{process:<{_WIDTH}}\x1b[0m {loud}{event}"
+        line += f"  \x1b[2m{rest}\x1b[0m" if rest else ""
+        return "\n    ".join([line, *str(fields.get("exception", "")).splitlines()])
+
+
+class _Lines(io.TextIOBase):
+    """Whole lines go to an Output."""
+
+    def __init__(self, output: Output, process: str) -> None:
+        self._output = output
+        self._process = process
+        self._begun = ""
+
+    def write(self, text: str, /) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._output.line(self._process, line)
+        return len(text)
+
+
+def _fields(raw: str) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(raw)
+    except ValueError:
+        return {"event": raw}
+    return fields if isinstance(fields, dict) else {"event": raw}
+
+
+def _clock(time: object) -> str:
+    """The hour by this machine's clock."""
+    try:
+        then = datetime.fromisoformat(str(time)).astimezone()
+    except ValueError:
+        then = datetime.now().astimezone()
+    return then.strftime("%H:%M:%S")

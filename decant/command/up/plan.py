@@ -1,0 +1,180 @@
+"""Which processes make up the deployment, and with which settings each is started.
+
+Every process's settings are read here as the process itself will read them, so that what is wrong is told at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import models
+from decant.command.errors import CommandFailed
+from decant.command.up import shares
+from router.settings import RouterSettings
+from runtime.layers import load
+from runtime.listening import join_address
+from runtime.settings import PREFIX, Settings, variable_name
+from worker.settings import WorkerSettings
+
+_DIFFERS = {variable_name(name) for name in ("id", "port", "admin_port", "advertise", "config", "threads")}
+"""What no two processes share, or what `up` divides: not for an environment that all inherit."""
+
+_EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """What `decant up` was asked for. `kv_memory` as it was typed; None: a share."""
+
+    model: str | None = None
+    router: int = 1
+    prefill: int = 1
+    decode: int = 1
+    port: int = 50051
+    host: str = "127.0.0.1"
+    redis_url: str | None = None
+    dtype: str = "auto"
+    kv_memory: str | None = None
+    ready_seconds: float = 600.0
+    log_format: str = "auto"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One process. `port` 0: a free one; `cores`: those it may run on, empty for all."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    port: int = 0
+    cores: tuple[int, ...] = ()
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return (sys.executable, "-m", self.module, "--port", str(self.port), *self.arguments)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is started, workers first. `facts` is how the machine is divided, to be told."""
+
+    workers: tuple[Spec, ...]
+    routers: tuple[Spec, ...]
+    redis_url: str
+    reached_at: str  # the host under which this machine's commands find the routers
+    ready_seconds: float
+    drain_seconds: float
+    facts: Mapping[str, object]
+
+
+def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | None = None) -> Plan:
+    """Raises InvalidSettings for what a process would refuse, CommandFailed for what can't be divided."""
+    environment = dict(os.environ if environ is None else environ)
+    _check_variables(environment)
+    workers = _workers(options, redis_url, environment)
+    routers = _routers(options, redis_url, environment)
+    settings: list[RouterSettings | WorkerSettings] = [_load(RouterSettings, spec) for spec in routers]
+    settings += [_load(WorkerSettings, spec) for spec in workers]
+    return Plan(
+        workers=tuple(workers),
+        routers=tuple(routers),
+        redis_url=redis_url,
+        reached_at=_EVERY_HOST.get(options.host, options.host),
+        ready_seconds=options.ready_seconds,
+        drain_seconds=max(one.drain_seconds for one in settings),
+        facts={
+            "model": _model(options),
+            "kv_bytes_each": next(one.kv_bytes for one in settings if isinstance(one, WorkerSettings)),
+            "cores": {spec.name: list(spec.cores) for spec in workers},
+        },
+    )
+
+
+def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str]) -> list[Spec]:
+    names = [(f"prefill-{n}", "prefill_worker") for n in range(1, options.prefill + 1)]
+    names += [(f"decode-{n}", "decode_worker") for n in range(1, options.decode + 1)]
+    if not names:
+        raise CommandFailed("--prefill and --decode: at least one worker in all, got none", status=2)
+    cores = shares.usable_cores()
+    own = _only(environment, WorkerSettings)
+    if len(names) > len(cores):  # a barrier that spins waits for a thread that is not running
+        own.setdefault("GOMP_SPINCOUNT", "0")
+    where = ("--redis-url", redis_url, "--host", "127.0.0.1", "--log-format", "json")
+    common = (*where, "--model", _model(options), "--dtype", options.dtype)
+    memory = ("--kv-bytes", str(_kv_bytes(options, len(names))))
+    return [
+        Spec(
+            name=name,
+            module=module,
+            arguments=("--id", _id(options, name), "--threads", str(len(share)), *common, *memory),
+            environment=own,
+            cores=share,
+        )
+        for (name, module), share in zip(names, shares.divide_cores(cores, len(names)), strict=True)
+    ]
+
+
+def _routers(options: UpOptions, redis_url: str, environment: Mapping[str, str]) -> list[Spec]:
+    if options.port + options.router - 1 > 65535:
+        raise CommandFailed(f"--port: at most {65536 - options.router}, got {options.port}", status=2)
+    return [
+        Spec(
+            name=f"router-{n + 1}",
+            module="router",
+            arguments=(
+                *("--id", _id(options, f"router-{n + 1}"), "--redis-url", redis_url, "--host", options.host),
+                *("--models", _model(options), "--log-format", "json"),
+            ),
+            environment=_only(environment, RouterSettings),
+            port=options.port + n if options.port else 0,
+        )
+        for n in range(options.router)
+    ]
+
+
+def _id(options: UpOptions, name: str) -> str:
+    """Unique where others use the same Redis."""
+    return name if options.redis_url is None else f"{name}@{os.uname().nodename}:{os.getpid()}"
+
+
+def _model(options: UpOptions) -> str:
+    return options.model or str(models.path())
+
+
+def _kv_bytes(options: UpOptions, workers: int) -> int:
+    if options.kv_memory is not None:
+        return shares.parse_size(options.kv_memory)
+    return shares.kv_share(shares.available_memory(), shares.weights_size(_model(options)), workers)
+
+
+def _check_variables(environment: Mapping[str, str]) -> None:
+    known = _names(RouterSettings) | _names(WorkerSettings)
+    for name in sorted(environment):
+        if name in _DIFFERS:
+            raise CommandFailed(f"{name}: not for `decant up`: its processes differ in it", status=2)
+        if name.startswith(PREFIX) and name not in known:
+            raise CommandFailed(f"{name}: no process has such a variable", status=2)
+
+
+def _only(environment: Mapping[str, str], kind: type[Settings]) -> dict[str, str]:
+    """A process refuses variables of ours that it doesn't know: it gets its own."""
+    return {name: value for name, value in environment.items() if not name.startswith(PREFIX) or name in _names(kind)}
+
+
+def _names(kind: type[Settings]) -> set[str]:
+    return {variable_name(name) for name in kind.model_fields}
+
+
+def _load(kind: type, spec: Spec) -> RouterSettings | WorkerSettings:
+    settings: RouterSettings | WorkerSettings = load(
+        kind, ("--port", str(spec.port), *spec.arguments), spec.environment
+    )
+    return settings
+
+
+def address_of(plan: Plan, port: int) -> str:
+    return join_address(plan.reached_at, port)

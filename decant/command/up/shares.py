@@ -1,0 +1,90 @@
+"""How one machine is divided among the workers that run on it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from decant.command.errors import CommandFailed
+
+KV_CAP = 1 << 30
+"""What a worker's KV cache gets at most unless more is asked for."""
+KV_FLOOR = 16 << 20
+_KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
+_COPIES = 1.5  # of the weights while they are loaded and packed
+_CGROUP = Path("/sys/fs/cgroup")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
+    """The cores of each worker: a share of its own, the first get what is left over; one in turn where there are
+    fewer cores than workers."""
+    if len(cores) < workers:
+        return [(cores[index % len(cores)],) for index in range(workers)]
+    each, more = divmod(len(cores), workers)
+    shares, begin = [], 0
+    for index in range(workers):
+        end = begin + each + (index < more)
+        shares.append(tuple(cores[begin:end]))
+        begin = end
+    return shares
+
+
+def kv_share(available: int, weights: int, workers: int) -> int:
+    """Bytes for each worker's KV cache, of the memory that is available; never more than the cap.
+
+    Raises CommandFailed when the weights leave too little.
+    """
+    share = int(available * (1 - _KEPT_FREE) / workers - weights * _COPIES)
+    if share < KV_FLOOR:
+        text = f"memory: {workers} workers with {size(weights)} of weights each, got {size(available)} that are free"
+        raise CommandFailed(f"{text}; start fewer, or say --kv-memory", status=2)
+    return min(share, KV_CAP)
+
+
+def available_memory() -> int:
+    """Bytes that this process and its children may still take, by the machine and by its control group."""
+    words = Path("/proc/meminfo").read_text().split()
+    machine = int(words[words.index("MemAvailable:") + 1]) * 1024
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    return machine if limit is None or used is None else min(machine, limit - used)
+
+
+def weights_size(model: str) -> int:
+    """Bytes of a model's weights, if they are on this machine; 0 for those that have to be fetched first."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import constants
+
+        folder = Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}" / "snapshots"
+    return sum(file.stat().st_size for file in folder.glob("**/*.safetensors"))
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "512M", "2G", "1073741824". Raises CommandFailed."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise CommandFailed(f"--kv-memory: a size such as 512M or 2G, got {text}", status=2)
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def size(count: int) -> str:
+    """As people read it."""
+    for unit in ("G", "M", "K"):
+        if count >= _UNITS[unit]:
+            return f"{count / _UNITS[unit]:.1f} {unit}iB"
+    return f"{count} B"
+
+
+def usable_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def _number(file: Path) -> int | None:
+    """None where there is no such file, or no limit."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None

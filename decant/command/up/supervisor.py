@@ -1,0 +1,159 @@
+"""All processes of a deployment, from their start to their end.
+
+workers start -> ready -> routers start -> ready -> announced ---- a signal ----> routers end -> workers end
+     |                         |                     |   ^  one ended                         |
+     '-- one ended: all end ---'                     '---'  it is started again               '-- a second signal:
+                                                                                                  all are killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from decant.command.deployments import Announcement, Deployment
+from decant.command.up.child import Child
+from decant.command.up.output import Output
+from decant.command.up.plan import Plan, Spec, address_of
+from runtime import logs
+from runtime.shutdown import Shutdown, first
+
+FIRST_BACKOFF_S = 0.5
+LAST_BACKOFF_S = 30.0
+STEADY_S = 60.0
+"""Whoever ran so long is started again without a long wait."""
+BEYOND_DRAIN_S = 15.0
+"""A process bounds its own drain; this much later it is killed."""
+
+_log = logs.get("up")
+
+
+class StartFailed(Exception):
+    """A process ended before it was ready, or wasn't ready in time. `status` is what `decant up` ends with."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Supervisor:
+    """Starts what is planned, keeps it running, and ends it. Nothing runs any more when `run` returns or raises."""
+
+    def __init__(self, plan: Plan, output: Output) -> None:
+        self._plan = plan
+        self._output = output
+        self._children: dict[str, Child] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._shutdown = Shutdown()
+        self._announcement = Announcement()
+
+    async def run(self) -> int:
+        """Until it is told to end; 0 after an orderly end. Raises StartFailed."""
+        self._shutdown.on_signals()
+        try:
+            with self._announcement:
+                await first(self._serve(), self._shutdown.asked())
+                return await first(self._drain(), self._insisted())
+        finally:
+            await self._end()
+
+    async def _serve(self) -> None:
+        _log.info("starting", **self._plan.facts)
+        try:
+            async with asyncio.timeout(self._plan.ready_seconds):
+                await self._start_all(self._plan.workers)
+                await self._start_all(self._plan.routers)
+        except TimeoutError:
+            late = ", ".join(child.spec.name for child in self._children.values() if not child.is_ready)
+            raise StartFailed(f"{late}: not ready within {self._plan.ready_seconds:g} s", 1) from None
+        self._announce()
+        _log.info("ready", address=", ".join(self._addresses()))
+        await asyncio.gather(*self._keepers)
+
+    async def _start_all(self, specs: Sequence[Spec]) -> None:
+        started = [await self._start(spec) for spec in specs]
+        await asyncio.gather(*(self._ready(child) for child in started))
+        self._keepers += [asyncio.create_task(self._keep(child)) for child in started]
+
+    async def _start(self, spec: Spec) -> Child:
+        self._children[spec.name] = child = await Child.start(spec, self._output)
+        return child
+
+    async def _ready(self, child: Child) -> None:
+        """Raises StartFailed as soon as it has ended instead."""
+        if not await child.ready():
+            status = await child.ended()
+            words = child.last_words or f"ended with {status} before it was ready"
+            raise StartFailed(f"{child.spec.name}: {words}", 2 if status == 2 else 1)
+
+    async def _keep(self, child: Child) -> None:
+        """Starts a process again whenever it has ended, ever later while it doesn't last."""
+        backoff = FIRST_BACKOFF_S
+        while True:
+            since = time.monotonic()
+            status = await child.ended()
+            backoff = FIRST_BACKOFF_S if time.monotonic() - since > STEADY_S else backoff
+            _log.warning("process ended", name=child.spec.name, status=status, restart_in_seconds=backoff)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF_S)
+            child = await self._start(self._again(child))
+            if await child.ready() and self._announcement.written:
+                self._announce()
+
+    def _again(self, child: Child) -> Spec:
+        """A router comes back on its port: its clients know no other. A worker tells its new one."""
+        names = {spec.name for spec in self._plan.routers}
+        if child.spec.name in names and child.address is not None:
+            return replace(child.spec, port=int(child.address.rpartition(":")[2]))
+        return child.spec
+
+    def _announce(self) -> None:
+        processes = {name: child.pid for name, child in self._children.items()}
+        self._announcement.write(Deployment(os.getpid(), self._addresses(), self._plan.redis_url, processes))
+
+    def _addresses(self) -> tuple[str, ...]:
+        routers = [self._children[spec.name] for spec in self._plan.routers]
+        ports = [child.address.rpartition(":")[2] for child in routers if child.address]
+        return tuple(address_of(self._plan, int(port)) for port in ports)
+
+    async def _drain(self) -> int:
+        """Routers first: they stop taking requests while the workers finish those that are running."""
+        await self._stop_keeping()
+        in_time = [await self._stop(specs) for specs in (self._plan.routers, self._plan.workers)]
+        return 0 if all(in_time) else 1
+
+    async def _stop(self, specs: Sequence[Spec]) -> bool:
+        """Whether all of them ended in time."""
+        children = [self._children[spec.name] for spec in specs if spec.name in self._children]
+        for child in children:
+            child.terminate()
+        if not children:
+            return True
+        limit = self._plan.drain_seconds + BEYOND_DRAIN_S
+        _, late = await asyncio.wait([asyncio.create_task(child.ended()) for child in children], timeout=limit)
+        for child in children:
+            if child.running:
+                _log.error("did not end when asked", name=child.spec.name, limit_seconds=limit)
+        return not late
+
+    async def _insisted(self) -> int:
+        await self._shutdown.insisted()
+        return 1
+
+    async def _stop_keeping(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        if self._keepers:
+            await asyncio.wait(self._keepers)
+
+    async def _end(self) -> None:
+        """Kills what is left and waits until it is gone."""
+        await self._stop_keeping()
+        children = list(self._children.values())
+        for child in children:
+            if child.running:
+                child.kill()
+        await asyncio.gather(*(child.ended() for child in children))

@@ -1,0 +1,45 @@
+"""Stands in for a router or worker: listens, speaks the same lines of log, ends on SIGTERM. `--does` says what else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import sys
+import threading
+from datetime import UTC, datetime
+
+
+def say(event: str, **fields: object) -> None:
+    line = {"event": event, "level": "info", "time": datetime.now(UTC).isoformat(), **fields}
+    print(json.dumps(line), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--does", default="")
+    given = parser.parse_args()
+    if given.does == "refuse":
+        print("stand-in: --speed: below 3, got 4", file=sys.stderr)
+        return 2
+    if given.does == "crash":
+        return 1
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    with socket.create_server(("127.0.0.1", given.port)) as listener:
+        say("serving", address=f"127.0.0.1:{listener.getsockname()[1]}")
+        if given.does != "never-ready":
+            say("readiness", state="ready")
+        print("not JSON", flush=True)
+        while True:
+            ended.wait()
+            say("asked to end")
+            if given.does != "never-end":
+                return 0
+            ended.clear()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The command as a user meets it: answers on standard output, one clear line on standard error, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import decant
+from decant.command.app import app
+from protos import inference_pb2 as pb
+from tests.decant.scripted import PATIENCE_S, Script, for_ever, serving
+
+KEYS = {
+    "request_id",
+    "model",
+    "seed",
+    "text",
+    "token_ids",
+    "logprobs",
+    "finish_reason",
+    "stop",
+    "ttft_ms",
+    "tpot_ms",
+    "e2e_ms",
+    "usage",
+    "receipt",
+}
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def address(script: Script) -> Iterator[str]:
+    with serving(script) as address:
+        yield address
+
+
+def run(*arguments: str, **options: Any) -> Result:
+    return CliRunner().invoke(app, arguments, **options)
+
+
+def test_the_answer_and_then_one_line_about_it(address: str) -> None:
+    done = run("generate", "x", "--address", address)
+    assert done.exit_code == 0
+    assert done.stdout == "abc\n"
+    (line,) = done.stderr.splitlines()
+    assert "3 tokens" in line
+    assert "p -> d" in line
+    assert "ttft" in line
+    assert "tpot" in line
+
+
+def test_json_has_stable_keys(address: str) -> None:
+    done = run("generate", "x", "--address", address, "--json")
+    answer = json.loads(done.stdout)
+    assert answer.keys() == KEYS
+    assert (answer["text"], answer["finish_reason"], answer["stop"]) == ("abc", "stop", 2)
+    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["receipt"]["decode_worker"] == "d"
+    assert answer["receipt"]["handoff_ms"] is None
+    assert answer["ttft_ms"] > 0
+
+
+def test_options_are_sent_and_what_is_not_given_is_not(address: str, script: Script) -> None:
+    run("generate", "x", "--address", address, "--temperature", "0", "--seed", "1", "--max-tokens", "5")
+    run("generate", "x", "--address", address, "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--logprobs", "0")
+    run("generate", "x", "--address", address, "--chat", "--request-id", "r", "--no-ignore-eos")
+    assert script.asked == [
+        pb.GenerateRequest(
+            prompt="x",
+            sampling=pb.SamplingParams(temperature=0, seed=1),
+            stopping=pb.StoppingParams(max_tokens=5),
+        ),
+        pb.GenerateRequest(
+            prompt="x",
+            stopping=pb.StoppingParams(stop=["a", "b"], stop_token_ids=[7]),
+            response=pb.ResponseOptions(logprobs=0),
+        ),
+        pb.GenerateRequest(
+            messages=pb.Messages(messages=[pb.Message(role="user", content="x")]),
+            request_id="r",
+            stopping=pb.StoppingParams(ignore_eos=False),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("prompt", [["-"], []])
+def test_the_prompt_may_come_from_standard_input(address: str, script: Script, prompt: list[str]) -> None:
+    run("generate", *prompt, "--address", address, input="def f():\n")
+    assert script.asked[0].prompt == "def f():\n"
+
+
+def test_a_refusal_is_one_line_with_field_limit_and_value(address: str, script: Script) -> None:
+    script.refusal = decant.InvalidArgument("sampling.top_p", "above 0, to 1", 2.0)
+    done = run("generate", "x", "--address", address, "--top-p", "2")
+    assert done.exit_code == 1
+    assert done.stderr == "decant: sampling.top_p: above 0, to 1, got 2.0\n"
+    assert done.stdout == ""
+
+
+def test_a_value_that_no_field_holds_is_one_line(address: str) -> None:
+    done = run("generate", "x", "--address", address, "--max-tokens", "-1")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("decant: stopping.max_tokens: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_server_that_is_not_there_is_one_line() -> None:
+    done = run("generate", "x", "--address", "127.0.0.1:1")
+    assert done.exit_code == 1
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_error_in_mid_answer_comes_after_what_was_written(address: str, script: Script) -> None:
+    async def breaking(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
+        async for message in for_ever(request, context):
+            yield message
+            if message.seq == 2:
+                raise ValueError
+
+    script.answering = breaking
+    done = run("generate", "x", "--address", address)
+    assert done.exit_code == 1
+    assert done.stdout == "ab"
+    assert done.stderr.startswith("decant: ")
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["status"], ["audit"]])
+def test_without_a_deployment_it_says_what_to_do(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    done = run(*command)
+    assert done.exit_code == 1
+    assert "decant up" in done.stderr
+
+
+def test_ctrl_c_cancels_the_request_and_ends_with_130(address: str, script: Script) -> None:
+    script.answering = for_ever
+    command = [sys.executable, "-m", "decant.command", "generate", "x", "--address", address, "--request-id", "r"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read(2) == b"ab"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 130
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+    assert script.cancelled == ["r"]
+
+
+def test_installed_plain_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "decant.command", "up"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "decant: typer is not installed; pip install 'decant-llm[router]' brings it\n"
+
+
+def test_every_command_explains_itself() -> None:
+    for name in ("generate", "status", "audit", "up", "demo"):
+        done = run(name, "--help")
+        assert done.exit_code == 0
+        assert name in done.stdout

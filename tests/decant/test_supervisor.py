@@ -1,0 +1,164 @@
+"""What `decant up` keeps of its promises, with real processes: order, restarts, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from decant.command import deployments
+from decant.command.up import lifeline as lifelines
+from tests.decant.supervising import PATIENCE_S, Up, nothing_left, stand_ins, up
+
+PAIR = {"prefill-1": "", "decode-1": ""}
+ROUTER = {"router-1": ""}
+
+
+def port_of(running: Up, name: str, count: int = 1) -> int:
+    return int(running.until(name, "serving", count)["address"].rpartition(":")[2])
+
+
+def test_routers_start_when_the_workers_are_ready_and_end_before_them(tmp_path: Path) -> None:
+    with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
+        running.until("up", "ready")
+        ports = [port_of(running, name) for name in (*PAIR, *ROUTER)]
+        ready = [line["process"] for line in running.lines if line["event"] == "readiness"]
+        first_of_router = next(i for i, line in enumerate(running.lines) if line["process"] == "router-1")
+        assert all(
+            any(line["process"] == worker and line["event"] == "readiness" for line in running.lines[:first_of_router])
+            for worker in PAIR
+        )
+        assert ready[-1] == "router-1"
+        descendants = running.descendants()
+        assert running.end() == 0
+        ended = [line["process"] for line in running.lines if line["event"] == "asked to end"]
+        assert ended[0] == "router-1"
+        assert set(ended[1:]) == set(PAIR)
+        nothing_left(descendants, ports, tmp_path)
+
+
+def test_lines_that_are_no_json_are_passed_on_with_their_process(tmp_path: Path) -> None:
+    with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
+        running.until("decode-1", "not JSON")
+        running.until("up", "ready")
+        assert running.end(signal.SIGINT) == 0
+
+
+def test_a_kill_of_up_takes_everything_along(tmp_path: Path) -> None:
+    """SIGKILL can't be caught: the processes, Redis and the files go by themselves."""
+    with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
+        running.until("up", "ready")
+        ports = [port_of(running, name) for name in (*PAIR, *ROUTER)]
+        descendants = running.descendants()
+        assert len(descendants) >= 5  # three stand-ins, Redis, keepers
+        assert list(tmp_path.iterdir())
+        assert running.end(signal.SIGKILL) == -signal.SIGKILL
+        nothing_left(descendants, ports, tmp_path)
+
+
+def test_a_process_that_refuses_its_settings_ends_all_with_its_own_words(tmp_path: Path) -> None:
+    with up(tmp_path, stand_ins({"prefill-1": "", "decode-1": "refuse"}, ROUTER)) as running:
+        assert running.ended() == 2
+        assert "decode-1: stand-in: --speed: below 3, got 4" in running.stderr()
+        assert running.said("router-1") == []
+        nothing_left([], [], tmp_path)
+
+
+def test_a_process_that_crashes_at_once_ends_all(tmp_path: Path) -> None:
+    with up(tmp_path, stand_ins({"prefill-1": "", "decode-1": "crash"}, ROUTER)) as running:
+        assert running.ended() == 1
+        assert "decode-1: ended with 1 before it was ready" in running.stderr()
+        nothing_left([], [], tmp_path)
+
+
+def test_a_process_that_is_never_ready_ends_all_in_time(tmp_path: Path) -> None:
+    command = stand_ins({"prefill-1": "", "decode-1": "never-ready"}, ROUTER, ready_seconds=2.0)
+    with up(tmp_path, command) as running:
+        port = port_of(running, "decode-1")
+        descendants = running.descendants()
+        assert running.ended() == 1
+        assert "decode-1: not ready within 2 s" in running.stderr()
+        nothing_left(descendants, [port], tmp_path)
+
+
+def test_up_can_be_ended_while_it_starts(tmp_path: Path) -> None:
+    with up(tmp_path, stand_ins({"decode-1": "never-ready"}, ROUTER)) as running:
+        port = port_of(running, "decode-1")
+        descendants = running.descendants()
+        assert running.end() == 0
+        nothing_left(descendants, [port], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["decode-1", "router-1"])
+def test_a_process_that_dies_is_started_again_and_said(tmp_path: Path, name: str) -> None:
+    with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
+        running.until("up", "ready")
+        before = port_of(running, name)
+        running.child(before).kill()
+        assert running.until("up", "process ended", name=name)["status"] == -signal.SIGKILL
+        running.until(name, "readiness", 2)
+        after = port_of(running, name, 2)
+        if name == "router-1":
+            assert after == before, "its clients know no other port"
+        socket.create_connection(("127.0.0.1", after), PATIENCE_S).close()
+        descendants = running.descendants()
+        assert running.end() == 0
+        nothing_left(descendants, [after], tmp_path)
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with up(tmp_path, stand_ins({"decode-1": "never-end"}, ROUTER)) as running:
+        running.until("up", "ready")
+        descendants = running.descendants()
+        running.process.send_signal(signal.SIGTERM)
+        running.until("decode-1", "asked to end")
+        assert running.end() == 1
+        nothing_left(descendants, [], tmp_path)
+
+
+def test_a_process_that_does_not_end_is_killed_when_its_drain_is_over(tmp_path: Path) -> None:
+    command = stand_ins({"decode-1": "never-end"}, ROUTER, drain_seconds=-14.0)  # one second with the margin
+    with up(tmp_path, command) as running:
+        running.until("up", "ready")
+        descendants = running.descendants()
+        assert running.end() == 1
+        running.until("up", "did not end when asked", name="decode-1")
+        nothing_left(descendants, [], tmp_path)
+
+
+def test_a_running_deployment_is_found_by_its_user_alone_and_only_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
+        running.until("up", "ready")
+        (found,) = deployments.running()
+        assert found.pid == running.process.pid
+        assert found.addresses == (running.until("router-1", "serving")["address"],)
+        assert found.redis_url.startswith("unix://")
+        assert found.processes.keys() == {*PAIR, *ROUTER}
+        assert all(psutil.pid_exists(pid) for pid in found.processes.values())
+        (path,) = tmp_path.glob("decant-up-*.json")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        text = path.read_text()
+        assert running.end() == 0
+        path.write_text(text)
+        assert deployments.running() == [], "a file whose writer has ended is stale"
+        path.unlink()
+
+
+def test_each_process_runs_on_the_cores_that_are_its_own() -> None:
+    core = min(os.sched_getaffinity(0))
+    code = "import os; print(os.sched_getaffinity(0))"
+    lifeline = (sys.executable, "-I", "-S", lifelines.__file__, str(os.getpid()), str(core))
+    done = subprocess.run(
+        [*lifeline, sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
+    assert done.stdout.strip() == str({core})
