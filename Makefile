@@ -2,6 +2,7 @@
 # make test       the whole test suite
 # make test-fast  the suite without what is marked slow
 # make check      ruff, mypy, import-linter
+# make demo       a whole deployment with the small model: one question, what each worker did, the end
 #
 # PYTHON=python3.12             another interpreter for a new .venv (3.11 or newer)
 # TORCH_INDEX=https://...       another index for torch, such as PyTorch's own with its CPU builds
@@ -17,7 +18,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/worker_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast check format clean
+.PHONY: help setup test test-fast check demo format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -56,6 +57,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+demo: setup
+	@$(BIN)/python -m decant.command demo
 
 format: setup
 	$(BIN)/ruff check --fix .

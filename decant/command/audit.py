@@ -15,6 +15,7 @@ from rich.table import Table
 from decant.channel import Tls
 from decant.client import typed_errors
 from decant.command import status
+from decant.command.errors import CommandFailed
 from protos import worker_pb2 as wire
 from protos.state_pb2 import WorkerRegistration
 from protos.worker_pb2_grpc import AuditStub
@@ -46,8 +47,13 @@ class Audited:
 
 
 def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
-    """Whether every block of every worker is accounted for. Raises CommandFailed where Redis can't be asked."""
+    """Whether every block of every worker is accounted for.
+
+    Raises CommandFailed where Redis can't be asked, or names no worker.
+    """
     workers, _ = status.directory(redis_url)
+    if not workers.present:
+        raise CommandFailed("no worker is registered: there is nothing to audit")
     audits = asyncio.run(_ask_all([one.facts for one in workers.present], _peer_tls(tls)))
     if as_json:
         print(json.dumps({"workers": [_document(one) for one in audits]}))

@@ -1,0 +1,137 @@
+"""How a machine is divided, and what each process is told."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decant.command.errors import CommandFailed
+from decant.command.up import shares
+from decant.command.up.plan import Plan, UpOptions, make_plan
+from runtime.settings import InvalidSettings
+
+MIB = 1 << 20
+
+
+def plan(environ: dict[str, str] | None = None, redis_url: str = "unix:///r", **options: Any) -> Plan:
+    return make_plan(UpOptions(**{"kv_memory": "64M", **options}), redis_url, environ or {"PATH": "/bin"})
+
+
+def flag(arguments: tuple[str, ...], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+@given(st.sets(st.integers(0, 300), min_size=1, max_size=64), st.integers(1, 80))
+def test_every_worker_has_cores_and_no_core_idles(cores: set[int], workers: int) -> None:
+    divided = shares.divide_cores(sorted(cores), workers)
+    assert len(divided) == workers
+    assert all(divided)
+    given_out = [core for share in divided for core in share]
+    if workers <= len(cores):
+        assert sorted(given_out) == sorted(cores)  # each core once
+        assert max(map(len, divided)) - min(map(len, divided)) <= 1
+    else:
+        assert set(given_out) == cores
+        assert all(len(share) == 1 for share in divided)
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 37), st.integers(1, 64))
+def test_caches_and_weights_fit_into_what_is_free_or_it_is_said(available: int, weights: int, workers: int) -> None:
+    try:
+        each = shares.kv_share(available, weights, workers)
+    except CommandFailed:
+        assert available * 0.75 < workers * (weights * 1.5 + shares.KV_FLOOR + 1)
+    else:
+        assert shares.KV_FLOOR <= each <= shares.KV_CAP
+        assert workers * (each + weights) <= available
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("512M", 512 * MIB), ("2G", 2048 * MIB), ("1.5g", 1536 * MIB), ("64MiB", 64 * MIB), ("7", 7)]
+)
+def test_sizes_as_people_write_them(text: str, count: int) -> None:
+    assert shares.parse_size(text) == count
+
+
+def test_what_is_no_size_is_refused() -> None:
+    with pytest.raises(CommandFailed, match="--kv-memory"):
+        shares.parse_size("much")
+
+
+def test_memory_that_is_free_is_a_number_of_this_machine() -> None:
+    assert 0 < shares.available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_weights_are_measured_where_they_are() -> None:
+    made = plan()
+    model = flag(made.workers[0].arguments, "--model")
+    assert shares.weights_size(model) > MIB
+    assert shares.weights_size("nobody/has-this") == 0
+
+
+def test_each_process_by_its_name_its_port_and_its_threads() -> None:
+    made = plan(router=2, prefill=1, decode=2, port=6000)
+    assert [spec.name for spec in made.workers] == ["prefill-1", "decode-1", "decode-2"]
+    assert [spec.module for spec in made.workers] == ["prefill_worker", "decode_worker", "decode_worker"]
+    assert [spec.port for spec in made.workers] == [0, 0, 0]
+    assert [(spec.name, spec.port) for spec in made.routers] == [("router-1", 6000), ("router-2", 6001)]
+    for spec in made.workers:
+        assert int(flag(spec.arguments, "--threads")) == len(spec.cores)
+        assert flag(spec.arguments, "--host") == "127.0.0.1"
+        assert flag(spec.arguments, "--kv-bytes") == str(64 * MIB)
+    ids = [flag(spec.arguments, "--id") for spec in (*made.workers, *made.routers)]
+    assert len(set(ids)) == 5
+
+
+def test_free_ports_for_all_routers() -> None:
+    assert [spec.port for spec in plan(router=3, port=0).routers] == [0, 0, 0]
+
+
+def test_names_are_unique_where_others_use_the_same_redis() -> None:
+    made = plan()
+    shared = make_plan(UpOptions(kv_memory="64M", redis_url="redis://elsewhere"), "redis://elsewhere", {})
+    assert flag(made.workers[0].arguments, "--id") == "prefill-1"
+    assert str(os.getpid()) in flag(shared.workers[0].arguments, "--id")
+
+
+def test_spinning_is_switched_off_only_when_there_are_more_threads_than_cores() -> None:
+    cores = len(shares.usable_cores())
+    enough = plan(prefill=1, decode=0)
+    many = plan(prefill=cores, decode=1)
+    assert "GOMP_SPINCOUNT" not in enough.workers[0].environment
+    assert {spec.environment["GOMP_SPINCOUNT"] for spec in many.workers} == {"0"}
+    assert "GOMP_SPINCOUNT" not in many.routers[0].environment
+
+
+def test_each_process_gets_the_variables_that_are_its_own() -> None:
+    made = plan({"DECANT_QUEUE_LIMIT": "3", "DECANT_BLOCK_SIZE": "32", "DECANT_LOG_LEVEL": "error", "HOME": "/h"})
+    router, worker = made.routers[0].environment, made.workers[0].environment
+    assert router == {"DECANT_QUEUE_LIMIT": "3", "DECANT_LOG_LEVEL": "error", "HOME": "/h"}
+    assert {name: worker[name] for name in worker if name != "GOMP_SPINCOUNT"} == {
+        "DECANT_BLOCK_SIZE": "32",
+        "DECANT_LOG_LEVEL": "error",
+        "HOME": "/h",
+    }
+
+
+@pytest.mark.parametrize("name", ["DECANT_BLOK_SIZE", "DECANT_ID", "DECANT_PORT", "DECANT_ADVERTISE", "DECANT_THREADS"])
+def test_variables_that_no_process_or_not_all_can_have_are_refused(name: str) -> None:
+    with pytest.raises(CommandFailed, match=name):
+        plan({name: "1"})
+
+
+def test_a_setting_that_a_process_would_refuse_is_refused_before_it_starts() -> None:
+    with pytest.raises(InvalidSettings, match="--dtype"):
+        plan(dtype="float8")
+    with pytest.raises(InvalidSettings, match="DECANT_BLOCK_SIZE"):
+        plan({"DECANT_BLOCK_SIZE": "1000"})
+
+
+@pytest.mark.parametrize("options", [{"prefill": 0, "decode": 0}, {"port": 65535, "router": 2}])
+def test_what_cannot_be_is_refused(options: dict[str, int]) -> None:
+    with pytest.raises(CommandFailed):
+        plan(**options)

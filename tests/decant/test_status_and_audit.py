@@ -1,0 +1,126 @@
+"""What `decant status` and `decant audit` say of a directory, and of workers that add up or don't."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from decant.command.app import app
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc
+from protos.state_pb2 import RouterRegistration, WorkerRegistration
+from runtime.peer import new_peer
+from state.private_redis import PrivateRedis
+from state.store import Store, StoreSettings
+
+WELL = wire.AuditResponse(total_blocks=10, free_blocks=4, cached_blocks=3, owned_blocks=2, leased_blocks=1, sessions=1)
+
+
+class Worker(worker_pb2_grpc.AuditServicer):
+    """Answers with what a test puts here."""
+
+    def __init__(self) -> None:
+        self.answer = WELL
+
+    def Audit(self, request: object, context: object) -> wire.AuditResponse:  # noqa: N802
+        return self.answer
+
+
+@pytest.fixture
+def worker() -> Iterator[tuple[Worker, str]]:
+    servicer = Worker()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    worker_pb2_grpc.add_AuditServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+@pytest.fixture
+def redis() -> Iterator[str]:
+    with PrivateRedis() as redis:
+        yield redis.url
+
+
+def register(url: str, address: str, id: str = "decode-1") -> None:
+    async def write() -> None:
+        async with Store(StoreSettings(url)) as store:
+            facts = WorkerRegistration(peer=new_peer(id), address=address, role=wire.ROLE_DECODE, model="m")
+            await store.workers.register(facts, wire.Load(total_blocks=10, free_blocks=4, running=2, queued_tokens=55))
+            await store.routers.register(RouterRegistration(peer=new_peer("router-1"), address="h:1", version="1"))
+
+    asyncio.run(write())
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+def test_status_tells_who_is_there_and_how_loaded(redis: str) -> None:
+    register(redis, "h:2")
+    done = run("status", "--redis-url", redis)
+    assert done.exit_code == 0
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("decode-1")]
+    assert line.split()[:7] == ["decode-1", "decode", "h:2", "m", "2", "0", "55"]
+    assert any(line.split()[:3] == ["router-1", "router", "h:1"] for line in done.stdout.splitlines())
+    told = json.loads(run("status", "--redis-url", redis, "--json").stdout)
+    assert [one["peer"]["id"] for one in told["routers"]] == ["router-1"]
+    assert told["workers"][0]["load"]["running"] == 2
+
+
+def test_an_audit_that_adds_up(redis: str, worker: tuple[Worker, str]) -> None:
+    register(redis, worker[1])
+    done = run("audit", "--redis-url", redis)
+    assert done.exit_code == 0
+    assert "adds up" in done.stdout
+    told = json.loads(run("audit", "--redis-url", redis, "--json").stdout)
+    assert told["workers"][0]["faults"] == []
+    assert told["workers"][0]["leased_blocks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (wire.AuditResponse(total_blocks=10, free_blocks=9), "9 accounted for"),
+        (wire.AuditResponse(total_blocks=1, free_blocks=1, violations=["block 3 has no owner"]), "block 3"),
+    ],
+)
+def test_an_audit_that_does_not_add_up_ends_with_1(
+    redis: str, worker: tuple[Worker, str], answer: wire.AuditResponse, said: str
+) -> None:
+    worker[0].answer = answer
+    register(redis, worker[1])
+    done = run("audit", "--redis-url", redis)
+    assert done.exit_code == 1
+    assert said in done.stdout
+
+
+def test_a_worker_that_does_not_answer_is_no_worker_that_adds_up(redis: str, worker: tuple[Worker, str]) -> None:
+    register(redis, worker[1])
+    register(redis, "127.0.0.1:1", "decode-2")
+    done = run("audit", "--redis-url", redis, "--json")
+    assert done.exit_code == 1
+    first, second = json.loads(done.stdout)["workers"]
+    assert (first["faults"], bool(second["faults"])) == ([], True)
+
+
+def test_an_audit_of_nobody_is_no_audit(redis: str) -> None:
+    done = run("audit", "--redis-url", redis)
+    assert done.exit_code == 1
+    assert "no worker" in done.stderr
+
+
+def test_a_redis_that_is_not_there_is_one_line() -> None:
+    for command in ("status", "audit"):
+        for url in ("redis://127.0.0.1:1", "nonsense"):
+            done = run(command, "--redis-url", url)
+            assert done.exit_code == 1
+            assert done.stderr.startswith("decant: Redis: ")
+            assert done.stderr.count("\n") == 1
