@@ -1,0 +1,225 @@
+"""A run begins from tokens or from a ticket, is told in order, and ends once."""
+
+from __future__ import annotations
+
+import pytest
+
+from protos import worker_pb2 as wire
+from tests.worker.decode_scene import Node, Router, alone, make_run, make_work, routed
+
+
+async def test_the_text_from_tokens_is_that_of_one_engine() -> None:
+    run, work = make_run(), make_work(30, 12)
+    async with routed() as (node, router):
+        await router.start(run, work)
+        [heard] = await router.over(run)
+        assert heard.text(30) == alone(work)
+        assert heard.words == ["taken_up", "joined", "ended"]
+        end = heard.last["ended"].end
+        assert (end.reason, end.end_position, end.output) == (wire.OutputEnd.REASON_LENGTH, 42, 0)
+        assert heard.last["joined"].WhichOneof("path") == "from_tokens"
+        assert heard.last["joined"].slots[0].position == 30
+        await node.audit()
+        assert node.decode.unretired == 1
+        await router.retire(run)
+
+
+async def test_the_text_from_a_ticket_is_that_of_one_engine_and_the_sealed_tokens_are_repeated() -> None:
+    run, work = make_run(), make_work(30, 12)
+    async with Node("p") as giver, routed() as (node, router):
+        await router.start(run, work, await giver.offer(run, work))
+        [heard] = await router.over(run)
+        assert heard.text(30) == alone(work)
+        assert min(heard.tokens) == 30  # the first of them was written by the giver
+        assert heard.words == ["taken_up", "joined", "ended"]
+        handoff = heard.last["joined"].handoff
+        assert handoff.bytes == 8 * giver.device.block_bytes
+        assert handoff.handoff_us > 0
+        await node.audit()
+        await giver.audit()
+
+
+async def test_what_earlier_attempts_wrote_goes_on_from_there() -> None:
+    work = make_work(20, 12)
+    text = alone(work)
+    for attempt, from_ticket in enumerate((False, True), start=1):
+        run, rest = make_run(attempt=attempt), make_work(20, 12, written=text[:5])
+        async with Node("p") as giver, routed() as (node, router):
+            await router.start(run, rest, await giver.offer(run, rest) if from_ticket else None)
+            [heard] = await router.over(run)
+            assert heard.text(20) == text[5:]
+            assert min(heard.tokens) == 25
+            await node.audit()
+            await giver.audit()
+
+
+async def test_many_at_once_each_get_their_own() -> None:
+    works = {f"t/{n}": make_work(6 + 3 * n, 10, seed=n) for n in range(12)}
+    async with Node("p", blocks=256) as giver, routed(blocks=256) as (node, router):
+        for n, (name, work) in enumerate(works.items()):
+            run = make_run(name)
+            await router.start(run, work, await giver.offer(run, work) if n % 2 else None)
+        for name, heard in zip(works, await router.over(*map(make_run, works)), strict=True):
+            assert heard.text(0) == alone(works[name])
+        await node.audit()
+        await giver.audit()
+
+
+async def test_a_step_is_one_frame_for_all() -> None:
+    runs = [make_run(f"t/{n}") for n in range(4)]
+    async with routed() as (_, router):
+        for n, run in enumerate(runs):
+            await router.start(run, make_work(4, 30, seed=n))
+        await router.over(*runs)
+        steps = [frame.step for frame in router.frames]
+        assert steps == sorted(set(steps))
+        assert any(len(frame.tokens) == 4 * 4 for frame in router.frames)
+
+
+async def test_log_probabilities_stand_beside_their_tokens() -> None:
+    run, work = make_run(), make_work(9, 6, logprobs=2, prompt_logprobs=1)
+    async with routed() as (_, router):
+        await router.start(run, work)
+        [heard] = await router.over(run)
+        assert sorted(heard.logprobs) == sorted(heard.tokens)
+        assert all(len(entry.top_ids) == 2 for entry in heard.logprobs.values())
+        told = heard.last["prompt_logprobs"]
+        assert told.first_position + len(told.logprobs) == 9
+        await router.say(resend=wire.Resend(run=run, next=wire.Next(output=0, position=9)))
+        before = dict(heard.logprobs)
+        heard.logprobs.clear()
+        await router.until(lambda: len(heard.logprobs) == 6)
+        assert heard.logprobs == before
+
+
+async def test_a_start_that_comes_twice_begins_nothing() -> None:
+    run, work = make_run(), make_work(30, 12)
+    async with routed() as (_, router):
+        await router.start(run, work)
+        await router.start(run, work)
+        held = await router.word(run, "held")
+        assert held.phase in (wire.Held.PHASE_WAITING, wire.Held.PHASE_RUNNING)
+        [heard] = await router.over(run)
+        await router.start(run, work)
+        await router.until(lambda: heard.last["held"].phase == wire.Held.PHASE_ENDED)
+        assert heard.last["held"].ended[0].end_position == 42
+        assert heard.words.count("ended") == 1
+        assert heard.text(30) == alone(work)
+
+
+async def test_a_prefix_that_is_here_is_told_and_not_computed_again() -> None:
+    work = make_work(32, 2)
+    async with Node("p") as giver, routed() as (_, router):
+        for attempt in (1, 2, 3):
+            run = make_run(attempt=attempt)
+            await router.start(run, work, await giver.offer(run, work) if attempt == 3 else None)
+            [heard] = await router.over(run)
+            assert heard.last["taken_up"].cached_tokens == (0 if attempt == 1 else 28)
+            assert heard.text(32) == alone(work)
+
+
+async def test_max_tokens_that_was_cut_to_the_window_ends_with_it() -> None:
+    run, work = make_run(), make_work(9, 5)
+    work.stopping.cut_to_window = True
+    async with routed() as (_, router):
+        await router.start(run, work)
+        [heard] = await router.over(run)
+        assert heard.last["ended"].end.reason == wire.OutputEnd.REASON_CONTEXT_LENGTH
+
+
+async def test_preemptions_are_counted_and_change_no_text() -> None:
+    runs = [make_run(f"t/{n}") for n in range(4)]
+    works = [make_work(12, 24, seed=n) for n in range(4)]
+    async with routed(blocks=24) as (node, router):
+        for run, work in zip(runs, works, strict=True):
+            await router.start(run, work)
+        heards = await router.over(*runs)
+        assert [heard.text(12) for heard in heards] == [alone(work) for work in works]
+        assert sum(heard.last["ended"].preemptions for heard in heards) == node.engine.load().preemptions > 0
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------
+
+
+async def test_what_can_not_be_taken_up_is_refused_by_name() -> None:
+    async with Node("p") as giver, routed(blocks=16, max_waiting=3) as (node, router):
+        other = make_work()
+        other.model = "another"
+        two = make_work()
+        two.outputs.add(output=1)
+        odd = make_work()
+        odd.sampling.top_p = 3
+        tickets = [await giver.offer(make_run("t/good", attempt=attempt), make_work()) for attempt in (8, 9, 11)]
+        layout, salt, foreign = tickets
+        layout.layout += 1
+        salt.salt = b"another"
+        cases: list[tuple[wire.Work, wire.Ticket | None, wire.Cause, str]] = [
+            (other, None, wire.CAUSE_UNKNOWN_MODEL, "model"),
+            (two, None, wire.CAUSE_UNSUPPORTED, "outputs"),
+            (odd, None, wire.CAUSE_INVALID, "sampling.top_p"),
+            (make_work(4, 4, written=[1, 2, 3, 4]), None, wire.CAUSE_INVALID, "stopping.max_tokens"),
+            (make_work(60, 5), None, wire.CAUSE_NEVER_FITS, ""),
+            (make_work(65, 1), None, wire.CAUSE_NEVER_FITS, ""),
+            (make_work(remaining_ms=0), None, wire.CAUSE_DEADLINE, ""),
+            (make_work(), layout, wire.CAUSE_LAYOUT_DIFFERS, ""),
+            (make_work(), salt, wire.CAUSE_SALT_DIFFERS, ""),
+            (make_work(), foreign, wire.CAUSE_INVALID, "ticket.run"),
+        ]
+        for attempt, (work, ticket, cause, field) in enumerate(cases, start=1):
+            run = make_run("t/good", attempt=attempt)
+            await router.start(run, work, ticket)
+            refused = await router.word(run, "refused")
+            assert (refused.failure.cause, refused.failure.violation.field) == (cause, field)
+        assert not list(node.decode.runs())
+        for ticket in tickets:
+            await giver.hub.giver.release(wire.ReleaseRequest(ticket=ticket.id))
+
+
+async def test_more_than_may_wait_is_refused() -> None:
+    runs = [make_run(f"t/{n}") for n in range(5)]
+    async with routed(running=1, max_waiting=2) as (node, router):
+        node.device.seconds = 0.02
+        await router.start(runs[0], make_work(4, 40))
+        await router.wrote(runs[0], 1)
+        for run in runs[1:]:
+            await router.start(run, make_work(4, 3))
+        heards = await router.over(*runs)
+        assert [heard.over for heard in heards] == ["ended", "ended", "ended", "refused", "refused"]
+        assert {heard.last["refused"].failure.cause for heard in heards[3:]} == {wire.CAUSE_BUSY}
+
+
+async def test_a_lower_epoch_is_superseded_and_a_higher_one_begins_anew() -> None:
+    work = make_work(8, 60)
+    async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
+        node.device.seconds = 0.005
+        await old.start(make_run(epoch=1), work)
+        await old.wrote(make_run(), 2)
+        await new.start(make_run(epoch=2), work)
+        assert (await old.word(make_run(), "superseded")).epoch == 2
+        await old.start(make_run(epoch=1, attempt=2), work)
+        assert (await old.word(make_run(attempt=2), "superseded")).epoch == 2
+        [heard] = await new.over(make_run())
+        assert heard.text(8) == alone(work)
+        assert [run.epoch for run, *_ in node.decode.runs()] == [2]
+
+
+async def test_a_live_sequence_is_not_given_away_and_goes_on() -> None:
+    run, work = make_run(), make_work(8, 40)
+    async with routed() as (node, router):
+        node.device.seconds = 0.005
+        await router.start(run, work)
+        await router.wrote(run, 2)
+        await router.say(give=wire.Give(run=run, output=0))
+        refused = await router.word(run, "refused")
+        assert (refused.failure.cause, refused.failure.violation.field) == (wire.CAUSE_UNSUPPORTED, "give")
+        await router.word(run, "ended")
+        assert router.of(run).text(8) == alone(work)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17])
+async def test_any_length_comes_over(length: int) -> None:
+    run, work = make_run(), make_work(length, 6)
+    async with Node("p") as giver, routed() as (_, router):
+        await router.start(run, work, await giver.offer(run, work))
+        [heard] = await router.over(run)
+        assert heard.text(length) == alone(work)

@@ -1,0 +1,375 @@
+"""Everything that is decoded here, from a router's start until nobody needs it any more.
+
+    start ──> entrance ──> room ──> fetch ──> joined ─┐
+                 └──> added ──> begun ──> first token ─┴──> a frame a step ──> ended ──> retired
+    cancel, deadline, patience: from anywhere to ended; whatever was held is free by then
+
+The engine is asked by commands that wait for nothing (``EngineLoop.post``), and heard after each step. All else
+happens on the event loop at once, so no two of these methods ever meet in the middle of one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from functools import partial
+
+from engine.errors import EngineStopped, InvalidRequest
+from engine.output import Ended, StepOutput, Token
+from engine.request import FinishReason
+from engine.transfer import Arrival
+from handoff.taker import Taken
+from protos import worker_pb2 as wire
+from worker import telling
+from worker.arrivals import Entrance, Outcome
+from worker.fetching import Fetching, why
+from worker.frames import Frame, again
+from worker.hub import Hub
+from worker.runs import HeldRun, Runs
+from worker.session import RouterSession
+from worker.starts import Starts
+from worker.telling import microseconds
+from worker.work import WorkRefused, end_reason
+
+
+class Decoding:
+    """The runs of one worker. ``step`` is the engine's last one."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.runs = Runs()
+        self.step = 0
+        self._hub = hub
+        self._starts = Starts(hub, self.runs)
+        self._entrance = Entrance(hub.loop, self._settle)
+        self._fetching = Fetching(hub)
+        hub.step_listeners.append(self._on_step)
+        hub.crash_listeners.append(self._on_crash)
+
+    # -- what a router asks -------------------------------------------------------------------------------------
+
+    def start(self, session: RouterSession, start: wire.Start) -> None:
+        """Begin a run, or say how it stands."""
+        held = self.runs.get(start.run)
+        if held is not None and held.run.epoch == start.run.epoch:
+            session.tell(wire.FromWorker(held=self.attach(held, session, start.run)))
+            return
+        if held is not None:  # its new owner does not know of it, and begins anew
+            self._dispossess(held, start.run.epoch)
+            self.drop(held)
+        try:
+            held = self._starts.take(start)
+        except WorkRefused as refused:
+            session.tell(wire.FromWorker(refused=wire.Refused(run=start.run, failure=refused.failure)))
+            return
+        self.runs.add(held)
+        self.attach(held, session, start.run)
+        if start.work.HasField("remaining_ms"):
+            late = partial(self.end_early, held, wire.OutputEnd.REASON_DEADLINE)
+            held.deadline = asyncio.get_running_loop().call_later(start.work.remaining_ms / 1000, late)
+        self._entrance.push(held)
+        self._count_waiting()
+
+    def cancel(self, session: RouterSession, cancel: wire.Cancel) -> None:
+        """End a run; one that is unknown can't start for a while."""
+        held = self.runs.get(cancel.run)
+        if held is None:
+            self.runs.mark(cancel.run, self._hub.lease_s)
+            return
+        if cancel.HasField("output") and cancel.output != held.output:
+            return  # no output of that number is here to be ended
+        self.attach(held, session, cancel.run)
+        if cancel.HasField("end_position"):
+            held.cut = held.index_of(cancel.end_position)
+        telling.ended(held)
+        late = cancel.reason == wire.Cancel.REASON_DEADLINE
+        self.end_early(held, wire.OutputEnd.REASON_DEADLINE if late else wire.OutputEnd.REASON_CANCELLED)
+
+    def adopt(self, session: RouterSession, adopt: wire.Adopt) -> None:
+        """The sender takes over a run that another router started."""
+        held = self._known(session, adopt.run)
+        if held is not None:
+            session.tell(wire.FromWorker(held=self.attach(held, session, adopt.run, adopt.next)))
+            self.catch_up(held, adopt.next)
+
+    def resend(self, session: RouterSession, resend: wire.Resend) -> None:
+        """Tokens of a run once more."""
+        held = self._known(session, resend.run)
+        if held is not None:
+            self.attach(held, session, resend.run)
+            telling.repeated(held, [resend.next], self.step)
+
+    def retire(self, run: wire.Run) -> None:
+        """Nobody needs a run any more."""
+        held = self.runs.get(run)
+        if held is not None:
+            self.drop(held)
+
+    def _known(self, session: RouterSession, run: wire.Run) -> HeldRun | None:
+        held = self.runs.get(run)
+        if held is None:
+            failure = wire.Failure(cause=wire.CAUSE_UNKNOWN_RUN, detail="never known here, or forgotten")
+            session.tell(wire.FromWorker(failed=wire.Failed(run=run, failure=failure)))
+        return held
+
+    # -- who owns what ------------------------------------------------------------------------------------------
+
+    def attach(self, held: HeldRun, session: RouterSession, run: wire.Run, next: Iterable[wire.Next] = ()) -> wire.Held:
+        """Make a run the session's, under the epoch of ``run``, and say how it stands."""
+        if held.session is not session:
+            self._dispossess(held, run.epoch)
+            self._part(held)
+            held.session, held.router, held.slot = session, session.router.id, session.take_slot()
+        held.run.epoch = run.epoch
+        if held.patience is not None:
+            held.patience.cancel()
+            held.patience = None
+        wanted = [held.index_of(wish.position) for wish in next if wish.output == held.output]
+        position = held.request.prompt_len + (wanted[0] if wanted else len(held.tokens))
+        slot = wire.Slot(slot=held.slot, output=held.output, position=position)
+        return wire.Held(run=held.run, phase=held.phase, slots=[slot], ended=[held.end] if held.end else [])
+
+    def catch_up(self, held: HeldRun, next: Iterable[wire.Next]) -> None:
+        """Tell a run's new session what it lacks."""
+        if held.session is not None:
+            for message in held.prompt_logprobs:
+                held.session.tell(wire.FromWorker(prompt_logprobs=message))
+        telling.joined(held, held.position)
+        telling.repeated(held, next, self.step)
+
+    def detach(self, session: RouterSession) -> None:
+        """A session broke: its runs go on as orphans, for one lease."""
+        for held in self.runs:
+            if held.session is session:
+                self._part(held)
+                self._lose_patience(held)
+
+    def orphans_of(self, router: str) -> list[HeldRun]:
+        """What that router owned in earlier lives and sessions, and nobody has claimed since."""
+        return [held for held in self.runs if held.session is None and held.router == router]
+
+    def renewals_of(self, session: RouterSession) -> list[bytes]:
+        """Tickets that it brought and that wait here to be opened."""
+        waiting = wire.Held.PHASE_WAITING
+        mine = (held for held in self.runs if held.session is session and held.phase == waiting)
+        return [held.ticket.id for held in mine if held.ticket is not None]
+
+    def _dispossess(self, held: HeldRun, epoch: int) -> None:
+        """Tell the owner of a run, if he is here, that another owns it now."""
+        if held.session is not None:
+            held.session.tell(wire.FromWorker(superseded=wire.Superseded(run=held.run, epoch=epoch)))
+
+    def _part(self, held: HeldRun) -> None:
+        if held.session is not None:
+            held.session.free_slot(held.slot)
+            held.session = None
+
+    def _lose_patience(self, held: HeldRun) -> None:
+        """An orphan is forgotten one lease after its session broke, or after its end."""
+        if held.patience is not None:
+            held.patience.cancel()
+        held.patience = asyncio.get_running_loop().call_later(self._hub.lease_s, self.drop, held)
+
+    # -- in -----------------------------------------------------------------------------------------------------
+
+    def _settle(self, held: HeldRun, outcome: Outcome) -> None:
+        """The engine answered for a run that wanted in."""
+        self._count_waiting()
+        if isinstance(outcome, InvalidRequest):
+            self._refuse(held, WorkRefused.of(outcome).failure)
+        elif isinstance(outcome, EngineStopped):
+            self._refuse(held, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(outcome)))
+        elif held.ending is not None:
+            self._let_go(held)
+        elif isinstance(outcome, Arrival):
+            self._fetch(held, outcome)
+
+    def _fetch(self, held: HeldRun, arrival: Arrival) -> None:
+        """Room is reserved: pull the cache into it."""
+        assert held.ticket is not None
+        held.phase = wire.Held.PHASE_ARRIVING
+        telling.taken_up(held, arrival.have * self._hub.shape.block_size)
+        held.fetch = self._fetching.fetch(held.ticket, arrival)
+        held.fetch.add_done_callback(partial(self._fetched, held))
+
+    def _fetched(self, held: HeldRun, fetch: asyncio.Task[Taken]) -> None:
+        assert held.ticket is not None
+        error = None if fetch.cancelled() else fetch.exception()
+        if held.ending is not None or fetch.cancelled():
+            self._let_go(held)
+        elif error is not None:
+            self._fail(held, why(error, held.ticket.giver))
+        else:
+            self._join(held, fetch.result())
+
+    def _join(self, held: HeldRun, taken: Taken) -> None:
+        """The sequence is ours. The answer came with its first step: what that told is caught up with."""
+        held.phase = wire.Held.PHASE_RUNNING
+        held.tokens.extend(taken.output[held.written_before :])
+        began = held.timeline.scheduled if held.timeline else None
+        owned = taken.owned if began is None else min(began, taken.owned)
+        path = wire.Joined.Handoff(handoff_us=microseconds(owned - taken.opened), bytes=taken.received)
+        path.decode_wait_us = 0 if began is None else microseconds(began - owned)
+        held.joined = wire.Joined(handoff=path)
+        early, held.early = held.early, []
+        for token in early:
+            _note(held, token)
+        telling.joined(held, held.request.prompt_len + held.written_before)
+        if held.session is not None:
+            for frame in again(held, held.written_before, self.step):
+                held.session.tell(frame)
+        if held.early_end is not None:
+            self._ended(held, held.early_end)
+
+    def _refuse(self, held: HeldRun, failure: wire.Failure) -> None:
+        """The engine does not take it."""
+        if self.runs.holds(held) and held.end is None:
+            telling.refused(held, failure)
+            self._forget(held)
+
+    def _count_waiting(self) -> None:
+        self._hub.waiting_arrivals = len(self._entrance)
+
+    # -- out ----------------------------------------------------------------------------------------------------
+
+    def end_early(self, held: HeldRun, reason: wire.OutputEnd.Reason) -> None:
+        """Cancel a run wherever it stands; ``Ended`` follows once it holds nothing."""
+        if held.end is not None or held.ending is not None:
+            return
+        held.ending = reason
+        if self._entrance.withdraw(held):
+            self._count_waiting()
+            self._let_go(held)
+        elif held.phase == wire.Held.PHASE_ARRIVING and held.fetch is not None:
+            held.fetch.cancel()  # and ``_fetched`` lets go
+        elif held.ticket is None or held.phase == wire.Held.PHASE_RUNNING:
+            self._hub.loop.post(lambda engine: engine.cancel(held.request.id))  # and the engine tells the end
+        # else the engine is being asked for room, and ``_settle`` lets go
+
+    def drop(self, held: HeldRun) -> None:
+        """End a run that nobody will ask for, and forget it."""
+        self._part(held)
+        self.end_early(held, wire.OutputEnd.REASON_CANCELLED)
+        self.runs.remove(held)
+
+    def _let_go(self, held: HeldRun) -> None:
+        """Free whatever the engine holds of a cancelled run, then tell its end."""
+        if held.ticket is not None and held.fetch is None:
+            self._fetching.give_up(held.ticket)
+        self._hub.loop.post(lambda engine: engine.cancel(held.request.id), then=lambda: self._finish(held))
+
+    def _finish(self, held: HeldRun, reason: wire.OutputEnd.Reason | None = None) -> None:
+        """The output is written: by itself, or (no ``reason``) as far as was asked."""
+        if held.end is not None or not self.runs.holds(held):
+            return
+        reason = reason or held.ending or wire.OutputEnd.REASON_CANCELLED
+        if held.cut is not None:
+            del held.tokens[held.cut :]
+        held.phase = wire.Held.PHASE_ENDED
+        held.end = wire.OutputEnd(output=held.output, reason=reason, end_position=held.position)
+        self.runs.silence(held)
+        held.stop_clocks()
+        if held.session is None:
+            self._lose_patience(held)
+        telling.ended(held)
+
+    def _fail(self, held: HeldRun, failure: wire.Failure) -> None:
+        """It ends here before its output does. Nothing is kept: its owner has what it was told."""
+        if self.runs.holds(held) and held.end is None:
+            telling.failed(held, failure)
+            self._forget(held)
+
+    def _forget(self, held: HeldRun) -> None:
+        self._part(held)
+        self._entrance.withdraw(held)
+        self.runs.remove(held)
+
+    # -- what the engine tells ----------------------------------------------------------------------------------
+
+    def _on_step(self, output: StepOutput) -> None:
+        self.step = output.step
+        known = self.runs.by_sequence
+        for begun in output.begun:
+            if held := known.get(begun.id):
+                held.timeline = begun.timeline
+                if held.ticket is None:
+                    held.phase = wire.Held.PHASE_RUNNING
+                    telling.taken_up(held, begun.cached)
+        for told in output.prompt_logprobs:
+            if held := known.get(told.id):
+                telling.explained(held, told)
+        self._frame(output.tokens)
+        for ended in output.ended:
+            if held := known.get(ended.id):
+                self._ended(held, ended)
+        self._entrance.on_step(output)
+
+    def _frame(self, tokens: Iterable[Token]) -> None:
+        """Note the step's tokens, and tell each session its own in one frame."""
+        frames: dict[RouterSession, Frame] = {}
+        known, running = self.runs.by_sequence, wire.Held.PHASE_RUNNING
+        for token in tokens:
+            held = known.get(token.id)
+            if held is None:
+                continue
+            if held.phase != running:
+                held.early.append(token)
+                continue
+            _note(held, token)
+            if not held.wrote:
+                self._wrote_first(held)
+            if held.session is not None:
+                frame = frames.get(held.session)
+                if frame is None:
+                    frame = frames[held.session] = Frame()
+                frame.slots.append(held.slot)
+                frame.positions.append(held.request.prompt_len + token.position)
+                frame.tokens.append(token.token)
+                if token.logprobs is not None:
+                    frame.explain(token.logprobs)
+        for session, frame in frames.items():
+            session.tell(frame.message(self.step))
+
+    def _wrote_first(self, held: HeldRun) -> None:
+        """A token, the first that a frame brings."""
+        held.wrote = True
+        timeline = held.timeline
+        if held.ticket is None and timeline and timeline.scheduled is not None and timeline.first_token is not None:
+            path = wire.Joined.FromTokens(prefill_us=microseconds(timeline.first_token - timeline.scheduled))
+            held.joined = wire.Joined(from_tokens=path)
+            telling.joined(held, held.position - 1)
+
+    def _ended(self, held: HeldRun, ended: Ended) -> None:
+        held.timeline = ended.timeline
+        if held.phase == wire.Held.PHASE_ARRIVING:
+            held.early_end = ended
+        elif ended.reason is FinishReason.FAILED:
+            self._fail(held, wire.Failure(cause=wire.CAUSE_ENGINE, detail=ended.detail))
+        elif ended.reason is FinishReason.CANCELLED:
+            self._finish(held)
+        else:
+            self._finish(held, end_reason(ended.reason, held.stopping))
+
+    def _on_crash(self, stopped: EngineStopped) -> None:
+        """Nothing more will come for anyone."""
+        self._starts.stopped = stopped
+        for held in self.runs:
+            self._fail(held, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(stopped)))
+            if held.fetch is not None:
+                held.fetch.cancel()
+        self._count_waiting()
+
+    # -- the end of the worker ----------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Drop everything, and see what runs for it end."""
+        self.runs.clear_marks()
+        for held in self.runs:
+            self.drop(held)
+        await self._fetching.close()
+
+
+def _note(held: HeldRun, token: Token) -> None:
+    """Keep a token that a step wrote."""
+    if token.logprobs is not None:
+        held.logprobs[len(held.tokens)] = token.logprobs
+    held.tokens.append(token.token)

@@ -1,0 +1,123 @@
+"""One session with one router: what is said to it, in order, and that it and this worker live.
+
+requests ──> read ──> hear                 tell ──> outgoing ──> write ──> the router
+              │  end of the stream                     ^ beats, four a second, whatever the engine does
+              └──> over <── end(error) <── too far behind, replaced, drained
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+
+from handoff.beats import BEAT_SECONDS, SUSPECT_SECONDS
+from protos import worker_pb2 as wire
+from runtime import logs
+from runtime.errors import Aborted, ServiceError
+from runtime.fault import Reason
+
+MAX_BEHIND = 10_000
+"""Messages that a router may leave unread; then its session ends, and it can come back for what it lacks."""
+
+Write = Callable[[wire.FromWorker], Awaitable[None]]
+
+_log = logs.get(__name__)
+
+
+class RouterSession:
+    """The worker's side. ``tell`` may be called at any time: after the end nothing of it is sent."""
+
+    def __init__(self, router: wire.Peer, beat: Callable[[RouterSession], wire.Beat]) -> None:
+        self.router = router
+        self._beat = beat
+        self._outgoing: asyncio.Queue[wire.FromWorker | None] = asyncio.Queue()
+        self._over = asyncio.Event()
+        self._error: ServiceError | None = None
+        self._free_slots: list[int] = []
+        self._slots = 0
+        self._heard = asyncio.get_running_loop().time()
+        self._suspect = False
+
+    # -- speaking -----------------------------------------------------------------------------------------------
+
+    def tell(self, message: wire.FromWorker) -> None:
+        """Send a message after all that were told before."""
+        if self._over.is_set():
+            return
+        self._outgoing.put_nowait(message)
+        if self._outgoing.qsize() > MAX_BEHIND:
+            self.end(Aborted(Reason.QUEUE_FULL, f"the router left more than {MAX_BEHIND} messages unread"))
+
+    def end(self, error: ServiceError | None = None) -> None:
+        """The session is over: with ``error`` at once, without one when all that was told has gone out."""
+        if error is None:
+            self._outgoing.put_nowait(None)
+        elif not self._over.is_set():
+            self._error = error
+            self._over.set()
+
+    def take_slot(self) -> int:
+        """A number for an output, the smallest that is free."""
+        if self._free_slots:
+            return heapq.heappop(self._free_slots)
+        self._slots += 1
+        return self._slots - 1
+
+    def free_slot(self, slot: int) -> None:
+        heapq.heappush(self._free_slots, slot)
+
+    # -- its life -----------------------------------------------------------------------------------------------
+
+    async def serve(
+        self, requests: AsyncIterator[wire.ToWorker], write: Write, hear: Callable[[RouterSession, wire.ToWorker], None]
+    ) -> None:
+        """Until either side is through, or raises what ``end`` or ``hear`` brought."""
+        parts = (self._over.wait(), self._read(requests, hear), self._write(write), self._beats())
+        jobs: list[asyncio.Task[object]] = [asyncio.create_task(part) for part in parts]
+        try:
+            await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._over.set()
+            for job in jobs:
+                job.cancel()
+            await asyncio.wait(jobs)
+        if self._error is not None:
+            raise self._error
+        for job in jobs:
+            if not job.cancelled() and (error := job.exception()):
+                raise error
+
+    async def _read(
+        self, requests: AsyncIterator[wire.ToWorker], hear: Callable[[RouterSession, wire.ToWorker], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        async for message in requests:
+            self._heard = loop.time()
+            if not message.HasField("beat"):
+                hear(self, message)
+
+    async def _write(self, write: Write) -> None:
+        try:
+            while (message := await self._outgoing.get()) is not None:
+                await write(message)
+        except (grpc.aio.InternalError, grpc.aio.UsageError):
+            return  # the router has gone
+
+    async def _beats(self) -> None:
+        """A beat says that this process lives; the step that runs is not asked."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self.tell(wire.FromWorker(beat=self._beat(self)))
+            self._watch(asyncio.get_running_loop().time() - self._heard)
+
+    def _watch(self, silence: float) -> None:
+        """A silent router is suspect and no more: its runs are orphans only when the session breaks."""
+        suspect = silence > SUSPECT_SECONDS
+        if suspect and not self._suspect:
+            _log.warning("router is silent", router=self.router.id, seconds=round(silence, 1))
+        elif self._suspect and not suspect:
+            _log.info("router is heard again", router=self.router.id)
+        self._suspect = suspect

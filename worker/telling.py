@@ -1,0 +1,73 @@
+"""What the owner of a run is told of it. An orphan has nobody to be told: what matters is told to who takes it over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from engine.output import PromptLogprobs
+from protos import worker_pb2 as wire
+from worker.frames import again
+from worker.runs import HeldRun
+from worker.work import token_logprobs
+
+
+def microseconds(seconds: float) -> int:
+    """As durations travel."""
+    return max(0, round(seconds * 1e6))
+
+
+def taken_up(held: HeldRun, cached_tokens: int) -> None:
+    """It has its room and began."""
+    if held.session is not None:
+        waited = microseconds(asyncio.get_running_loop().time() - held.received)
+        message = wire.TakenUp(run=held.run, cached_tokens=cached_tokens, waited_us=waited)
+        held.session.tell(wire.FromWorker(taken_up=message))
+
+
+def joined(held: HeldRun, position: int) -> None:
+    """It is in the batch; its tokens from ``position`` on follow. Told once, to its first owner that is here."""
+    if held.session is not None and held.joined is not None:
+        message, held.joined = held.joined, None
+        message.run.CopyFrom(held.run)
+        message.slots.add(slot=held.slot, output=held.output, position=position)
+        held.session.tell(wire.FromWorker(joined=message))
+
+
+def explained(held: HeldRun, told: PromptLogprobs) -> None:
+    """Log-probabilities of a part of its prompt; kept, for a later owner lacks them."""
+    entries = [token_logprobs(entry, logprobs) for entry, logprobs in enumerate(told.entries)]
+    message = wire.PromptLogprobs(run=held.run, first_position=told.position, logprobs=entries)
+    held.prompt_logprobs.append(message)
+    if held.session is not None:
+        held.session.tell(wire.FromWorker(prompt_logprobs=message))
+
+
+def repeated(held: HeldRun, next: Iterable[wire.Next], step: int) -> None:
+    """Its tokens from ``next`` on, once more."""
+    if held.session is None:
+        return
+    for wish in next:
+        if wish.output == held.output:
+            for frame in again(held, held.index_of(wish.position), step):
+                held.session.tell(frame)
+
+
+def ended(held: HeldRun) -> None:
+    """Its output is written."""
+    if held.session is not None and held.end is not None:
+        preemptions = held.timeline.preemptions if held.timeline else 0
+        message = wire.Ended(run=held.run, end=held.end, preemptions=preemptions)
+        held.session.tell(wire.FromWorker(ended=message))
+
+
+def failed(held: HeldRun, failure: wire.Failure) -> None:
+    """It ended here before its output did."""
+    if held.session is not None:
+        held.session.tell(wire.FromWorker(failed=wire.Failed(run=held.run, failure=failure)))
+
+
+def refused(held: HeldRun, failure: wire.Failure) -> None:
+    """It was never taken up."""
+    if held.session is not None:
+        held.session.tell(wire.FromWorker(refused=wire.Refused(run=held.run, failure=failure)))
