@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from protos import inference_pb2 as pb
+from runtime.errors import InvalidArgument
 
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 MAX_REQUEST_ID_BYTES = 128
@@ -11,6 +14,37 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_PRIORITY = 1000
+
+_RANGES = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "top_k": (0, 2**31 - 1),
+}
+_ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
+
+
+def check_sampling(params: pb.SamplingParams) -> None:
+    """Raises InvalidArgument for a field that is set and out of range; `n`, `seed` and the bias aside."""
+    for name, (low, high) in _RANGES.items():
+        within(f"sampling.{name}", getattr(params, name), low, high)
+    for name, high in _ABOVE_ZERO.items():
+        value = getattr(params, name)
+        if params.HasField(name) and not 0.0 < value <= high:
+            raise InvalidArgument(f"sampling.{name}", f"above 0, to {high:g}", value)
+
+
+def within(field: str, value: float, low: float, high: float) -> None:
+    """Raises InvalidArgument."""
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidArgument(field, f"{low:.10g} to {high:.10g}", value)
+
+
+def at_most(field: str, count: int, limit: int, what: str) -> None:
+    """Raises InvalidArgument."""
+    if count > limit:
+        raise InvalidArgument(field, f"at most {limit} {what}", count)
 
 
 def limits(*, max_queued_requests: int, resume_grace_ms: int, result_ttl_ms: int) -> pb.Limits:

@@ -20,8 +20,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from protos import inference_pb2 as pb
+from router.limits import check_sampling
 from router.text import UnsupportedDecoder, Words, words_of
-from runtime.errors import NotFound
+from runtime.errors import InvalidArgument, NotFound
 from runtime.model_files import ModelFiles, ModelUnreadable, find
 
 ENCODED_AT_ONCE = 2048
@@ -118,11 +119,7 @@ def served(files: ModelFiles) -> ServedModel:
     """A model from its small files. Raises ModelUnreadable, by name for one without a tokenizer that can be used."""
     config = _config(files)
     tokenizer = _tokenizer(files, config)
-    defaults = files.default_sampling
-    sampling = pb.SamplingParams(frequency_penalty=0.0, presence_penalty=0.0, n=1)
-    sampling.temperature, sampling.top_p = defaults["temperature"], defaults["top_p"]
-    sampling.min_p, sampling.repetition_penalty = defaults["min_p"], defaults["repetition_penalty"]
-    sampling.top_k = int(defaults["top_k"])
+    sampling = _default_sampling(files)
     try:
         return ServedModel(
             id=files.id,
@@ -139,13 +136,30 @@ def served(files: ModelFiles) -> ServedModel:
         raise ModelUnreadable(files.id, f"tokenizer.json: {error}") from None
 
 
+def _default_sampling(files: ModelFiles) -> pb.SamplingParams:
+    sampling = pb.SamplingParams(frequency_penalty=0.0, presence_penalty=0.0, n=1)
+    for name, value in files.default_sampling.items():
+        setattr(sampling, name, int(value) if name == "top_k" else value)
+    try:
+        check_sampling(sampling)
+    except InvalidArgument as error:
+        raise ModelUnreadable(files.id, f"generation_config.json: {error}") from None
+    return sampling
+
+
 def _config(files: ModelFiles) -> Mapping[str, Any]:
-    return _read(files, "tokenizer_config.json") if (files.folder / "tokenizer_config.json").is_file() else {}
+    """tokenizer_config.json, with what older models say in special_tokens_map.json instead."""
+    config = _read(files, "tokenizer_config.json")
+    return config if "added_tokens_decoder" in config else {**config, **_read(files, "special_tokens_map.json")}
 
 
 def _read(files: ModelFiles, name: str) -> Mapping[str, Any]:
+    """Empty where there is no such file."""
+    file = files.folder / name
+    if not file.is_file():
+        return {}
     try:
-        content = json.loads((files.folder / name).read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelUnreadable(files.id, f"{name} can't be read: {error}") from None
     if not isinstance(content, dict):

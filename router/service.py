@@ -20,13 +20,12 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.account import Account
 from router.answer import Answer
-from router.limits import MAX_REQUEST_BYTES
+from router.limits import MAX_REQUEST_BYTES, at_most
 from router.models import Models, ServedModel
 from router.request import Course, Ended, ValidRequest
 from router.validation import (
     TENANT,
     UNIMPLEMENTED_FIELDS,
-    at_most,
     check_known,
     check_vocabulary,
     refuse_messages,

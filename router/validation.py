@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import secrets
 import struct
 import uuid
@@ -30,6 +29,9 @@ from router.limits import (
     MAX_REQUEST_BYTES,
     MAX_REQUEST_ID_BYTES,
     MAX_STOP_TOKEN_IDS,
+    at_most,
+    check_sampling,
+    within,
 )
 from router.models import Models, ServedModel
 from router.request import ValidRequest, Wanted
@@ -65,15 +67,6 @@ _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
 _MESSAGES = ("GenerateRequest.messages", "TokenizeRequest.messages")
 
 UNIMPLEMENTED_FIELDS = (*_UNSUPPORTED, *_MESSAGES)
-
-_SAMPLING_RANGES = {
-    "temperature": (0.0, 100.0),
-    "min_p": (0.0, 1.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-}
-_ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
-_MAX_TOP_K = 2**31 - 1
 
 
 async def validate(
@@ -154,7 +147,7 @@ def check_known(message: Message) -> None:
 def _check_form(request: pb.GenerateRequest) -> None:
     at_most("GenerateRequest", request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
     at_most("request_id", len(request.request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
-    _within("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    within("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.stream.on_disconnect not in pb.StreamOptions.OnDisconnect.values():
         raise InvalidArgument("stream.on_disconnect", "a value of its enum", request.stream.on_disconnect)
 
@@ -218,13 +211,7 @@ def _wanted(asked: pb.ResponseOptions) -> Wanted:
 
 
 def _sampling(asked: pb.SamplingParams, model: ServedModel) -> wire.Sampling:
-    for name, (low, high) in _SAMPLING_RANGES.items():
-        _within(f"sampling.{name}", getattr(asked, name), low, high)
-    for name, high in _ABOVE_ZERO.items():
-        value = getattr(asked, name)
-        if asked.HasField(name) and not 0.0 < value <= high:
-            raise InvalidArgument(f"sampling.{name}", f"above 0, to {high:g}", value)
-    _within("sampling.top_k", asked.top_k, 0, _MAX_TOP_K)
+    check_sampling(asked)
     if asked.HasField("n") and asked.n < 1:
         raise InvalidArgument("sampling.n", "from 1", asked.n)
     _check_bias(asked.logit_bias, model)
@@ -249,7 +236,7 @@ def _check_bias(bias: Mapping[int, float], model: ServedModel) -> None:
     at_most("sampling.logit_bias", len(bias), MAX_LOGIT_BIAS_ENTRIES, "entries")
     check_vocabulary("sampling.logit_bias", bias, model)
     for id, value in bias.items():
-        _within(f"sampling.logit_bias[{id}]", value, -100.0, 100.0)
+        within(f"sampling.logit_bias[{id}]", value, -100.0, 100.0)
 
 
 def _stopping(asked: pb.StoppingParams, model: ServedModel, room: int) -> wire.Stopping:
@@ -270,20 +257,6 @@ def _stopping(asked: pb.StoppingParams, model: ServedModel, room: int) -> wire.S
         stop_token_ids=sorted(set(asked.stop_token_ids)),
         ignore_eos=asked.ignore_eos,
     )
-
-
-# ------------------------------------------------------------------------------------------------- ranges
-
-
-def _within(field: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidArgument(field, f"{low:g} to {high:g}", value)
-
-
-def at_most(field: str, count: int, limit: int, what: str) -> None:
-    """Raises InvalidArgument."""
-    if count > limit:
-        raise InvalidArgument(field, f"at most {limit} {what}", count)
 
 
 def check_vocabulary(field: str, ids: Iterable[int], model: ServedModel) -> None:

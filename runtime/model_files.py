@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 PATTERNS = ("*.json", "*.jinja", "tokenizer*")
 """What is fetched of a hub model: no weights."""
 
-_HASHED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_HASHED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -74,8 +74,12 @@ def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
         raise ModelUnreadable(model, "it has no config.json")
     text: Mapping[str, Any] = config.get("text_config") or config
     generation = _json(model, folder / "generation_config.json") or {}
-    window, vocab_size = text.get("max_position_embeddings"), text.get("vocab_size")
-    eos = _ids(generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id"))))
+    try:
+        window, vocab_size = _count(text, "max_position_embeddings"), _count(text, "vocab_size")
+        eos = _ids(generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id"))))
+        sampling = _default_sampling(generation)
+    except ValueError as error:
+        raise ModelUnreadable(model, str(error)) from None
     digest = hashlib.blake2b(json.dumps([window, vocab_size, sorted(eos)]).encode(), digest_size=8)
     for name in _HASHED:
         file = folder / name
@@ -88,7 +92,7 @@ def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
         window=window,
         vocab_size=vocab_size,
         eos_token_ids=eos,
-        default_sampling=_default_sampling(generation),
+        default_sampling=sampling,
         tokenizer=int.from_bytes(digest.digest(), "little"),
     )
 
@@ -97,15 +101,30 @@ def _default_sampling(generation: Mapping[str, Any]) -> Mapping[str, float]:
     """As transformers' ``generate`` would: greedy unless ``do_sample``."""
     named = {name: generation.get(name) for name in _SAMPLING}
     sampling = {name: _SAMPLING[name] if value is None else value for name, value in named.items()}
+    for name, value in sampling.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"generation_config.json: {name} is no number")
     if not generation.get("do_sample"):
         sampling["temperature"] = 0.0
     return sampling
 
 
+def _count(config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    if value is not None and not _whole(value, 1):
+        raise ValueError(f"config.json: {name} is no whole number above 0")
+    return value
+
+
 def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(_whole(id, 0) for id in ids):
+        raise ValueError("eos_token_id is neither a token id nor a list of them")
+    return ids
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _json(model: str, file: Path) -> Mapping[str, Any] | None:
@@ -113,7 +132,7 @@ def _json(model: str, file: Path) -> Mapping[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelUnreadable(model, f"{file.name} can't be read: {error}") from None
     if not isinstance(content, dict):

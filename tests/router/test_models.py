@@ -139,6 +139,25 @@ def test_a_model_whose_text_can_not_be_followed_is_refused_by_name(tmp_path):
         load([str(folder(tmp_path / "odd", tokenizer))])
 
 
+@pytest.mark.parametrize("bad", [{"top_p": 0}, {"top_k": -1}, {"repetition_penalty": 11}])
+def test_a_model_whose_own_sampling_is_out_of_range_is_refused(tmp_path, bad):
+    place = folder(tmp_path / "m", byte_level())
+    (place / "generation_config.json").write_text(json.dumps(bad))
+    with pytest.raises(ModelUnreadable, match=next(iter(bad))):
+        load([str(place)])
+
+
+def test_special_tokens_of_an_older_model_are_found(tmp_path):
+    place = folder(tmp_path / "m", byte_level())
+    added = {"content": "<old>", "lstrip": False, "normalized": False, "rstrip": True, "single_word": False}
+    (place / "special_tokens_map.json").write_text(json.dumps({"pad_token": added}))
+    theirs = AutoTokenizer.from_pretrained(str(place))
+    ours = load([str(place)]).default
+    text = "x<old> y"
+    assert ours._encode(text, True) == theirs(text).input_ids
+    assert theirs.pad_token_id in ours._encode(text, True)
+
+
 def test_what_it_says_of_itself_is_what_its_files_say(tmp_path):
     place = folder(tmp_path / "m", byte_fallback(), {"chat_template": "{{ messages }}"})
     generation = {"do_sample": True, "temperature": 0.5, "top_k": 20, "eos_token_id": [2, 3]}

@@ -1,0 +1,191 @@
+"""What a model's small files say, and when two have the same."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+import models as trained
+from runtime import model_files
+from runtime.model_files import PATTERNS, ModelFiles, ModelUnreadable, find
+
+
+def made(folder: Path, **files: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    for name, content in {"config": {}, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return str(folder)
+
+
+def test_the_tiny_model_is_what_it_is():
+    found = find(str(trained.path()))
+    assert (found.id, found.window, found.vocab_size, found.eos_token_ids) == ("tiny-python", 2048, 4096, (1,))
+    assert found.default_sampling["temperature"] == 0
+    assert found.folder == trained.path().resolve()
+
+
+def test_a_name_of_its_own_changes_nothing_else(tmp_path):
+    place = made(tmp_path / "m")
+    plain, named = find(place), find(place, id="mine")
+    assert (plain.id, named.id) == ("m", "mine")
+    assert (plain.tokenizer, plain.revision) == (named.tokenizer, named.revision)
+
+
+def test_a_hub_model_is_named_by_its_commit_and_comes_without_weights(tmp_path, monkeypatch):
+    place = made(tmp_path / "0123abcd", config={"vocab_size": 7})
+    asked: dict[str, Any] = {}
+
+    def fetch(model: str, **options: Any) -> str:
+        asked.update(model=model, **options)
+        return place
+
+    monkeypatch.setattr(model_files, "snapshot_download", fetch)
+    found = find("someone/model", "v1")
+    assert (found.id, found.revision, found.vocab_size) == ("someone/model", "0123abcd", 7)
+    assert (asked["model"], asked["revision"]) == ("someone/model", "v1")
+    fetched = [name for name in ("model.safetensors", "pytorch_model.bin", "tokenizer.json", "config.json")
+               if any(fnmatch.fnmatch(name, pattern) for pattern in asked["allow_patterns"])]  # fmt: skip
+    assert fetched == ["tokenizer.json", "config.json"]
+    assert set(asked["allow_patterns"]) == set(PATTERNS)
+
+
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError("nothing\nmore"), OSError("no network")])
+def test_a_model_out_of_reach_is_refused_by_name(monkeypatch, error):
+    def fetch(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(model_files, "snapshot_download", fetch)
+    with pytest.raises(ModelUnreadable, match="someone/model") as refused:
+        find("someone/model")
+    assert "more" not in refused.value.reason
+
+
+def test_a_path_that_is_no_folder_is_refused_by_name(tmp_path):
+    with pytest.raises(ModelUnreadable, match="nowhere"):
+        find(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"config": []}, "config.json"),
+        ({"generation_config": 3}, "generation_config.json"),
+        ({"config": {"vocab_size": "many"}}, "vocab_size"),
+        ({"config": {"max_position_embeddings": 0}}, "max_position_embeddings"),
+        ({"config": {"eos_token_id": "</s>"}}, "eos_token_id"),
+        ({"generation_config": {"eos_token_id": [1, -1]}}, "eos_token_id"),
+        ({"generation_config": {"temperature": "hot"}}, "temperature"),
+        ({"generation_config": {"top_k": True}}, "top_k"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_refused_by_name(tmp_path, files, words):
+    with pytest.raises(ModelUnreadable, match=words):
+        find(made(tmp_path / "m", **files))
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe"])
+def test_a_file_that_can_not_be_read_is_refused(tmp_path, content):
+    place = made(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_bytes(content)
+    with pytest.raises(ModelUnreadable, match=r"config\.json"):
+        find(place)
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    with pytest.raises(ModelUnreadable, match=r"config\.json"):
+        find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "eos"),
+    [
+        ({}, None, ()),
+        ({"eos_token_id": 3}, None, (3,)),
+        ({"eos_token_id": 3}, {"eos_token_id": [4, 5]}, (4, 5)),
+        ({"eos_token_id": 3}, {}, (3,)),
+        ({"eos_token_id": 3, "text_config": {"eos_token_id": 4}}, None, (4,)),
+        ({"eos_token_id": 3, "text_config": {"vocab_size": 4}}, None, (3,)),
+    ],
+)
+def test_what_ends_a_text_is_said_by_the_nearest_file(tmp_path, config, generation, eos):
+    files = {"config": config} | ({} if generation is None else {"generation_config": generation})
+    assert find(made(tmp_path / "m", **files)).eos_token_ids == eos
+
+
+def test_limits_of_a_model_of_several_parts_are_those_of_its_text(tmp_path):
+    config = {"vocab_size": 1, "text_config": {"vocab_size": 9, "max_position_embeddings": 8}}
+    found = find(made(tmp_path / "m", config=config))
+    assert (found.vocab_size, found.window) == (9, 8)
+    unnamed = find(made(tmp_path / "n"))
+    assert (unnamed.vocab_size, unnamed.window) == (None, None)
+
+
+def sampling(tmp_path: Path, **generation: Any) -> dict[str, float]:
+    return dict(find(made(tmp_path / "m", generation_config=generation)).default_sampling)
+
+
+def test_a_model_is_greedy_unless_it_asks_for_sampling(tmp_path):
+    off = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert sampling(tmp_path) == off
+    assert sampling(tmp_path, temperature=0.5)["temperature"] == 0
+    drawn = sampling(tmp_path, do_sample=True, temperature=0.5, top_k=20, top_p=None)
+    assert drawn == {**off, "temperature": 0.5, "top_k": 20}
+    assert sampling(tmp_path, do_sample=True)["temperature"] == 1
+
+
+def copied(tmp_path: Path, name: str) -> Path:
+    place = tmp_path / name
+    place.mkdir()
+    for file in trained.path().glob("*.json"):
+        shutil.copy(file, place)
+    return place
+
+
+def both(tmp_path: Path, change: Any) -> tuple[ModelFiles, ModelFiles]:
+    changed = copied(tmp_path, "changed")
+    change(changed)
+    return find(str(copied(tmp_path, "kept"))), find(str(changed))
+
+
+def test_copies_agree(tmp_path):
+    one, other = both(tmp_path, lambda place: None)
+    assert (one.tokenizer, one.revision) == (other.tokenizer, other.revision)
+    assert 0 < one.tokenizer < 2**64
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+)
+def test_whoever_reads_text_otherwise_does_not_agree(tmp_path, name):
+    def change(place: Path) -> None:
+        with (place / name).open("a") as file:
+            file.write(" ")
+
+    one, other = both(tmp_path, change)
+    assert one.tokenizer != other.tokenizer
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "vocab_size"])
+def test_whoever_has_other_limits_does_not_agree(tmp_path, name):
+    def change(place: Path) -> None:
+        config = json.loads((place / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps({**config, name: 1234}))
+
+    one, other = both(tmp_path, change)
+    assert one.tokenizer != other.tokenizer
+
+
+def test_what_does_not_matter_to_both_ends_does_not_count(tmp_path):
+    def change(place: Path) -> None:
+        config = json.loads((place / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
+        (place / "README.md").write_text("words")
+
+    one, other = both(tmp_path, change)
+    assert one.tokenizer == other.tokenizer
