@@ -24,16 +24,21 @@ class Lease:
     timer: asyncio.TimerHandle
     opened: bool = False
     taker: wire.Peer | None = None
+    failure: wire.Failure | None = None  # set when it ended otherwise than by its taker's word
 
     def remaining_ms(self, now: float) -> int:
         return max(0, round((self.timer.when() - now) * 1000))
 
 
 class TicketOffice:
-    """All tickets of one giver. Lives on one event loop."""
+    """All tickets of one giver. Lives on one event loop.
+
+    ``listeners`` are called with each lease that has ended; its ``failure`` says why, if it was not the taker.
+    """
 
     def __init__(self, lease_ms: int, on_expired: Callable[[Lease], None]) -> None:
         self.lease_ms = lease_ms
+        self.listeners: list[Callable[[Lease], None]] = []
         self._on_expired = on_expired
         self._leases: dict[bytes, Lease] = {}
 
@@ -71,12 +76,17 @@ class TicketOffice:
         self.renew(message.ticket)
         return lease
 
-    def close(self, id: bytes) -> Lease | None:
-        """End a ticket; None when it is not there (any more)."""
+    def close(self, id: bytes, failure: wire.Failure | None = None) -> Lease | None:
+        """End a ticket, by its taker's word or because of ``failure``; None when it is not there (any more)."""
         lease = self._leases.pop(id, None)
         if lease is not None:
             lease.timer.cancel()
+            self._tell(lease, failure)
         return lease
+
+    def find(self, id: bytes) -> Lease | None:
+        """The lease of a ticket, while it is alive."""
+        return self._leases.get(id)
 
     def leases(self) -> list[Lease]:
         """All that are alive."""
@@ -88,4 +98,11 @@ class TicketOffice:
     def _expire(self, id: bytes) -> None:
         lease = self._leases.pop(id, None)
         if lease is not None:
+            detail = f"nobody renewed the ticket for {self.lease_ms} ms"
+            self._tell(lease, wire.Failure(cause=wire.CAUSE_LEASE_OVER, detail=detail))
             self._on_expired(lease)
+
+    def _tell(self, lease: Lease, failure: wire.Failure | None) -> None:
+        lease.failure = failure
+        for listener in self.listeners:
+            listener(lease)
