@@ -1,0 +1,42 @@
+"""What `kubectl apply -k deploy/base` would send."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "deploy" / "base"
+
+Object = dict[str, Any]
+
+
+def rendered() -> list[Object]:
+    """By kubectl where it is on PATH, else by `plainly`."""
+    if shutil.which("kubectl") is None:
+        return plainly(BASE)
+    return by_kubectl(BASE)
+
+
+def by_kubectl(folder: Path) -> list[Object]:
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True, timeout=60)
+    return _documents(done.stdout)
+
+
+def plainly(folder: Path) -> list[Object]:
+    """For a kustomization of resources and a namespace, which the base is. Raises AssertionError for any other."""
+    (kustomization,) = _documents((folder / "kustomization.yaml").read_text())
+    assert kustomization.keys() == {"apiVersion", "kind", "namespace", "resources"}
+    objects = [one for name in kustomization["resources"] for one in _documents((folder / name).read_text())]
+    for one in objects:
+        if one["kind"] != "Namespace":
+            one["metadata"]["namespace"] = kustomization["namespace"]
+    return objects
+
+
+def _documents(text: str) -> list[Object]:
+    return [document for document in yaml.safe_load_all(text) if document]

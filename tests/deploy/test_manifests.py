@@ -1,0 +1,250 @@
+"""The manifests are valid, and say of our processes only what these accept and do."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from decant.command.app import app
+from router.settings import RouterSettings
+from runtime.layers import load
+from runtime.server import CLEANUP_SECONDS
+from runtime.settings import PREFIX, Settings
+from tests.deploy.rendering import BASE, ROOT, Object, by_kubectl, plainly, rendered
+from worker.settings import WorkerSettings
+
+PROCESSES: Mapping[str, type[Settings]] = {
+    "router": RouterSettings,
+    "prefill-worker": WorkerSettings,
+    "decode-worker": WorkerSettings,
+}
+HEALTH_SERVICES = {"alive", "ready"}
+VERSION = "1.32"
+
+OBJECTS = rendered()
+
+
+def of_kind(kind: str) -> dict[str, Object]:
+    return {one["metadata"]["name"]: one for one in OBJECTS if one["kind"] == kind}
+
+
+DEPLOYMENTS = of_kind("Deployment")
+OURS = {name: DEPLOYMENTS[f"decant-{name}"] for name in PROCESSES}
+
+each_object = pytest.mark.parametrize("one", OBJECTS, ids=lambda one: f"{one['kind']}/{one['metadata']['name']}")
+each_pod = pytest.mark.parametrize("name", DEPLOYMENTS)
+each_of_ours = pytest.mark.parametrize("name", PROCESSES)
+
+
+def pod(deployment: Object) -> Object:
+    spec: Object = deployment["spec"]["template"]["spec"]
+    return spec
+
+
+def container(deployment: Object) -> Object:
+    (only,) = pod(deployment)["containers"]
+    return dict(only)
+
+
+def labels(deployment: Object) -> dict[str, str]:
+    found: dict[str, str] = deployment["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+def environment(name: str) -> dict[str, str]:
+    """What the process sees of it, with values that a cluster would fill in."""
+    one = container(OURS[name])
+    maps = [of_kind("ConfigMap")[source["configMapRef"]["name"]]["data"] for source in one["envFrom"]]
+    variables: dict[str, str] = {key: value for data in maps for key, value in data.items()}
+    for entry in one["env"]:
+        variables[entry["name"]] = _value(entry, one, variables)
+    return variables
+
+
+def _value(entry: Object, one: Object, before: Mapping[str, str]) -> str:
+    if "value" in entry:
+        return re.sub(r"\$\((\w+)\)", lambda match: before[match[1]], entry["value"])
+    source = entry["valueFrom"]
+    if "resourceFieldRef" in source:
+        section, resource = source["resourceFieldRef"]["resource"].split(".")
+        return str(one["resources"][section][resource])
+    return {"status.podIP": "10.1.2.3"}[source["fieldRef"]["fieldPath"]]
+
+
+def settings(name: str) -> Any:
+    _, *arguments = container(OURS[name])["args"]
+    variables = {key: value for key, value in environment(name).items() if key.startswith(PREFIX)}
+    return load(PROCESSES[name], arguments, variables)
+
+
+def size(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", text).groups()  # type: ignore[union-attr]
+    return int(number) << {"Mi": 20, "Gi": 30}[unit]
+
+
+@each_object
+def test_every_object_is_valid(one: Object) -> None:
+    kubernetes_validate.validate(one, VERSION, strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl, which is not on PATH")
+def test_the_plain_renderer_and_kubectl_agree() -> None:
+    def by_name(objects: list[Object]) -> dict[tuple[str, str], Object]:
+        return {(one["kind"], one["metadata"]["name"]): one for one in objects}
+
+    assert by_name(by_kubectl(BASE)) == by_name(plainly(BASE))
+
+
+@each_of_ours
+def test_every_variable_and_flag_is_a_setting_that_the_process_accepts(name: str) -> None:
+    settings(name)
+
+
+@each_of_ours
+def test_the_container_runs_a_command_that_there_is(name: str) -> None:
+    commands = {
+        command.name or getattr(command.callback, "__name__", "").replace("_", "-")
+        for command in app.registered_commands
+    }
+    one = container(OURS[name])
+    assert one["args"][0] == name
+    assert name in commands
+    assert "command" not in one, "the image's entrypoint is `decant`"
+
+
+@each_of_ours
+def test_ports_are_those_that_are_served_and_probed(name: str) -> None:
+    one, given = container(OURS[name]), settings(name)
+    ports = {port["name"]: port["containerPort"] for port in one["ports"]}
+    assert ports == {"grpc": given.port, "metrics": given.admin_port}
+    assert given.host == "0.0.0.0"
+    assert given.advertise == f"10.1.2.3:{given.port}"
+    assert given.tls == "none", "native gRPC probes speak plaintext"
+    for probe, service in (("startupProbe", "alive"), ("readinessProbe", "ready"), ("livenessProbe", "alive")):
+        assert one[probe]["grpc"] == {"port": given.port, "service": service}
+        assert service in HEALTH_SERVICES
+
+
+@each_of_ours
+def test_there_is_time_to_leave_to_drain_and_to_end(name: str) -> None:
+    before = container(OURS[name])["lifecycle"]["preStop"]["sleep"]["seconds"]
+    grace = pod(OURS[name])["terminationGracePeriodSeconds"]
+    assert before >= 10
+    assert grace >= before + settings(name).drain_seconds + CLEANUP_SECONDS
+
+
+def test_workers_have_the_threads_and_the_memory_that_they_are_told() -> None:
+    for name in ("prefill-worker", "decode-worker"):
+        given, limits = settings(name), container(OURS[name])["resources"]["limits"]
+        assert given.threads == int(limits["cpu"])
+        assert given.kv_bytes <= size(limits["memory"]) // 2
+
+
+def test_router_and_workers_serve_the_same_model_over_the_same_redis() -> None:
+    router = settings("router")
+    for name in ("prefill-worker", "decode-worker"):
+        assert settings(name).model in router.models
+        assert settings(name).redis_url == router.redis_url
+    host, port = re.fullmatch(r"redis://([\w-]+):(\d+)", router.redis_url).groups()  # type: ignore[union-attr]
+    assert int(port) in {one["port"] for one in of_kind("Service")[host]["spec"]["ports"]}
+
+
+@pytest.mark.parametrize("name", of_kind("Service"))
+def test_a_service_finds_pods_and_a_port_of_theirs(name: str) -> None:
+    spec = of_kind("Service")[name]["spec"]
+    (found,) = [one for one in DEPLOYMENTS.values() if spec["selector"].items() <= labels(one).items()]
+    ports = {port["name"]: port["containerPort"] for port in container(found)["ports"]}
+    for port in spec["ports"]:
+        assert ports[port["targetPort"]] == port["port"]
+
+
+def test_routers_are_reached_as_http2_and_each_by_its_address() -> None:
+    services = of_kind("Service")
+    assert services["decant-router"]["spec"]["clusterIP"] == "None"
+    for name in ("decant-router", "decant"):
+        assert services[name]["spec"]["ports"][0]["appProtocol"] == "kubernetes.io/h2c"
+
+
+@each_of_ours
+def test_a_disruption_budget_covers_the_pods(name: str) -> None:
+    spec = of_kind("PodDisruptionBudget")[f"decant-{name}"]["spec"]
+    assert spec["selector"]["matchLabels"].items() <= labels(OURS[name]).items()
+    assert spec["maxUnavailable"] < OURS[name]["spec"]["replicas"]
+    assert spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_surges_prefill_replaces_decode_adds() -> None:
+    surges = {name: OURS[name]["spec"]["strategy"]["rollingUpdate"] for name in PROCESSES}
+    assert surges["prefill-worker"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert surges["decode-worker"] == surges["router"] == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+@each_pod
+def test_a_pod_may_do_no_more_than_it_needs(name: str) -> None:
+    spec, one = pod(DEPLOYMENTS[name]), container(DEPLOYMENTS[name])
+    assert spec["enableServiceLinks"] is False
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] > 0
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert one["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert "memory" in one["resources"]["limits"]
+
+
+@each_pod
+def test_selectors_and_mounts_fit(name: str) -> None:
+    deployment = DEPLOYMENTS[name]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels(deployment).items()
+    mounted = {mount["name"] for mount in container(deployment)["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod(deployment)["volumes"]}
+
+
+def test_workers_have_shared_memory() -> None:
+    for name in ("prefill-worker", "decode-worker"):
+        (volume,) = [one for one in pod(OURS[name])["volumes"] if one["name"] == "shm"]
+        assert volume["emptyDir"]["medium"] == "Memory"
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container(OURS[name])["volumeMounts"]
+
+
+def test_the_inside_is_reached_from_inside_alone() -> None:
+    spec = of_kind("NetworkPolicy")["decant-inside"]["spec"]
+    (rule,) = spec["podSelector"]["matchExpressions"]
+    inside = {name for name in DEPLOYMENTS if labels(DEPLOYMENTS[name])[rule["key"]] in rule["values"]}
+    assert inside == {"decant-prefill-worker", "decant-decode-worker", "decant-redis"}
+    within, metrics = spec["ingress"]
+    (peer,) = within["from"]
+    for one in DEPLOYMENTS.values():
+        assert peer["podSelector"]["matchLabels"].items() <= labels(one).items()
+    assert {port["port"] for port in metrics["ports"]} == {settings("decode-worker").admin_port}
+
+
+class TestContainerfile:
+    TEXT = (ROOT / "deploy" / "Containerfile").read_text()
+
+    def test_every_package_is_in_the_image(self) -> None:
+        packages = {init.parent.name for init in ROOT.glob("*/__init__.py")} - {"tests"}
+        ignored = (ROOT / ".containerignore").read_text().splitlines()
+        for package in packages:
+            assert f"\nCOPY {package} {package}\n" in self.TEXT
+            assert f"!{package}" in ignored
+
+    def test_its_user_is_the_one_that_pods_run_as(self) -> None:
+        (user,) = re.findall(r"^USER (\d+):\d+$", self.TEXT, re.MULTILINE)
+        assert {pod(one)["securityContext"]["runAsUser"] for one in OURS.values()} == {int(user)}
+
+    def test_its_entrypoint_is_the_command(self) -> None:
+        assert '\nENTRYPOINT ["decant"]\n' in self.TEXT
+
+    def test_the_small_model_lies_where_the_manifests_look(self) -> None:
+        assert "/opt/decant/models" in self.TEXT
+        assert settings("router").models == ("/opt/decant/models/tiny-python",)
+        assert (ROOT / "models" / "tiny-python").is_dir()
