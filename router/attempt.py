@@ -91,6 +91,7 @@ class Attempt:
         self._ticket: wire.Ticket | None = None
         self._prefill: PrefillCall | None = None
         self._following: Following | None = None
+        self._prefill_over = False
         self._taken_up = False  # by the taker: from now on only it matters
         self._end: Ended | None = None
         course.path = Path(attempts=owned.attempt)
@@ -257,10 +258,12 @@ class Attempt:
             if self._job.pen.put(position, first.token, logprobs) is Trouble.CONFLICT:
                 _log.error("a first token differs from the known one", worker=path.prefill_worker)
             if first.HasField("finished"):
+                path.decode_worker = ""
                 self._end_with(first.finished)
 
     def _hear_prefill_over(self, giver: Worker, over: PrefillOver) -> None:
         giver.session.guests.discard(self)
+        self._prefill_over = True
         if self._taken_up or (over.broken is None and self.taker is not None):
             return  # the taker knows what became of the cache
         if over.broken is not None and over.broken.reason is Reason.DRAINING:
@@ -349,6 +352,10 @@ class Attempt:
     def _hear_failed(self, worker: Worker, failed: wire.Failed) -> None:
         if worker is self.taker:
             self._following = None
+            if failed.failure.cause == wire.CAUSE_CANCELLED and self.giver is not None and not self._prefill_over:
+                # Nothing was left to fetch: the first token was the last one, and is on its way here.
+                self.taker, self._taken_up = None, False
+                return
         elif self._taken_up:
             return
         raise raised_by(failed.failure, worker.life)

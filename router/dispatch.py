@@ -51,7 +51,7 @@ class Dispatcher:
         waits, it ends the request.
         """
         self._check(request)
-        execution = Execution(request, self._router)
+        execution = Execution(request, self._router, self._forget)
         self._executions[request.key] = execution
         self._idle.clear()
         with logs.bound(request_id=request.key.id):
@@ -117,11 +117,11 @@ class Dispatcher:
 
     def _stop(self, execution: Execution) -> None:
         execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
-        self._forget(execution)
 
     def _done(self, execution: Execution, task: asyncio.Task[None]) -> None:
         del self._tasks[execution]
-        self._forget(execution)
+        if not self._tasks:
+            self._idle.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a request ended by a bug", exc_info=error)
 
@@ -129,5 +129,3 @@ class Dispatcher:
         key = execution.course.request.key
         if self._executions.get(key) is execution:
             del self._executions[key]
-        if not self._tasks:
-            self._idle.set()

@@ -10,6 +10,7 @@ It ends once: the first to say how wins, lets go of everything, and the course's
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -64,7 +65,7 @@ class Router:
 class Execution:
     """Runs in a task of its own, ``run``; ``end`` may be called from anywhere at any time."""
 
-    def __init__(self, request: ValidRequest, router: Router) -> None:
+    def __init__(self, request: ValidRequest, router: Router, on_end: Callable[[Execution], None]) -> None:
         self.course = Course(request)
         self.owned = _owned(request, Life.of(router.peer))
         self.accepted = asyncio.get_running_loop().create_future()
@@ -72,6 +73,7 @@ class Execution:
         self.grace: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
         self._request = request
+        self._on_end = on_end
         self._router = router
         self._job = Job(self.course, self.owned, Pen(self.course))
         self._admitted: Admitted | None = None
@@ -104,6 +106,7 @@ class Execution:
             return
         self.course.end = end
         self.course.told()
+        self._on_end(self)
         if self.grace is not None:
             self.grace.cancel()
         if self._attempt is not None:

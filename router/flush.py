@@ -52,8 +52,9 @@ class Flusher:
         self._idle.set()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Task[None]:
         self._task = asyncio.create_task(self._run())
+        return self._task
 
     def begin(self, written: Written) -> None:
         """It is written from now on, until it has ended and that is written too."""

@@ -130,8 +130,9 @@ class Pool:
         self._listed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Task[None]:
         self._watching = asyncio.create_task(self._watch())
+        return self._watching
 
     async def settled(self) -> None:
         """Waits until the directory was read and each worker there was opened, or could not be."""

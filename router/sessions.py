@@ -36,7 +36,7 @@ BEAT_SECONDS = 0.25
 SUSPECT_BEATS = 4
 """Beats of ours without a word of the worker's: counted, not timed, so a pause of our own suspects nobody."""
 SILENT_BEATS = 12
-RECONNECT_SECONDS = 2.0
+RECONNECT_SECONDS = 1.0
 """After a break, before the runs there are given up."""
 WELCOME_SECONDS = 5.0
 FIRST_BACKOFF_SECONDS = 0.1

@@ -25,7 +25,7 @@ from state.names import RequestKey
 from state.store import Store
 from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
 
-PATIENCE = 60.0
+PATIENCE = 20.0
 """Seconds until a test gives up: the machine may be busy."""
 
 
@@ -87,7 +87,7 @@ async def written(course: Course, count: int) -> None:
 async def until(condition: Callable[[], object], *workers: FakeWorker) -> None:
     """Until something holds that these workers' news, or a moment's time, may bring about."""
     async with asyncio.timeout(PATIENCE):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what tests look at has no event of its own
             await asyncio.sleep(0.005)
 
 

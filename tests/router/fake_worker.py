@@ -60,6 +60,8 @@ class Script:
     """Prefill waits before its ticket until `go` is set."""
     first_pause: bool = False
     """Prefill waits before its first token until `go` is set."""
+    first_is_late: bool = False
+    """A first token that ends its output comes after its taker heard that nothing is left."""
     silent: bool = False
     """Beats no more, and says nothing."""
     stuck_ms: int | None = None
@@ -99,6 +101,8 @@ class Cache:
 
     giver: FakeWorker
     sealed: asyncio.Future[list[int]]
+    """Cancelled where nothing comes of it."""
+    nothing_left: bool = False
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -151,9 +155,12 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self._server = server
 
     async def stop(self) -> None:
-        """Dies at once: every stream breaks."""
+        """Dies at once: every stream breaks, fetches too."""
         for task in self._tasks:
             task.cancel()
+        for cache in self.fleet.caches.values():
+            if cache.giver is self:
+                cache.sealed.cancel()
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(None)
@@ -222,14 +229,17 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             await context.abort(grpc.StatusCode.INTERNAL, "broke")
         token, end = self._next(work, len(written), base)
         first = wire.FirstTokens.First(output=0, token=token, finished=end)
-        yield wire.PrefillEvent(
-            first=wire.FirstTokens(tokens=[first], cached_tokens=3, queued_us=1000, prefill_us=2_000_000)
-        )
+        told = wire.FirstTokens(tokens=[first], cached_tokens=3, queued_us=1000, prefill_us=2_000_000)
         if request.handoff and end is None:
+            yield wire.PrefillEvent(first=told)
             cache.sealed.set_result([*written, token])
             await cache.released.wait()
         else:
+            cache.nothing_left = True
             cache.sealed.cancel()
+            if script.first_is_late:
+                await asyncio.sleep(0.1)
+            yield wire.PrefillEvent(first=told)
 
     def _next(self, work: wire.Work, k: int, base: int) -> tuple[int, wire.OutputEnd | None]:
         token = EOS if self.script.stops_at == k else token_at(work.prompt, k)
@@ -385,7 +395,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             if not cache.sealed.cancelled():
                 raise
             del self.runs[key(run.run)]
-            self._say(wire.FromWorker(failed=_failed(run.run, wire.CAUSE_PEER_LOST, cache.giver.facts.peer)))
+            cause = wire.CAUSE_CANCELLED if cache.nothing_left else wire.CAUSE_PEER_LOST
+            self._say(wire.FromWorker(failed=_failed(run.run, cause, cache.giver.facts.peer)))
             return None
         if self.script.handoff_fails:
             del self.runs[key(run.run)]

@@ -1,0 +1,167 @@
+"""A router's process.
+
+    settings, logs -> models -> listening -> Redis, registered -> workers found -> ready -> SIGTERM -> drained -> ended
+
+`Process` makes the parts; what `start` begins, `close` ends in reverse: requests, their last write, the registration,
+the workers' sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from importlib.metadata import version
+
+from protos.state_pb2 import RouterRegistration
+from router.admission import Admission
+from router.dispatch import Dispatcher
+from router.execution import Router
+from router.flush import Flusher
+from router.limits import limits
+from router.models import Models, load
+from router.pool import Pool
+from router.registration import Membership
+from router.service import About, InferenceService, found_in
+from router.settings import RouterSettings
+from runtime import logs, shutdown
+from runtime.health import Readiness
+from runtime.layers import load_or_exit
+from runtime.listening import join_address
+from runtime.metrics import Registry, RequestMetrics
+from runtime.model_files import ModelUnreadable
+from runtime.peer import default_id, new_peer
+from runtime.server import Server, serve
+from runtime.settings import Refused
+from state.errors import StateError, StoreFault, StoreUnavailable
+from state.keys import Lifetimes
+from state.names import Life
+from state.store import Store, StoreSettings
+
+PROGRAM = "decant router"
+VERSION = version("decant-llm")
+SETTLE_SECONDS = 10.0
+"""For the workers that are there to be opened. A router without any becomes ready too."""
+RETRY_SECONDS = 0.5
+
+_log = logs.get(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 after an orderly end, 1 when something was cut off, 2 for settings or models that can't be used."""
+    settings = load_or_exit(RouterSettings, sys.argv[1:] if arguments is None else arguments, program=PROGRAM)
+    logs.start("router", settings)
+    try:
+        models, store = load(settings.models), StoreSettings(settings.redis_url)
+    except (ModelUnreadable, ValueError) as error:
+        return _refuse(error)
+    try:
+        return 0 if shutdown.run(_serve(settings, models, store)) else 1
+    except (Refused, StateError) as error:
+        return _refuse(error)
+
+
+def _refuse(error: Exception) -> int:
+    print(f"{PROGRAM}: {error}", file=sys.stderr)
+    return 2
+
+
+async def _serve(settings: RouterSettings, models: Models, where: StoreSettings) -> bool:
+    """Whether every call ended by itself. Raises Refused, StoreFault."""
+    async with Store(where) as store, AsyncExitStack() as stack:
+        process = Process(settings, models, store)
+        stack.push_async_callback(process.close)
+        return await serve(
+            [process.service.service()],
+            settings,
+            process.readiness,
+            process.registry,
+            warm_up=process.start,
+            drain=process.dispatcher.drain,
+        )
+
+
+class Process:
+    """The parts of a router, on one event loop."""
+
+    def __init__(self, settings: RouterSettings, models: Models, store: Store) -> None:
+        self.readiness = Readiness()
+        self.registry = Registry()
+        self.peer = new_peer(settings.id or default_id("router"))
+        hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
+        self.pool = Pool(self.peer, store.workers, hashes, settings)
+        self.flusher = Flusher(store.requests, settings.flush_ms)
+        admission = Admission(settings.max_active, settings.queue_limit)
+        router = Router(self.peer, settings, admission, self.pool, store.requests, self.flusher)
+        self.dispatcher = Dispatcher(router)
+        metrics = RequestMetrics(self.registry)
+        metrics.running.set_function(lambda: self.dispatcher.running)
+        metrics.waiting.set_function(lambda: self.dispatcher.waiting)
+        self.service = InferenceService(
+            models, self.dispatcher, found_in(store.requests), self._about(settings), metrics
+        )
+        self._settings = settings
+        self._store = store
+        self._ends = AsyncExitStack()
+
+    async def start(self, server: Server) -> None:
+        """Returns when requests can be answered. Waits for Redis; raises StoreFault where waiting won't help."""
+        await self._reach_store()
+        address = self._settings.advertise or join_address(self._settings.host, server.port)
+        facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
+        replaced = partial(self.readiness.failed, "another process has this router's id")
+        membership = Membership(self._store, facts, self.flusher.rewrite, replaced)
+        self._keep("sessions", self.pool.start())
+        self._ends.push_async_callback(self.pool.close)
+        self._keep("registration", membership.start(Lifetimes().renew_every_s))
+        self._ends.push_async_callback(membership.close)
+        self._keep("writing", self.flusher.start())
+        self._ends.push_async_callback(self.flusher.close)
+        self._ends.push_async_callback(self.dispatcher.close)
+        try:
+            async with asyncio.timeout(SETTLE_SECONDS):
+                await self.pool.settled()
+        except TimeoutError:
+            _log.warning("not all workers could be reached", limit_seconds=SETTLE_SECONDS)
+
+    async def close(self) -> None:
+        await self._ends.aclose()
+
+    async def _reach_store(self) -> None:
+        told = False
+        while True:
+            try:
+                await self._store.ping()
+                return
+            except StoreFault:
+                raise
+            except StoreUnavailable as error:
+                if not told:
+                    _log.warning("waiting for the state store", error=str(error))
+                told = True
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _keep(self, name: str, task: asyncio.Task[None]) -> None:
+        """A task without which the process can't do its work."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.error("a part of the router failed", part=name, exc_info=error)
+                self.readiness.failed(f"{name} failed")
+
+        task.add_done_callback(ended)
+
+    def _about(self, settings: RouterSettings) -> About:
+        return About(
+            life=Life.of(self.peer),
+            version=VERSION,
+            limits=limits(
+                max_queued_requests=settings.queue_limit,
+                resume_grace_ms=settings.resume_grace_ms,
+                result_ttl_ms=round(Lifetimes().ended_s * 1000),
+            ),
+            store_available=lambda: not self.flusher.is_away,
+            draining=lambda: self.dispatcher.is_draining,
+        )

@@ -1,0 +1,161 @@
+"""The router as a process: its command line, its start, its end, and what it never imports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+import models as trained
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc as services
+from protos import worker_pb2 as wire
+from state.private_redis import PrivateRedis
+from state.store import Store
+from tests.router.core import PATIENCE
+from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.scenes import tiny
+
+P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
+MODEL = str(trained.path())
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "router", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "--models or DECANT_MODELS: is needed"),
+        (("--models", "/nowhere/at/all"), "/nowhere/at/all"),
+        (("--models", MODEL, "--flush-ms", "0"), "--flush-ms"),
+        (("--models", MODEL, "--redis-url", "http://x"), "url: begins with one of"),
+        (("--models", MODEL, "--queue-limt=3"), "did you mean --queue-limit?"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
+    ended = run(*arguments)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@dataclass
+class Running:
+    process: asyncio.subprocess.Process
+    address: str
+    lines: list[dict[str, object]]
+
+    async def line(self, event: str) -> dict[str, object]:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                raw = await self.process.stdout.readline()
+                assert raw, f"the router ended before {event!r}: {self.lines}"
+                told: dict[str, object] = json.loads(raw)
+                self.lines.append(told)
+                if told["event"] == event:
+                    return told
+
+
+@asynccontextmanager
+async def router(server: PrivateRedis, *arguments: str) -> AsyncIterator[Running]:
+    command = ["-m", "router", "--models", f"m={MODEL}", "--port", "0", "--redis-url", server.url, *arguments]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=asyncio.subprocess.PIPE, env=env, limit=1 << 20
+    )
+    try:
+        running = Running(process, "", [])
+        running.address = str((await running.line("serving"))["address"])
+        yield running
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def become_ready(running: Running) -> None:
+    while (await running.line("readiness"))["state"] != "ready":
+        pass
+
+
+def usable(workers: list[FakeWorker]) -> list[FakeWorker]:
+    for worker in workers:
+        worker.facts.tokenizer = tiny().tokenizer_hash
+    return workers
+
+
+def asked(count: int = 5) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id="r",
+        token_ids=pb.TokenIds(ids=[1, 2, 3]),
+        stopping=pb.StoppingParams(max_tokens=count, ignore_eos=True),
+        response=pb.ResponseOptions(token_ids=True, text=False),
+    )
+
+
+async def test_a_client_is_answered_through_both_pools_and_the_router_drains(
+    server: PrivateRedis, store: Store
+) -> None:
+    async with fleet(P, D) as workers:
+        for worker in usable(workers):
+            await store.workers.register(worker.facts)
+        workers[1].script.pause_at = 3
+        async with router(server, "--id", "one") as running:
+            await become_ready(running)
+            (present,) = (await store.routers.listing()).present
+            assert (present.facts.peer.id, present.facts.address) == ("one", running.address)
+            async with grpc.aio.insecure_channel(running.address) as channel:
+                stub = services.InferenceServiceStub(channel)
+                call = stub.GenerateStream(asked())
+                ids: list[int] = []
+                while len(ids) < 3:
+                    ids += (await call.read()).delta.token_ids
+                running.process.send_signal(signal.SIGTERM)
+                await running.line("shutdown")
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.Generate(asked())
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                workers[1].go.set()
+                last = None
+                while (message := await call.read()) is not grpc.aio.EOF:
+                    ids += message.delta.token_ids if message.HasField("delta") else []
+                    last = message
+                assert ids == answer([1, 2, 3], 5)
+                assert last is not None
+                assert last.receipt.prefill_worker == "p"
+                assert last.receipt.decode_worker == "d"
+            async with asyncio.timeout(PATIENCE):
+                assert await running.process.wait() == 0
+        assert not (await store.routers.listing()).present
+
+
+async def test_a_router_without_workers_is_ready_and_says_so_to_clients(server: PrivateRedis, store: Store) -> None:
+    async with router(server) as running:
+        await become_ready(running)
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await services.InferenceServiceStub(channel).Generate(asked())
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_router_imports_nothing_that_computes() -> None:
+    program = (
+        "import sys, router.main; "
+        "print([name for name in ('torch', 'transformers', 'numpy', 'engine', 'handoff') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"
