@@ -22,11 +22,13 @@ from engine.engine import Engine
 from engine.errors import EngineStopped
 from engine.loop import EngineLoop
 from engine.output import Load, StepOutput
+from engine.transfer import Arrival
 from handoff.beats import BEAT_SECONDS
+from handoff.errors import HandoffFailed
 from handoff.giver import LEASE_MS, Giver
 from handoff.packing import Shape
-from handoff.taker import Taker
-from handoff.transport import Transport
+from handoff.taker import Taken, Taker
+from handoff.transport import KvSource, Transport
 from protos import worker_pb2 as wire
 from worker.epochs import Epochs
 
@@ -58,6 +60,30 @@ class _Look:
     leased_blocks: int
 
 
+class HeardTaker(Taker):
+    """Tells those who listen of each fetch: when it begins, and what came of it (None: nothing was left to fetch, or
+    whoever fetched went away)."""
+
+    def __init__(self, loop: EngineLoop, shape: Shape, peer: wire.Peer, beat: Callable[[], wire.Beat]) -> None:
+        super().__init__(loop, shape, peer, beat)
+        self.began: list[Callable[[Arrival], None]] = []
+        self.ended: list[Callable[[Arrival, Taken | HandoffFailed | None], None]] = []
+
+    async def take(self, source: KvSource, ticket: wire.Ticket, arrival: Arrival) -> Taken:
+        outcome: Taken | HandoffFailed | None = None
+        for listener in self.began:
+            listener(arrival)
+        try:
+            outcome = await super().take(source, ticket, arrival)
+            return outcome
+        except HandoffFailed as failed:
+            outcome = failed
+            raise
+        finally:
+            for told in self.ended:
+                told(arrival, outcome)
+
+
 class Hub:
     """All that the services of one worker share. ``async with hub`` starts and ends the engine's thread.
 
@@ -78,7 +104,7 @@ class Hub:
         self.shape = Shape(device.block_size, device.block_bytes, self.layout)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
         self.giver = Giver(self.loop, self.shape, self.pulse, terms.lease_ms)
-        self.taker = Taker(self.loop, self.shape, self.peer, self.pulse)
+        self.taker = HeardTaker(self.loop, self.shape, self.peer, self.pulse)
         self.transport = transport
         self.epochs = Epochs()
         self.step_listeners: list[Callable[[StepOutput], None]] = []

@@ -1,0 +1,10 @@
+"""``python -m prefill_worker``."""
+
+from __future__ import annotations
+
+import sys
+
+from prefill_worker.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""A prefill worker: reads prompts, tells the first token, and gives the cache away.
+
+It is a worker like any other, and writes whole answers where no decode worker is left. What differs is policy: its
+steps are larger, for nobody here waits for the next token of an answer, and fewer steps read a prompt sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from protos import worker_pb2 as wire
+from worker.process import Kind
+from worker.process import main as run_worker
+from worker.settings import WorkerSettings
+
+
+class PrefillSettings(WorkerSettings):
+    """How a prefill worker runs."""
+
+    port: int = Field(default=50061, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    token_budget: int = Field(default=1024, ge=1, description="tokens in a step")
+
+
+KIND = Kind(wire.ROLE_PREFILL, "prefill_worker", PrefillSettings)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one to its end; the process's exit status. ``arguments``: the command line's unless given."""
+    return run_worker(KIND, arguments)
