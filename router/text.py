@@ -117,7 +117,7 @@ def words_of(tokenizer: Tokenizer) -> Words:
         steps, names = steps[:fuse], names[:fuse]
     has_bytes = names[-1:] == ["ByteFallback"]
     for name in names[:-1] if has_bytes else names:
-        if name not in _ONE_BY_ONE:
+        if name not in _ONE_BY_ONE or (has_bytes and name == "BPEDecoder"):
             raise UnsupportedDecoder(f"a decoder with {name} in this place can't be followed token by token")
     return _PieceWords(tokenizer, steps[:-1] if has_bytes else steps, has_bytes=has_bytes, stripped=stripped)
 
@@ -284,9 +284,9 @@ class _PieceDetokenizer(Detokenizer):
         if isinstance(entry, int):
             self._run.append(entry)
             return ""
-        run = self._take_run() if self._run else ""
-        then, self._then = self._then, entry.then
-        return then + run + entry.text
+        before = self._take_run() if self._run else self._then
+        self._then = entry.then
+        return before + entry.text
 
     def _take_run(self) -> str:
         run, self._run = self._run, bytearray()

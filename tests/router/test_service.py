@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -34,6 +35,7 @@ from runtime.errors import (
 )
 from runtime.fault import Reason
 from runtime.health import Readiness
+from runtime.interceptor import Gone
 from runtime.listening import ServerSettings
 from runtime.metrics import Registry, RequestMetrics
 from runtime.server import Server
@@ -69,17 +71,25 @@ class Scene:
         return self.registry.collectors.get_sample_value(f"decant_{name}", {"model": "tiny-python"})
 
 
-@asynccontextmanager
-async def scene(served: Models | None = None) -> AsyncIterator[Scene]:
-    dispatcher, registry = ScriptedDispatcher(), Registry(process=False)
-    stored: dict[RequestKey, StoredRequest] = {}
-
+def made(
+    dispatcher: ScriptedDispatcher,
+    registry: Registry,
+    stored: Mapping[RequestKey, StoredRequest] = MappingProxyType({}),
+    served: Models | None = None,
+) -> InferenceService:
     async def look_up(key: RequestKey) -> StoredRequest | None:
         return stored.get(key)
 
     told = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
     about = About(HERE, "1.2.3", told, lambda: True, lambda: False)
-    service = InferenceService(served or Models([tiny()]), dispatcher, look_up, about, RequestMetrics(registry))
+    return InferenceService(served or Models([tiny()]), dispatcher, look_up, about, RequestMetrics(registry))
+
+
+@asynccontextmanager
+async def scene(served: Models | None = None) -> AsyncIterator[Scene]:
+    dispatcher, registry = ScriptedDispatcher(), Registry(process=False)
+    stored: dict[RequestKey, StoredRequest] = {}
+    service = made(dispatcher, registry, stored, served)
     server = Server([service.service()], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
@@ -194,8 +204,24 @@ async def test_a_client_that_leaves_has_lost_its_stream(method, tokens):
         assert not [line for line in lines if line["log_level"] in ("warning", "error")]
 
 
+@pytest.mark.parametrize("error", [grpc.aio.InternalError("gone"), grpc.aio.UsageError("gone")])
+async def test_a_write_that_fails_is_the_first_that_is_seen_of_a_client_that_left(error):
+    class Context:
+        def time_remaining(self) -> None:
+            return None
+
+        async def write(self, message: Any) -> None:
+            raise error
+
+    dispatcher = ScriptedDispatcher()
+    dispatcher.plan = lambda course: write(course, 5)
+    service = made(dispatcher, Registry(process=False))
+    with pytest.raises(Gone):
+        await service.GenerateStream(asked(), Context())  # type: ignore[arg-type]
+    assert dispatcher.lost.get_nowait() is dispatcher.courses.get_nowait()
+
+
 async def test_a_client_that_leaves_while_it_is_being_written_to_has_lost_its_stream():
-    """A write that fails is the first that is seen of it; it is no fault of the server."""
     async with scene() as s:
         call = s.stub.GenerateStream(asked())
         course = await s.course()

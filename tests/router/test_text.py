@@ -86,6 +86,14 @@ def test_a_character_comes_out_whole(kind, text):
         assert part.strip(" ").replace("x", "") in (text, text * 2, "日", "本")
 
 
+def test_of_a_row_of_flags_only_the_unfinished_one_is_held_back():
+    for count in range(1, 7):
+        ids = tokenizer("byte_level").encode("🇩" * count, add_special_tokens=False).ids
+        stream = words("byte_level").detokenizer(skip_special_tokens=True)
+        assert len(stream.add(ids)) == count - count % 2
+        assert len(stream.end()) == count % 2
+
+
 def test_letters_are_not_held_back():
     stream = words("tiny-python").detokenizer(skip_special_tokens=True)
     for id in tokenizer("tiny-python").encode("def f(x): # ü 日", add_special_tokens=False).ids[:-6]:
@@ -136,6 +144,7 @@ def test_what_is_kept_does_not_grow_with_the_text(kind):
         (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]), "Strip"),
         (decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]), "ByteFallback"),
         (decoders.Sequence([decoders.Replace("a", "b"), decoders.ByteLevel()]), "ByteLevel"),
+        (decoders.Sequence([decoders.BPEDecoder(), decoders.ByteFallback()]), "BPEDecoder"),
     ],
 )
 def test_a_decoder_that_can_not_be_followed_is_refused_by_name(decoder, name):
