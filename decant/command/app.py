@@ -80,7 +80,11 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
             timeout,
             as_json,
         )
-        generating.run(asking, given, cast(Options, {k: v for k, v in options.items() if v not in (None, [], ())}))
+        line = generating.run(
+            asking, given, cast(Options, {k: v for k, v in options.items() if v not in (None, [], ())})
+        )
+        if not as_json:
+            print(line, file=sys.stderr)
 
 
 @app.command()

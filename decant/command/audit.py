@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
-from rich.table import Table
 
 from decant.channel import Tls
 from decant.client import typed_errors
@@ -58,14 +57,13 @@ def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
     if as_json:
         print(json.dumps({"workers": [_document(one) for one in audits]}))
     else:
-        show(audits, Console())
+        show(audits, status.new_console())
     return not any(one.faults for one in audits)
 
 
 def show(audits: list[Audited], console: Console) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("worker", "role", "blocks", "free", "cached", "owned", "leased", "sessions", "fetches", "verdict"):
-        table.add_column(name, overflow="fold")
+    names = ("blocks", "free", "cached", "owned", "leased", "sessions", "fetches")
+    table = status.new_table("worker", "role", *names, "verdict")
     for one in audits:
         verdict = "; ".join(one.faults) or "adds up"
         if (answer := one.answer) is None:

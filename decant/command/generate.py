@@ -52,8 +52,11 @@ class Asking:
     as_json: bool = False
 
 
-def run(asking: Asking, prompt: Prompt, options: Options) -> None:
-    """Raises ServiceError; on KeyboardInterrupt the request is cancelled first."""
+def run(asking: Asking, prompt: Prompt, options: Options) -> str:
+    """Shows the answer, or with `as_json` all of it; returns the line about it.
+
+    Raises ServiceError; on KeyboardInterrupt the request is cancelled first.
+    """
     try:
         client = Client(asking.address, tls=asking.tls)
     except OSError as error:
@@ -71,7 +74,7 @@ def run(asking: Asking, prompt: Prompt, options: Options) -> None:
     else:
         sys.stdout.write("\n")
         sys.stdout.flush()
-        print(summary(stream, clock), file=sys.stderr)
+    return summary(stream, clock)
 
 
 def account(stream: Stream, clock: Clock) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -20,6 +21,8 @@ from state.store import Store, StoreSettings
 Workers = Listing[WorkerRegistration]
 Routers = Listing[RouterRegistration]
 
+_NO_TERMINAL = 240  # columns
+
 
 def run(redis_url: str, *, as_json: bool) -> None:
     """Raises CommandFailed where Redis can't be asked."""
@@ -27,7 +30,7 @@ def run(redis_url: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(document(workers, routers)))
     else:
-        show(workers, routers, Console())
+        show(workers, routers, new_console())
 
 
 def directory(redis_url: str) -> tuple[Workers, Routers]:
@@ -52,9 +55,7 @@ def document(workers: Workers, routers: Routers) -> dict[str, list[dict[str, Any
 
 
 def show(workers: Workers, routers: Routers, console: Console) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("name", "role", "address", "model", "running", "waiting", "queued tokens", "free blocks", "state"):
-        table.add_column(name, overflow="fold")
+    table = new_table("name", "role", "address", "model", "running", "waiting", "queued", "free blocks", "state")
     for router in sorted(routers.present, key=lambda one: one.facts.peer.id):
         table.add_row(router.facts.peer.id, "router", router.facts.address, "", "", "", "", "", "")
     for worker in sorted(workers.present, key=lambda one: one.facts.peer.id):
@@ -67,10 +68,22 @@ def show(workers: Workers, routers: Routers, console: Console) -> None:
             str(load.running),
             str(load.waiting),
             str(load.queued_tokens),
-            f"{load.free_blocks + load.cached_blocks} of {load.total_blocks}",
+            f"{load.free_blocks + load.cached_blocks}/{load.total_blocks}",
             "draining" if load.draining else "",
         )
     console.print(table)
+
+
+def new_console() -> Console:
+    """Where nobody looks at it directly, lines are as long as they are."""
+    return Console() if sys.stdout.isatty() else Console(width=_NO_TERMINAL)
+
+
+def new_table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
 
 
 def role_name(role: Role) -> str:

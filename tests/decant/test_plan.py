@@ -132,6 +132,6 @@ def test_a_setting_that_a_process_would_refuse_is_refused_before_it_starts() -> 
 
 
 @pytest.mark.parametrize("options", [{"prefill": 0, "decode": 0}, {"port": 65535, "router": 2}])
-def test_what_cannot_be_is_refused(options: dict[str, int]) -> None:
+def test_what_cannot_be_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(CommandFailed):
         plan(**options)

@@ -10,18 +10,19 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+import decode_worker.main
+import prefill_worker.main
 from decant.command.app import app
 from router.settings import RouterSettings
 from runtime.layers import load
 from runtime.server import CLEANUP_SECONDS
 from runtime.settings import PREFIX, Settings
 from tests.deploy.rendering import BASE, ROOT, Object, by_kubectl, plainly, rendered
-from worker.settings import WorkerSettings
 
 PROCESSES: Mapping[str, type[Settings]] = {
     "router": RouterSettings,
-    "prefill-worker": WorkerSettings,
-    "decode-worker": WorkerSettings,
+    "prefill-worker": prefill_worker.main.KIND.settings,
+    "decode-worker": decode_worker.main.KIND.settings,
 }
 HEALTH_SERVICES = {"alive", "ready"}
 VERSION = "1.32"
