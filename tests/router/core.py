@@ -22,6 +22,7 @@ from runtime.channel import Deadline
 from runtime.peer import new_peer
 from runtime.tls import PeerTls
 from state.names import RequestKey
+from state.owned import OwnedRequest
 from state.store import Store
 from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
 
@@ -66,6 +67,10 @@ class Core:
 
     async def answer(self, request: ValidRequest) -> Course:
         return await ended(await self.dispatcher.begin(request))
+
+    def owned(self, id: str) -> OwnedRequest:
+        """As the router holds a request that is at work."""
+        return self.dispatcher._executions[RequestKey("default", id)].owned
 
     @property
     def store_is_done(self) -> bool:
@@ -127,3 +132,7 @@ async def core(store: Store, workers: list[FakeWorker], **settings: Any) -> Asyn
 def tokens_of(course: Course) -> list[int]:
     assert isinstance(course.end, Ended), course.end
     return course.tokens
+
+
+def ended_run() -> Ended:
+    return Ended(pb.FINISH_REASON_LENGTH)

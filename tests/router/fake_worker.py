@@ -60,6 +60,8 @@ class Script:
     """Prefill waits before its ticket until `go` is set."""
     first_pause: bool = False
     """Prefill waits before its first token until `go` is set."""
+    no_room: bool = False
+    """Runs wait before they are taken up, until `go` is set."""
     first_is_late: bool = False
     """A first token that ends its output comes after its taker heard that nothing is left."""
     silent: bool = False
@@ -356,6 +358,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
     async def _decode(self, run: FakeRun) -> None:
         script = self.script
         base = run.base
+        if script.no_room:
+            await self.go.wait()
         if run.start.HasField("ticket"):
             sealed = await self._fetch(run)
             if sealed is None:

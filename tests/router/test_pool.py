@@ -1,0 +1,160 @@
+"""Who is there: registrations begin it, sessions decide it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from protos import worker_pb2 as wire
+from state.names import Life
+from state.store import Store
+from tests.router.core import Core, core, ended, make_request, tokens_of, until, written
+from tests.router.fake_worker import FakeWorker, Fleet, answer, fleet
+
+P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
+PROMPT = [1, 2, 3]
+
+
+def names(scene: Core) -> set[str]:
+    return {seen.life.id for seen in scene.router.pool.seen("m", frozenset())}
+
+
+async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
+    async with fleet(P, D, D2) as workers:
+        workers[0].facts.tokenizer += 1
+        workers[1].facts.model = "another"
+        async with core(store, workers) as scene:
+            assert names(scene) == {"d2"}
+            assert not workers[0].hellos
+            course = await scene.answer(make_request())
+            assert course.path.decode_worker == "d2"
+
+
+async def test_who_comes_later_is_found_and_who_leaves_is_forgotten(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers[:1]) as scene:
+        assert names(scene) == {"p"}
+        registration = await store.workers.register(workers[1].facts)
+        await until(lambda: names(scene) == {"p", "d"})
+        await registration.remove()
+        await workers[1].stop()
+        await until(lambda: len(list(scene.router.pool.of("m"))) == 1)
+        assert names(scene) == {"p"}
+
+
+async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(store: Store) -> None:
+    async with fleet(D) as workers, core(store, workers) as scene:
+        workers[0].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 2)
+        await store.workers.remove(Life.of(workers[0].facts.peer))
+        (worker,) = scene.router.pool.of("m")
+        await until(lambda: not worker.is_registered)
+        workers[0].break_session()  # runs are there: it is opened again
+        workers[0].go.set()
+        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert course.path.attempts == 1
+        assert tokens_of(await scene.answer(make_request("new"))) == answer(PROMPT, 5)
+        workers[0].break_session()  # nothing is there any more
+        await until(lambda: not list(scene.router.pool.of("m")))
+
+
+async def test_a_restarted_worker_on_the_same_address_is_another_one(store: Store) -> None:
+    async with fleet(D) as (old,), core(store, [old]) as scene:
+        old.script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 2)
+        await old.stop()
+        new = FakeWorker(Fleet(), "d", wire.ROLE_DECODE)
+        await new.start(int(old.facts.address.rpartition(":")[2]))
+        try:
+            await store.workers.register(new.facts)
+            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+            assert new.starts[0].run.attempt == 2
+            await until(lambda: len(list(scene.router.pool.of("m"))) == 1)
+        finally:
+            await new.stop()
+
+
+async def test_a_draining_worker_keeps_what_it_has_and_gets_no_more(store: Store) -> None:
+    async with fleet(D, D2) as workers, core(store, workers) as scene:
+        for worker in workers:
+            worker.script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 2)
+        draining, other = sorted(workers, key=lambda worker: not worker.starts)
+        draining.load.draining = True
+        await until(lambda: names(scene) == {other.facts.peer.id})
+        for worker in workers:
+            worker.go.set()
+        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert course.path.attempts == 1
+        await scene.answer(make_request("new"))
+        assert len(draining.starts) == 1
+
+
+async def test_the_window_is_the_shortest_of_those_that_can_be_used(store: Store) -> None:
+    async with fleet(D, D2) as workers:
+        workers[0].facts.capacity.window_tokens = 100
+        async with core(store, workers) as scene:
+            assert scene.dispatcher.window_of("m") == 100
+            assert scene.dispatcher.window_of("another") is None
+            await store.workers.remove(Life.of(workers[0].facts.peer))
+            await workers[0].stop()
+            await until(lambda: scene.dispatcher.window_of("m") == 4096)
+
+
+async def test_what_was_just_sent_counts_until_the_worker_says_so(store: Store) -> None:
+    async with fleet(D, D2) as workers, core(store, workers) as scene:
+        for worker in workers:
+            worker.script.pause_at = 1
+        courses = [await scene.dispatcher.begin(make_request(str(n))) for n in range(10)]
+        for course in courses:
+            await written(course, 1)
+        assert all(len(worker.starts) > 2 for worker in workers), "all at once, and still spread"
+        for worker in workers:
+            worker.go.set()
+        await asyncio.gather(*[ended(course) for course in courses])
+
+
+async def test_who_refused_gets_few_before_the_next_word(store: Store) -> None:
+    async with fleet(D) as workers, core(store, workers) as scene:
+        (worker,) = scene.router.pool.of("m")
+        worker.refused()
+        assert not worker.seen(False).has_room
+        worker.told_load()
+        taken = 0
+        while worker.seen(False).has_room:
+            worker.book(1)
+            taken += 1
+        assert taken == 16
+        for _ in range(20):
+            worker.told_load()
+        assert worker.seen(False).has_room
+
+
+async def test_who_loses_requests_is_asked_last_for_a_while(store: Store) -> None:
+    async with fleet(D, D2) as workers, core(store, workers) as scene:
+        workers[0].script.fails_at = [0] * 3
+        workers[1].script.fails_at = []
+        for n in range(8):
+            assert tokens_of(await scene.answer(make_request(str(n)))) == answer(PROMPT, 5)
+        assert len(workers[0].starts) < 4, "a broken worker, always idle, does not draw all requests"
+        assert len(workers[1].starts) >= 5
+
+
+async def test_a_ticket_is_renewed_with_and_without_a_taker(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        prefill, decode = workers
+        prefill.script.first_pause = True
+        decode.script.refuse = [wire.CAUSE_BUSY] * 10_000
+        course = await scene.dispatcher.begin(make_request())
+        await until(lambda: len(prefill.renewed) > 2)
+        decode.script.refuse.clear()
+        decode.script.no_room = True
+        await until(lambda: decode.runs)
+        prefill.renewed.clear()
+        await until(lambda: len(prefill.renewed) > 2)
+        assert set(prefill.renewed) == set(prefill.fleet.caches)
+        decode.go.set()
+        prefill.go.set()
+        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert not decode.renewed, "only the giver is told"

@@ -1,0 +1,269 @@
+"""The stream to a worker: what is heard once counts, what is lost comes again, what is nobody's is ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos import worker_pb2 as wire
+from router.following import Following
+from router.request import Course
+from router.sessions import Session
+from router.writing import Pen, Trouble, pack, unpack
+from runtime.channel import open_channel
+from runtime.peer import new_peer
+from runtime.tls import PeerTls
+from tests.router.core import PATIENCE, ended_run, make_request, until
+from tests.router.fake_worker import FakeWorker, answer, fleet
+
+D = ("d", wire.ROLE_DECODE)
+PROMPT = [1, 2, 3]
+
+
+@dataclass
+class Watcher:
+    renewed: list[bytes] = field(default_factory=list)
+    loads: int = 0
+
+    def heard(self, session: Session) -> None:
+        self.loads += 1
+
+    def renews(self, tickets: Iterable[bytes]) -> None:
+        self.renewed += tickets
+
+
+@dataclass
+class Run:
+    """A run at a worker, and all that is told of it."""
+
+    following: Following
+    course: Course
+    told: list[Any]
+
+    @property
+    def kinds(self) -> list[type]:
+        return [type(event) for event in self.told]
+
+
+def make_run(max_tokens: int = 5, attempt: int = 1) -> Run:
+    request = make_request(max_tokens=max_tokens)
+    course = Course(request)
+    told: list[Any] = []
+    run = wire.Run(request="t/r", epoch=1, attempt=attempt)
+    following = Following(wire.Start(run=run, work=request.work), Pen(course), told.append)
+    return Run(following, course, told)
+
+
+@asynccontextmanager
+async def session(worker: FakeWorker, router: wire.Peer | None = None) -> AsyncIterator[tuple[Session, Watcher]]:
+    watcher = Watcher()
+    async with open_channel(worker.facts.address, PeerTls()) as channel:
+        opened = Session(router or new_peer("router"), worker.facts.peer, channel, watcher)
+        task = asyncio.create_task(opened.run(lambda: True))
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await opened.tried.wait()
+            yield opened, watcher
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def test_a_run_is_told_in_order_written_once_and_retired() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        run = make_run()
+        opened.start(run.following)
+        await until(lambda: wire.Ended in run.kinds)
+        assert run.kinds == [wire.TakenUp, wire.Joined, wire.Ended]
+        assert run.course.tokens == answer(PROMPT, 5)
+        await until(lambda: not worker.runs)
+        assert not opened.is_busy
+
+
+async def test_runs_that_ended_are_retired_together() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        runs = [make_run(attempt=n) for n in range(20)]
+        heard: list[int] = []
+        retire = worker.news
+        for run in runs:
+            opened.start(run.following)
+        while len(worker.retired) < 20:
+            retire.clear()
+            async with asyncio.timeout(PATIENCE):
+                await retire.wait()
+            if len(worker.retired) not in heard:
+                heard.append(len(worker.retired))
+        assert len(heard) < 10, "few messages for many runs"
+
+
+async def test_what_another_session_left_there_is_ended() -> None:
+    router = new_peer("router")
+    async with fleet(D) as (worker,):
+        worker.script.pause_at = 2
+        async with session(worker, router) as (opened, _):
+            run = make_run()
+            opened.start(run.following)
+            await until(lambda: len(run.course.tokens) == 2)
+        assert isinstance(run.told[-1], wire.Failed)
+        async with session(worker, router):
+            await until(lambda: worker.cancels)
+            assert worker.cancels[0].run == run.following.run
+            await until(lambda: not worker.runs)
+
+
+async def test_a_start_that_never_arrived_is_said_again_and_one_that_did_is_lost() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.pause_at = 2
+        known = make_run(attempt=1)
+        opened.start(known.following)
+        await until(lambda: len(known.course.tokens) == 2)
+        worker.break_session()
+        await until(lambda: not opened.is_open)
+        unheard = make_run(attempt=2)
+        opened.start(unheard.following)
+        worker.runs.clear()  # it has forgotten what it had
+        await until(lambda: len(unheard.course.tokens) == 2)
+        await until(lambda: known.told and isinstance(known.told[-1], wire.Failed))
+        assert known.told[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
+        opened.leave(unheard.following, wire.Cancel.REASON_CLIENT)
+
+
+async def test_after_a_break_tokens_go_on_from_where_they_were() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.pause_at = 3
+        run = make_run(max_tokens=7)
+        opened.start(run.following)
+        await until(lambda: len(run.course.tokens) == 3)
+        worker.break_session()
+        worker.go.set()
+        await until(lambda: wire.Ended in run.kinds)
+        assert run.course.tokens == answer(PROMPT, 7)
+        assert worker.hellos[-1].owned[0].next[0].position == 6
+
+
+async def test_an_end_during_a_break_is_told_by_the_welcome() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.pause_at = 3
+        run = make_run()
+        opened.start(run.following)
+        await until(lambda: len(run.course.tokens) == 3)
+        worker.break_session()
+        await until(lambda: worker._out is None)
+        worker.go.set()
+        await until(lambda: all(each.end for each in worker.runs.values()))
+        await until(lambda: wire.Ended in run.kinds)
+        assert run.course.tokens == answer(PROMPT, 5)
+        assert run.kinds.count(wire.Ended) == 1
+
+
+async def test_a_session_that_does_not_come_back_loses_its_runs_once() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.pause_at = 2
+        run = make_run()
+        opened.start(run.following)
+        await until(lambda: len(run.course.tokens) == 2)
+        await worker.stop()
+        await until(lambda: wire.Failed in run.kinds)
+        assert run.told[-1].failure.cause == wire.CAUSE_PEER_LOST
+        assert not opened.is_busy
+        assert run.kinds.count(wire.Failed) == 1
+
+
+async def test_another_life_is_not_spoken_to() -> None:
+    async with fleet(D) as (worker,):
+        known = wire.Peer()
+        known.CopyFrom(worker.facts.peer)
+        worker.facts.peer.incarnation += 1
+        watcher = Watcher()
+        async with open_channel(worker.facts.address, PeerTls()) as channel:
+            opened = Session(new_peer("router"), known, channel, watcher)
+            run = make_run()
+            opened.start(run.following)
+            async with asyncio.timeout(PATIENCE):
+                await opened.run(lambda: True)
+        assert opened.over
+        assert run.kinds == [wire.Failed]
+
+
+async def test_silence_is_suspect_and_then_a_break() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        assert not opened.is_suspect
+        worker.script.silent = True
+        await until(lambda: opened.is_suspect)
+        assert opened.is_open
+        await until(lambda: not opened.is_open)
+        worker.script.silent = False
+        await until(lambda: opened.is_open)
+        assert not opened.is_suspect
+
+
+async def test_a_stuck_step_is_one_far_older_than_its_like() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, watcher):
+        worker.script.stuck_ms = 5_000
+        await until(lambda: opened.is_stuck)
+        worker.script.stuck_ms = 1_900
+        await until(lambda: not opened.is_stuck)
+        opened._hear_beat(wire.Beat(step_age_ms=30_000, longest_step_ms=4_000))
+        assert not opened.is_stuck, "its like take as long"
+        assert watcher.loads > 0
+
+
+async def test_renewals_go_to_the_giver_with_the_next_beat() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        opened.unclaimed.add(b"unclaimed")
+        opened.renewed.add(b"renewed")
+        await until(lambda: worker.renewed.count(b"unclaimed") >= 2)
+        assert worker.renewed.count(b"renewed") == 1
+
+
+async def test_a_frame_that_is_none_breaks_the_session_and_the_runs_there() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.pause_at = 1
+        run = make_run()
+        opened.start(run.following)
+        await until(lambda: len(run.course.tokens) == 1)
+        worker._say(wire.FromWorker(frame=wire.Frame(slots=b"\0\0\0\0", positions=b"", tokens=b"")))
+        await until(lambda: wire.Failed in run.kinds)
+        await until(lambda: opened.is_open)
+
+
+@given(st.lists(st.integers(0, 9), max_size=60), st.data())
+def test_tokens_in_any_order_and_repetition_are_each_written_once(order: list[int], data: st.DataObject) -> None:
+    async def scene() -> None:
+        course = Course(make_request(max_tokens=10))
+        pen = Pen(course)
+        for k in order:
+            known = len(course.tokens)
+            trouble = pen.put(3 + k, 100 + k)
+            assert trouble is (Trouble.GAP if k > known else None)
+        assert course.tokens == [100 + k for k in range(len(course.tokens))]
+        for k, token in enumerate(course.tokens):
+            assert pen.put(3 + k, token + 1) is Trouble.CONFLICT
+        assert pen.put(2, 1) is Trouble.CONFLICT
+        assert pen.put(pen.position, 1 << 24) is Trouble.CONFLICT
+        assert course.tokens == [100 + k for k in range(len(course.tokens))]
+
+    asyncio.run(scene())
+
+
+async def test_a_course_that_has_ended_is_written_no_more() -> None:
+    course = Course(make_request())
+    pen = Pen(course)
+    pen.put(3, 7)
+    course.end = ended_run()
+    pen.put(4, 8)
+    assert course.tokens == [7]
+
+
+def test_packed_numbers_are_little_endian_and_whole() -> None:
+    assert pack([1, 258]) == b"\x01\0\0\0\x02\x01\0\0"
+    assert list(unpack(b"\x01\0\0\0\x02\x01\0\0")) == [1, 258]
+    with pytest.raises(ValueError):
+        unpack(b"\0\0\0")
