@@ -56,19 +56,9 @@ class Detokenizer(ABC):
     def __init__(self) -> None:
         self._held = ""
 
+    @abstractmethod
     def add(self, ids: Sequence[int]) -> str:
         """The text that these tokens make certain."""
-        text = self._held + self._certain(ids)
-        if not text or text[-1] < _JOINER:
-            self._held = ""
-            return text
-        unfinished = _UNFINISHED.search(text)
-        if unfinished is None:
-            self._held = ""
-            return text
-        end = unfinished.start(unfinished.lastgroup or 0)
-        self._held = text[end:]
-        return text[:end]
 
     def end(self) -> str:
         """What was held back; where a character is incomplete, U+FFFD stands for it."""
@@ -76,10 +66,16 @@ class Detokenizer(ABC):
         return text
 
     @abstractmethod
-    def _certain(self, ids: Sequence[int]) -> str: ...
+    def _last(self) -> str:
+        """What the tokens still owe, now that none follows."""
 
-    @abstractmethod
-    def _last(self) -> str: ...
+    def _whole(self, new: str) -> str:
+        """Text that is decoded, without an emoji at its end that may go on."""
+        text = self._held + new
+        unfinished = _UNFINISHED.search(text) if text and text[-1] >= _JOINER else None
+        end = len(text) if unfinished is None else unfinished.start(unfinished.lastgroup or 0)
+        self._held = text[end:]
+        return text[:end]
 
 
 class Words(ABC):
@@ -173,12 +169,14 @@ class _ByteDetokenizer(Detokenizer):
         self._table = table
         self._rest = b""  # of a character, three bytes at most
 
-    def _certain(self, ids: Sequence[int]) -> str:
+    def add(self, ids: Sequence[int]) -> str:
         table = self._table
-        data = self._rest + (table[ids[0]] if len(ids) == 1 else b"".join([table[id] for id in ids]))
+        data = table[ids[0]] if len(ids) == 1 else b"".join([table[id] for id in ids])
+        if self._rest:
+            data = self._rest + data
         text, used = utf_8_decode(data, "replace", False)
         self._rest = data[used:]
-        return text
+        return text if text.isascii() and not self._held else self._whole(text)
 
     def _last(self) -> str:
         rest, self._rest = self._rest, b""
@@ -268,9 +266,9 @@ class _PieceDetokenizer(Detokenizer):
         self._then = ""
         self._stripped = table.words.stripped  # spaces that are still taken from the beginning
 
-    def _certain(self, ids: Sequence[int]) -> str:
+    def add(self, ids: Sequence[int]) -> str:
         text = "".join([self._next(id) for id in ids])
-        return self._strip(text) if self._stripped else text
+        return self._whole(self._strip(text) if self._stripped else text)
 
     def _last(self) -> str:
         self._then = ""
