@@ -123,7 +123,7 @@ async def give(mib: int) -> None:
             yield message
 
     server = grpc.aio.server()
-    services.add_KvSourceServicer_to_server(KvSourceService(end.giver), server)
+    KvSourceService(end.giver).add_to(server)
     methods: dict[str, Any] = {
         "Offer": grpc.unary_unary_rpc_method_handler(offer),
         "Bare": grpc.unary_stream_rpc_method_handler(bare),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from engine.errors import InvalidConfig
@@ -19,6 +20,7 @@ class KvStore:
         self._memory = torch.zeros(num_blocks + 1, layout.block_elements, dtype=dtype, device=device)
         self.blocks = self._memory[:num_blocks]
         self.blank = num_blocks  # a block of noughts that nobody owns or writes: what pads a block table
+        self._host = self.blocks.view(torch.uint8).numpy() if device.type == "cpu" else None
         self._layers = [self._split(index) for index in range(len(layout.layers))]
 
     @property
@@ -58,9 +60,12 @@ class KvStore:
 
     def read(self, block: int) -> memoryview:
         """The bytes of a block: an alias of the store on a CPU, a copy from elsewhere."""
-        return self.blocks[block].view(torch.uint8).cpu().numpy().data
+        host = self.blocks[block].view(torch.uint8).cpu().numpy() if self._host is None else self._host[block]
+        return host.data
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        """Replace the bytes of a block."""
-        incoming = torch.frombuffer(bytearray(data), dtype=self.blocks.dtype)
-        self.blocks[block].copy_(incoming)
+        """Replace the bytes of a block; while it copies, other threads run."""
+        if self._host is None:
+            self.blocks[block].copy_(torch.frombuffer(bytearray(data), dtype=self.blocks.dtype))
+        else:
+            np.copyto(self._host[block], np.frombuffer(data, dtype=np.uint8))

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
 from engine.engine import Engine
-from engine.errors import EngineError, TransferRejected
+from engine.errors import EngineError
 from engine.loop import EngineLoop
 from engine.output import StepOutput
 from engine.transfer import Export
 from engine.transfer import Seal as EngineSeal
-from handoff.beats import beating
+from handoff.beats import BEAT_SECONDS
+from handoff.codec import encode
 from handoff.errors import HandoffFailed
 from handoff.packing import FilledBlock, Shape, pack
 from handoff.tickets import Lease, TicketOffice
@@ -28,23 +29,21 @@ from protos import worker_pb2 as wire
 LEASE_MS = 10_000
 """How long a ticket, or a fetch whose runs nobody acknowledges, keeps its blocks."""
 
-Outgoing = asyncio.Queue[wire.FetchResponse | None]
-
 
 @dataclass(slots=True)
 class _Giving:
-    """A sequence that has a ticket: what the engine told of it, how much of it went out, and whom to wake."""
+    """A sequence that has a ticket: what the engine told of it, how far its fetch has come, and whom to wake."""
 
     prompt_tokens: int
     parked: bool = False
-    ended: bool = False
-    sent: int = 0  # messages
+    ended: bool = False  # by itself or cancelled, or its ticket is over
+    export: Export | None = None  # what may be sent: nothing of it is read once it is taken away
+    blocks: int = 0  # sent
+    messages: int = 0  # sent
     acknowledged: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def has_ended(self) -> bool:
-        """Whether the sequence ended by itself, was cancelled, or lost its lease: it may at any await."""
-        return self.ended
+    last: bytes | None = None  # the fetch ends with it
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # parked or ended
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to say
 
 
 class Giver:
@@ -78,23 +77,31 @@ class Giver:
             giving.parked |= parked
             giving.ended |= ended
             giving.changed.set()
+            if parked or ended:
+                giving.settled.set()
 
-    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[wire.FetchResponse, None]:
-        """One fetch, as ``KvSource.Fetch`` describes it. A refusal is told as ``closed``."""
+    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[bytes, None]:
+        """One fetch, as ``KvSource.Fetch`` describes it, in encoded responses. A refusal is told as ``closed``."""
         incoming = aiter(requests)
         try:
             opened = await self._opening(incoming)
             lease = self.office.open(opened)
         except HandoffFailed as refused:
-            yield wire.FetchResponse(closed=wire.Closed(failure=refused.message()))
+            yield _closed(refused.message())
             return
-        outgoing: Outgoing = asyncio.Queue(maxsize=4)
+        giving = self._giving[lease.sequence]
         async with AsyncExitStack() as stack:
-            beats = beating(lambda: outgoing.put(wire.FetchResponse(beat=self._beat())))
-            for job in (self._give(lease, opened.have, outgoing), self._hear(lease, incoming), beats):
+            for job in (self._lead(lease, giving, opened.have), self._hear(lease, giving, incoming)):
                 stack.push_async_callback(_stop, asyncio.create_task(job))
-            while (message := await outgoing.get()) is not None:
+            messages = await stack.enter_async_context(aclosing(self._say(lease, giving)))
+            async for message in messages:
                 yield message
+
+    def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
+        """Take back what a ticket holds; an open fetch is told why. Nothing happens where the ticket has ended."""
+        lease = self.office.close(ticket, failure)
+        if lease is not None:
+            self._free(lease)
 
     async def release(self, request: wire.ReleaseRequest) -> None:
         """The taker is done, with the cache or without it: free what the ticket held. May be repeated."""
@@ -112,57 +119,74 @@ class Giver:
             raise HandoffFailed(wire.CAUSE_INVALID, "a fetch begins with open")
         return first.open
 
-    async def _give(self, lease: Lease, have: int, outgoing: Outgoing) -> None:
-        """Send what is filled, wait for more, seal at the end; None says that nothing follows."""
+    async def _lead(self, lease: Lease, giving: _Giving, have: int) -> None:
+        """Take the engine through a handoff; what is to be said of it is left in ``giving``."""
         try:
-            last = await self._account(lease, have, outgoing)
+            giving.last = await self._last_word(lease, giving, have)
         except EngineError as error:
-            failure = HandoffFailed(wire.CAUSE_RECLAIMED, str(error)).message()
-            last = wire.FetchResponse(closed=wire.Closed(failure=failure))
-        await outgoing.put(last)
-        await outgoing.put(None)
+            over = giving.ended and self._holds(lease, giving)  # it ended while the engine was asked
+            giving.export, giving.last = None, _closed(None if over else _reclaimed(str(error)))
+        giving.changed.set()
 
-    async def _account(self, lease: Lease, have: int, outgoing: Outgoing) -> wire.FetchResponse:
-        """All runs of a sequence; its last word, which is still to be sent. Raises EngineError."""
-        giving, name = self._giving[lease.sequence], lease.sequence
-        if giving.has_ended():
-            return wire.FetchResponse(closed=wire.Closed())
-        export = await self._loop.call(
-            lambda engine: engine.export(name, have), undo=lambda engine, _: engine.release(name)
-        )
-        sent = 0
-        while not giving.parked:
-            giving.changed.clear()
-            sent = await self._send(lease, export, sent, outgoing)
-            await giving.changed.wait()
-            if giving.has_ended():
-                return wire.FetchResponse(closed=wire.Closed())
+    async def _last_word(self, lease: Lease, giving: _Giving, have: int) -> bytes:
+        """Open the export, and close it when the sequence is parked or has ended. Raises EngineError."""
+        name = lease.sequence
+        if not giving.ended:
+            giving.export = await self._loop.call(
+                lambda engine: engine.export(name, have), undo=lambda engine, _: engine.release(name)
+            )
+            giving.changed.set()
+            await giving.settled.wait()
+        if giving.ended:
+            giving.export = None
+            return _closed(None)
         seal = await self._loop.call(lambda engine: engine.seal(name))
-        await self._send(lease, export, sent, outgoing)
-        return wire.FetchResponse(seal=_seal(seal, giving.prompt_tokens))
+        return encode(wire.FetchResponse(seal=_seal(seal, giving.prompt_tokens)))
 
-    async def _send(self, lease: Lease, export: Export, sent: int, outgoing: Outgoing) -> int:
-        """Send the blocks from the ``sent``-th run on; returns how many have gone out. Raises TransferRejected."""
-        while sent < len(export.runs):
-            some = export.runs[sent : sent + self._shape.blocks_per_message]
+    async def _say(self, lease: Lease, giving: _Giving) -> AsyncGenerator[bytes, None]:
+        """Runs as blocks fill, beats in between, and the last word."""
+        clock = asyncio.get_running_loop().time
+        said = clock()
+        while True:
+            giving.changed.clear()
+            for message in self._filled(lease, giving):
+                yield message
+                said = clock()
+            if not self._holds(lease, giving):
+                yield _closed(lease.failure or _reclaimed("the ticket is over"))
+                return
+            if giving.last is not None:
+                yield giving.last
+                return
+            try:
+                async with asyncio.timeout_at(said + BEAT_SECONDS):
+                    await giving.changed.wait()
+            except TimeoutError:
+                yield encode(wire.FetchResponse(beat=self._beat()))
+                said = clock()
+
+    def _filled(self, lease: Lease, giving: _Giving) -> Iterator[bytes]:
+        """Messages of the blocks that filled since the last; each is copied when it is asked for."""
+        while (export := giving.export) and giving.blocks < len(export.runs):
+            some = export.runs[giving.blocks : giving.blocks + self._shape.blocks_per_message]
             blocks = [FilledBlock(run.index, export.read(run.index), run.sum) for run in some]
-            # Nothing is awaited between this look and the copies: a lease that ended is never read.
-            if self._giving.get(lease.sequence) is None:
-                raise TransferRejected(f"{lease.sequence}: the lease is over")
-            messages = list(pack(lease.ticket.run, self._shape, blocks))
-            for message in messages:
-                self._giving[lease.sequence].sent += 1
-                await outgoing.put(message)
-            sent += len(some)
-        return sent
+            for message in pack(lease.ticket.run, self._shape, blocks):
+                giving.messages += 1
+                yield message
+                if giving.export is not export:
+                    return
+            giving.blocks += len(some)
 
-    async def _hear(self, lease: Lease, incoming: AsyncIterator[wire.FetchRequest]) -> None:
+    def _holds(self, lease: Lease, giving: _Giving) -> bool:
+        """Whether the ticket is still what keeps the blocks."""
+        return self._giving.get(lease.sequence) is giving
+
+    async def _hear(self, lease: Lease, giving: _Giving, incoming: AsyncIterator[wire.FetchRequest]) -> None:
         """Acknowledged runs renew the lease; so does a beat while the taker has all that there is so far."""
-        giving = self._giving[lease.sequence]
         async for message in incoming:
             if message.HasField("ack"):
                 giving.acknowledged = message.ack.kv_runs
-            if message.HasField("ack") or giving.acknowledged >= giving.sent:
+            if message.HasField("ack") or giving.acknowledged >= giving.messages:
                 self.office.renew(lease.ticket.id)
 
     def _expire(self, lease: Lease) -> None:
@@ -173,7 +197,9 @@ class Giver:
     def _free(self, lease: Lease) -> None:
         """Give everything back that the ticket held. The fetch is told first, and copies no more."""
         self._wake(lease.sequence, ended=True)
-        self._giving.pop(lease.sequence, None)
+        giving = self._giving.pop(lease.sequence, None)
+        if giving is not None:
+            giving.export = None
 
         def give_back(engine: Engine) -> None:
             engine.release(lease.sequence)
@@ -186,6 +212,15 @@ async def _stop(task: asyncio.Task[None]) -> None:
     """Cancel a task and see it end."""
     task.cancel()
     await asyncio.wait([task])
+
+
+def _closed(failure: wire.Failure | None) -> bytes:
+    """The last word of a fetch that has no seal; without a failure, because nothing is left to give."""
+    return encode(wire.FetchResponse(closed=wire.Closed(failure=failure)))
+
+
+def _reclaimed(detail: str) -> wire.Failure:
+    return wire.Failure(cause=wire.CAUSE_RECLAIMED, detail=detail)
 
 
 def _seal(seal: EngineSeal, prompt_tokens: int) -> wire.Seal:

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
 from handoff.giver import Giver
 from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
+
+DESCRIPTOR = wire.DESCRIPTOR.services_by_name["KvSource"]
 
 
-class KvSourceService(services.KvSourceServicer):
-    """Serves the caches of one giver."""
+class KvSourceService:
+    """Serves the caches of one giver. Its responses are encoded already, which the generated code can't be told."""
 
     def __init__(self, giver: Giver) -> None:
         self._giver = giver
 
-    async def Fetch(  # noqa: N802 - the name on the wire
-        self,
-        requests: AsyncIterator[wire.FetchRequest],
-        _: grpc.aio.ServicerContext[wire.FetchRequest, wire.FetchResponse],
-    ) -> AsyncIterator[wire.FetchResponse]:
-        async for response in self._giver.fetch(requests):
-            yield response
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """What ``add_KvSourceServicer_to_server`` does for others."""
+        methods: dict[str, Any] = {
+            "Fetch": grpc.stream_stream_rpc_method_handler(
+                self._fetch, request_deserializer=wire.FetchRequest.FromString
+            ),
+            "Release": grpc.unary_unary_rpc_method_handler(
+                self._release,
+                request_deserializer=wire.ReleaseRequest.FromString,
+                response_serializer=wire.ReleaseResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DESCRIPTOR.full_name, methods),))
 
-    async def Release(  # noqa: N802
+    async def _fetch(
+        self, requests: AsyncIterator[wire.FetchRequest], _: grpc.aio.ServicerContext[wire.FetchRequest, bytes]
+    ) -> AsyncIterator[bytes]:
+        async for message in self._giver.fetch(requests):
+            yield message
+
+    async def _release(
         self,
         request: wire.ReleaseRequest,
         _: grpc.aio.ServicerContext[wire.ReleaseRequest, wire.ReleaseResponse],

@@ -18,6 +18,7 @@ from engine.loop import EngineLoop
 from engine.transfer import Arrival
 from engine.transfer import Seal as EngineSeal
 from handoff.beats import BEAT_SECONDS, heard
+from handoff.codec import Received
 from handoff.errors import HandoffFailed, NothingLeft
 from handoff.packing import Shape, Unpacker
 from handoff.transport import KvSource
@@ -70,8 +71,8 @@ class Taker:
         opened = asyncio.get_running_loop().time()
         requests = fetch.requests(self._open(ticket, arrival), self._beat)
         try:
-            async for response in heard(source.fetch(requests), f"giver {ticket.giver.id}"):
-                seal = fetch.hear(response)
+            async for received in heard(source.fetch(requests), f"giver {ticket.giver.id}"):
+                seal = fetch.hear(received)
                 if seal is not None:
                     return await self._join(arrival, seal, unpacker.received, opened)
         except TransferRejected as error:
@@ -108,29 +109,30 @@ class _Fetch:
         self._arrival = arrival
         self._unpacker = unpacker
         self._messages = 0
-        self._changed = asyncio.Event()
 
     async def requests(self, opening: wire.Open, beat: Callable[[], wire.Beat]) -> AsyncIterator[wire.FetchRequest]:
-        """What the taker says: open, then an acknowledgement whenever something came, a beat when nothing did."""
-        yield wire.FetchRequest(open=opening)
-        while True:
-            try:
-                async with asyncio.timeout(BEAT_SECONDS):
-                    await self._changed.wait()
-            except TimeoutError:
-                yield wire.FetchRequest(beat=beat())
-                continue
-            self._changed.clear()
-            yield wire.FetchRequest(ack=wire.Ack(kv_runs=self._messages))
+        """What the taker says: open, then at every beat what came since the last, or that it lives.
 
-    def hear(self, response: wire.FetchResponse) -> EngineSeal | None:
+        A lease is longer than many beats; an acknowledgement of each message would cost both ends more than a sum.
+        """
+        yield wire.FetchRequest(open=opening)
+        acknowledged = 0
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            if acknowledged == self._messages:
+                yield wire.FetchRequest(beat=beat())
+            else:
+                acknowledged = self._messages
+                yield wire.FetchRequest(ack=wire.Ack(kv_runs=acknowledged))
+
+    def hear(self, received: Received) -> EngineSeal | None:
         """Take one message in; the seal when it is that. Raises HandoffFailed, NothingLeft, TransferRejected."""
+        response = received.response
         match response.WhichOneof("message"):
             case "kv_run":
-                for block in self._unpacker.unpack(response.kv_run):
+                for block in self._unpacker.unpack(response.kv_run, received.data):
                     self._arrival.write(block.index, block.data, block.sum)
                 self._messages += 1
-                self._changed.set()
             case "seal":
                 return self._seal(response.seal)
             case "closed" if response.closed.HasField("failure"):
@@ -140,8 +142,8 @@ class _Fetch:
         return None
 
     def _seal(self, seal: wire.Seal) -> EngineSeal:
-        if not self._unpacker.between_blocks or len(seal.outputs) != 1:
-            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal of {len(seal.outputs)} outputs in the middle of a block")
+        if len(seal.outputs) != 1:
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal of {len(seal.outputs)} outputs")
         tokens = seal.outputs[0].tokens
         if len(tokens) % 4 or seal.prompt_tokens != self._arrival.sequence.request.prompt_len:
             raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal for a prompt of {seal.prompt_tokens} tokens")

@@ -6,18 +6,22 @@ A transport moves the messages of ``KvSource`` and knows nothing of what they me
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
+from handoff.codec import Received, decode
 from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc as services
+
+FETCH = f"/{wire.DESCRIPTOR.services_by_name['KvSource'].full_name}/Fetch"
+"""The method's full name: its messages are not encoded by protobuf alone, see ``codec``."""
 
 
 class KvSource(Protocol):
     """The giving end, as a taker sees it."""
 
-    def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[wire.FetchResponse]:
+    def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
         """Answers to what the taker says; ends when either side is through. Raises ConnectionError when it breaks."""
         ...
 
@@ -37,9 +41,10 @@ class GrpcSource:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = services.KvSourceStub(channel)
+        self._open: Any = channel.stream_stream(FETCH, wire.FetchRequest.SerializeToString, decode)
 
-    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[wire.FetchResponse]:
-        call = self._stub.Fetch(requests)
+    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
+        call = self._open(requests)
         try:
             async for response in call:
                 yield response

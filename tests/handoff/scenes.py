@@ -14,6 +14,7 @@ from engine.plan import StepPlan
 from engine.request import Request, SamplingParams, StopParams
 from engine.scheduler import Limits
 from engine.transfer import Arrival
+from handoff.codec import Received, decode
 from handoff.giver import Giver
 from handoff.packing import Shape, checksum
 from handoff.taker import Taker
@@ -115,10 +116,10 @@ class Wire:
         self._tamper = tamper
         self.released: list[wire.ReleaseRequest] = []
 
-    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[wire.FetchResponse, None]:
-        async for response in self._giver.fetch(requests):
-            for message in self._tamper(response):
-                yield wire.FetchResponse.FromString(message.SerializeToString())
+    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
+        async for message in self._giver.fetch(requests):
+            for response in self._tamper(wire.FetchResponse.FromString(message)):
+                yield decode(response.SerializeToString())
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         self.released.append(request)

@@ -14,12 +14,14 @@ import pytest
 
 from engine.engine import Engine
 from engine.request import Request
+from handoff import packing
+from handoff.codec import Received, decode
 from handoff.errors import HandoffFailed, NothingLeft
+from handoff.packing import MESSAGE_BYTES, Shape, message_sum
 from handoff.service import KvSourceService
 from handoff.transport import GrpcTransport, KvSource
 from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
-from tests.handoff.scenes import Tamper, Wire, Worker, alone, ask
+from tests.handoff.scenes import LAYOUT, Tamper, Wire, Worker, alone, ask
 
 Transport = Callable[[Worker], AbstractAsyncContextManager[KvSource]]
 
@@ -41,7 +43,7 @@ async def direct(giver: Worker) -> AsyncIterator[KvSource]:
 @asynccontextmanager
 async def grpc_source(giver: Worker) -> AsyncIterator[KvSource]:
     server = grpc.aio.server()
-    services.add_KvSourceServicer_to_server(KvSourceService(giver.giver), server)
+    KvSourceService(giver.giver).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     transport = GrpcTransport(connect)
@@ -89,6 +91,20 @@ async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport:
         await taker.taker.take(source, await giver.offer(request), room)
         await taker.finished("r")
     assert began[0] == 0, "the first block waited for the last"
+
+
+@pytest.mark.slow
+@TRANSPORTS
+async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged(transport: Transport) -> None:
+    request = ask(length=64)
+    async with (
+        Worker("p", lease_ms=1200, cost=lambda _: 0.4) as giver,
+        Worker("d") as taker,
+        transport(giver) as source,
+    ):
+        await taker.taker.take(source, await giver.offer(request), await taker.room(request))
+        assert giver.tokens["r"] + await taker.finished("r") == await alone(request)
+        assert not giver.giver.expired
 
 
 @TRANSPORTS
@@ -176,8 +192,47 @@ def early_seal(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     return [message] if message.HasField("beat") else [wire.FetchResponse(seal=wire.Seal(computed=4))]
 
 
-@pytest.mark.parametrize("tamper", [flip, truncate, drop_runs, move, forge_seal, early_seal])
-async def test_what_does_not_agree_is_refused_and_everything_is_freed(tamper: Tamper) -> None:
+def forge_sum(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.kv_run.block_sums:
+        message.kv_run.block_sums[0] ^= 1
+    return [message]
+
+
+def another_run(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    """A message as an earlier attempt sent it."""
+    if message.HasField("kv_run"):
+        stale = wire.Run(request="r", epoch=1, attempt=0)
+        shape = Shape(4, 32, LAYOUT)
+        message.kv_run.sum = message_sum(stale, shape, message.kv_run, len(message.kv_run.data))
+    return [message]
+
+
+def double(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    """The first block's bytes where the last one's belong."""
+    half = len(message.kv_run.data) // 2
+    if half:
+        message.kv_run.data = message.kv_run.data[:half] * 2
+    return [message]
+
+
+def swap(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    """Two halves in each other's place."""
+    half = len(message.kv_run.data) // 2
+    if half:
+        message.kv_run.data = message.kv_run.data[half:] + message.kv_run.data[:half]
+    return [message]
+
+
+TAMPERS = [flip, truncate, drop_runs, move, forge_sum, another_run, double, swap, forge_seal, early_seal]
+
+
+@pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])
+@pytest.mark.parametrize("tamper", TAMPERS)
+async def test_what_does_not_agree_is_refused_and_everything_is_freed(
+    tamper: Tamper, message_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 32 bytes: many in a message, and one in two."""
+    monkeypatch.setattr(packing, "MESSAGE_BYTES", message_bytes)
     request = ask()
     async with Worker("p") as giver, Worker("d") as taker:
         with pytest.raises(HandoffFailed) as failed:
@@ -190,13 +245,21 @@ async def test_what_does_not_agree_is_refused_and_everything_is_freed(tamper: Ta
         assert await taker.finished("r") == await alone(request)
 
 
+async def test_blocks_larger_than_a_message_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MESSAGE_BYTES", 20)
+    request = ask()
+    async with Worker("p") as giver, Worker("d") as taker:
+        await hand_over(giver, taker, request)
+        assert giver.tokens["r"] + await taker.finished("r") == await alone(request)
+
+
 async def test_a_giver_that_falls_silent_is_lost_within_seconds() -> None:
     class Silent(Wire):
-        async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[wire.FetchResponse, None]:
-            async for response in super().fetch(requests):
-                if response.HasField("seal"):
+        async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
+            async for received in super().fetch(requests):
+                if received.response.HasField("seal"):
                     await asyncio.sleep(3600)
-                yield response
+                yield received
 
     async with Worker("p", lease_ms=500) as giver, Worker("d") as taker:
         ticket, arrival = await giver.offer(ask()), await taker.room(ask())
@@ -229,6 +292,26 @@ async def test_a_taker_that_dies_in_mid_fetch_costs_one_lease() -> None:
         async with contextlib.aclosing(giver.giver.fetch(dies())) as responses:
             async for _ in responses:
                 break
+        await giver.emptied()
+        await taker.loop.call(lambda _: arrival.abort())
+
+
+@pytest.mark.parametrize("message_bytes", [64, 20])
+async def test_nothing_is_read_once_the_lease_is_over(message_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 32 bytes, two in a message and one in two."""
+    monkeypatch.setattr(packing, "MESSAGE_BYTES", message_bytes)
+    async with Worker("p") as giver, Worker("d") as taker:
+        ticket, arrival = await giver.offer(ask(length=60)), await taker.room(ask(length=60))
+
+        async def opens() -> AsyncIterator[wire.FetchRequest]:
+            yield wire.FetchRequest(open=taker.taker._open(ticket, arrival))
+
+        async with contextlib.aclosing(giver.giver.fetch(opens())) as messages:
+            assert decode(await anext(messages)).response.HasField("kv_run")
+            await giver.giver.release(wire.ReleaseRequest(ticket=ticket.id))
+            rest = [decode(message).response async for message in messages]
+        assert [response.WhichOneof("message") for response in rest] == ["closed"]
+        assert rest[0].closed.failure.cause == wire.CAUSE_RECLAIMED
         await giver.emptied()
         await taker.loop.call(lambda _: arrival.abort())
 
@@ -282,4 +365,4 @@ async def first_word(giver: Worker, opening: wire.Open) -> wire.Cause:
 
     async with contextlib.aclosing(giver.giver.fetch(says())) as responses:
         response = await anext(responses)
-    return response.closed.failure.cause
+    return decode(response).response.closed.failure.cause

@@ -1,0 +1,79 @@
+"""A ``FetchResponse`` as bytes, with the cache beside it: protobuf alone would copy the cache twice on either side.
+
+    FetchResponse:  | kv_run: all but data | kv_run: data |
+
+Any parser of protobuf reads this as one ``kv_run``, since a submessage that comes twice is merged, and an encoding by
+any other writer is read here. The order is what makes room for a view: the data are the last bytes of the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos import worker_pb2 as wire
+
+_LENGTH_DELIMITED = 2  # protobuf's wire type of submessages and bytes
+_RUN = wire.FetchResponse.KV_RUN_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_DATA = wire.KvRun.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a giver said. ``data`` is to be read for that of its ``kv_run``, which may be empty."""
+
+    response: wire.FetchResponse
+    data: memoryview
+
+
+def encode(response: wire.FetchResponse, data: Sequence[bytes | memoryview] = ()) -> bytes:
+    """The message; the joined ``data`` are that of its ``kv_run``, which has none itself. Copies them once."""
+    head = response.SerializeToString()
+    if not data:
+        return head
+    size = sum(len(part) for part in data)
+    field = bytes([_DATA, *_varint(size)])
+    return b"".join([head, bytes([_RUN, *_varint(len(field) + size)]), field, *data])
+
+
+def decode(message: bytes) -> Received:
+    """Reads any encoding of a response; copies no data of one that ``encode`` made. Raises protobuf's DecodeError."""
+    view = memoryview(message)
+    head, data = _borders(view)
+    if head:
+        return Received(wire.FetchResponse.FromString(message[:head]), view[data:])
+    response = wire.FetchResponse.FromString(message)
+    return Received(response, memoryview(response.kv_run.data))
+
+
+def _borders(view: memoryview) -> tuple[int, int]:
+    """Where the first ``kv_run`` of a message ends and where the data begin that end it; noughts of any other."""
+    head = _content(view, 0, _RUN)
+    tail = head and _content(view, head.stop, _RUN)
+    data = tail and _content(view, tail.start, _DATA)
+    if head and tail and data and tail.stop == data.stop == len(view):
+        return head.stop, data.start
+    return 0, 0
+
+
+def _content(view: memoryview, at: int, tag: int) -> slice | None:
+    """The content of the field that begins at ``at``; None when it has another tag."""
+    if at >= len(view) or view[at] != tag:
+        return None
+    length = shift = 0
+    for start in range(at + 1, min(at + 6, len(view))):
+        length |= (view[start] & 0x7F) << shift
+        shift += 7
+        if view[start] < 0x80:
+            return slice(start + 1, start + 1 + length)
+    return None
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; the eighth bit says that another follows."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
