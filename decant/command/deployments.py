@@ -2,10 +2,10 @@
 
     decant up ---- writes and locks ----> decant-up-PID.json <---- reads ---- decant generate, status, audit
         |                                        ^
-        '== pipe ==> keeper (a shell) -- removes '
+        '== pipe ==> keeper (a shell) -- removes '---- and the folder in which its processes have their temporary files
 
 The lock says that a file is true: the kernel drops it with the process that holds it, however that ended. The keeper
-removes the file then.
+removes all then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Self
 from decant.command.errors import CommandFailed
 
 _PREFIX = "decant-up-"
-_KEEPER = 'read -r _; rm -f -- "$1" "$1.new"'
+# Once more a moment later: whoever is being killed at the same time may have written in between.
+_KEEPER = 'read -r _; rm -rf -- "$@" || { sleep 1; rm -rf -- "$@"; }'
 _STOP_SECONDS = 5.0
 
 
@@ -60,10 +61,12 @@ def youngest(option: str) -> Deployment:
 
 
 class Announcement:
-    """This process's own file, from `write` to the end of the ``with``, or of the process."""
+    """This process's own file, from `write` to the end of the ``with``, or of the process; and `temporary`, a folder
+    that is there from its beginning."""
 
     def __init__(self) -> None:
         self.path = folder() / f"{_PREFIX}{os.getpid()}.json"
+        self.temporary = Path()
         self._lock: int | None = None
         self._keeper: subprocess.Popen[bytes] | None = None
 
@@ -86,14 +89,16 @@ class Announcement:
         self._lock = descriptor
 
     def __enter__(self) -> Self:
-        command = ["/bin/sh", "-c", _KEEPER, "decant-keeper", str(self.path)]
-        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self.temporary = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        command = ["/bin/sh", "-c", _KEEPER, "decant-keeper", str(self.path), f"{self.path}.new", str(self.temporary)]
+        self._keeper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.path.unlink(missing_ok=True)
         if self._lock is not None:
             os.close(self._lock)
         if self._keeper is not None and self._keeper.stdin is not None:

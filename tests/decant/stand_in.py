@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from datetime import UTC, datetime
 
@@ -26,6 +27,7 @@ def main() -> int:
         return 2
     if given.does == "crash":
         return 1
+    tempfile.mkstemp()  # left behind, as libraries do
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with socket.create_server(("127.0.0.1", given.port)) as listener:

@@ -22,7 +22,7 @@ from decant.command.up import supervise
 from decant.command.up.output import Output
 from decant.command.up.plan import Plan, Spec
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 ROOT = Path(__file__).parents[2]
 
 

@@ -3,7 +3,7 @@
     up ──┬── Redis                     unless there is one
          ├── prefill-1, decode-1 ...   workers, each on cores and memory of its own
          ├── router-1 ...              started when the workers are ready
-         └── keeper                    removes the file by which other commands find the deployment
+         └── keeper                    removes what would be left if this process were killed
 
 shares.py      cores and memory, divided
 plan.py        which processes, with which settings

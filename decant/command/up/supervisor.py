@@ -53,12 +53,12 @@ class Supervisor:
     async def run(self) -> int:
         """Until it is told to end; 0 after an orderly end. Raises StartFailed."""
         self._shutdown.on_signals()
-        try:
-            with self._announcement:
+        with self._announcement:
+            try:
                 await first(self._serve(), self._shutdown.asked())
                 return await first(self._drain(), self._insisted())
-        finally:
-            await self._end()
+            finally:
+                await self._end()
 
     async def _serve(self) -> None:
         _log.info("starting", **self._plan.facts)
@@ -79,7 +79,8 @@ class Supervisor:
         self._keepers += [asyncio.create_task(self._keep(child)) for child in started]
 
     async def _start(self, spec: Spec) -> Child:
-        self._children[spec.name] = child = await Child.start(spec, self._output)
+        own = replace(spec, environment={**spec.environment, "TMPDIR": str(self._announcement.temporary)})
+        self._children[spec.name] = child = await Child.start(own, self._output)
         return child
 
     async def _ready(self, child: Child) -> None:

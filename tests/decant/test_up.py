@@ -1,0 +1,110 @@
+"""`decant up` with the processes that it is for: found, asked, audited, hurt, and gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from decant import Client
+from tests.decant.supervising import Up, nothing_left, up
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 200.0
+DECANT = [sys.executable, "-m", "decant.command"]
+UP = [*DECANT, "up", "--port", "0", "--kv-memory", "32M", "--dtype", "float32"]
+ROOT = Path(__file__).parents[2]
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of the same user, beside the deployment."""
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
+    return subprocess.run(
+        [*DECANT, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("up")
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Up]:
+    """Ends by SIGKILL of `up`, after which nothing may be left."""
+    with up(folder, UP) as running:
+        ready = running.until("up", "ready")
+        descendants = running.descendants()
+        yield running
+        descendants += running.descendants()
+        assert running.end(signal.SIGKILL) == -signal.SIGKILL
+        nothing_left(descendants, [int(ready["address"].rpartition(":")[2])], folder)
+
+
+def test_it_is_found_and_asked(running: Up, folder: Path) -> None:
+    done = command(folder, "generate", "def add(a, b):\n", "--max-tokens", "8", "--temperature", "0", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["usage"]["completion_tokens"] == 8
+    assert (answer["receipt"]["prefill_worker"], answer["receipt"]["decode_worker"]) == ("prefill-1", "decode-1")
+    with Client(running.until("up", "ready")["address"]) as client:
+        assert client.generate("def add(a, b):\n", max_tokens=8, temperature=0).text == answer["text"]
+        assert [model.id for model in client.models()] == ["tiny-python"]
+
+
+def test_a_refusal_is_one_line(running: Up, folder: Path) -> None:
+    done = command(folder, "generate", "x", "--top-p", "2")
+    assert done.returncode == 1
+    assert "top_p" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_everybody_is_there_and_every_block_accounted_for(running: Up, folder: Path) -> None:
+    told = json.loads(command(folder, "status", "--json").stdout)
+    assert [one["peer"]["id"] for one in told["routers"]] == ["router-1"]
+    assert {one["peer"]["id"] for one in told["workers"]} == {"prefill-1", "decode-1"}
+    assert command(folder, "audit").returncode == 0
+
+
+def test_a_worker_that_is_killed_comes_back(running: Up, folder: Path) -> None:
+    port = int(running.until("decode-1", "serving")["address"].rpartition(":")[2])
+    running.child(port).kill()
+    running.until("decode-1", "readiness", 2, state="ready")
+    done = command(folder, "generate", "def f():\n", "--max-tokens", "4", "--timeout", "100")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_that_is_not_there_is_said_by_who_misses_it(tmp_path: Path) -> None:
+    with up(tmp_path, [*UP, "--model", str(tmp_path / "nowhere")]) as running:
+        assert running.ended() == 2
+        assert "nowhere" in running.stderr()
+        nothing_left([], [], tmp_path)
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with up(tmp_path, [*UP, "--port", str(port)]) as running:
+            assert running.ended() == 2
+            assert str(port) in running.stderr()
+            nothing_left([], [], tmp_path)
+
+
+def test_the_demo_shows_it_all_and_leaves_nothing(tmp_path: Path) -> None:
+    before = {one.pid for one in psutil.process_iter()}
+    done = command(tmp_path, "demo")
+    assert done.returncode == 0, done.stderr
+    for part in ("def read_lines(path):", "60 tokens", "prefill-1 -> decode-1", "adds up"):
+        assert part in done.stdout
+    left = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before]
+    assert not [one for one in left if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+    nothing_left([], [], tmp_path)
