@@ -2,9 +2,9 @@
 
     ID=SOURCE or SOURCE --runtime.model_files--> files --here--> ServedModel, by its id
 
-Text becomes the tokens that transformers' tokenizers make of it. The file tokenizer.json says most of that; what
-tokenizer_config.json adds is special tokens that the file lacks, and whether a special token that is spelt out in a
-text stays text.
+Text becomes the tokens that transformers makes of it where it goes by tokenizer.json, as it does unless a class of its
+own builds another pipeline (LlamaTokenizer does, for files of its older kind). tokenizer_config.json adds special
+tokens that the file lacks, and says whether a special token that is spelt out in a text stays text.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from protos import inference_pb2 as pb
 from protos import worker_pb2
 from runtime import logs
 from runtime.errors import InvalidArgument, ServiceError, from_call
+from runtime.interceptor import Gone
 from runtime.logs import LogSettings
 from tests.runtime.cases import ERRORS, IDS
 from tests.runtime.scene import Scene, scene
@@ -162,6 +163,34 @@ async def test_a_generator_that_waits_to_send_is_closed_when_its_client_leaves()
         call.cancel()
         await asyncio.wait_for(left.wait(), 2)
         assert s.counted() == 0
+
+
+async def test_a_handler_that_writes_by_itself_and_finds_its_client_gone_is_no_error(lines: StringIO) -> None:
+    left: asyncio.Event = asyncio.Event()
+    ended: asyncio.Event = asyncio.Event()
+
+    async def stream(request: Any, context: Any) -> None:
+        await context.write(pb.GenerateStreamResponse())
+        try:
+            await left.wait()
+        except asyncio.CancelledError:
+            try:
+                await context.write(pb.GenerateStreamResponse())
+            except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
+                raise Gone from error
+        finally:
+            ended.set()
+
+    async with scene() as s:
+        s.script.stream = stream  # type: ignore[assignment]
+        call = s.inference.GenerateStream(pb.GenerateRequest())
+        await call.read()
+        call.cancel()
+        async with asyncio.timeout(30):
+            await ended.wait()
+            await s.server._interceptor.idle()
+        assert s.counted() == 0
+        assert not [line for line in logged(lines) if line["level"] in ("warning", "error")]
 
 
 async def test_an_error_made_of_a_cancel_is_not_counted_and_one_in_its_cleanup_is(lines: StringIO) -> None:
