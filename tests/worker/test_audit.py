@@ -1,0 +1,72 @@
+"""The audit counts every block once, and says what does not add up."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.engine import Engine
+from protos import worker_pb2 as wire
+from tests.worker.scene import MODEL, make_work, worker
+from worker.work import to_request
+
+
+async def test_rows_and_counts_of_a_worker_at_work() -> None:
+    async with worker(blocks=64) as place:
+        call = place.ask(make_work(30))
+        ticket = await call.expect("ticket")
+        await call.expect("first")
+        audit = await place.audit()
+        assert (audit.worker, audit.role) == (place.hub.peer, wire.ROLE_PREFILL)
+        assert (audit.total_blocks, audit.block_bytes) == (64, place.hub.shape.block_bytes)
+        assert (audit.free_blocks, audit.cached_blocks, audit.owned_blocks, audit.leased_blocks) == (56, 0, 0, 8)
+        (owner,), (lease,) = audit.owners, audit.leases
+        assert (owner.run, owner.output, owner.phase, owner.blocks) == (ticket.run, 0, wire.Held.PHASE_RUNNING, 8)
+        assert (lease.ticket, lease.run, lease.blocks) == (ticket.id, ticket.run, 8)
+        assert 0 < lease.remaining_ms <= 30_000
+        assert not lease.HasField("taker")
+        await call.break_off()
+        audit = await place.emptied()
+        assert (audit.free_blocks, audit.cached_blocks) == (57, 7), "whole blocks can be hit"
+
+
+async def test_shared_blocks_are_counted_once() -> None:
+    async with worker(blocks=64) as place:
+        calls = [place.ask(make_work(30), request="t/a")]
+        await calls[0].expect("ticket")
+        await calls[0].expect("first")
+        calls.append(place.ask(make_work(30), request="t/b"))
+        await calls[1].expect("ticket")
+        await calls[1].expect("first")
+        audit = await place.audit()
+        assert [lease.blocks for lease in audit.leases] == [8, 8]
+        assert audit.leased_blocks == 9, "seven are the same"
+        for call in calls:
+            await call.break_off()
+
+
+async def test_a_sequence_that_is_nobodys_is_a_violation() -> None:
+    async with worker() as place:
+        place.device.hold()
+        place.device.let(1)
+        stray = to_request("stray", make_work(30, 40), model=MODEL)
+        await place.hub.loop.call(lambda engine: engine.add(stray))
+        auditing = asyncio.create_task(place.auditor.audit())
+        await asyncio.sleep(0)
+        place.device.let(2)  # an answer comes with a step
+        (violation,) = (await auditing).violations
+        assert "stray" in violation
+        place.device.go_on()
+        await place.written("stray")
+
+
+async def test_what_the_store_finds_wrong_is_told_and_not_raised() -> None:
+    async with worker() as place:
+
+        def lose(engine: Engine) -> None:
+            engine.pool._free.pop()
+
+        await place.hub.loop.call(lose)
+        violations = (await place.auditor.audit()).violations
+        assert any("nowhere" in words for words in violations)
+        assert any("63 of 64" in words for words in violations)
+        await place.hub.loop.call(lambda engine: engine.pool._free.append(0))

@@ -1,0 +1,300 @@
+"""A worker as a process: it becomes ready, serves, drains, and ends with a status that says how."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import models
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc as services
+from protos.state_pb2 import WorkerRegistration
+from state.private_redis import PrivateRedis
+from state.store import Store, StoreSettings
+from worker.work import pack_tokens
+
+PATIENCE_S = 120.0
+ROUTER = wire.Peer(id="router", incarnation=7, protocol=1)
+FAKE = ("tests.worker.fake_process", "decode")
+MODEL = ("--model", str(models.path()))
+SMALL = ("--kv-bytes", str(1 << 16))
+
+
+class Process:
+    """A worker and what it logged. Ends with the test."""
+
+    def __init__(self, module: Sequence[str], *arguments: str, **environ: str) -> None:
+        command = [sys.executable, "-m", *module, "--log-format", "json", "--port", "0", *arguments]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ}
+        )
+        self.lines: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(json.loads(line))
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def until(self, event: str, **fields: object) -> dict[str, Any]:
+        """The first line that says so."""
+        wanted = {"event": event, **fields}
+
+        def found() -> dict[str, Any] | None:
+            return next((line for line in self.lines if wanted.items() <= line.items()), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or not self._reader.is_alive(), PATIENCE_S)
+            line = found()
+        assert line is not None, f"never said {wanted}: {self.lines[-5:]}"
+        return line
+
+    def ready(self) -> str:
+        """Its address, once it is ready."""
+        self.until("readiness", state="ready")
+        return str(self.until("serving")["address"])
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit status and what it said on standard error."""
+        status = self.process.wait(PATIENCE_S)
+        assert self.process.stderr
+        return status, self.process.stderr.read()
+
+    def terminate(self) -> tuple[int, str]:
+        self.process.send_signal(signal.SIGTERM)
+        return self.ended()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream
+            stream.close()
+
+
+@pytest.fixture
+def redis() -> Iterator[PrivateRedis]:
+    with PrivateRedis() as redis:
+        yield redis
+
+
+Run = Callable[..., Process]
+
+
+@pytest.fixture
+def run(redis: PrivateRedis) -> Iterator[Run]:
+    """Starts a worker with that Redis."""
+    started: list[Process] = []
+
+    def start(module: Sequence[str] = FAKE, *arguments: str, **environ: str) -> Process:
+        started.append(Process(module, *MODEL, "--redis-url", redis.url, *(arguments or SMALL), **environ))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@contextmanager
+def channel_to(address: str) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(address) as channel:
+        yield channel
+
+
+def healthy(channel: grpc.Channel, name: str) -> bool:
+    answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE_S)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def audit(channel: grpc.Channel) -> wire.AuditResponse:
+    answer: wire.AuditResponse = services.AuditStub(channel).Audit(wire.AuditRequest(), timeout=PATIENCE_S)
+    return answer
+
+
+async def registered(redis: PrivateRedis) -> list[WorkerRegistration]:
+    async with Store(StoreSettings(redis.url, deadline_s=10)) as store:
+        return [present.facts for present in (await store.workers.listing()).present]
+
+
+def prefill(channel: grpc.Channel, worker: wire.Peer, *, handoff: bool, model: str = "") -> Iterator[wire.PrefillEvent]:
+    work = wire.Work(
+        model=model or models.path().name,
+        prompt=pack_tokens(range(5, 45)),
+        outputs=[wire.Written(output=0)],
+        sampling=wire.Sampling(top_p=1, repetition_penalty=1),
+        stopping=wire.Stopping(max_tokens=8 if handoff else 1),
+    )
+    run = wire.Run(request="t/r", epoch=1, attempt=1)
+    request = wire.PrefillRequest(run=run, router=ROUTER, worker=worker, work=work, handoff=handoff)
+    events: Iterator[wire.PrefillEvent] = services.PrefillStub(channel).Prefill(request, timeout=PATIENCE_S)
+    return events
+
+
+async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: PrivateRedis) -> None:
+    worker = run()
+    address = worker.ready()
+    with channel_to(address) as channel:
+        seen = audit(channel)
+        (facts,) = await registered(redis)
+        assert (facts.peer, facts.address, facts.role) == (seen.worker, address, wire.ROLE_DECODE)
+        capacity = facts.capacity
+        assert (capacity.total_blocks, capacity.block_tokens, capacity.window_tokens) == (512, 16, 8192)
+        assert (capacity.max_running, facts.model) == (256, models.path().name)
+        assert facts.tokenizer
+        assert facts.layout
+        assert healthy(channel, "ready")
+        assert healthy(channel, "decant.internal.v1.Decode")
+        (event,) = prefill(channel, seen.worker, handoff=False)
+        assert event.HasField("first")
+        assert seen.free_blocks == seen.total_blocks, "the warm-up left nothing behind"
+    assert worker.terminate() == (0, "")
+    assert not await registered(redis)
+
+
+def test_a_drain_waits_for_what_is_at_work_and_refuses_the_rest(run: Run) -> None:
+    worker = run(FAKE, *SMALL, "--lease-ms", "3000")
+    with channel_to(worker.ready()) as channel:
+        peer = audit(channel).worker
+        events = prefill(channel, peer, handoff=True)
+        assert next(events).HasField("ticket")
+        assert next(events).HasField("first")
+        worker.process.send_signal(signal.SIGTERM)
+        worker.until("readiness", state="draining")
+        (late,) = prefill(channel, peer, handoff=False)
+        assert late.refused.failure.cause == wire.CAUSE_DRAINING
+        assert not healthy(channel, "ready")
+        assert next(events).failed.failure.cause == wire.CAUSE_LEASE_OVER
+    assert worker.ended() == (0, "")
+
+
+def test_an_engine_that_crashes_ends_its_process_after_a_word(run: Run) -> None:
+    worker = run(CRASH="1")
+    with channel_to(worker.ready()) as channel:
+        (event,) = prefill(channel, audit(channel).worker, handoff=False)
+        assert event.failed.failure.cause == wire.CAUSE_ENGINE
+    assert worker.ended() == (1, "")
+    assert "ZeroDivisionError" in worker.until("engine crashed")["reason"]
+
+
+def test_another_life_of_the_same_name_takes_over(run: Run) -> None:
+    old = run(FAKE, *SMALL, "--id", "same")
+    old.ready()
+    new = run(FAKE, *SMALL, "--id", "same")
+    new.ready()
+    assert old.ended() == (1, "")
+    assert new.terminate() == (0, "")
+
+
+def test_a_worker_outlives_its_redis(run: Run, redis: PrivateRedis) -> None:
+    worker = run()
+    with channel_to(worker.ready()) as channel:
+        redis.stop()
+        worker.until("the directory is away; this worker serves on")
+        (event,) = prefill(channel, audit(channel).worker, handoff=False)
+        assert event.HasField("first")
+        assert healthy(channel, "ready")
+    assert worker.terminate() == (0, "")
+
+
+def test_metrics_are_told_on_the_admin_port(run: Run) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    worker = run(FAKE, *SMALL, "--admin-port", str(port))
+    with channel_to(worker.ready()) as channel:
+        list(prefill(channel, audit(channel).worker, handoff=False))
+        with socket.create_connection(("127.0.0.1", port)) as http:
+            http.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            text = b"".join(iter(lambda: http.recv(65536), b"")).decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("decant_"))
+    assert float(values["decant_generation_tokens_total"]) == 1
+    assert float(values['decant_prompt_tokens_total{source="local_compute"}']) == 40
+    assert float(values["decant_requests_waiting"]) == 0
+    assert 'decant_handoff_failures_total{cause="peer_lost"}' in values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--max-running", "600", "--token-budget", "500"), "--max-running: at most the token budget 500, got 600"),
+        (("--kv-bytes", "65536", "--window", "9000"), "--window: at most the 8192 tokens that the KV memory holds"),
+        (("--host", "0.0.0.0"), "--advertise: needed where host is every address"),
+        (("--advertise", "here"), "--advertise: host:port, got here"),
+        (("--redis-url", "http://x"), "--redis-url: begins with one of"),
+        (("--model", "/nowhere/at all"), "--model: /nowhere/at all: no folder"),
+        (("--threads", "0"), "--threads"),
+        (("--block-sise=16",), "did you mean --block-size?"),
+    ],
+)
+def test_settings_that_can_not_be_honoured_are_refused_in_one_line(
+    run: Run, arguments: Sequence[str], words: str
+) -> None:
+    status, said = run(FAKE, *arguments).ended()
+    assert (status, said.count("\n")) == (2, 1), said
+    assert words in said
+
+
+# -- with a real model ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "role"), [("prefill_worker", wire.ROLE_PREFILL), ("decode_worker", wire.ROLE_DECODE)]
+)
+async def test_a_worker_serves_the_tiny_model(run: Run, redis: PrivateRedis, module: str, role: wire.Role) -> None:
+    worker = run((module,), "--kv-bytes", str(8 << 20))
+    with channel_to(worker.ready()) as channel:
+        seen = audit(channel)
+        assert (seen.role, seen.total_blocks * seen.block_bytes <= 8 << 20) == (role, True)
+        (facts,) = await registered(redis)
+        assert facts.role == role
+        (event,) = prefill(channel, seen.worker, handoff=False)
+        assert event.first.tokens[0].HasField("finished")
+    assert worker.terminate() == (0, "")
+
+
+@pytest.mark.slow
+def test_an_idle_worker_uses_next_to_nothing(run: Run) -> None:
+    worker = run(("decode_worker",), "--kv-bytes", str(8 << 20))
+    worker.ready()
+    before, began = cpu_seconds(worker.process.pid), time.monotonic()
+    time.sleep(10)
+    share = (cpu_seconds(worker.process.pid) - before) / (time.monotonic() - began)
+    assert share < 0.02
+    assert worker.terminate() == (0, "")
+
+
+def cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+def test_a_model_that_can_not_be_served_is_refused_in_one_line(run: Run, tmp_path: Any) -> None:
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "no_such_model", "architectures": ["NoSuchModel"]}')
+    status, said = run(("decode_worker",), "--model", str(folder)).ended()
+    assert (status, said.count("\n")) == (2, 1), said
+    assert said.startswith("decode_worker: --model: ")

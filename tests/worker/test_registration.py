@@ -1,0 +1,133 @@
+"""A worker's place in a real directory: it comes, is renewed through outages, and goes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from protos.state_pb2 import WorkerRegistration
+from protos.worker_pb2 import ROLE_DECODE, Load, Peer
+from state.directory import Present
+from state.errors import Replaced
+from state.keys import Lifetimes
+from state.private_redis import PrivateRedis
+from state.store import Store, StoreSettings
+from tests.worker.scene import PATIENCE_S, eventually
+from worker.registration import Registrar
+
+EVERY_S = 0.05
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def server() -> Iterator[PrivateRedis]:
+    """On a port, so that another can take its place."""
+    with PrivateRedis(port=free_port()) as server:
+        yield server
+
+
+@pytest.fixture
+async def store(server: PrivateRedis) -> AsyncIterator[Store]:
+    async with Store(StoreSettings(server.url, lifetimes=Lifetimes(registration_s=30))) as store:
+        yield store
+
+
+class Scene:
+    """A registrar's owner: the load that it tells, and whether it heard that it is over."""
+
+    def __init__(self, store: Store, incarnation: int = 1) -> None:
+        self.load = Load(running=1)
+        self.replaced = asyncio.Event()
+        facts = WorkerRegistration(
+            peer=Peer(id="w", incarnation=incarnation, protocol=1), address="127.0.0.1:1", role=ROLE_DECODE
+        )
+        self.registrar = Registrar(store.workers, facts, lambda: self.load, EVERY_S, self._on_replaced)
+
+    def _on_replaced(self, _: Replaced) -> None:
+        self.replaced.set()
+
+
+async def present(store: Store, running: int) -> Present[WorkerRegistration]:
+    """The one that is there, once it tells that load."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            found = (await store.workers.listing()).present
+            if found and found[0].load.running == running:
+                return found[0]
+            await asyncio.sleep(0.02)
+
+
+async def test_a_worker_is_there_with_its_load_until_it_leaves(store: Store) -> None:
+    scene = Scene(store)
+    async with scene.registrar:
+        assert (await store.workers.listing()).present[0].load.running == 1, "from the first instant on"
+        scene.load = Load(running=2)
+        assert (await present(store, 2)).facts.address == "127.0.0.1:1"
+        await scene.registrar.leave()
+        assert not (await store.workers.listing()).present
+    assert not (await store.workers.listing()).present
+
+
+async def test_a_change_that_others_must_know_of_is_told_at_once(store: Store) -> None:
+    scene = Scene(store)
+    scene.registrar._every_s = 3600
+    async with scene.registrar:
+        scene.load = Load(running=2, draining=True)
+        scene.registrar.renew_now()
+        assert (await present(store, 2)).load.draining
+
+
+async def test_another_life_of_the_same_name_ends_this_one(store: Store) -> None:
+    old, new = Scene(store), Scene(store, 2)
+    async with old.registrar, new.registrar:
+        async with asyncio.timeout(PATIENCE_S):
+            await old.replaced.wait()
+        await old.registrar.leave()
+        (found,) = (await store.workers.listing()).present
+        assert found.facts.peer.incarnation == 2
+    assert not new.replaced.is_set()
+
+
+async def test_an_outage_is_said_once_and_the_worker_is_there_again_after_it(server: PrivateRedis) -> None:
+    url = server.url
+    with capture_logs() as lines:
+        async with Store(StoreSettings(url, deadline_s=0.5)) as store:
+            scene = Scene(store)
+            async with scene.registrar:
+                server.stop()
+                await eventually(lambda: bool(events(lines, "away")))
+                await asyncio.sleep(10 * EVERY_S)
+                with server:
+                    scene.load = Load(running=7)
+                    async with Store(StoreSettings(url, deadline_s=10)) as looking:
+                        await present(looking, 7)
+                    await eventually(lambda: bool(events(lines, "back")))
+                    await scene.registrar.leave()
+    assert len(events(lines, "away")) == 1
+    assert not scene.replaced.is_set()
+
+
+def events(lines: Sequence[Any], word: str) -> list[Any]:
+    return [line for line in lines if word in line["event"]]
+
+
+async def test_a_worker_that_starts_without_redis_comes_when_it_does(server: PrivateRedis) -> None:
+    url = server.url
+    server.stop()
+    async with Store(StoreSettings(url, deadline_s=0.5)) as store:
+        scene = Scene(store)
+        async with scene.registrar:
+            with server:
+                async with Store(StoreSettings(url, deadline_s=10)) as looking:
+                    await present(looking, 1)
+                await scene.registrar.leave()
