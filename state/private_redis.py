@@ -114,6 +114,11 @@ class PrivateRedis:
         except subprocess.TimeoutExpired as error:
             raise PrivateRedisFailed(f"did not stop within {_STOP_S:g} s (process {keeper.pid})") from error
 
+    def wait(self) -> None:
+        """Blocks until it has ended, because of `stop` or by itself."""
+        if keeper := self._keeper:
+            keeper.wait()
+
     def _wait_until_it_answers(self, folder: str, output: IO[bytes]) -> None:
         ends = time.monotonic() + self._deadline_s
         while not _answers(self._address, folder):

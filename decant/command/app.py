@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -15,11 +16,26 @@ from decant.options import Options, Prompt
 
 app = typer.Typer(
     name="decant",
-    help="Serves large language models, prompts and answers on separate pools of workers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"decant {version('decant-llm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def decant(
+    asked: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    """Serves large language models, prompts and answers on separate pools of workers."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead.")]
 RedisUrl = Annotated[

@@ -38,7 +38,7 @@ def run() -> None:
 @contextmanager
 def _deployment() -> Iterator[Deployment]:
     """A `decant up` of its own, until the end of the ``with``."""
-    command = [sys.executable, "-m", "decant.command", "up", "--port", "0", "--log-format", "json"]
+    command = [sys.executable, "-P", "-m", "decant.command", "up", "--port", "0", "--log-format", "json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     try:

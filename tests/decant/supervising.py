@@ -30,7 +30,7 @@ def plan(workers: Mapping[str, str], routers: Mapping[str, str], redis_url: str,
     """Stand-ins by name, and what each does."""
 
     def spec(name: str, does: str) -> Spec:
-        return Spec(name, "tests.decant.stand_in", ("--does", does), dict(os.environ))
+        return Spec(name, "tests.decant.stand_in", ("--does", does), os.environ | {"PYTHONPATH": str(ROOT)})
 
     return Plan(
         workers=tuple(spec(*one) for one in workers.items()),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from decant.options import Options, request
 from protos import inference_pb2 as pb
 from runtime.fault import Reason, ResumePoint
 from tests.decant.scripted import PATIENCE_S, Script, for_ever, never, serving
+from tests.runtime.scene import scene
+from tests.runtime.test_channel import Certificates
 
 
 @pytest.fixture
@@ -327,3 +330,19 @@ def test_tls_files_come_in_pairs() -> None:
         decant.Tls(certificate="c.pem")
     with pytest.raises(FileNotFoundError):
         Client("localhost:1", tls=decant.Tls(ca="nowhere.pem"))
+
+
+async def test_tls_both_ways(tmp_path: Path) -> None:
+    ours = Certificates(tmp_path)
+    mutual: dict[str, Any] = {"tls_certificate": ours.certificate, "tls_key": ours.key, "tls_client_ca": ours.ca}
+    async with scene(**mutual) as served:
+        address = served.server.address
+        tls = decant.Tls(ca=ours.ca, certificate=ours.certificate, key=ours.key, name="worker.decant")
+        async with AsyncClient(address, tls=tls) as client:
+            assert (await client.server_info()).version == "1"
+        with Client(address, tls=tls) as blocking:
+            assert (await asyncio.to_thread(blocking.server_info)).version == "1"
+        for wrong in (None, decant.Tls(ca=ours.ca)):
+            async with AsyncClient(address, tls=wrong) as client:
+                with pytest.raises(decant.Unavailable):
+                    await client.server_info()

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 
 from decant.command import deployments
 from decant.command.up import lifeline as lifelines
-from tests.decant.supervising import PATIENCE_S, Up, nothing_left, stand_ins, up
+from tests.decant.supervising import PATIENCE_S, Up, nothing_left, plan, stand_ins, up
 
 PAIR = {"prefill-1": "", "decode-1": ""}
 ROUTER = {"router-1": ""}
@@ -111,6 +112,29 @@ def test_a_process_that_dies_is_started_again_and_said(tmp_path: Path, name: str
         descendants = running.descendants()
         assert running.end() == 0
         nothing_left(descendants, [after], tmp_path)
+
+
+def test_a_redis_of_its_own_that_ends_ends_all(tmp_path: Path) -> None:
+    with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
+        running.until("up", "ready")
+        descendants = running.descendants()
+        (redis,) = [one for one in descendants if one.name() == "redis-server"]
+        redis.kill()
+        assert running.ended() == 1
+        assert "Redis: it ended" in running.stderr()
+        nothing_left(descendants, [], tmp_path)
+
+
+def test_what_lies_in_the_folder_one_stands_in_is_not_run(tmp_path: Path) -> None:
+    (spec,) = plan({}, {"router-1": ""}, "redis://").routers
+    here = tmp_path / "here"
+    (here / "router").mkdir(parents=True)
+    (here / "router" / "__init__.py").touch()
+    (here / "router" / "__main__.py").write_text("print('not ours')")
+    command = replace(spec, module="router", arguments=("--help",)).command
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert "not ours" not in done.stdout
+    assert "--queue-limit" in done.stdout
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:

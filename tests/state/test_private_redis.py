@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,19 @@ def test_one_that_dies_is_noticed_and_cleared_away(folder: Path) -> None:
         os.kill(pid_of(server.url), signal.SIGKILL)
         until(lambda: not server.running)
         assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_its_end_can_be_waited_for(by_itself: bool) -> None:
+    with PrivateRedis() as server:
+        waiting = threading.Thread(target=server.wait)
+        waiting.start()
+        if by_itself:
+            os.kill(pid_of(server.url), signal.SIGKILL)
+        else:
+            server.stop()
+        waiting.join(PATIENCE_S)
+        assert not waiting.is_alive()
 
 
 def test_one_that_is_silent_is_stopped_too(folder: Path) -> None:

@@ -26,6 +26,7 @@ from decant.command.up.supervisor import StartFailed, Supervisor
 from runtime import logs
 from runtime.logs import LogSettings
 from runtime.settings import InvalidSettings
+from runtime.shutdown import first
 from state.errors import PrivateRedisFailed
 from state.private_redis import PrivateRedis
 
@@ -59,4 +60,9 @@ async def _supervise(planned: Callable[[str], Plan], redis_url: str | None, outp
     if redis_url is not None:
         return await Supervisor(planned(redis_url), output).run()
     async with PrivateRedis() as redis:
-        return await Supervisor(planned(redis.url), output).run()
+        return await first(Supervisor(planned(redis.url), output).run(), _ended(redis))
+
+
+async def _ended(redis: PrivateRedis) -> int:
+    await asyncio.to_thread(redis.wait)
+    raise PrivateRedisFailed("it ended, and all else with it")

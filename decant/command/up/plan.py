@@ -55,7 +55,8 @@ class Spec:
 
     @property
     def command(self) -> tuple[str, ...]:
-        return (sys.executable, "-m", self.module, "--port", str(self.port), *self.arguments)
+        # -P: what lies in the folder that the user stands in is not for us.
+        return (sys.executable, "-P", "-m", self.module, "--port", str(self.port), *self.arguments)
 
 
 @dataclass(frozen=True)
