@@ -39,7 +39,7 @@ def main() -> int:
             ended.wait()
             say("asked to end")
             if given.does != "never-end":
-                return 0
+                return int(given.does == "end-badly")
             ended.clear()
 
 

@@ -147,6 +147,13 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         nothing_left(descendants, [], tmp_path)
 
 
+def test_an_end_that_cut_something_off_is_told(tmp_path: Path) -> None:
+    with up(tmp_path, stand_ins({"decode-1": "end-badly"}, ROUTER)) as running:
+        running.until("up", "ready")
+        assert running.end() == 1
+        assert running.until("up", "ended with work cut off")["names"] == ["decode-1"]
+
+
 def test_a_process_that_does_not_end_is_killed_when_its_drain_is_over(tmp_path: Path) -> None:
     command = stand_ins({"decode-1": "never-end"}, ROUTER, drain_seconds=-14.0)  # one second with the margin
     with up(tmp_path, command) as running:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,9 @@ STEADY_S = 60.0
 """Whoever ran so long is started again without a long wait."""
 BEYOND_DRAIN_S = 15.0
 """A process bounds its own drain; this much later it is killed."""
+
+# The second: it had not begun to listen for the signal yet.
+_ENDED_WELL = (0, -signal.SIGTERM)
 
 _log = logs.get("up")
 
@@ -123,22 +127,26 @@ class Supervisor:
     async def _drain(self) -> int:
         """Routers first: they stop taking requests while the workers finish those that are running."""
         await self._stop_keeping()
-        in_time = [await self._stop(specs) for specs in (self._plan.routers, self._plan.workers)]
-        return 0 if all(in_time) else 1
+        orderly = [await self._stop(specs) for specs in (self._plan.routers, self._plan.workers)]
+        return 0 if all(orderly) else 1
 
     async def _stop(self, specs: Sequence[Spec]) -> bool:
-        """Whether all of them ended in time."""
-        children = [self._children[spec.name] for spec in specs if spec.name in self._children]
-        for child in children:
+        """Whether all of them ended in time and well; who doesn't is killed."""
+        named = [self._children[spec.name] for spec in specs if spec.name in self._children]
+        ending = {asyncio.create_task(child.ended()): child for child in named if child.running}
+        for child in ending.values():
             child.terminate()
-        if not children:
+        if not ending:
             return True
         limit = self._plan.drain_seconds + BEYOND_DRAIN_S
-        _, late = await asyncio.wait([asyncio.create_task(child.ended()) for child in children], timeout=limit)
-        for child in children:
-            if child.running:
-                _log.error("did not end when asked", name=child.spec.name, limit_seconds=limit)
-        return not late
+        ended, late = await asyncio.wait(ending, timeout=limit)
+        for one in late:
+            _log.error("did not end when asked", name=ending[one].spec.name, limit_seconds=limit)
+            ending[one].kill()
+        cut_off = [ending[one].spec.name for one in ended if one.result() not in _ENDED_WELL]
+        if cut_off:
+            _log.error("ended with work cut off", names=sorted(cut_off))
+        return not late and not cut_off
 
     async def _insisted(self) -> int:
         await self._shutdown.insisted()
