@@ -40,7 +40,7 @@ class Decoding:
         self.step = 0
         self._hub = hub
         self._starts = Starts(hub, self.runs)
-        self._entrance = Entrance(hub.loop, self._settle)
+        self._entrance = Entrance(hub, self._settle)
         self._fetching = Fetching(hub)
         hub.step_listeners.append(self._on_step)
         hub.crash_listeners.append(self._on_crash)
@@ -67,7 +67,6 @@ class Decoding:
             late = partial(self.end_early, held, wire.OutputEnd.REASON_DEADLINE)
             held.deadline = asyncio.get_running_loop().call_later(start.work.remaining_ms / 1000, late)
         self._entrance.push(held)
-        self._count_waiting()
 
     def cancel(self, session: RouterSession, cancel: wire.Cancel) -> None:
         """End a run; one that is unknown can't start for a while."""
@@ -77,7 +76,7 @@ class Decoding:
             return
         if cancel.HasField("output") and cancel.output != held.output:
             return  # no output of that number is here to be ended
-        self.attach(held, session, cancel.run)
+        self._claim(held, session, cancel.run)
         if cancel.HasField("end_position"):
             held.cut = held.index_of(cancel.end_position)
         telling.ended(held)
@@ -95,7 +94,7 @@ class Decoding:
         """Tokens of a run once more."""
         held = self._known(session, resend.run)
         if held is not None:
-            self.attach(held, session, resend.run)
+            self._claim(held, session, resend.run)
             telling.repeated(held, [resend.next], self.step)
 
     def retire(self, run: wire.Run) -> None:
@@ -127,6 +126,13 @@ class Decoding:
         position = held.request.prompt_len + (wanted[0] if wanted else len(held.tokens))
         slot = wire.Slot(slot=held.slot, output=held.output, position=position)
         return wire.Held(run=held.run, phase=held.phase, slots=[slot], ended=[held.end] if held.end else [])
+
+    def _claim(self, held: HeldRun, session: RouterSession, run: wire.Run) -> None:
+        """The session speaks of a run as its own. When it has not named it before, it learns its slot."""
+        new = held.session is not session
+        stands = self.attach(held, session, run)
+        if new:
+            session.tell(wire.FromWorker(held=stands))
 
     def catch_up(self, held: HeldRun, next: Iterable[wire.Next]) -> None:
         """Tell a run's new session what it lacks."""
@@ -173,7 +179,6 @@ class Decoding:
 
     def _settle(self, held: HeldRun, outcome: Outcome) -> None:
         """The engine answered for a run that wanted in."""
-        self._count_waiting()
         if isinstance(outcome, InvalidRequest):
             self._refuse(held, WorkRefused.of(outcome).failure)
         elif isinstance(outcome, EngineStopped):
@@ -226,9 +231,6 @@ class Decoding:
             telling.refused(held, failure)
             self._forget(held)
 
-    def _count_waiting(self) -> None:
-        self._hub.waiting_arrivals = len(self._entrance)
-
     # -- out ----------------------------------------------------------------------------------------------------
 
     def end_early(self, held: HeldRun, reason: wire.OutputEnd.Reason) -> None:
@@ -237,7 +239,6 @@ class Decoding:
             return
         held.ending = reason
         if self._entrance.withdraw(held):
-            self._count_waiting()
             self._let_go(held)
         elif held.phase == wire.Held.PHASE_ARRIVING and held.fetch is not None:
             held.fetch.cancel()  # and ``_fetched`` lets go
@@ -252,8 +253,8 @@ class Decoding:
         self.runs.remove(held)
 
     def _let_go(self, held: HeldRun) -> None:
-        """Free whatever the engine holds of a cancelled run, then tell its end."""
-        if held.ticket is not None and held.fetch is None:
+        """Free whatever is held for a cancelled run, here and at its giver, then tell its end."""
+        if held.ticket is not None:  # a fetch that was cancelled may not have come so far as to say it
             self._fetching.give_up(held.ticket)
         self._hub.loop.post(lambda engine: engine.cancel(held.request.id), then=lambda: self._finish(held))
 
@@ -279,6 +280,7 @@ class Decoding:
             self._forget(held)
 
     def _forget(self, held: HeldRun) -> None:
+        held.ending = held.ending or wire.OutputEnd.REASON_CANCELLED  # for an answer that is still on its way
         self._part(held)
         self._entrance.withdraw(held)
         self.runs.remove(held)
@@ -356,7 +358,6 @@ class Decoding:
             self._fail(held, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(stopped)))
             if held.fetch is not None:
                 held.fetch.cancel()
-        self._count_waiting()
 
     # -- the end of the worker ----------------------------------------------------------------------------------
 

@@ -194,11 +194,14 @@ class Router:
         self.node = node
         self.peer = wire.Peer(id=name, incarnation=incarnation, protocol=1)
         self.heard: dict[tuple[str, int], Heard] = {}
+        self.order: list[tuple[str, int]] = []  # in which runs were taken up
         self.beats: list[wire.Beat] = []
         self.frames: list[wire.Frame] = []
         self.welcome: wire.Welcome | None = None
         self.error: grpc.aio.AioRpcError | None = None
+        self.broken: AssertionError | None = None  # the worker told what it must not tell
         self.closed = False
+        self.beats_itself = True
         self._slots: dict[int, tuple[str, int]] = {}
         self._changed = asyncio.Event()
 
@@ -208,6 +211,7 @@ class Router:
         self.call = services.DecodeStub(self.channel).Session()
         self._forget()
         self._reading = asyncio.create_task(self._read())
+        self._beating = asyncio.create_task(self._beat()) if self.beats_itself else None
         hello = wire.Hello(router=self.peer, worker=worker or self.node.peer, owned=owned)
         await self.say(hello=hello)
         await self.until(lambda: self.welcome is not None or self.closed)
@@ -229,8 +233,12 @@ class Router:
     async def leave(self) -> None:
         """Break the session, and see the worker notice."""
         self.call.cancel()
+        if self._beating is not None:
+            self._beating.cancel()
         await asyncio.wait([self._reading])
         await self.channel.close()
+        if self.broken is not None:
+            raise self.broken
         mine = self.peer.id
         await eventually(lambda: mine not in self.node.decode._sessions or self.closed_by_newer())
 
@@ -238,6 +246,11 @@ class Router:
         """Whether a newer session took this one's place."""
         session = self.node.decode._sessions.get(self.peer.id)
         return session is not None and session.router.incarnation != self.peer.incarnation
+
+    async def _beat(self) -> None:
+        while not self.closed:
+            await asyncio.sleep(0.25)
+            await self.say(beat=wire.Beat())
 
     async def say(self, **message: Any) -> None:
         with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
@@ -259,6 +272,8 @@ class Router:
         """Until what was told makes it so."""
         async with asyncio.timeout(PATIENCE):
             while not reached():
+                if self.broken is not None:
+                    raise self.broken
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -286,6 +301,8 @@ class Router:
             self.error = error
         except asyncio.CancelledError:
             pass
+        except AssertionError as error:
+            self.broken = error
         finally:
             self.closed = True
             self._changed.set()
@@ -309,6 +326,8 @@ class Router:
         heard = self.of(said.run)
         heard.words.append(kind)
         heard.last[kind] = said
+        if kind == "taken_up":
+            self.order.append((said.run.request, said.run.attempt))
         if kind == "joined":
             assert "ended" not in heard.last
             self._call(said.run, said.slots)
@@ -332,6 +351,7 @@ class Router:
         rows = [unpack_tokens(packed) for packed in (frame.slots, frame.positions, frame.tokens)]
         explained = {logprobs.entry: logprobs for logprobs in frame.logprobs}
         for entry, (slot, position, token) in enumerate(zip(*rows, strict=True)):
+            assert slot in self._slots, f"slot {slot} was never told"
             heard = self.heard[self._slots[slot]]
             assert heard.tokens.setdefault(position, token) == token, f"another token at {position}"
             if entry in explained:

@@ -1,0 +1,250 @@
+"""One session per router: who may open it, what it says of itself, and what becomes of its runs when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc as services
+from runtime.errors import Aborted, from_call
+from runtime.fault import Reason
+from tests.worker.decode_scene import Node, Router, alone, eventually, make_run, make_work, owned, routed
+from worker import session as sessions
+from worker.session import RouterSession
+
+
+async def refusal(node: Node, *words: wire.ToWorker) -> grpc.aio.AioRpcError:
+    """How a session ends that begins with these words."""
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        call = services.DecodeStub(channel).Session(iter(words))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    return caught.value
+
+
+def hello(node: Node, **changed: int) -> wire.ToWorker:
+    router = wire.Peer(id="router", incarnation=1, protocol=changed.get("protocol", 1))
+    worker = wire.Peer(id=node.peer.id, incarnation=changed.get("incarnation", node.peer.incarnation))
+    return wire.ToWorker(hello=wire.Hello(router=router, worker=worker))
+
+
+async def test_another_life_and_another_protocol_are_refused() -> None:
+    async with Node("d") as node:
+        for changed, reason in (({"incarnation": 8}, Reason.WRONG_PEER), ({"protocol": 9}, Reason.WRONG_PROTOCOL)):
+            error = await refusal(node, hello(node, **changed))
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert from_call(error).reason is reason
+
+
+async def test_a_session_begins_with_hello_and_has_one() -> None:
+    async with Node("d") as node:
+        assert (await refusal(node, wire.ToWorker(beat=wire.Beat()))).code() is grpc.StatusCode.INVALID_ARGUMENT
+        twice = await refusal(node, hello(node), hello(node))
+        assert twice.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await eventually(lambda: node.decode.sessions == 0)
+
+
+async def test_the_welcome_says_who_this_is() -> None:
+    async with routed() as (node, router):
+        welcome = router.welcome
+        assert welcome is not None
+        assert (welcome.worker, welcome.role, welcome.model) == (node.peer, wire.ROLE_DECODE, "m")
+        assert welcome.layout == node.hub.layout
+        assert node.decode.sessions == 1
+
+
+async def test_a_newer_session_ends_the_older_and_takes_what_it_names() -> None:
+    named, unnamed, ended = make_run("t/named"), make_run("t/unnamed"), make_run("t/ended")
+    works = {run.request: make_work(8, 60, seed=n) for n, run in enumerate((named, unnamed))}
+    async with Node("d", lease_ms=500) as node:
+        older, newer = Router(node), Router(node, incarnation=2)
+        await older.open()
+        await older.start(ended, make_work(4, 2))
+        await older.word(ended, "ended")
+        node.device.seconds = 0.02
+        for run in (named, unnamed):
+            await older.start(run, works[run.request])
+            await older.wrote(run, 3)
+        welcome = await newer.open(owned(named, 10), owned(make_run("t/gone"), 5))
+        await older.until(lambda: older.closed)
+        assert older.error is not None
+        assert older.error.code() is grpc.StatusCode.ABORTED
+        assert [held.run.request for held in welcome.held] == ["t/named"]
+        assert [run.request for run in welcome.lacking] == ["t/gone"]
+        assert {run.request for run in welcome.orphans} == {"t/unnamed", "t/ended"}
+        assert (node.decode.orphans, node.decode.unretired, node.decode.sessions) == (1, 1, 1)
+        await newer.word(named, "ended")
+        assert newer.of(named).text(8) == alone(works["t/named"])[2:]
+        await eventually(lambda: [run.request for run, *_ in node.decode.runs()] == ["t/named"])
+        await newer.leave()
+        await older.leave()
+        await node.audit()
+
+
+async def test_tokens_written_while_nobody_listened_are_there() -> None:
+    run, work = make_run(), make_work(8, 20, logprobs=1, prompt_logprobs=0)
+    async with routed() as (node, router):
+        node.device.seconds = 0.02
+        await router.start(run, work)
+        await router.wrote(run, 2)
+        await router.leave()
+        have = max(router.of(run).tokens) + 1
+        node.device.seconds = 0.0
+        await eventually(lambda: node.decode.unretired == 1)
+        welcome = await router.open(owned(run, have))
+        assert welcome.held[0].phase == wire.Held.PHASE_ENDED
+        assert welcome.held[0].ended[0].end_position == 28
+        await router.wrote(run, 20)
+        assert router.of(run).text(8) == alone(work)
+        assert len(router.of(run).logprobs) == 20
+        await router.retire(run)
+        await eventually(lambda: node.decode.unretired == 0)
+
+
+async def test_a_run_that_is_adopted_goes_on_under_its_new_owner() -> None:
+    run, work = make_run(), make_work(8, 60)
+    async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
+        node.device.seconds = 0.02
+        await old.start(run, work)
+        await old.wrote(run, 3)
+        adopted = make_run(epoch=2)
+        await new.say(adopt=wire.Adopt(run=adopted, next=[wire.Next(output=0, position=9)]))
+        held = await new.word(run, "held")
+        assert (held.run.epoch, held.slots[0].position) == (2, 9)
+        assert (await old.word(run, "superseded")).epoch == 2
+        await old.retire(run)  # it is no longer his
+        await old.cancel(run)
+        await new.word(run, "ended")
+        assert new.of(run).text(8) == alone(work)[1:]
+        await new.say(adopt=wire.Adopt(run=make_run("t/other"), next=[]))
+        assert (await new.word(make_run("t/other"), "failed")).failure.cause == wire.CAUSE_UNKNOWN_RUN
+
+
+async def test_a_hello_of_an_earlier_owner_is_superseded() -> None:
+    run, work = make_run(), make_work(8, 10)
+    async with Node("d") as node, Router(node, "new") as new:
+        await new.start(make_run(epoch=2), work)
+        await new.word(run, "ended")
+        old = Router(node, "old")
+        welcome = await old.open(owned(run, 8))
+        assert not welcome.held
+        assert not welcome.lacking
+        assert (await old.word(run, "superseded")).epoch == 2
+        await old.leave()
+
+
+async def test_beats_go_on_while_a_step_is_long_and_say_how_old_it_is() -> None:
+    run = make_run()
+    async with routed() as (node, router):
+        node.device.seconds = 1.5
+        await router.start(run, make_work(4, 1))
+        await router.word(run, "ended")
+        ages = [beat.step_age_ms for beat in router.beats if beat.HasField("step_age_ms")]
+        assert len(ages) >= 2
+        assert ages == sorted(ages)
+        assert router.beats[0].load.total_blocks == 128
+
+
+async def test_a_silent_router_is_suspect_and_nothing_else() -> None:
+    run, work = make_run(), make_work(8, 40)
+    async with Node("d") as node:
+        router = Router(node)
+        router.beats_itself = False
+        with capture_logs() as logs:
+            await router.open()
+            node.device.seconds = 0.05
+            await router.start(run, work)
+            await eventually(lambda: any(line["event"] == "router is silent" for line in logs))
+            await router.word(run, "ended")
+            await router.say(beat=wire.Beat())
+            await eventually(lambda: any(line["event"] == "router is heard again" for line in logs))
+        assert router.of(run).text(8) == alone(work)
+        await router.leave()
+
+
+async def test_a_router_that_reads_nothing_for_long_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_BEHIND", 5)
+    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Beat())
+    reading, stuck = asyncio.Event(), asyncio.Event()
+
+    async def requests() -> AsyncIterator[wire.ToWorker]:
+        await reading.wait()
+        yield wire.ToWorker()
+
+    async def write(_: wire.FromWorker) -> None:
+        await stuck.wait()
+
+    serving = asyncio.create_task(session.serve(requests(), write, lambda *_: None))
+    for _ in range(7):
+        await asyncio.sleep(0)
+        session.tell(wire.FromWorker())
+    with pytest.raises(Aborted):
+        await serving
+    session.tell(wire.FromWorker())  # into the void
+
+
+async def test_over_the_wire_too_a_router_that_reads_nothing_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_BEHIND", 50)
+    run, work = make_run(), make_work(8, 480)
+    async with Node("d", lease_ms=300) as node:
+        async with grpc.aio.insecure_channel(node.address) as channel:
+            call = services.DecodeStub(channel).Session()
+            await call.write(hello(node))
+            await call.write(wire.ToWorker(start=wire.Start(run=run, work=work)))
+            await eventually(lambda: node.decode.unretired == 1)
+            for _ in range(20_000):
+                if not node.decode.sessions:
+                    break
+                await call.write(wire.ToWorker(resend=wire.Resend(run=run, next=wire.Next(output=0, position=8))))
+            await eventually(lambda: node.decode.sessions == 0)
+            await eventually(lambda: not list(node.decode.runs()))
+            call.cancel()
+
+
+# -- drain and crash --------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_lets_what_runs_end_and_takes_nothing_up() -> None:
+    run, late, work = make_run(), make_run("t/late"), make_work(8, 40)
+    async with routed() as (node, router):
+        node.device.seconds = 0.02
+        await router.start(run, work)
+        await router.wrote(run, 1)
+        draining = asyncio.create_task(node.decode.drain())
+        await eventually(lambda: node.hub.draining)
+        await router.start(late, work)
+        assert (await router.word(late, "refused")).failure.cause == wire.CAUSE_DRAINING
+        await router.word(run, "ended")
+        assert router.of(run).text(8) == alone(work)
+        assert not draining.done()  # its tokens may still be asked for
+        await router.retire(run)
+        async with asyncio.timeout(20):
+            await draining
+        await router.until(lambda: router.closed)
+        assert router.error is None
+        assert (await refusal(node, hello(node))).code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_crash_of_the_engine_fails_every_run() -> None:
+    runs = [make_run(f"t/{n}") for n in range(3)]
+    async with Node("p", lease_ms=300) as giver, routed(running=1, budget=4) as (node, router):
+        node.device.seconds = 0.02
+        work = make_work(40, 40)
+        await router.start(runs[0], work)
+        await router.wrote(runs[0], 1)
+        await router.start(runs[1], work)
+        await router.start(runs[2], work, await giver.offer(runs[2], work))
+        node.device.broken = True
+        for run in runs:
+            assert (await router.word(run, "failed")).failure.cause == wire.CAUSE_ENGINE
+        await router.start(make_run("t/late"), work)
+        assert (await router.word(make_run("t/late"), "refused")).failure.cause == wire.CAUSE_ENGINE
+        assert not list(node.decode.runs())
+        assert node.hub.waiting_arrivals == 0
+        await giver.audit()
