@@ -1,0 +1,23 @@
+"""Deployments that several tests ask; starting one takes seconds."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.asking import open_stub
+from tests.e2e.deployment import Deployment, deployment
+
+
+@pytest.fixture(scope="package")
+def pair() -> Iterator[Deployment]:
+    """One worker of each kind, float32, no grace for lost streams."""
+    with deployment(router=("--resume-grace-ms", "0")) as running:
+        yield running
+
+
+@pytest.fixture
+async def stub(pair: Deployment) -> AsyncIterator[InferenceServiceStub]:
+    channel, made = open_stub(pair.address)
+    async with channel:
+        yield made

@@ -1,0 +1,199 @@
+"""A whole deployment of real processes: a private Redis, routers, workers, each with a log that tests can wait on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import IO, Any, Self
+
+import grpc
+
+import models
+from protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from state.private_redis import PrivateRedis
+from tests.e2e.proxy import Proxy
+
+PATIENCE_S = 120.0
+"""For anything that a busy machine does slowly."""
+
+SMALL_KV = ("--kv-bytes", str(64 << 20))
+
+
+class Process:
+    """One process of a deployment, and what it has logged so far."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self.module = module
+        self.lines: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        self._asked = False
+        self._killed = False
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end
+        command = [sys.executable, "-m", module, "--log-format", "json", *arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def until(self, event: str, **fields: object) -> dict[str, Any]:
+        """The first line with this event and these fields. Raises AssertionError when the process ends before it."""
+        wanted = {"event": event, **fields}
+        ends = time.monotonic() + PATIENCE_S
+        with self._changed:
+            while True:
+                for line in self.lines:
+                    if wanted.items() <= line.items():
+                        return line
+                alive = self._reader.is_alive()
+                if not alive or not self._changed.wait(min(1.0, max(0.0, ends - time.monotonic()))):
+                    assert alive, f"{self.module} ended before {wanted}: {self.said()}"
+                    assert time.monotonic() < ends, f"{self.module} never said {wanted}: {self.said()}"
+
+    def said(self) -> str:
+        """Its last words."""
+        self._errors.seek(0)
+        errors = self._errors.read().decode(errors="replace")[-3000:]
+        return "\n".join([*(json.dumps(line) for line in self.lines[-20:]), errors])
+
+    def kill(self) -> None:
+        self._killed = True
+        os.kill(self.pid, signal.SIGKILL)
+
+    def ask_to_end(self) -> None:
+        """SIGTERM, once."""
+        if not self._asked and self._process.poll() is None:
+            self._asked = True
+            self._process.terminate()
+
+    def end(self) -> int:
+        """SIGTERM, then its exit status; SIGKILL when it takes too long."""
+        self.ask_to_end()
+        try:
+            return self._process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise AssertionError(f"{self.module} did not end: {self.said()}") from None
+        finally:
+            self._reader.join(PATIENCE_S)
+            if self._process.stdout:
+                self._process.stdout.close()
+            self._errors.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for raw in self._process.stdout:
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                line = {"event": raw.decode(errors="replace").rstrip()}
+            with self._changed:
+                self.lines.append(line)
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        status = self.end()
+        assert kind or status == 0 or self._killed, f"{self.module} ended with {status}"
+
+
+@dataclass
+class Worker:
+    process: Process
+    address: str = ""
+
+    def audit(self) -> worker_pb2.AuditResponse:
+        with grpc.insecure_channel(self.address) as channel:
+            stub = worker_pb2_grpc.AuditStub(channel)
+            answer: worker_pb2.AuditResponse = stub.Audit(worker_pb2.AuditRequest(), timeout=PATIENCE_S)
+            return answer
+
+
+@dataclass
+class Deployment:
+    """What runs. `address` is the first router's."""
+
+    redis: PrivateRedis
+    routers: list[Process] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+    address: str = ""
+
+    @contextmanager
+    def stub(self) -> Iterator[inference_pb2_grpc.InferenceServiceStub]:
+        with grpc.insecure_channel(self.address) as channel:
+            yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+    def settled(self) -> list[worker_pb2.AuditResponse]:
+        """Audits of all workers once nothing is at work: every block free or cached, no fault found.
+
+        What a lease or a mark holds goes by itself; so this waits, with a deadline."""
+        ends = time.monotonic() + PATIENCE_S
+        while True:
+            audits = [worker.audit() for worker in self.workers]
+            for audit in audits:
+                assert not audit.violations, list(audit.violations)
+                parts = audit.free_blocks + audit.cached_blocks + audit.owned_blocks + audit.leased_blocks
+                assert parts == audit.total_blocks, audit
+            busy = [
+                audit
+                for audit in audits
+                if audit.owned_blocks or audit.leased_blocks or audit.owners or audit.leases or audit.fetches
+            ]
+            if not busy:
+                return audits
+            assert time.monotonic() < ends, busy
+            time.sleep(0.05)
+
+
+@contextmanager
+def deployment(
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    dtype: str = "float32",
+    model: str = str(models.path()),
+    router: Sequence[str] = (),
+    worker: Sequence[str] = SMALL_KV,
+    between: Proxy | None = None,
+) -> Iterator[Deployment]:
+    """Starts one and waits until it is ready; every process ends with it, and must end well.
+
+    `between` stands in front of the first prefill worker.
+    """
+    with ExitStack() as stack:
+        made = Deployment(stack.enter_context(PrivateRedis()))
+        common = ("--port", "0", "--redis-url", made.redis.url)
+        for index in range(prefill + decode):
+            module = "prefill_worker" if index < prefill else "decode_worker"
+            reached = ("--advertise", between.address) if between and index == 0 else ()
+            arguments = (*common, "--model", model, "--dtype", dtype, *worker, *reached)
+            made.workers.append(Worker(stack.enter_context(Process(module, *arguments))))
+        for one in made.workers:
+            one.address = one.process.until("serving")["address"]
+            one.process.until("readiness", state="ready")
+        if between:
+            between.target = made.workers[0].address
+        routing = Process("router", *common, "--models", model, *router)
+        made.routers.append(stack.enter_context(routing))
+        made.address = routing.until("serving")["address"]
+        routing.until("readiness", state="ready")
+        yield made
+        routing.end()
+        for one in made.workers:  # all at once: an interpreter with torch takes its time to end
+            one.process.ask_to_end()

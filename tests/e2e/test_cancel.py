@@ -1,0 +1,193 @@
+"""A request may be given up at any instant, in three ways; afterwards every block of every worker is accounted for."""
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from protos.inference_pb2_grpc import InferenceServiceStub
+from runtime.errors import from_call
+from runtime.fault import Reason
+from tests.e2e.asking import ask, asked, open_stub
+from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
+from tests.e2e.proxy import Proxy, proxy
+
+pytestmark = pytest.mark.slow
+
+MOST_AT_WORK = 2
+LONG = 1900
+PREFILL, DECODE = 0, 1
+
+
+@dataclass
+class Scene:
+    """One worker of each kind with small steps, a router that runs two requests at once, and no grace."""
+
+    running: Deployment
+    between: Proxy
+    stub: InferenceServiceStub
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """An id is good for one request; those of a test end with this."""
+
+    def begin(self, request_id: str, prompt: int = 200, output: int = 1000, timeout: float = PATIENCE_S) -> Any:
+        request = asked([0] + [5 + (prompt * 31 + n) % 4000 for n in range(prompt - 1)], max_tokens=output)
+        request.request_id = f"{request_id}-{self.mark}"
+        request.stopping.ignore_eos = True
+        return self.stub.GenerateStream(request, timeout=timeout)
+
+    async def until(self, worker: int, holds: Callable[[wire.AuditResponse], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds(await asyncio.to_thread(self.running.workers[worker].audit)):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    async def cancel(self, request_id: str) -> int:
+        answer = await self.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=f"{request_id}-{self.mark}"))
+        return int(answer.status)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[tuple[Deployment, Proxy]]:
+    with ExitStack() as stack:
+        between = stack.enter_context(proxy())
+        small = (*SMALL_KV, "--token-budget", "16", "--max-running", "16", "--lease-ms", "3000")
+        router = ("--resume-grace-ms", "0", "--max-active", str(MOST_AT_WORK))
+        yield stack.enter_context(deployment(worker=small, router=router, between=between)), between
+
+
+@pytest.fixture
+async def scene(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Scene]:
+    """Whatever a test does, all that it began is over at its end, and a plain request is answered."""
+    running, between = processes
+    channel, stub = open_stub(running.address)
+    async with channel:
+        yield Scene(running, between, stub)
+        between.tamper = None
+        assert len((await ask(stub, asked("x = 1\n", max_tokens=4))).ids) == 4
+    await asyncio.to_thread(running.settled)
+
+
+def holding(phase: int) -> Callable[[wire.AuditResponse], bool]:
+    return lambda audit: any(owner.phase == phase for owner in audit.owners)
+
+
+def without_runs(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
+    """A cache that never comes, from a giver that lives."""
+    return [message] if message.HasField("beat") else []
+
+
+async def queued(scene: Scene) -> Any:
+    others = [scene.begin(f"before-{n}") for n in range(MOST_AT_WORK)]
+    for other in others:
+        await other.read()
+    call = scene.begin("it", output=500)
+    await asyncio.sleep(0.1)  # nothing tells that it waits; were it running, the test would only be weaker
+    return call, others
+
+
+async def prefilling(scene: Scene) -> Any:
+    call = scene.begin("it", prompt=LONG, output=100)
+    await scene.until(PREFILL, holding(wire.Held.PHASE_RUNNING))
+    return call, []
+
+
+async def handing_over(scene: Scene) -> Any:
+    scene.between.tamper = without_runs
+    call = scene.begin("it", prompt=LONG, output=100)
+    await scene.until(DECODE, holding(wire.Held.PHASE_ARRIVING))
+    return call, []
+
+
+async def decoding(scene: Scene) -> Any:
+    call = scene.begin("it")
+    await scene.until(DECODE, holding(wire.Held.PHASE_RUNNING))
+    return call, []
+
+
+INSTANTS = [queued, prefilling, handing_over, decoding]
+
+
+def by_name(instant: Callable[..., object]) -> str:
+    return instant.__name__
+
+
+@pytest.mark.parametrize("instant", INSTANTS, ids=by_name)
+async def test_by_a_call(scene: Scene, instant: Callable[[Scene], Any]) -> None:
+    call, others = await instant(scene)
+    assert await scene.cancel("it") == pb.CancelGenerationResponse.STATUS_CANCELLED
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        async for _ in call:
+            pass
+    error = from_call(ended.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.CANCELLED, Reason.CANCELLED)
+    if instant is not queued:  # one that was never admitted is not recorded
+        assert await scene.cancel("it") == pb.CancelGenerationResponse.STATUS_CANCELLED
+    for other in others:
+        other.cancel()
+
+
+@pytest.mark.parametrize("instant", INSTANTS, ids=by_name)
+async def test_by_leaving(scene: Scene, instant: Callable[[Scene], Any]) -> None:
+    call, others = await instant(scene)
+    for one in (call, *others):
+        one.cancel()
+    if instant is queued:
+        return  # the scene's end finds its place free
+    async with asyncio.timeout(PATIENCE_S):
+        while await scene.cancel("it") != pb.CancelGenerationResponse.STATUS_CANCELLED:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("instant", INSTANTS, ids=by_name)
+async def test_by_the_deadline(scene: Scene, instant: Callable[[Scene], Any]) -> None:
+    begin = scene.begin
+
+    def hurried(request_id: str, prompt: int = 200, output: int = 1800, timeout: float = PATIENCE_S) -> Any:
+        return begin(request_id, prompt, output, timeout=1.5 if request_id == "it" else timeout)
+
+    scene.begin = hurried  # type: ignore[method-assign]
+    call, others = await instant(scene)
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        async for _ in call:
+            pass
+    assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    for other in others:
+        other.cancel()
+
+
+async def test_at_any_instant_and_in_any_way(scene: Scene) -> None:
+    chance = random.Random(7)
+
+    async def give_up(n: int) -> None:
+        call = scene.begin(f"any-{n}", prompt=chance.randrange(1, 400), output=chance.randrange(2, 300))
+        reading = asyncio.create_task(_drained(call))
+        await asyncio.sleep(chance.random() * 0.4)
+        if chance.random() < 0.5:
+            await scene.cancel(f"any-{n}")
+        else:
+            call.cancel()
+        await reading
+
+    for _ in range(6):
+        await asyncio.gather(*(give_up(chance.getrandbits(32)) for _ in range(6)))
+
+
+async def _drained(call: Any) -> None:
+    """Its end is one of two: it was done before it was given up, or it was given up."""
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        ended = error.code()
+    except asyncio.CancelledError:
+        ended = grpc.StatusCode.CANCELLED
+    else:
+        ended = grpc.StatusCode.OK
+    assert ended in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)

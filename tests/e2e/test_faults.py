@@ -1,0 +1,150 @@
+"""A cache that arrives wrong is never decoded: the request goes on by another way and its text is the same."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from protos import worker_pb2 as wire
+from protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.asking import TOKENIZER, ask, asked, generated, open_stub
+from tests.e2e.deployment import SMALL_KV, Deployment, deployment
+from tests.e2e.proxy import Proxy, Tamper, proxy
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "def total(values):\n    result = 0\n" * 12
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[tuple[Deployment, Proxy]]:
+    """One worker of each kind; what the prefill worker gives goes through a proxy."""
+    with ExitStack() as stack:
+        between = stack.enter_context(proxy())
+        small = (*SMALL_KV, "--lease-ms", "2000")
+        running = stack.enter_context(deployment(worker=small, between=between))
+        yield running, between
+
+
+def flipped() -> Tamper:
+    def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
+        if message.HasField("kv_run"):
+            data = bytearray(message.kv_run.data)
+            data[len(data) // 2] ^= 1
+            message.kv_run.data = bytes(data)
+        return [message]
+
+    return change
+
+
+def truncated() -> Tamper:
+    def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
+        if message.HasField("kv_run"):
+            message.kv_run.data = message.kv_run.data[:-8]
+        return [message]
+
+    return change
+
+
+def lost() -> Tamper:
+    """The first run never arrives."""
+    seen: list[int] = []
+
+    def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
+        if message.HasField("kv_run"):
+            seen.append(1)
+            return [] if len(seen) == 1 else [message]
+        return [message]
+
+    return change
+
+
+def swapped() -> Tamper:
+    """Two blocks of one run change places, bytes and sums alike."""
+
+    def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
+        if message.HasField("kv_run") and len(message.kv_run.block_sums) > 1:
+            run = message.kv_run
+            size = len(run.data) // len(run.block_sums)
+            run.data = run.data[size : 2 * size] + run.data[:size] + run.data[2 * size :]
+            run.block_sums[0], run.block_sums[1] = run.block_sums[1], run.block_sums[0]
+        return [message]
+
+    return change
+
+
+def of_another() -> Tamper:
+    """What an earlier fetch brought, in place of what this one should: late, and somebody else's."""
+    stale: list[wire.FetchResponse] = []
+
+    def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
+        if message.HasField("kv_run"):
+            stale.append(message)
+            return [stale[0]]
+        return [message]
+
+    return change
+
+
+def resealed() -> Tamper:
+    """The seal speaks of another token."""
+
+    def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
+        if message.HasField("seal"):
+            tokens = bytearray(message.seal.outputs[0].tokens)
+            tokens[0] ^= 1
+            message.seal.outputs[0].tokens = bytes(tokens)
+        return [message]
+
+    return change
+
+
+def cut() -> Tamper:
+    """It ends without a seal."""
+    return lambda message: [] if message.HasField("seal") else [message]
+
+
+KINDS = [flipped, truncated, lost, swapped, of_another, resealed, cut]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+async def test_what_is_wrong_is_refused_and_the_answer_is_right(
+    scene: tuple[Deployment, Proxy], kind: Callable[[], Tamper]
+) -> None:
+    running, between = scene
+    prompt = f"# {kind.__name__}\n" + PROMPT
+    ids = TOKENIZER.encode(prompt).ids
+    channel, stub = open_stub(running.address)
+    async with channel:
+        between.tamper = None
+        before = between.fetches
+        clean = await ask(stub, asked(prompt[:60], max_tokens=8))
+        assert clean.receipt.attempts == 1
+        between.tamper = kind()
+        if kind is of_another:
+            await _spoil(stub, "# another\n" + prompt[:200])
+        answer = await ask(stub, asked(prompt, max_tokens=30))
+        between.tamper = None
+    assert between.fetches >= before + 2
+    assert answer.ids == generated(ids, 30)
+    assert answer.receipt.attempts > 1
+    assert answer.usage.completion_tokens == 30
+    await asyncio.to_thread(running.settled)
+
+
+async def test_a_giver_that_falls_silent_is_lost_and_the_answer_is_right(scene: tuple[Deployment, Proxy]) -> None:
+    running, between = scene
+    channel, stub = open_stub(running.address)
+    async with channel:
+        between.is_mute = True
+        answer = await ask(stub, asked("# silent\n" + PROMPT, max_tokens=30))
+        between.is_mute = False
+    assert answer.ids == generated(TOKENIZER.encode("# silent\n" + PROMPT).ids, 30)
+    assert answer.receipt.attempts > 1
+    await asyncio.to_thread(running.settled)
+
+
+async def _spoil(stub: InferenceServiceStub, prompt: str) -> None:
+    """Something for a later fetch to be given: it passes itself, its first run being its own."""
+    await ask(stub, asked(prompt, max_tokens=4))

@@ -1,0 +1,88 @@
+"""What is distributed works where the sources are not: the wheel, in an environment of its own, serves and asks."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.deployment import PATIENCE_S
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with the wheel alone; what it depends on is seen through a path entry, this checkout is not."""
+    folder = tmp_path_factory.mktemp("install")
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
+    subprocess.run(build, check=True, capture_output=True, timeout=PATIENCE_S)
+    (wheel,) = folder.glob("decant_llm-*.whl")
+    home = folder / "venv"
+    venv.create(home, with_pip=False, symlinks=True)
+    (packages,) = home.glob("lib/python*/site-packages")
+    # A plain path entry: the .pth files in there, this checkout's editable install among them, are not followed.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "-q", "--no-deps"]
+    subprocess.run([*install, "--force-reinstall", str(wheel)], check=True, capture_output=True, timeout=PATIENCE_S)
+    return home
+
+
+def test_the_wheel_runs_a_deployment_and_asks_it(environment: Path, tmp_path: Path) -> None:
+    decant = str(environment / "bin" / "decant")
+    variables = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    variables.pop("PYTHONPATH", None)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [decant, *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+
+    where = [str(environment / "bin" / "python"), "-P", "-c", "import router; print(router.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith(str(environment)), found.stdout
+    up = subprocess.Popen(
+        [decant, "up", "--port", "0"],
+        cwd=tmp_path,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert up.stdout
+        said = []
+        for line in up.stdout:
+            said.append(line)
+            if '"ready"' in line and "address" in line:
+                break
+        else:
+            pytest.fail("".join(said))
+        done = run("generate", "def add(a, b):\n", "--max-tokens", "12", "--json")
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert answer["text"]
+        assert run("audit").returncode == 0
+        assert run("status", "--json").returncode == 0
+    finally:
+        up.terminate()
+        rest, _ = up.communicate(timeout=PATIENCE_S)
+    assert up.returncode == 0, rest
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,100 @@
+"""What others see of a deployment: a client made from the .proto alone, reflection, health, refusals."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import InferenceServiceStub
+from runtime.errors import InvalidArgument, NotFound, Unimplemented, from_call
+from tests.e2e.asking import asked
+from tests.e2e.deployment import PATIENCE_S, Deployment
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+STRANGER = """
+import sys, grpc
+import inference_pb2 as pb, inference_pb2_grpc as services
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    stub = services.InferenceServiceStub(channel)
+    request = pb.GenerateRequest(prompt="def f(x):", stopping=pb.StoppingParams(max_tokens=12))
+    messages = list(stub.GenerateStream(request, timeout=60))
+assert messages[-1].usage.completion_tokens > 0 and messages[-1].receipt.e2e_ms > 0
+assert not any(name in sys.modules for name in ("protos", "runtime", "decant", "router"))
+print("".join(message.delta.text for message in messages))
+"""
+
+
+def test_a_client_made_from_the_proto_alone(pair: Deployment, tmp_path: Path) -> None:
+    """Compiled elsewhere, run in another process that can't see this project."""
+    source = (ROOT / "protos" / "inference.proto").read_text()
+    (tmp_path / "inference.proto").write_text(source)
+    compile_ = [sys.executable, "-m", "grpc_tools.protoc", f"-I{tmp_path}", f"-I{_google()}"]
+    out = [f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}", str(tmp_path / "inference.proto")]
+    subprocess.run([*compile_, *out], check=True)
+    run = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{STRANGER}", pair.address]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def _google() -> str:
+    import google.rpc.status_pb2
+
+    return str(Path(google.rpc.status_pb2.__file__).parents[2])
+
+
+def test_reflection_and_health_answer_on_every_process(pair: Deployment) -> None:
+    inside = {"Prefill", "Decode", "KvSource", "Audit"}
+    served = {pair.address: {"decant.v1.InferenceService"}}
+    served |= {worker.address: {f"decant.internal.v1.{name}" for name in inside} for worker in pair.workers}
+    for address, names in served.items():
+        with grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", "alive", "ready", *names):
+                check = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE_S)
+                assert check.status == health_pb2.HealthCheckResponse.SERVING
+            ask = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            (answer,) = stub.ServerReflectionInfo(ask, timeout=PATIENCE_S)
+            assert names <= {service.name for service in answer.list_services_response.service}
+
+
+async def refusal(stub: InferenceServiceStub, request: pb.GenerateRequest) -> Exception:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(request, timeout=PATIENCE_S)
+    return from_call(caught.value)
+
+
+async def test_refusals_name_field_limit_and_value(stub: InferenceServiceStub) -> None:
+    hot = await refusal(stub, pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(temperature=101)))
+    assert isinstance(hot, InvalidArgument)
+    assert (hot.field, hot.value) == ("sampling.temperature", "101.0")
+    assert "100" in hot.limit
+    long = await refusal(stub, asked([5] * 2049))
+    assert isinstance(long, InvalidArgument)
+    assert "2048" in long.limit
+    assert "2049" in long.value
+    two = await refusal(stub, pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(n=2)))
+    assert isinstance(two, Unimplemented)
+    assert isinstance(await refusal(stub, pb.GenerateRequest(prompt="x", model="nobody")), NotFound)
+    chat = pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message(role="user", content="hello")]))
+    untemplated = await refusal(stub, chat)
+    assert isinstance(untemplated, InvalidArgument)
+    assert "chat template" in untemplated.limit
+
+
+async def test_what_is_not_built_is_told_beforehand_and_refused_by_name(stub: InferenceServiceStub) -> None:
+    info = await stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert "StoppingParams.stop" in info.unimplemented_fields
+    request = pb.GenerateRequest(prompt="x", stopping=pb.StoppingParams(stop=["\n"]))
+    error = await refusal(stub, request)
+    assert isinstance(error, Unimplemented)
+    assert error.field == "StoppingParams.stop"
