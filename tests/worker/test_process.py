@@ -254,6 +254,14 @@ def test_settings_that_can_not_be_honoured_are_refused_in_one_line(
     assert words in said
 
 
+def test_a_redis_that_will_never_let_it_in_is_refused(run: Run, redis: PrivateRedis) -> None:
+    url = redis.url.replace("unix://", "unix://:no-such-password@")
+    status, said = run(FAKE, *SMALL, "--redis-url", url).ended()
+    assert (status, said.count("\n")) == (2, 1), said
+    assert said.startswith("decode_worker: --redis-url: ")
+    assert "no-such-password" not in said
+
+
 # -- with a real model ------------------------------------------------------------------------------------------
 
 
