@@ -17,6 +17,9 @@ from runtime.errors import AlreadyExists, Cancelled, Unavailable, Unimplemented
 from runtime.fault import Reason
 from state.names import RequestKey
 
+LAST_WRITE_SECONDS = 5.0
+"""Of a drain, for a Redis that is away."""
+
 _log = logs.get(__name__)
 
 
@@ -89,10 +92,14 @@ class Dispatcher:
         return self._router.pool.window_of(model)
 
     async def drain(self) -> None:
-        """Takes no more requests; returns when none is left, and all are written."""
+        """Takes no more requests; returns when none is left, and all are written as far as Redis is there."""
         self._draining = True
         await self._idle.wait()
-        await self._router.flusher.idle()
+        try:
+            async with asyncio.timeout(LAST_WRITE_SECONDS):
+                await self._router.flusher.idle()
+        except TimeoutError:
+            _log.warning("ended requests could not be written", limit_seconds=LAST_WRITE_SECONDS)
 
     async def close(self) -> None:
         """Ends whatever is still at work."""

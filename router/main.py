@@ -35,6 +35,7 @@ from runtime.model_files import ModelUnreadable
 from runtime.peer import default_id, new_peer
 from runtime.server import Server, serve
 from runtime.settings import Refused
+from runtime.tls import channel_credentials
 from state.errors import StateError, StoreFault, StoreUnavailable
 from state.keys import Lifetimes
 from state.names import Life
@@ -90,6 +91,7 @@ class Process:
         self.readiness = Readiness()
         self.registry = Registry()
         self.peer = new_peer(settings.id or default_id("router"))
+        channel_credentials(settings)  # raises Refused now, not when the first worker is found
         hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
         self.pool = Pool(self.peer, store.workers, hashes, settings)
         self.flusher = Flusher(store.requests, settings.flush_ms)

@@ -188,6 +188,7 @@ class Session:
     async def _open(self, call: Any) -> None:
         self._outgoing = asyncio.Queue()
         self._retiring.clear()
+        named = set(self._runs)
         owned = [following.owned() for following in self._runs.values()]
         hello = wire.Hello(router=self._router, worker=self.worker, owned=owned)
         async with asyncio.timeout(WELCOME_SECONDS):
@@ -198,6 +199,8 @@ class Session:
         if not same_life(answer.welcome.worker, self.worker):
             raise Broken("the welcome is of another life", Reason.WRONG_PEER)
         self._welcomed(answer.welcome)
+        for following in [each for key, each in self._runs.items() if key not in named]:
+            self._say(wire.ToWorker(start=following.start))  # begun while the worker was greeted
 
     def _welcomed(self, welcome: wire.Welcome) -> None:
         self.is_open, self._quiet = True, 0

@@ -47,6 +47,9 @@ async def first(*coroutines: Coroutine[Any, Any, _T]) -> _T:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # seen: of those that fail together, one is told
     return next(task for task in tasks if task in done).result()
 
 

@@ -26,7 +26,7 @@ from state.owned import OwnedRequest
 from state.store import Store
 from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds until a test gives up: the machine may be busy."""
 
 

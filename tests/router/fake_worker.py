@@ -70,6 +70,8 @@ class Script:
     drop_frames: int = 0
     """So many frames are not sent."""
     refuse_sessions: bool = False
+    welcome_pause: bool = False
+    """A session waits before its welcome until `go` is set."""
     wrong_token_at: int | None = None
     """Sends another token for that output token a second time."""
 
@@ -266,6 +268,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         if self.script.refuse_sessions:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         self.hellos.append(hello)
+        if self.script.welcome_pause:
+            await self.go.wait()
         out: asyncio.Queue[wire.FromWorker | None] = asyncio.Queue()
         self._out = out
         out.put_nowait(wire.FromWorker(welcome=self._welcome(hello)))

@@ -56,6 +56,13 @@ def life_of(worker: FakeWorker) -> Life:
     return Life.of(worker.facts.peer)
 
 
+def pass_on(worker: FakeWorker, until: int) -> None:
+    """A worker that waits goes on to that output token, and waits there."""
+    worker.script.pause_at = until
+    worker.go.set()
+    worker.go = asyncio.Event()
+
+
 def error_of(course: Course) -> ServiceError:
     assert isinstance(course.end, ServiceError)
     return course.end
@@ -330,6 +337,8 @@ async def test_frames_that_are_lost_are_asked_for_again(store: Store) -> None:
         course = await scene.dispatcher.begin(make_request(max_tokens=8))
         await written(course, 2)
         workers[1].script.drop_frames = 2
+        pass_on(workers[1], until=6)
+        await written(course, 6)  # and not only at its end
         workers[1].go.set()
         assert tokens_of(await ended(course)) == answer(PROMPT, 8)
         assert workers[1].resends > 0
@@ -371,6 +380,7 @@ async def test_a_stuck_worker_gets_no_new_work_and_loses_what_it_has(store: Stor
         stuck.script.stuck_ms = None
 
 
+@pytest.mark.slow
 async def test_a_silent_worker_loses_what_it_has(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
@@ -464,6 +474,7 @@ async def test_a_cancel_ends_it_at_once_in_every_state(store: Store, phase: str)
             assert workers[1].cancels[-1].reason == wire.Cancel.REASON_CLIENT
         found = await stored(store, scene)
         assert found.state == CANCELLED
+        assert isinstance(course.end, Cancelled), "the first end stays"
         assert found.record.finished[0].finish_reason == pb.FINISH_REASON_CANCELLED
 
 

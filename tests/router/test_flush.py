@@ -22,6 +22,7 @@ from state.private_redis import PrivateRedis
 from state.store import Store
 from tests.router.core import PATIENCE, core, ended, make_request, tokens_of, until, written
 from tests.router.fake_worker import answer, fleet
+from tests.router.test_dispatch import pass_on
 from tests.state.ports import free_port
 from tests.state.scenes import make_store
 
@@ -116,9 +117,7 @@ async def test_a_request_that_another_router_owns_ends_here(store: Store) -> Non
         course = await scene.dispatcher.begin(make_request())
         await written(course, 2)
         await store.requests.adopt(KEY, Life("other", 1))
-        workers[1].script.pause_at = 3
-        workers[1].go.set()
-        workers[1].go = asyncio.Event()
+        pass_on(workers[1], until=3)
         end = (await ended(course)).end
         assert isinstance(end, Aborted)
         assert end.reason is Reason.SUPERSEDED
@@ -131,12 +130,13 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
         workers[1].script.pause_at = 2
         course = await scene.dispatcher.begin(make_request())
         await written(course, 2)
+        await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
         facts = RouterRegistration(peer=new_peer("me"), address="x:1")
         told: list[str] = []
         replaced = lambda: told.append("replaced")  # noqa: E731
         membership = Membership(store, facts, scene.router.flusher.rewrite, replaced)
         membership.start(0.02)
-        await until(lambda: membership._era)
+        await until(lambda: membership._era and not scene.owned("r").unwritten)
         bare.flushall()
         async with asyncio.timeout(PATIENCE):
             while True:

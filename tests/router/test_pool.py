@@ -103,6 +103,16 @@ async def test_the_window_is_the_shortest_of_those_that_can_be_used(store: Store
 
 
 async def test_what_was_just_sent_counts_until_the_worker_says_so(store: Store) -> None:
+    async with fleet(D) as workers, core(store, workers) as scene:
+        (worker,) = scene.router.pool.of("m")
+        worker.book(160)
+        seen = worker.seen(False)
+        assert (seen.sequences, seen.queued_tokens, seen.free_blocks) == (1, 160, 990)
+        worker.told_load()
+        assert worker.seen(False).sequences == 0
+
+
+async def test_many_at_once_are_spread(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = 1

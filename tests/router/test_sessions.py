@@ -135,6 +135,18 @@ async def test_a_start_that_never_arrived_is_said_again_and_one_that_did_is_lost
         opened.leave(unheard.following, wire.Cancel.REASON_CLIENT)
 
 
+async def test_a_start_while_the_worker_is_greeted_is_said_after_the_welcome() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.welcome_pause = True
+        worker.break_session()
+        await until(lambda: len(worker.hellos) == 2)
+        run = make_run()
+        opened.start(run.following)
+        worker.go.set()
+        await until(lambda: wire.Ended in run.kinds)
+        assert run.course.tokens == answer(PROMPT, 5)
+
+
 async def test_after_a_break_tokens_go_on_from_where_they_were() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 3

@@ -1,6 +1,7 @@
 """What every process owes: health that tells the truth, reflection, an end that cuts nobody off, and one that does."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -276,6 +277,19 @@ async def test_first_ends_the_others() -> None:
 
     assert await first(loser(), winner()) == 7
     assert ended.is_set()
+
+
+async def test_of_those_that_fail_together_one_is_told_and_none_is_left_over() -> None:
+    left: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: left.append(context))
+
+    async def failing(words: str) -> None:
+        raise ValueError(words)
+
+    with pytest.raises(ValueError, match="one"):
+        await first(failing("one"), failing("two"))
+    gc.collect()
+    assert not left
 
 
 PROCESS = """

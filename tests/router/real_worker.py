@@ -1,0 +1,29 @@
+"""A worker's real process over the engine's fake device: ``python -m tests.router.real_worker prefill|decode ...``.
+
+Its steps take STEP_SECONDS, so that a test has time to do something to it while it writes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from decode_worker.main import KIND as DECODE
+from engine.fake import FakeDevice
+from engine.plan import StepPlan
+from prefill_worker.main import KIND as PREFILL
+from worker.process import main
+from worker.settings import WorkerSettings
+
+STEP_SECONDS = 0.02
+
+
+def _device(_: WorkerSettings) -> FakeDevice:
+    def cost(_: StepPlan) -> float:
+        return STEP_SECONDS
+
+    return FakeDevice(num_blocks=512, block_size=16, vocab_size=512, window=512, cost=cost)
+
+
+if __name__ == "__main__":
+    kind = {"prefill": PREFILL, "decode": DECODE}[sys.argv[1]]
+    raise SystemExit(main(kind, sys.argv[2:], _device))

@@ -1,0 +1,158 @@
+"""The router's process with real workers' processes, whose engines are fake: what is written survives what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+import models as trained
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc as services
+from state.private_redis import PrivateRedis
+from state.store import Store
+from tests.router.test_router_process import Running, become_ready, router
+
+pytestmark = pytest.mark.slow
+PATIENCE = 120.0
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Deployment:
+    store: Store
+    router: Running
+    stub: inference_pb2_grpc.InferenceServiceStub
+    workers: dict[str, asyncio.subprocess.Process]
+
+    async def answer(self, prompt: int, count: int, id: str = "") -> tuple[list[int], pb.Receipt]:
+        """What is streamed for a prompt of that many tokens."""
+        ids: list[int] = []
+        last = pb.GenerateStreamResponse()
+        async for message in self.stub.GenerateStream(asked(prompt, count, id), timeout=PATIENCE):
+            if message.HasField("delta"):
+                ids += message.delta.token_ids
+            last = message
+        return ids, last.receipt
+
+    async def audit(self, name: str) -> wire.AuditResponse:
+        (address,) = (
+            each.facts.address for each in (await self.store.workers.listing()).present if each.life.id == name
+        )
+        async with grpc.aio.insecure_channel(address) as channel:
+            answer: wire.AuditResponse = await services.AuditStub(channel).Audit(wire.AuditRequest())
+            return answer
+
+    async def is_clean(self, name: str) -> bool:
+        """Whether nothing is left at a worker."""
+        found = await self.audit(name)
+        assert not found.violations
+        left = (found.owned_blocks, found.leased_blocks, found.unretired, found.orphans, len(found.owners))
+        return left == (0, 0, 0, 0, 0)
+
+    async def until_clean(self, *names: str) -> None:
+        async with asyncio.timeout(PATIENCE):
+            for name in names:
+                while not await self.is_clean(name):  # noqa: ASYNC110 - another process's
+                    await asyncio.sleep(0.1)
+
+
+def asked(prompt: int, count: int, id: str = "") -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=id,
+        token_ids=pb.TokenIds(ids=[1 + (prompt * k) % 300 for k in range(prompt)]),
+        sampling=pb.SamplingParams(seed=prompt, temperature=1.0),
+        stopping=pb.StoppingParams(max_tokens=count, ignore_eos=True),
+        response=pb.ResponseOptions(token_ids=True, text=False),
+    )
+
+
+@asynccontextmanager
+async def worker(server: PrivateRedis, kind: str, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    command = [sys.executable, "-m", "tests.router.real_worker", kind]
+    command += ["--model", str(trained.path()), "--model-id", "m", "--id", name, "--port", "0"]
+    command += ["--redis-url", server.url]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = await asyncio.create_subprocess_exec(*command, env=env)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def deployment(server: PrivateRedis, store: Store, **workers: str) -> AsyncIterator[Deployment]:
+    async with AsyncExitStack() as stack:
+        processes = {
+            name: await stack.enter_async_context(worker(server, kind, name)) for name, kind in workers.items()
+        }
+        async with asyncio.timeout(PATIENCE):
+            listing = await store.workers.listing()
+            while len(listing.present) < len(workers):
+                assert all(process.returncode is None for process in processes.values())
+                listing = await store.workers.change(listing, 5.0)
+        running = await stack.enter_async_context(router(server, "--drain-seconds", "5"))
+        await become_ready(running)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(running.address))
+        yield Deployment(store, running, inference_pb2_grpc.InferenceServiceStub(channel), processes)
+
+
+async def test_answers_survive_the_loss_of_a_decode_worker_and_nothing_is_left(
+    server: PrivateRedis, store: Store
+) -> None:
+    async with deployment(server, store, p="prefill", d="decode", e="decode") as scene:
+        prompts = range(20, 28)
+        quiet = await asyncio.gather(*[scene.answer(prompt, 40) for prompt in prompts])
+        for ids, receipt in quiet:
+            assert len(ids) == 40
+            assert receipt.prefill_worker == "p"
+            assert receipt.decode_worker in "de"
+            assert receipt.attempts == 1
+        await scene.until_clean("p", "d", "e")
+        again = [asyncio.ensure_future(scene.answer(prompt, 40)) for prompt in prompts]
+        await asyncio.sleep(0.4)  # in the middle of something, whatever it is
+        scene.workers["d"].send_signal(signal.SIGKILL)
+        answers = await asyncio.gather(*again)
+        assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]
+        assert any(receipt.attempts == 2 for _, receipt in answers)
+        await scene.until_clean("p", "e")
+
+
+async def test_answers_survive_the_loss_of_the_prefill_worker(server: PrivateRedis, store: Store) -> None:
+    async with deployment(server, store, p="prefill", d="decode") as scene:
+        quiet = await asyncio.gather(*[scene.answer(prompt, 10) for prompt in range(100, 108)])
+        again = [asyncio.ensure_future(scene.answer(prompt, 10)) for prompt in range(100, 108)]
+        await asyncio.sleep(0.05)
+        scene.workers["p"].send_signal(signal.SIGKILL)
+        assert [ids for ids, _ in await asyncio.gather(*again)] == [ids for ids, _ in quiet]
+        await scene.until_clean("d")
+        ids, receipt = await scene.answer(100, 10)
+        assert ids == quiet[0][0]
+        assert receipt.prefill_worker == ""
+
+
+async def test_a_client_that_leaves_or_cancels_frees_everything(server: PrivateRedis, store: Store) -> None:
+    async with deployment(server, store, p="prefill", d="decode") as scene:
+        calls = [scene.stub.GenerateStream(asked(30 + n, 400)) for n in range(4)]
+        for call in calls:
+            while not (await call.read()).HasField("delta"):
+                pass
+            call.cancel()
+        named = scene.stub.GenerateStream(asked(50, 400, "named"))
+        while not (await named.read()).HasField("delta"):
+            pass
+        done = await scene.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="named"))
+        assert done.status == pb.CancelGenerationResponse.STATUS_CANCELLED
+        await scene.until_clean("p", "d")
