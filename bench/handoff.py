@@ -1,10 +1,13 @@
 """A cache on its way between two processes, beside a bare gRPC stream of bytes between the same two.
 
-    python -m bench.handoff [--mib 128] [--runs 5] [--json OUT]
+    python -m bench.handoff [--mib 128] [--runs 15] [--json OUT]
 
 The giver is a process of its own with blocks of the size that Qwen2.5-0.5B has (192 KiB for 16 tokens); its prompt is
 computed before the clock starts, so that what is measured is the moving: reading blocks, sums, messages, checks,
-writing blocks, acknowledgements, seal. The bare stream sends messages of the same size and does nothing with them.
+writing blocks, seal. The bare stream sends messages of the same size and does nothing with them. The two take turns.
+
+Then one end after the other computes steps of many small operations, alone, beside bare streams, and beside handoffs:
+how much longer a step takes. On less than four free cores the bare stream slows steps down as well.
 """
 
 from __future__ import annotations
@@ -15,91 +18,26 @@ import json
 import statistics
 import sys
 import time
-from array import array
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
 
 import grpc
 from rich.console import Console
 from rich.progress import track
 
-from engine.engine import Engine
-from engine.loop import EngineLoop
-from engine.output import StepOutput
-from engine.plan import StepPlan, StepResult
-from engine.request import Request, StopParams
-from engine.scheduler import Limits
-from handoff.giver import Giver
-from handoff.packing import MESSAGE_BYTES, Shape, checksum
+from bench.bulk import LAYOUT, End, Span
+from handoff.packing import MESSAGE_BYTES
 from handoff.service import KvSourceService
-from handoff.taker import Taker
 from handoff.transport import GrpcTransport
 from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
 
-BLOCK_SIZE = 16
-BLOCK_BYTES = BLOCK_SIZE * 12 * 1024
-LAYOUT = 1
 GOAL = 0.8
 """Share of the bare stream's rate that a handoff should reach."""
-
-
-class Bulk:
-    """A device of blocks of real bytes that computes nothing."""
-
-    block_size = BLOCK_SIZE
-    block_bytes = BLOCK_BYTES
-    vocab_size = 256
-    eos_token_ids: frozenset[int] = frozenset()
-    layout = "bulk"
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.window = num_blocks * BLOCK_SIZE
-        self._bytes = memoryview(bytearray(num_blocks * BLOCK_BYTES))
-        for block in range(num_blocks):
-            self.read(block)[:4] = block.to_bytes(4, "little")
-
-    def read(self, block: int) -> memoryview:
-        return self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-
-    def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        self.read(block)[:] = data
-
-    def run(self, plan: StepPlan) -> StepResult:
-        return StepResult([7 if row.sample else None for row in plan.rows])
-
-
-class End:
-    """One side: an engine over bulk blocks on its thread, with both ends of a handoff."""
-
-    def __init__(self, name: str, mib: int) -> None:
-        self.tokens = mib * (1 << 20) // (12 * 1024)
-        device = Bulk(self.tokens // BLOCK_SIZE + 8)
-        limits = Limits(token_budget=device.window, max_running=4, window=device.window)
-        self.engine = Engine(device, limits, checksum=checksum)
-        self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
-        shape = Shape(BLOCK_SIZE, BLOCK_BYTES, LAYOUT)
-        self.loop = EngineLoop(self.engine, self._on_step)
-        self.giver = Giver(self.loop, shape, wire.Beat)
-        self.taker = Taker(self.loop, shape, self.peer, wire.Beat)
-        self._events: dict[str, asyncio.Event] = {}
-        self.loop.start()
-
-    def _on_step(self, output: StepOutput) -> None:
-        self.giver.on_step(output)
-        for name in (*output.parked, *(ended.id for ended in output.ended)):
-            self._events.setdefault(name, asyncio.Event()).set()
-
-    async def happened(self, name: str) -> None:
-        """The sequence was parked or ended."""
-        await self._events.setdefault(name, asyncio.Event()).wait()
-
-    def request(self, name: str, park: bool) -> Request:
-        """A prompt that no cache knows: its first tokens are its name."""
-        tokens = (*name.encode(), *array("B", bytes(self.tokens - len(name))))
-        stop = StopParams(max_tokens=2, ignore_eos=True)
-        return Request(name, tokens, stop=stop, use_prefix_cache=False, park_after=1 if park else None)
+STEP_GOAL = 1.2
+"""How many times as long a step beside a handoff may take as one alone."""
+STEP_SECONDS = 1.5
+"""How long steps are watched in each company."""
+ENDS = ("giver", "taker")
 
 
 # -- the giver's process -----------------------------------------------------------------------------------------
@@ -122,11 +60,18 @@ async def give(mib: int) -> None:
         for _index in range(mib):
             yield message
 
+    async def busy(request: bytes, _: Any) -> bytes:
+        await end.busy()
+        return b""
+
+    async def rest(request: bytes, _: Any) -> bytes:
+        return json.dumps(await end.rest()).encode()
+
     server = grpc.aio.server()
     KvSourceService(end.giver).add_to(server)
     methods: dict[str, Any] = {
-        "Offer": grpc.unary_unary_rpc_method_handler(offer),
         "Bare": grpc.unary_stream_rpc_method_handler(bare),
+        **{call.__name__: grpc.unary_unary_rpc_method_handler(call) for call in (offer, busy, rest)},
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Bench", methods),))
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
@@ -143,74 +88,178 @@ def connect(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, [("grpc.max_receive_message_length", 4 * MESSAGE_BYTES)])
 
 
+class Pair:
+    """A taker here and the giver at ``address``."""
+
+    def __init__(self, address: str, mib: int) -> None:
+        self.end = End("taker", mib)
+        self._address = address
+        self._channel = connect(address)
+        self._transport = GrpcTransport(connect)
+        self._moved = 0
+
+    async def call(self, method: str, request: bytes = b"") -> bytes:
+        """Ask the giver's process."""
+        ask: Any = self._channel.unary_unary(f"/bench.Bench/{method}")
+        answer: bytes = await ask(request)
+        return answer
+
+    async def bare(self) -> Span:
+        """Receive as many bytes as a handoff moves."""
+        began, received = time.monotonic(), 0
+        stream: Any = self._channel.unary_stream("/bench.Bench/Bare")
+        async for message in stream(b""):
+            received += len(message)
+        return Span(began, time.monotonic())
+
+    async def handoff(self) -> Span:
+        """From the fetch to a joined sequence."""
+        self._moved += 1
+        name = f"run-{self._moved}"
+        ticket = wire.Ticket.FromString(await self.call("offer", name.encode()))
+        arrival = await self.end.loop.call(lambda engine: engine.reserve(self.end.request(name, park=False)))
+        began = time.monotonic()
+        await self.end.taker.take(self._transport.source(self._address), ticket, arrival)
+        took = Span(began, time.monotonic())
+        await self.end.happened(name)
+        return took
+
+    async def close(self) -> None:
+        await self._channel.close()
+        await self._transport.close()
+        await self.end.loop.stop()
+        self.end.engine.check_integrity()
+
+
+Moves = dict[str, Callable[[], Awaitable[Span]]]
+
+
 async def measure(mib: int, runs: int, console: Console) -> dict[str, Any]:
-    """Seconds of both, in turn; the first round is the warm-up."""
+    """Seconds of both, in turn, after one round to warm up; then the steps of either end."""
     command = [sys.executable, "-m", "bench.handoff", "--give", "--mib", str(mib)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdin is not None
     assert process.stdout is not None
-    transport = GrpcTransport(connect)
     try:
-        address = f"127.0.0.1:{int(await process.stdout.readline())}"
-        end, channel = End("taker", mib), connect(address)
-        bare, handed = [], []
-        for index in track(range(runs + 1), "moving", console=console, transient=True):
-            bare.append(await bare_stream(channel))
-            handed.append(await hand_over(end, channel, transport, address, f"run-{index}"))
-        await channel.close()
-        await end.loop.stop()
-        end.engine.check_integrity()
+        pair = Pair(f"127.0.0.1:{int(await process.stdout.readline())}", mib)
+        moves: Moves = {"bare": pair.bare, "handoff": pair.handoff}
+        taken: dict[str, list[float]] = {name: [] for name in moves}
+        for _ in track(range(runs + 1), "moving", console=console, transient=True):
+            for name, move in moves.items():
+                span = await move()
+                taken[name].append(span.ended - span.began)
+        figures: dict[str, Any] = {f"{name}_s": seconds[1:] for name, seconds in taken.items()}
+        steppers: list[Stepper] = [GiverSteps(pair), pair.end]
+        for stepper in track(steppers, "stepping", console=console, transient=True):
+            figures[f"{stepper.peer.id}_step_ms"] = await watch_steps(stepper, moves)
+        await pair.close()
     finally:
-        await transport.close()
         process.stdin.close()
         await process.wait()
-    return {"bare_s": bare[1:], "handoff_s": handed[1:]}
+    return figures
 
 
-async def bare_stream(channel: grpc.aio.Channel) -> float:
-    began, received = time.perf_counter(), 0
-    stream: Any = channel.unary_stream("/bench.Bench/Bare")
-    async for message in stream(b""):
-        received += len(message)
-    return time.perf_counter() - began
+class Stepper(Protocol):
+    """An end that can be told to step."""
+
+    peer: wire.Peer
+
+    async def busy(self) -> None: ...
+    async def rest(self) -> list[Span]: ...
 
 
-async def hand_over(end: End, channel: grpc.aio.Channel, transport: GrpcTransport, address: str, name: str) -> float:
-    """Seconds from the fetch to a joined sequence."""
-    offer: Any = channel.unary_unary("/bench.Bench/Offer")
-    ticket = wire.Ticket.FromString(await offer(name.encode()))
-    arrival = await end.loop.call(lambda engine: engine.reserve(end.request(name, park=False)))
-    began = time.perf_counter()
-    await end.taker.take(transport.source(address), ticket, arrival)
-    took = time.perf_counter() - began
-    await end.happened(name)
-    return took
+class GiverSteps:
+    """The giver's, in its own process."""
+
+    peer = wire.Peer(id="giver")
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    async def busy(self) -> None:
+        await self._pair.call("busy")
+
+    async def rest(self) -> list[Span]:
+        return [Span(*step) for step in json.loads(await self._pair.call("rest"))]
+
+
+async def watch_steps(stepper: Stepper, moves: Moves) -> dict[str, float]:
+    """Milliseconds of a median step: alone, and beside each of ``moves``."""
+
+    async def nothing() -> Span:
+        began = time.monotonic()
+        await asyncio.sleep(STEP_SECONDS)
+        return Span(began, time.monotonic())
+
+    await stepper.busy()
+    beside: dict[str, list[Span]] = {}
+    for name, move in {"alone": nothing, **moves}.items():
+        until, beside[name] = time.monotonic() + STEP_SECONDS, []
+        while time.monotonic() < until:
+            beside[name].append(await move())
+    steps = await stepper.rest()
+    return {name: 1e3 * statistics.median(_within(steps, spans)) for name, spans in beside.items()}
+
+
+def _within(steps: list[Span], spans: list[Span]) -> list[float]:
+    """Seconds of the steps that lie in one of the spans."""
+    return [
+        step.ended - step.began
+        for step in steps
+        if any(span.began <= step.began and step.ended <= span.ended for span in spans)
+    ]
+
+
+def report(mib: int, figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures, and what they come to; a ratio is the median over pairs, its spread their quartiles."""
+    ratios = [bare / handoff for bare, handoff in zip(figures["bare_s"], figures["handoff_s"], strict=True)]
+    slower = {end: figures[f"{end}_step_ms"]["handoff"] / figures[f"{end}_step_ms"]["alone"] for end in ENDS}
+    return {
+        "mib": mib,
+        **figures,
+        "mib_per_s": {name: mib / statistics.median(figures[f"{name}_s"]) for name in ("bare", "handoff")},
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2,
+        "goal": GOAL,
+        "step_slower": slower,
+        "step_goal": STEP_GOAL,
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print it for people."""
+    rates, (low, high) = result["mib_per_s"], result["ratio_quartiles"]
+    console.print(
+        f"bare stream {rates['bare']:.0f} MiB/s, handoff {rates['handoff']:.0f} MiB/s: "
+        f"{result['ratio']:.0%} of it, quartiles {low:.0%} and {high:.0%} (goal {GOAL:.0%})"
+    )
+    for end in ENDS:
+        step = result[f"{end}_step_ms"]
+        console.print(
+            f"a step of the {end}: {step['alone']:.1f} ms alone, {step['bare']:.1f} beside a bare stream, "
+            f"{step['handoff']:.1f} beside a handoff: {result['step_slower'][end]:.2f} times (goal {STEP_GOAL})"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.handoff", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mib", type=int, default=128, help="size of the cache")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
     parser.add_argument("--give", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.give:
         asyncio.run(give(args.mib))
         return
-    figures = asyncio.run(measure(args.mib, args.runs, Console(stderr=True)))
-    rates = {name: args.mib / statistics.median(figures[f"{name}_s"]) for name in ("bare", "handoff")}
-    report = {"mib": args.mib, **figures, "mib_per_s": rates, "ratio": rates["handoff"] / rates["bare"], "goal": GOAL}
+    result = report(args.mib, asyncio.run(measure(args.mib, args.runs, Console(stderr=True))))
     if args.json == "-":
-        json.dump(report, sys.stdout, indent=2)
+        json.dump(result, sys.stdout, indent=2)
         return
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2)
-    Console().print(
-        f"bare stream {rates['bare']:.0f} MiB/s, handoff {rates['handoff']:.0f} MiB/s: "
-        f"{report['ratio']:.0%} (goal {GOAL:.0%})"
-    )
+            json.dump(result, file, indent=2)
+    show(result, Console())
 
 
 if __name__ == "__main__":
