@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -184,6 +185,33 @@ def test_a_drain_waits_for_what_is_at_work_and_refuses_the_rest(run: Run) -> Non
         assert late.refused.failure.cause == wire.CAUSE_DRAINING
         assert not healthy(channel, "ready")
         assert next(events).failed.failure.cause == wire.CAUSE_LEASE_OVER
+    assert worker.ended() == (0, "")
+
+
+def test_sessions_outlive_the_prompts_whose_tickets_they_renew(run: Run) -> None:
+    worker = run(FAKE, *SMALL, "--lease-ms", "1500")
+    with channel_to(worker.ready()) as channel:
+        peer, over = audit(channel).worker, list[str]()
+        said = queue.SimpleQueue[wire.ToWorker | None]()
+        said.put(wire.ToWorker(hello=wire.Hello(router=ROUTER, worker=peer)))
+        session = services.DecodeStub(channel).Session(iter(said.get, None), timeout=PATIENCE_S)
+        assert next(session).HasField("welcome")
+
+        def listen() -> None:
+            for _ in session:
+                pass
+            over.append("session")
+
+        listening = threading.Thread(target=listen)
+        listening.start()
+        events = prefill(channel, peer, handoff=True)
+        assert next(events).HasField("ticket")
+        worker.process.send_signal(signal.SIGTERM)
+        assert list(events)[-1].HasField("failed")
+        over.append("prompt")
+        listening.join(PATIENCE_S)
+        said.put(None)
+        assert over == ["prompt", "session"]
     assert worker.ended() == (0, "")
 
 
