@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import torch
 
@@ -17,7 +19,7 @@ class KvStore:
             raise InvalidConfig("kv_bytes", f"room for at least one block of {layout.block_bytes} bytes", num_blocks)
         self.layout = layout
         self.num_blocks = num_blocks
-        self._memory = torch.zeros(num_blocks + 1, layout.block_elements, dtype=dtype, device=device)
+        self._memory = _noughts((num_blocks + 1, layout.block_elements), dtype, device)
         self.blocks = self._memory[:num_blocks]
         self.blank = num_blocks  # a block of noughts that nobody owns or writes: what pads a block table
         self._host = self.blocks.view(torch.uint8).numpy() if device.type == "cpu" else None
@@ -69,3 +71,11 @@ class KvStore:
             self.blocks[block].copy_(torch.frombuffer(bytearray(data), dtype=self.blocks.dtype))
         else:
             np.copyto(self._host[block], np.frombuffer(data, dtype=np.uint8))
+
+
+def _noughts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of noughts. On a CPU a page of it is memory only once something was written there."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, shape[0] * shape[1] * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
