@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, ClassVar
@@ -25,18 +24,18 @@ from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
 from router.failures import NO_ROOM, AttemptFailed, NoWorker, raised_by
 from router.following import Following
+from router.job import Job
 from router.placement import first_place, taker
 from router.pool import Pool, Worker
 from router.prefill import PrefillCall, PrefillOver
-from router.request import Course, Ended, Path
+from router.request import Ended, Path
 from router.sessions import Session
 from router.stops import ended_by
-from router.writing import Pen, Trouble, pack
+from router.writing import Trouble, pack
 from runtime import logs
 from runtime.errors import Aborted
 from runtime.fault import Reason
-from state.names import Life, State
-from state.owned import OwnedRequest
+from state.names import State
 
 GONE_SECONDS = 5.0
 """Patience while no worker of the model answers at all."""
@@ -47,18 +46,6 @@ _HANDOFF = (Generation.STATE_PREFILLING, Generation.STATE_HANDING_OFF, Generatio
 _FROM_TOKENS = (Generation.STATE_DECODING,)
 
 _log = logs.get(__name__)
-
-
-@dataclass(slots=True)
-class Job:
-    """What one request keeps from one attempt to the next."""
-
-    course: Course
-    owned: OwnedRequest
-    pen: Pen
-    avoid: set[Life] = field(default_factory=set)
-    from_tokens: bool = False
-    """A handoff failed, or tokens are written: no more prefill workers."""
 
 
 class _Lost:

@@ -19,9 +19,10 @@ from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
 from protos.state_pb2 import RequestRecord
 from router.admission import Admission, Admitted
-from router.attempt import Attempt, Job
+from router.attempt import Attempt
 from router.failures import AttemptFailed, NoWorker
 from router.flush import Flusher, append_new
+from router.job import Job
 from router.pool import Pool
 from router.request import Course, Ended, ValidRequest
 from router.settings import RouterSettings

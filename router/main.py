@@ -84,6 +84,12 @@ async def _serve(settings: RouterSettings, models: Models, where: StoreSettings)
         )
 
 
+def _check_advertised(settings: RouterSettings) -> None:
+    """Raises Refused for what is no address."""
+    if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():
+        raise Refused("advertise", "host:port", settings.advertise)
+
+
 class Process:
     """The parts of a router, on one event loop."""
 
@@ -91,6 +97,7 @@ class Process:
         self.readiness = Readiness()
         self.registry = Registry()
         self.peer = new_peer(settings.id or default_id("router"))
+        _check_advertised(settings)
         channel_credentials(settings)  # raises Refused now, not when the first worker is found
         hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
         self.pool = Pool(self.peer, store.workers, hashes, settings)

@@ -42,6 +42,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--models", "/nowhere/at/all"), "/nowhere/at/all"),
         (("--models", MODEL, "--flush-ms", "0"), "--flush-ms"),
         (("--models", MODEL, "--redis-url", "http://x"), "url: begins with one of"),
+        (("--models", MODEL, "--advertise", "nowhere"), "advertise: host:port"),
+        (("--models", MODEL, "--peer-ca", "/no/such/file"), "peer_ca"),
         (("--models", MODEL, "--queue-limt=3"), "did you mean --queue-limit?"),
     ],
 )
