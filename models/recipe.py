@@ -23,8 +23,8 @@ class Recipe:
     mlp_size: int = 512
     context: int = 512
     long_context: int = 2048
-    steps: int = 2400
-    long_steps: int = 290
+    steps: int = 1000
+    long_steps: int = 120
     tokens_per_step: int = 6144
     micro_batch_tokens: int = 2048
     warmup_steps: int = 40
