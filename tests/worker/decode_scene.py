@@ -204,6 +204,7 @@ class Router:
         self.beats_itself = True
         self._slots: dict[int, tuple[str, int]] = {}
         self._changed = asyncio.Event()
+        self._speaking = asyncio.Lock()
 
     async def open(self, *owned: wire.Hello.Owned, worker: wire.Peer | None = None) -> wire.Welcome:
         """Say hello and hear the welcome. Raises AssertionError when the session ends instead."""
@@ -253,8 +254,10 @@ class Router:
             await self.say(beat=wire.Beat())
 
     async def say(self, **message: Any) -> None:
-        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            await self.call.write(wire.ToWorker(**message))
+        """Say something; into the void when the session is over. A call takes one message at a time."""
+        async with self._speaking:
+            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                await self.call.write(wire.ToWorker(**message))
 
     async def start(self, run: wire.Run, work: wire.Work, ticket: wire.Ticket | None = None) -> None:
         await self.say(start=wire.Start(run=run, work=work, ticket=ticket))

@@ -192,19 +192,18 @@ async def test_a_router_that_reads_nothing_for_long_loses_its_session(monkeypatc
 async def test_over_the_wire_too_a_router_that_reads_nothing_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_BEHIND", 50)
     run, work = make_run(), make_work(8, 480)
-    async with Node("d", lease_ms=300) as node:
-        async with grpc.aio.insecure_channel(node.address) as channel:
-            call = services.DecodeStub(channel).Session()
-            await call.write(hello(node))
-            await call.write(wire.ToWorker(start=wire.Start(run=run, work=work)))
-            await eventually(lambda: node.decode.unretired == 1)
-            for _ in range(20_000):
-                if not node.decode.sessions:
-                    break
-                await call.write(wire.ToWorker(resend=wire.Resend(run=run, next=wire.Next(output=0, position=8))))
-            await eventually(lambda: node.decode.sessions == 0)
-            await eventually(lambda: not list(node.decode.runs()))
-            call.cancel()
+    async with Node("d", lease_ms=300) as node, grpc.aio.insecure_channel(node.address) as channel:
+        call = services.DecodeStub(channel).Session()
+        await call.write(hello(node))
+        await call.write(wire.ToWorker(start=wire.Start(run=run, work=work)))
+        await eventually(lambda: node.decode.unretired == 1)
+        for _ in range(20_000):
+            if not node.decode.sessions:
+                break
+            await call.write(wire.ToWorker(resend=wire.Resend(run=run, next=wire.Next(output=0, position=8))))
+        await eventually(lambda: node.decode.sessions == 0)
+        await eventually(lambda: not list(node.decode.runs()))
+        call.cancel()
 
 
 # -- drain and crash --------------------------------------------------------------------------------------------

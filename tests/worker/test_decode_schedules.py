@@ -1,0 +1,138 @@
+"""Random schedules of starts, cancels and broken sessions: no run without its end, no block without an owner."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from engine.engine import Engine
+from protos import worker_pb2 as wire
+from tests.worker.decode_scene import Heard, Node, Router, alone, eventually, make_run, make_work, owned
+
+MOVES = ("start", "start", "start", "fetch", "fetch", "fetch", "cancel", "retire", "resend", "rest", "rest", "break")
+
+
+class Schedule:
+    """One router and one worker that is too small for what it is given, and a giver beside it."""
+
+    def __init__(self, seed: int, giver: Node, node: Node) -> None:
+        self.rng = random.Random(seed)
+        self.giver = giver
+        self.node = node
+        self.router = Router(node)
+        self.works: dict[tuple[str, int], tuple[wire.Run, wire.Work]] = {}
+        self.lacking: set[tuple[str, int]] = set()
+        self.retired: set[tuple[str, int]] = set()
+
+    async def play(self, moves: int) -> None:
+        await self.router.open()
+        for _ in range(moves):
+            await getattr(self, f"_{self.rng.choice(MOVES)}")()
+        await self._reconnect(everything=True)
+        await self.router.until(lambda: not self._open())
+
+    def _open(self) -> list[tuple[str, int]]:
+        """Runs of which the router still expects something."""
+        return [
+            key
+            for key in self.works
+            if key not in self.lacking and key not in self.retired and not is_over(self.router.heard.get(key))
+        ]
+
+    async def _start(self, ticketed: bool = False) -> None:
+        number = len(self.works)
+        run = make_run(f"t/{number}", attempt=self.rng.randint(1, 3))
+        late = {"remaining_ms": self.rng.randint(1, 300)} if self.rng.random() < 0.15 else {}
+        work = make_work(self.rng.randint(1, 50), self.rng.randint(2, 25), seed=number, **late)
+        work.priority = self.rng.randint(-2, 2)
+        self.works[run.request, run.attempt] = run, work
+        await self.router.start(run, work, await self.giver.offer(run, work) if ticketed else None)
+
+    async def _fetch(self) -> None:
+        await self._start(ticketed=True)
+
+    async def _cancel(self) -> None:
+        if self.works:
+            run, _ = self.rng.choice(list(self.works.values()))
+            await self.router.cancel(run)
+
+    async def _retire(self) -> None:
+        for key, (run, _) in list(self.works.items()):
+            if "ended" in self.router.heard.get(key, Heard()).last and self.rng.random() < 0.5:
+                self.retired.add(key)
+                await self.router.retire(run)
+
+    async def _resend(self) -> None:
+        if self.works:
+            run, work = self.rng.choice(list(self.works.values()))
+            await self.router.say(resend=wire.Resend(run=run, next=wire.Next(position=len(work.prompt) // 4)))
+
+    async def _rest(self) -> None:
+        await asyncio.sleep(self.rng.choice((0, 0.001, 0.01, 0.05)))
+
+    async def _break(self) -> None:
+        """Lose the session, be away for a moment or for longer than anybody waits, come back."""
+        await self.router.leave()
+        await asyncio.sleep(self.rng.choice((0, 0, 0.02, 0.7)))
+        await self._reconnect(everything=self.rng.random() < 0.7)
+
+    async def _reconnect(self, everything: bool) -> None:
+        await self.router.leave()
+        mine = [key for key in self._open() if everything or self.rng.random() < 0.5]
+        await self.router.open(*(owned(self.works[key][0], len(self.works[key][1].prompt) // 4) for key in mine))
+        welcome = self.router.welcome
+        assert welcome is not None
+        self.lacking |= {(run.request, run.attempt) for run in welcome.lacking}
+        self.lacking |= {key for key in self._open() if key not in mine}  # given up
+
+
+def is_over(heard: Heard | None) -> bool:
+    """Whether the router was told an end, by a word of its own or in a Held."""
+    return heard is not None and (heard.over is not None or bool("held" in heard.last and heard.last["held"].ended))
+
+
+async def owners_are_known(node: Node, others: set[str]) -> bool:
+    """Every sequence and arrival in the engine belongs to a run that is held, or to ``others``."""
+
+    def alive(engine: Engine) -> set[str]:
+        engine.check_integrity()
+        return {*engine._sequences, *engine._arriving}
+
+    ids = await node.hub.loop.call(alive)
+    return ids <= {name for *_, name in node.decode.runs()} | others
+
+
+async def run_schedule(seed: int, moves: int) -> None:
+    async with (
+        Node("p", blocks=256, lease_ms=600) as giver,
+        Node("d", blocks=40, running=4, budget=8, lease_ms=400, max_waiting=6) as node,
+    ):
+        node.device.seconds = giver.device.seconds = 0.001
+        schedule = Schedule(seed, giver, node)
+        await schedule.play(moves)
+        for key, (_, work) in schedule.works.items():
+            heard, text = schedule.router.heard.get(key, Heard()), alone(work)
+            written = heard.text(len(work.prompt) // 4)
+            assert written == text[: len(written)]
+            end = heard.last["ended"].end if "ended" in heard.last else wire.OutputEnd()
+            if end.reason == wire.OutputEnd.REASON_LENGTH and key not in schedule.lacking:
+                assert written == text
+        await eventually(lambda: owners_are_known(node, set()))
+        await schedule.router.leave()
+        await eventually(lambda: not list(node.decode.runs()))  # one lease after their owner has gone
+        await node.audit()
+        await giver.audit()
+        assert not node.errors
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_every_run_ends_and_every_block_has_an_owner(seed: int) -> None:
+    await run_schedule(seed, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 140))
+async def test_every_run_ends_and_every_block_has_an_owner_in_long_schedules(seed: int) -> None:
+    await run_schedule(seed, 150)
