@@ -35,17 +35,19 @@ class Schedule:
 
     def _open(self) -> list[tuple[str, int]]:
         """Runs of which the router still expects something."""
+        given_up = self.lacking | self.retired
         return [
             key
-            for key in self.works
-            if key not in self.lacking and key not in self.retired and not is_over(self.router.heard.get(key))
+            for key, (_, work) in self.works.items()
+            if key not in given_up and not is_over(self.router.heard.get(key, Heard()), len(work.prompt) // 4)
         ]
 
     async def _start(self, ticketed: bool = False) -> None:
         number = len(self.works)
         run = make_run(f"t/{number}", attempt=self.rng.randint(1, 3))
-        late = {"remaining_ms": self.rng.randint(1, 300)} if self.rng.random() < 0.15 else {}
-        work = make_work(self.rng.randint(1, 50), self.rng.randint(2, 25), seed=number, **late)
+        work = make_work(self.rng.randint(1, 50), self.rng.randint(2, 25), seed=number)
+        if self.rng.random() < 0.15:
+            work.remaining_ms = self.rng.randint(1, 300)
         work.priority = self.rng.randint(-2, 2)
         self.works[run.request, run.attempt] = run, work
         await self.router.start(run, work, await self.giver.offer(run, work) if ticketed else None)
@@ -60,7 +62,11 @@ class Schedule:
 
     async def _retire(self) -> None:
         for key, (run, _) in list(self.works.items()):
-            if "ended" in self.router.heard.get(key, Heard()).last and self.rng.random() < 0.5:
+            if (
+                "ended" in self.router.heard.get(key, Heard()).last
+                and key not in self._open()
+                and self.rng.random() < 0.5
+            ):
                 self.retired.add(key)
                 await self.router.retire(run)
 
@@ -88,9 +94,14 @@ class Schedule:
         self.lacking |= {key for key in self._open() if key not in mine}  # given up
 
 
-def is_over(heard: Heard | None) -> bool:
-    """Whether the router was told an end, by a word of its own or in a Held."""
-    return heard is not None and (heard.over is not None or bool("held" in heard.last and heard.last["held"].ended))
+def is_over(heard: Heard, prompt: int) -> bool:
+    """Whether the router was told an end, and all tokens before it."""
+    ends = [heard.last["ended"].end] if "ended" in heard.last else []
+    ends += heard.last["held"].ended if "held" in heard.last else []
+    if ends:
+        end: wire.OutputEnd = ends[0]
+        return prompt + len(heard.tokens) >= end.end_position
+    return heard.over is not None
 
 
 async def owners_are_known(node: Node, others: set[str]) -> bool:
