@@ -1,6 +1,7 @@
 """A request may be given up at any instant, in three ways; afterwards every block of every worker is accounted for."""
 
 import asyncio
+import contextlib
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -170,9 +171,9 @@ async def test_at_any_instant_and_in_any_way(scene: Scene) -> None:
         reading = asyncio.create_task(_drained(call))
         await asyncio.sleep(chance.random() * 0.4)
         if chance.random() < 0.5:
-            await scene.cancel(f"any-{n}")
-        else:
-            call.cancel()
+            with contextlib.suppress(grpc.aio.AioRpcError):  # not known yet: it may not even have arrived
+                await scene.cancel(f"any-{n}")
+        call.cancel()
         await reading
 
     for _ in range(6):

@@ -1,0 +1,24 @@
+"""The README's program runs as it stands there, against a deployment."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.deployment import PATIENCE_S, Deployment
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_program_of_the_readme(pair: Deployment) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "127.0.0.1:50051" in program
+    program = program.replace("127.0.0.1:50051", pair.address)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 2
+    assert "completion_tokens=60" in done.stdout
