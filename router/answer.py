@@ -4,7 +4,9 @@
             started, delta(t0), delta(t1 t2 t3), delta(t4 and what was held back), finished
 
 All tokens that are there go into one delta, so a slow reader gets fewer and larger ones. What text a token adds is
-decided by the tokens alone: one that stops has none, whether or not the end is known yet.
+decided by the tokens and the request alone: one that stops has none, and the last that can be written brings what was
+held back, whether or not the end is known yet. So a reader may begin after any token, and gets the rest of the same
+text.
 """
 
 from __future__ import annotations
@@ -17,32 +19,35 @@ from router.account import Account
 from router.models import ServedModel
 from router.request import Course, Ended
 from router.text import Detokenizer, Words
-from runtime.errors import ServiceError
+from runtime.errors import InvalidArgument, ServiceError
 
 Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 """Sends a message; it has been serialized when this returns."""
 
 
 class Answer:
-    """One course being read, once."""
+    """One course being read, once; a stream begins after ``after_seq`` tokens, which its reader has."""
 
-    __slots__ = ("_course", "_detokenizer", "_model", "_read", "_stops", "_wanted")
+    __slots__ = ("_course", "_detokenizer", "_max_tokens", "_model", "_read", "_stops", "_wanted")
 
-    def __init__(self, course: Course, model: ServedModel) -> None:
+    def __init__(self, course: Course, model: ServedModel, after_seq: int = 0) -> None:
         self._course = course
         self._model = model
         self._wanted = wanted = course.request.wanted
-        self._read = 0
+        self._read = after_seq
+        self._max_tokens = course.request.work.stopping.max_tokens
         self._stops = _stops(course.request.work.stopping, model)
         self._detokenizer: Detokenizer | None = None
         if wanted.text:
             self._detokenizer = model.words.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
 
     async def stream(self, write: Write, account: Account) -> Ended:
-        """Writes all messages; returns how it ended. Raises the course's error, and what `write` raises."""
+        """Writes all messages; returns how it ended. Raises the course's error, what `write` raises, and
+        InvalidArgument where the course ends before `after_seq`."""
         course = self._course
-        message = pb.GenerateStreamResponse(request_id=course.request.key.id)
-        await course.beyond(0)
+        message = pb.GenerateStreamResponse(request_id=course.request.key.id, seq=self._read)
+        await course.beyond(max(0, self._read - 1))
+        self._pass_over(self._read)
         if course.tokens:
             message.started.CopyFrom(self._started())
             await write(message)
@@ -62,12 +67,12 @@ class Answer:
         return ended
 
     async def whole(self, account: Account) -> tuple[pb.GenerateResponse, Ended]:
-        """The answer at once, and how it ended. Raises the course's error."""
+        """The answer at once, from its beginning, and how it ended. Raises the course's error."""
         course, wanted = self._course, self._wanted
         while course.end is None:
             await course.beyond(len(course.tokens))
         ended = self._ended()
-        text = self._text(course.tokens) + self._rest()
+        text = self._text(course.tokens, len(course.tokens)) + self._rest()
         if course.tokens:
             account.sent(len(course.tokens))
         output = pb.Output(
@@ -90,6 +95,14 @@ class Answer:
     def _is_read(self) -> bool:
         return self._course.end is not None and self._read == len(self._course.tokens)
 
+    def _pass_over(self, count: int) -> None:
+        """These tokens are the reader's already, and so is their text."""
+        tokens = self._course.tokens
+        if count > len(tokens):
+            self._ended()
+            raise InvalidArgument("after_seq", f"at most {len(tokens)}, which is all that was written", count)
+        self._text(tokens[:count], count)
+
     def _fill(self, message: pb.GenerateStreamResponse) -> int:
         """Makes `message` the delta of all tokens that are there and not read; returns how many. Per token of a
         stream this is what is done, so nothing is made that the message has already."""
@@ -102,9 +115,7 @@ class Answer:
         delta = message.delta
         delta.num_tokens = count
         if wanted.text:
-            delta.text = self._text(tokens)
-            if self._is_read and isinstance(self._course.end, Ended):
-                delta.text += self._rest()
+            delta.text = self._text(tokens, self._read)
         if wanted.token_ids:
             delta.token_ids[:] = tokens
         if wanted.logprobs is not None:
@@ -112,17 +123,19 @@ class Answer:
             delta.logprobs.extend(self._logprobs(read, read + count))
         return count
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        """What these tokens make certain. A stop token is the last that is written: none is drawn before the least
-        number of tokens, and none goes on."""
-        if self._detokenizer is None:
+    def _text(self, tokens: Sequence[int], count: int) -> str:
+        """What these tokens make certain, the last of which is number `count`. A stop token is the last that is
+        written: none is drawn before the least number of tokens, and none goes on."""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
             return ""
         if tokens and tokens[-1] in self._stops:
-            tokens = tokens[:-1]
-        return self._detokenizer.add(tokens)
+            return detokenizer.add(tokens[:-1]) + detokenizer.end()
+        text = detokenizer.add(tokens)
+        return text if count != self._max_tokens else text + detokenizer.end()
 
     def _rest(self) -> str:
-        """What is held back to the end."""
+        """What is held back where a worker ended it before the token that had to be the last."""
         return "" if self._detokenizer is None else self._detokenizer.end()
 
     def _ended(self) -> Ended:

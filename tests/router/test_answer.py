@@ -13,7 +13,7 @@ from protos import inference_pb2 as pb
 from router.account import Account
 from router.answer import Answer
 from router.request import Course, Ended
-from runtime.errors import Aborted
+from runtime.errors import Aborted, InvalidArgument
 from runtime.fault import Reason, ResumePoint
 from runtime.metrics import Registry, RequestMetrics
 from tests.router.scenes import AT_LENGTH, STOPPED, model, tiny, valid, write
@@ -24,10 +24,10 @@ EOS = 1
 class Reader:
     """Keeps copies of what is sent; `pace` is awaited before each message is taken."""
 
-    def __init__(self, course: Course, pace: Any = None) -> None:
+    def __init__(self, course: Course, pace: Any = None, after_seq: int = 0) -> None:
         self.course = course
         self.messages: list[pb.GenerateStreamResponse] = []
-        self.answer = Answer(course, tiny())
+        self.answer = Answer(course, tiny(), after_seq)
         self.account = Account(course, RequestMetrics(Registry(process=False)).of("tiny-python"))
         self._pace = pace
 
@@ -293,3 +293,67 @@ async def test_what_a_stop_is_depends_on_the_models_own_ends():
     other = model(eos_token_ids=frozenset({6}))
     response, _ = await Answer(course, other).whole(Reader(course).account)
     assert response.outputs[0].text == tiny().tokenizer.decode([5])
+
+
+# ------------------------------------------------------------------------------------- beginning later
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+async def test_a_reader_who_begins_later_gets_the_rest_of_the_same_text(data):
+    """Whatever was cut off by a lost stream: what came before it and what comes now is the whole, once."""
+    some = st.lists(st.integers(0, 4095).filter(lambda id: id != EOS), min_size=1, max_size=20)
+    emoji = await ids_of("x😀👨‍👩‍👧")
+    tokens = data.draw(some) + emoji[: data.draw(st.integers(0, len(emoji)))]
+    end = data.draw(st.sampled_from([AT_LENGTH, STOPPED]))
+    tokens = [*tokens, EOS] if end is STOPPED else tokens
+    fields: dict[str, Any] = {
+        "stopping": pb.StoppingParams(max_tokens=len(tokens)),
+        "sampling": pb.SamplingParams(seed=1),
+    }
+    fields |= options(token_ids=True)
+    first = Reader(Course(await valid(request_id="r", **fields)))
+    task = asyncio.create_task(first.read())
+    for token in tokens:
+        write(first.course, token)
+        await settle()
+    write(first.course, end=end)
+    await task
+    cut = data.draw(st.integers(0, len(first.messages) - 1))
+    seen = first.messages[: cut + 1]
+    later = Reader(first.course, after_seq=seen[-1].seq)
+    await later.read()
+    assert later.messages[0].started == first.messages[0].started
+    assert later.messages[0].seq == seen[-1].seq
+    assert [message.WhichOneof("event") for message in later.messages].count("finished") == 1
+    both = [message.delta for message in [*seen, *later.messages] if message.HasField("delta")]
+    assert "".join(delta.text for delta in both) == first.text
+    assert [id for delta in both for id in delta.token_ids] == tokens
+    assert later.messages[-1].seq == len(tokens)
+
+
+async def test_a_reader_who_has_more_than_is_written_waits_for_what_he_lacks():
+    """What a lost router wrote last may have to be computed once more."""
+    reader = Reader(Course(await valid(**options(token_ids=True))), after_seq=3)
+    write(reader.course, 5, 6)
+    task = asyncio.create_task(reader.read())
+    await settle()
+    assert not reader.messages
+    write(reader.course, 7, 8, end=AT_LENGTH)
+    await task
+    assert [message.seq for message in reader.messages] == [3, 4, 4]
+    assert [list(delta.token_ids) for delta in reader.deltas] == [[8]]
+
+
+async def test_who_claims_more_than_was_ever_written_is_refused():
+    reader = Reader(Course(await valid()), after_seq=3)
+    write(reader.course, 5, 6, end=AT_LENGTH)
+    with pytest.raises(InvalidArgument) as refused:
+        await reader.read()
+    assert (refused.value.field, refused.value.value) == ("after_seq", "3")
+    lost = Reader(Course(await valid()), after_seq=3)
+    write(lost.course, 5, 6, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    with pytest.raises(Aborted):
+        await lost.read()
+    assert not reader.messages
+    assert not lost.messages
