@@ -52,6 +52,10 @@ class _Lost:
     """The prefill worker's session broke for good."""
 
 
+class _Stopped:
+    """The pen found a stop text."""
+
+
 class _Woken:
     """There may be room."""
 
@@ -74,18 +78,21 @@ class Attempt:
         self._now = asyncio.get_running_loop().time
         self._began_at = course.request.accepted_at if owned.attempt == 1 else self._now()
         self._waits_since: float | None = None
+        self._asked_at = self._began_at  # the worker that reads the prompt
         self._woken = False
         self._ticket: wire.Ticket | None = None
         self._prefill: PrefillCall | None = None
         self._following: Following | None = None
         self._prefill_over = False
         self._taken_up = False  # by the taker: from now on only it matters
-        self._end: Ended | None = None
+        self._end = job.pen.stopped
+        job.pen.tell_stopped = partial(self._tell, None, _Stopped())
         course.path = Path(attempts=owned.attempt)
 
     async def run(self) -> Ended:
         """Raises AttemptFailed, NoWorker, and the ServiceError that another attempt would not change."""
-        self._place()
+        if self._end is None:
+            self._place()
         while self._end is None:
             worker, event = await self._next()
             self._HEAR[type(event)](self, worker, event)
@@ -100,24 +107,28 @@ class Attempt:
         return self._ticket is not None
 
     def close(self, reason: wire.Cancel.Reason) -> None:
-        """Lets go of all that is left at workers; ``reason`` is what they are told."""
+        """Lets go of all that is left at workers; ``reason`` is what they are told where no stop text was found."""
         self._pool.forget_waker(self._wake)
         if self._ticket is not None:
             self._pool.drop(self._ticket)
+        cancel = wire.Cancel(run=self._run, reason=reason)
+        if self._job.pen.stopped is not None:
+            cancel.reason = wire.Cancel.REASON_STOP_TEXT
+            cancel.end_position = self._job.pen.position
         if self.giver is not None and self._prefill is not None:
-            self._leave_giver(self.giver, self._prefill, reason)
+            self._leave_giver(self.giver, self._prefill, cancel)
         if self.taker is not None and self._following is not None:
-            self.taker.session.leave(self._following, reason)
+            self.taker.session.leave(self._following, cancel)
 
     def lost(self, session: Session) -> None:
         """The prefill worker's session tells that it won't come back."""
         self._tell(self.giver, _Lost())
 
-    def _leave_giver(self, giver: Worker, prefill: PrefillCall, reason: wire.Cancel.Reason) -> None:
+    def _leave_giver(self, giver: Worker, prefill: PrefillCall, cancel: wire.Cancel) -> None:
         giver.session.guests.discard(self)
         prefill.close()
-        if not prefill.is_over and self._end is None:
-            giver.session.cancel(self._run, reason)
+        if not prefill.is_over and (self._end is None or self._job.pen.stopped is not None):
+            giver.session.cancel(cancel)
         self._prefill = None
 
     def _tell(self, worker: Worker | None, event: Any) -> None:
@@ -183,6 +194,7 @@ class Attempt:
     def _ask_prefill(self, worker: Worker) -> None:
         self._go()
         self._stages = _HANDOFF
+        self._asked_at = self._now()
         self.giver = worker
         self._course.path.prefill_worker = worker.life.id
         worker.book(self._job.pen.position)
@@ -203,6 +215,7 @@ class Attempt:
         self._course.path.decode_worker = worker.life.id
         if ticket is None:
             self._stages = _FROM_TOKENS
+            self._asked_at = self._now()
         else:
             self._pool.claimed(ticket)
         worker.book(self._job.pen.position)
@@ -235,8 +248,7 @@ class Attempt:
     def _hear_first(self, _: Worker, told: wire.FirstTokens) -> None:
         path, request = self._course.path, self._course.request
         path.prefill_s = told.prefill_us / 1e6
-        if path.taken_up_at is None:
-            self._begun(self._now() - path.prefill_s)
+        self._begun(self._asked_at + told.queued_us / 1e6)  # the ticket came when the first chunk was computed
         self._course.cached_tokens = told.cached_tokens
         self._reach(Generation.STATE_PREFILLING)
         for first in told.tokens:
@@ -266,7 +278,7 @@ class Attempt:
     # What the decode worker says
 
     def _hear_taken_up(self, _: Worker, told: wire.TakenUp) -> None:
-        self._take_up()
+        self._take_up(told.waited_us / 1e6)
         if self._ticket is None and self._written == 0:
             self._course.cached_tokens = told.cached_tokens
 
@@ -288,14 +300,14 @@ class Attempt:
         if held.phase in (wire.Held.PHASE_RUNNING, wire.Held.PHASE_ENDED):
             self._join()
 
-    def _take_up(self) -> None:
+    def _take_up(self, waited_s: float = 0.0) -> None:
         if not self._taken_up:
             self._taken_up = True
             if self._ticket is not None:
                 self._pool.drop(self._ticket)
                 self._reach(Generation.STATE_HANDING_OFF)
             else:
-                self._begun()
+                self._begun(self._asked_at + waited_s)
                 self._reach(Generation.STATE_DECODING)
 
     def _join(self) -> None:
@@ -311,7 +323,10 @@ class Attempt:
         if self._end is None:  # it was cancelled there, and not by us
             self._fail(None, wire.CAUSE_CANCELLED, f"{taker.life.id} ended it: {ended.end.reason}")
 
-    # What either says
+    # What either says, and the pen
+
+    def _hear_stopped(self, _: Worker | None, __: _Stopped) -> None:
+        self._end = self._job.pen.stopped
 
     def _hear_refused(self, worker: Worker, refused: wire.Refused) -> None:
         if refused.failure.cause in NO_ROOM:
@@ -377,6 +392,7 @@ class Attempt:
     _HEAR: ClassVar[dict[type, Callable[..., None]]] = {
         _Woken: _hear_room,
         _Lost: _hear_lost,
+        _Stopped: _hear_stopped,
         PrefillOver: _hear_prefill_over,
         wire.Ticket: _hear_ticket,
         wire.FirstTokens: _hear_first,

@@ -32,7 +32,9 @@ def counted(answer: Answer, prompt: int, output: int) -> None:
     assert answer.started.prompt_tokens == answer.usage.prompt_tokens == prompt
     assert answer.usage.completion_tokens == len(answer.ids) == output
     assert answer.usage.total_tokens == prompt + output
-    assert answer.receipt.attempts == 1
+    receipt = answer.receipt
+    assert receipt.attempts == 1
+    assert receipt.queue_ms + receipt.prefill_ms <= receipt.ttft_ms + 1 <= receipt.e2e_ms + 1
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
