@@ -11,14 +11,15 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
 from router.account import Account
 from router.models import ServedModel
+from router.output_text import begin_text
 from router.request import Course, Ended
-from router.text import Detokenizer, Words
+from router.text import Words
 from runtime.errors import InvalidArgument, ServiceError
 
 Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
@@ -28,18 +29,14 @@ Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 class Answer:
     """One course being read, once; a stream begins after ``after_seq`` tokens, which its reader has."""
 
-    __slots__ = ("_course", "_detokenizer", "_max_tokens", "_model", "_read", "_stops", "_wanted")
+    __slots__ = ("_course", "_model", "_read", "_text", "_wanted")
 
     def __init__(self, course: Course, model: ServedModel, after_seq: int = 0) -> None:
         self._course = course
         self._model = model
         self._wanted = wanted = course.request.wanted
         self._read = after_seq
-        self._max_tokens = course.request.work.stopping.max_tokens
-        self._stops = _stops(course.request.work.stopping, model)
-        self._detokenizer: Detokenizer | None = None
-        if wanted.text:
-            self._detokenizer = model.words.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
+        self._text = begin_text(model, wanted, course.request.work.stopping) if wanted.text else None
 
     async def stream(self, write: Write, account: Account) -> Ended:
         """Writes all messages; returns how it ended. Raises the course's error, what `write` raises, and
@@ -57,10 +54,10 @@ class Answer:
                 await write(message)
                 account.sent(tokens)
         ended = self._ended()
-        if rest := self._rest():
+        if self._text is not None and (rest := self._text.end()):
             message.delta.CopyFrom(pb.Delta(text=rest))
             await write(message)
-        message.finished.CopyFrom(_finished(ended))
+        message.finished.CopyFrom(ended.finished())
         message.usage.CopyFrom(account.usage())
         message.receipt.CopyFrom(account.receipt())
         await write(message)
@@ -72,14 +69,14 @@ class Answer:
         while course.end is None:
             await course.beyond(len(course.tokens))
         ended = self._ended()
-        text = self._text(course.tokens, len(course.tokens)) + self._rest()
+        text = "" if self._text is None else self._text.add(course.tokens) + self._text.end()
         if course.tokens:
             account.sent(len(course.tokens))
         output = pb.Output(
             text=text,
             token_ids=course.tokens if wanted.token_ids else (),
             logprobs=self._logprobs(0, len(course.tokens)) if wanted.logprobs is not None else (),
-            finished=_finished(ended),
+            finished=ended.finished(),
         )
         response = pb.GenerateResponse(
             request_id=course.request.key.id,
@@ -101,7 +98,8 @@ class Answer:
         if count > len(tokens):
             self._ended()
             raise InvalidArgument("after_seq", f"at most {len(tokens)}, which is all that was written", count)
-        self._text(tokens[:count], count)
+        if self._text is not None:
+            self._text.add(tokens[:count])
 
     def _fill(self, message: pb.GenerateStreamResponse) -> int:
         """Makes `message` the delta of all tokens that are there and not read; returns how many. Per token of a
@@ -114,29 +112,14 @@ class Answer:
         self._read = message.seq = read + count
         delta = message.delta
         delta.num_tokens = count
-        if wanted.text:
-            delta.text = self._text(tokens, self._read)
+        if self._text is not None:
+            delta.text = self._text.add(tokens)
         if wanted.token_ids:
             delta.token_ids[:] = tokens
         if wanted.logprobs is not None:
             del delta.logprobs[:]
             delta.logprobs.extend(self._logprobs(read, read + count))
         return count
-
-    def _text(self, tokens: Sequence[int], count: int) -> str:
-        """What these tokens make certain, the last of which is number `count`. A stop token is the last that is
-        written: none is drawn before the least number of tokens, and none goes on."""
-        detokenizer = self._detokenizer
-        if detokenizer is None:
-            return ""
-        if tokens and tokens[-1] in self._stops:
-            return detokenizer.add(tokens[:-1]) + detokenizer.end()
-        text = detokenizer.add(tokens)
-        return text if count != self._max_tokens else text + detokenizer.end()
-
-    def _rest(self) -> str:
-        """What is held back where a worker ended it before the token that had to be the last."""
-        return "" if self._detokenizer is None else self._detokenizer.end()
 
     def _ended(self) -> Ended:
         """How it ended well. Raises the course's error."""
@@ -160,15 +143,6 @@ class Answer:
         course, words = self._course, self._model.words
         pairs = zip(course.tokens[first:end], course.logprobs[first:end], strict=True)
         return [_logprob(words, token, logprobs) for token, logprobs in pairs]
-
-
-def _stops(stopping: wire.Stopping, model: ServedModel) -> frozenset[int]:
-    """The tokens that end this output."""
-    return frozenset(stopping.stop_token_ids) | (frozenset() if stopping.ignore_eos else model.eos_token_ids)
-
-
-def _finished(ended: Ended) -> pb.Finished:
-    return pb.Finished(finish_reason=ended.reason, eos_token_id=ended.eos_token_id, stop_token_id=ended.stop_token_id)
 
 
 def _logprob(words: Words, token: int, found: wire.TokenLogprobs) -> pb.TokenLogprob:

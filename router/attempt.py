@@ -383,7 +383,7 @@ class Attempt:
                 owned.move(stage, datetime.now(UTC))
 
     def _end_with(self, end: wire.OutputEnd) -> None:
-        self._end = ended_by(end, self._course.request.work.stopping, self._course.tokens)
+        self._end = self._job.pen.stopped or ended_by(end, self._course.request.work.stopping, self._course.tokens)
 
     def _fail(self, worker: Worker | None, cause: wire.Cause, detail: str) -> None:
         life = None if worker is None else worker.life

@@ -246,10 +246,7 @@ def _stored(end: Ended | ServiceError) -> tuple[State, pb.Finished | None]:
     """How an end is stored."""
     match end:
         case Ended():
-            finished = pb.Finished(
-                finish_reason=end.reason, eos_token_id=end.eos_token_id, stop_token_id=end.stop_token_id
-            )
-            return Generation.STATE_SUCCEEDED, finished
+            return Generation.STATE_SUCCEEDED, end.finished()
         case Cancelled():
             return Generation.STATE_CANCELLED, pb.Finished(finish_reason=pb.FINISH_REASON_CANCELLED)
         case DeadlineExceeded():

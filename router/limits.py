@@ -11,6 +11,8 @@ MAX_REQUEST_BYTES = 16 * 1024 * 1024
 MAX_REQUEST_ID_BYTES = 128
 MAX_OUTPUTS = 1
 MAX_LOGPROBS = 20
+MAX_STOP_TEXTS = 16
+MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_PRIORITY = 1000
@@ -54,6 +56,8 @@ def limits(*, max_queued_requests: int, resume_grace_ms: int, result_ttl_ms: int
         max_request_id_bytes=MAX_REQUEST_ID_BYTES,
         max_outputs=MAX_OUTPUTS,
         max_logprobs=MAX_LOGPROBS,
+        max_stop_texts=MAX_STOP_TEXTS,
+        max_stop_text_bytes=MAX_STOP_TEXT_BYTES,
         max_stop_token_ids=MAX_STOP_TOKEN_IDS,
         max_logit_bias_entries=MAX_LOGIT_BIAS_ENTRIES,
         resume_grace_ms=resume_grace_ms,

@@ -9,23 +9,32 @@ messages: a stream that nobody reads costs four bytes a token or so.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
+from router.stop_texts import StopTexts
 from runtime.channel import Deadline
 from runtime.errors import ServiceError
 from state.names import RequestKey
 
+if TYPE_CHECKING:
+    from router.output_text import OutputText
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """``ResponseOptions`` with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all."""
+    """What the client is shown, with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all.
+    ``stops``: the texts that end an output; None: no text does."""
 
     text: bool = True
     token_ids: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    stops: StopTexts | None = None
+    include_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,8 @@ class ValidRequest:
     deadline: Deadline
     id_made_up: bool
     accepted_at: float  # the event loop's clock
+    begin_text: Callable[[], OutputText] | None = None
+    """The output's text before its first token, for whoever looks for stop texts; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,16 @@ class Ended:
     reason: pb.FinishReason
     eos_token_id: int | None = None
     stop_token_id: int | None = None
+    stop_text: str | None = None
+
+    def finished(self) -> pb.Finished:
+        """As clients are told."""
+        return pb.Finished(
+            finish_reason=self.reason,
+            eos_token_id=self.eos_token_id,
+            stop_token_id=self.stop_token_id,
+            stop_text=self.stop_text,
+        )
 
 
 @dataclass(slots=True)

@@ -120,16 +120,16 @@ class Session:
         else:
             self._hope()
 
-    def leave(self, following: Following, reason: wire.Cancel.Reason) -> None:
+    def leave(self, following: Following, cancel: wire.Cancel) -> None:
         """End a run that is not wanted any more, whatever it is doing. It is told nothing from now on."""
         if self._runs.get(following.key) is following:
             self._forget(following)
-            self.cancel(following.run, reason)
+            self.cancel(cancel)
 
-    def cancel(self, run: wire.Run, reason: wire.Cancel.Reason) -> None:
+    def cancel(self, cancel: wire.Cancel) -> None:
         """End whatever is there of a run."""
         if self.is_open:  # else the next welcome names it as an orphan
-            self._say(wire.ToWorker(cancel=wire.Cancel(run=run, reason=reason)))
+            self._say(wire.ToWorker(cancel=cancel))
 
     def _say(self, message: wire.ToWorker) -> None:
         self._outgoing.put_nowait(message)
@@ -213,7 +213,7 @@ class Session:
         for run in welcome.lacking:
             self._lacks(run)
         for run in welcome.orphans:
-            self.cancel(run, wire.Cancel.REASON_ATTEMPT)
+            self.cancel(wire.Cancel(run=run, reason=wire.Cancel.REASON_ATTEMPT))
         _log.info("session open", worker=self.worker.id, held=len(welcome.held), orphans=len(welcome.orphans))
         self._watcher.heard(self)
 
@@ -322,7 +322,7 @@ class Session:
             return
         self.conflicts += 1
         _log.error("a token differs from the known one", worker=self.worker.id, run=following.run.request)
-        self.cancel(following.run, wire.Cancel.REASON_ATTEMPT)
+        self.cancel(wire.Cancel(run=following.run, reason=wire.Cancel.REASON_ATTEMPT))
         self._fail(following, wire.CAUSE_CORRUPT, "it brought another token for a known position")
 
     def _ask_again(self, following: Following) -> None:

@@ -14,6 +14,7 @@ import secrets
 import struct
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
@@ -28,13 +29,17 @@ from router.limits import (
     MAX_PRIORITY,
     MAX_REQUEST_BYTES,
     MAX_REQUEST_ID_BYTES,
+    MAX_STOP_TEXT_BYTES,
+    MAX_STOP_TEXTS,
     MAX_STOP_TOKEN_IDS,
     at_most,
     check_sampling,
     within,
 )
 from router.models import Models, ServedModel
+from router.output_text import begin_text
 from router.request import ValidRequest, Wanted
+from router.stop_texts import StopTexts
 from runtime.channel import Deadline
 from runtime.errors import InvalidArgument, Unavailable, Unimplemented
 from runtime.fault import Reason
@@ -49,8 +54,6 @@ WindowOf = Callable[[str], int | None]
 
 _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
     "SamplingParams.n": lambda request: request.sampling.n > MAX_OUTPUTS,
-    "StoppingParams.stop": lambda request: request.stopping.stop,
-    "StoppingParams.include_stop_in_output": lambda request: request.stopping.include_stop_in_output,
     "ResponseOptions.prompt_logprobs": lambda request: request.response.HasField("prompt_logprobs"),
     "ResponseOptions.echo": lambda request: request.response.echo,
     "GenerateRequest.guided": lambda request: request.HasField("guided"),
@@ -78,7 +81,7 @@ async def validate(
     _check_supported(request)
     _check_form(request)
     model = models.find(request.model)
-    wanted = _wanted(request.response)
+    wanted = _wanted(request.response, request.stopping)
     sampling = _sampling(request.sampling, model)
     prompt = await _prompt(request, model)
     stopping = _stopping(request.stopping, model, _room(request, prompt, window(model, window_of)))
@@ -103,6 +106,7 @@ async def validate(
         deadline=deadline,
         id_made_up=not request.request_id,
         accepted_at=accepted_at,
+        begin_text=partial(begin_text, model, wanted, stopping) if wanted.stops else None,
     )
 
 
@@ -199,7 +203,7 @@ def _room(request: pb.GenerateRequest, prompt: Sequence[int], longest: int | Non
     return longest - len(prompt)
 
 
-def _wanted(asked: pb.ResponseOptions) -> Wanted:
+def _wanted(asked: pb.ResponseOptions, stopping: pb.StoppingParams) -> Wanted:
     if asked.HasField("logprobs"):
         at_most("response.logprobs", asked.logprobs, MAX_LOGPROBS, "alternatives")
     return Wanted(
@@ -207,7 +211,18 @@ def _wanted(asked: pb.ResponseOptions) -> Wanted:
         token_ids=asked.token_ids,
         logprobs=asked.logprobs if asked.HasField("logprobs") else None,
         skip_special_tokens=asked.skip_special_tokens if asked.HasField("skip_special_tokens") else True,
+        stops=_stop_texts(stopping.stop),
+        include_stop=stopping.include_stop_in_output,
     )
+
+
+def _stop_texts(texts: Sequence[str]) -> StopTexts | None:
+    at_most("stopping.stop", len(texts), MAX_STOP_TEXTS, "texts")
+    for place, text in enumerate(texts):
+        if not text:
+            raise InvalidArgument(f"stopping.stop[{place}]", "at least 1 character", 0)
+        at_most(f"stopping.stop[{place}]", len(text.encode()), MAX_STOP_TEXT_BYTES, "bytes")
+    return StopTexts(texts) if texts else None
 
 
 def _sampling(asked: pb.SamplingParams, model: ServedModel) -> wire.Sampling:

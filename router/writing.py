@@ -5,7 +5,8 @@
     comes                         | t5 |     a gap: it is asked for again
     comes          | x1 |               another token for a known place: an error, never shown
 
-This is the path of every token: no call more than needed.
+The token that completes a stop text is the last: what comes after it is dropped. Text is followed here, whether or not
+anybody reads it, and only where there are such texts. This is the path of every token: no call more than needed.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
+from collections.abc import Callable
 from enum import Enum
 
+from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
-from router.request import Course
+from router.request import Course, Ended
 from state.journal import TOKEN_LIMIT
 
 
@@ -28,14 +31,22 @@ class Trouble(Enum):
 
 
 class Pen:
-    """The one writer of a course's tokens. A course that has ended is written no more."""
+    """The one writer of a course's tokens. A course that has ended, or is stopped, is written no more."""
 
     def __init__(self, course: Course) -> None:
         self.course = course
+        self.stopped: Ended | None = None
+        """Set by the token that completed a stop text."""
+        self.tell_stopped: Callable[[], None] | None = None
+        """Called when that is."""
+        begin = course.request.begin_text
+        self._text = begin() if begin is not None else None
         self._tokens = course.tokens
         self._base = course.request.prompt_tokens
         self._logprobs = course.logprobs if course.request.wanted.logprobs is not None else None
         self._now = asyncio.get_running_loop().time
+        for token in course.tokens:  # of an earlier owner's
+            self._follow(token)
 
     @property
     def position(self) -> int:
@@ -49,16 +60,28 @@ class Pen:
             course = self.course
             if token >= TOKEN_LIMIT:
                 return Trouble.CONFLICT
-            if course.end is None:
+            if course.end is None and self.stopped is None:
                 tokens.append(token)
                 if self._logprobs is not None:
                     self._logprobs.append(logprobs or wire.TokenLogprobs())
                 course.last_token_at = self._now()
+                if self._text is not None:
+                    self._follow(token)
                 course.told()
             return None
         if index > len(tokens):
-            return Trouble.GAP
+            return Trouble.GAP if self.stopped is None else None
         return None if index >= 0 and tokens[index] == token else Trouble.CONFLICT
+
+    def _follow(self, token: int) -> None:
+        if self._text is None:
+            return
+        self._text.add((token,))
+        if self._text.stop is not None:
+            self.stopped = Ended(pb.FINISH_REASON_STOP, stop_text=self._text.stop)
+            self._text = None
+            if self.tell_stopped is not None:
+                self.tell_stopped()
 
 
 def pack(numbers: list[int]) -> bytes:

@@ -93,8 +93,8 @@ async def test_refusals_name_field_limit_and_value(stub: InferenceServiceStub) -
 
 async def test_what_is_not_built_is_told_beforehand_and_refused_by_name(stub: InferenceServiceStub) -> None:
     info = await stub.GetServerInfo(pb.GetServerInfoRequest())
-    assert "StoppingParams.stop" in info.unimplemented_fields
-    request = pb.GenerateRequest(prompt="x", stopping=pb.StoppingParams(stop=["\n"]))
+    assert "GenerateRequest.guided" in info.unimplemented_fields
+    request = pb.GenerateRequest(prompt="x", guided=pb.GuidedDecoding(regex="a+"))
     error = await refusal(stub, request)
     assert isinstance(error, Unimplemented)
-    assert error.field == "StoppingParams.stop"
+    assert error.field == "GenerateRequest.guided"

@@ -132,7 +132,7 @@ async def test_a_start_that_never_arrived_is_said_again_and_one_that_did_is_lost
         await until(lambda: len(unheard.course.tokens) == 2)
         await until(lambda: known.told and isinstance(known.told[-1], wire.Failed))
         assert known.told[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
-        opened.leave(unheard.following, wire.Cancel.REASON_CLIENT)
+        opened.leave(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
 
 
 async def test_a_start_while_the_worker_is_greeted_is_said_after_the_welcome() -> None:

@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from router.limits import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, MAX_REQUEST_BYTES, MAX_STOP_TOKEN_IDS, limits
+from router.limits import (
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_REQUEST_BYTES,
+    MAX_STOP_TEXT_BYTES,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKEN_IDS,
+    limits,
+)
 from router.models import Models
 from router.request import Wanted
 from router.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
@@ -194,6 +202,9 @@ def stopping(**fields: Any) -> dict[str, Any]:
         (stopping(min_tokens=2048), "stopping.min_tokens"),
         (stopping(stop_token_ids=[4096]), "stopping.stop_token_ids"),
         (stopping(stop_token_ids=range(MAX_STOP_TOKEN_IDS + 1)), "stopping.stop_token_ids"),
+        (stopping(stop=["x"] * (MAX_STOP_TEXTS + 1)), "stopping.stop"),
+        (stopping(stop=["x", ""]), "stopping.stop[1]"),
+        (stopping(stop=["é" * (MAX_STOP_TEXT_BYTES // 2) + "x"]), "stopping.stop[0]"),
         ({"response": pb.ResponseOptions(logprobs=MAX_LOGPROBS + 1)}, "response.logprobs"),
         ({"priority": 1001}, "priority"),
         ({"priority": -1001}, "priority"),
@@ -219,6 +230,7 @@ async def test_what_is_out_of_range_is_refused_by_field_limit_and_value(fields, 
         sampling(temperature=100, top_p=1e-6, min_p=1, top_k=2**31 - 1, repetition_penalty=10),
         sampling(frequency_penalty=-2, presence_penalty=2, logit_bias={4095: -100, 0: 100}, seed=2**64 - 1),
         stopping(max_tokens=3, min_tokens=3, stop_token_ids=[4095]),
+        stopping(stop=["x" * MAX_STOP_TEXT_BYTES] * MAX_STOP_TEXTS),
         {"priority": -1000, "request_id": "é" * 64, "response": pb.ResponseOptions(logprobs=MAX_LOGPROBS)},
     ],
 )
@@ -367,4 +379,5 @@ def test_limits_are_told_as_they_are_held():
     assert (told.max_queued_requests, told.resume_grace_ms, told.result_ttl_ms) == (5, 6, 7)
     assert told.max_logprobs == MAX_LOGPROBS
     assert told.max_outputs == 1
-    assert told.max_stop_texts == told.max_detach_ttl_ms == 0
+    assert (told.max_stop_texts, told.max_stop_text_bytes) == (MAX_STOP_TEXTS, MAX_STOP_TEXT_BYTES)
+    assert told.max_detach_ttl_ms == 0

@@ -1,0 +1,35 @@
+"""Fields of the public API over real processes: what is asked for is what comes."""
+
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.asking import Answer, ask, asked
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "def add(a, b):\n"
+
+
+async def plain(stub: InferenceServiceStub) -> Answer:
+    """What is written where nothing stops it."""
+    return await ask(stub, asked(PROMPT, max_tokens=40))
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_a_stop_text_ends_an_output_within_its_tokens(stub: InferenceServiceStub, include: bool) -> None:
+    whole = await plain(stub)
+    middle = len(whole.text) // 2
+    stop = whole.text[middle : middle + 5]
+    request = asked(PROMPT, max_tokens=40)
+    request.stopping.stop.extend(["never\x00", stop])
+    request.stopping.include_stop_in_output = include
+    answer = await ask(stub, request)
+    start = whole.text.index(stop)
+    assert answer.text == whole.text[: start + len(stop) if include else start]
+    assert answer.finished == pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_text=stop)
+    assert answer.ids == whole.ids[: len(answer.ids)]
+    assert answer.usage.completion_tokens == len(answer.ids) < len(whole.ids)
+    request.stopping.min_tokens = 40
+    late = await ask(stub, request)
+    assert len(late.ids) == 40
