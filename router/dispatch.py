@@ -11,11 +11,15 @@ from functools import partial
 
 from protos import worker_pb2 as wire
 from router.execution import RETRY_SECONDS, Execution, Router
-from router.request import Course, ValidRequest
+from router.request import Course, Ended, ValidRequest
+from router.revival import end_of, replayed, store_error
+from router.standing import Standing
 from runtime import logs
-from runtime.errors import AlreadyExists, Cancelled, Unavailable, Unimplemented
+from runtime.errors import AlreadyExists, Cancelled, ServiceError, Unavailable, Unimplemented
 from runtime.fault import Reason
+from state.errors import StateError
 from state.names import RequestKey
+from state.owned import StoredRequest
 
 LAST_WRITE_SECONDS = 5.0
 """Of a drain, for a Redis that is away."""
@@ -29,6 +33,7 @@ class Dispatcher:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._executions: dict[RequestKey, Execution] = {}
+        self._unwritten: dict[RequestKey, Execution] = {}  # ended, and the store may not know yet
         self._tasks: dict[Execution, asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -50,31 +55,78 @@ class Dispatcher:
     async def begin(self, request: ValidRequest) -> Course:
         """Returns once the request is admitted and recorded; it is answered from then on, whoever reads it.
 
-        Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled, Unimplemented. Cancelled while it
-        waits, it ends the request.
+        An id that an equal request has brings that request's course: the one that runs here, or what is stored of
+        it. Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled, Unimplemented. Cancelled while
+        it waits, it ends the request.
         """
+        execution = self._here(request.key)
+        if execution is None:
+            execution = self._launched(request)
+        elif execution.course.request.payload != request.payload:
+            raise AlreadyExists(request.key.id)
+        found = await self._accepted(execution)
+        return execution.come_back() if found is None else await self._stored(found)
+
+    async def resume(self, key: RequestKey) -> Course:
+        """The course of a request that was accepted, from its beginning.
+
+        Raises NotFound, Unavailable, Unimplemented, and the error that it was refused with.
+        """
+        execution = self._here(key)
+        found = await self._read(key) if execution is None else await self._accepted(execution)
+        if execution is not None and found is None:
+            return execution.come_back()
+        assert found is not None
+        return await self._stored(found)
+
+    async def look(self, key: RequestKey) -> Standing:
+        """How a request stands, here or in the store. Raises NotFound, Unavailable."""
+        execution = self._here(key)
+        if execution is not None and execution.is_recorded:
+            owned = execution.owned
+            kept = self._router.ended_s if owned.ended else None
+            return Standing(execution.course, owned.state, owned.record, kept)
+        found = await self._read(key)
+        course = replayed(found, await self._router.revive(found))
+        return Standing(course, found.state, found.record, found.expires_in_s if found.ended else None)
+
+    def _launched(self, request: ValidRequest) -> Execution:
         self._check(request)
-        execution = Execution(request, self._router, self._forget)
+        execution = Execution(request, self._router, self)
         self._executions[request.key] = execution
         self._idle.clear()
         with logs.bound(request_id=request.key.id):
             task = asyncio.create_task(execution.run())
         execution.task = self._tasks[execution] = task
         task.add_done_callback(partial(self._done, execution))
-        try:
-            await execution.accepted
-        except asyncio.CancelledError:
-            self._stop(execution)
-            raise
-        return execution.course
+        return execution
 
-    def cancel(self, key: RequestKey) -> bool:
-        """Ends a request now, in whatever state. False: it does not run here."""
-        execution = self._executions.get(key)
+    async def _accepted(self, execution: Execution) -> StoredRequest | None:
+        """None once it runs; else what the store has in its place. The last who gives up waiting ends it."""
+        execution.awaited += 1
+        try:
+            return await asyncio.shield(execution.accepted)
+        except asyncio.CancelledError:
+            if execution.awaited == 1 and execution.course.reader is None:
+                self._stop(execution)
+            raise
+        finally:
+            execution.awaited -= 1
+
+    async def cancel(self, key: RequestKey) -> Ended | ServiceError:
+        """Ends a request now, in whatever state; how it has ended, by this or before.
+
+        Raises NotFound, Unavailable, Unimplemented.
+        """
+        execution = self._here(key)
         if execution is None:
-            return False
+            end = end_of(await self._read(key))
+            if end is None:
+                raise Unimplemented("InferenceService.CancelGeneration", "a request of another router")
+            return end
         self._stop(execution)
-        return True
+        assert execution.course.end is not None
+        return execution.course.end
 
     def stream_lost(self, course: Course) -> None:
         """Nobody reads this course any more: it is cancelled after a grace, at once where nobody could come back."""
@@ -111,13 +163,9 @@ class Dispatcher:
             await asyncio.wait(tasks)
 
     def _check(self, request: ValidRequest) -> None:
-        key, model = request.key, request.work.model
+        model = request.work.model
         if self._draining:
             raise Unavailable(Reason.DRAINING, "this router is draining", retry_after=RETRY_SECONDS)
-        present = self._executions.get(key)
-        if present is not None:
-            same = present.course.request.payload == request.payload
-            raise Unimplemented("GenerateRequest.request_id", key.id) if same else AlreadyExists(key.id)
         if next(self._router.pool.of(model), None) is None:
             words = f"no worker serves {model} now"
             raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)
@@ -132,7 +180,30 @@ class Dispatcher:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a request ended by a bug", exc_info=error)
 
-    def _forget(self, execution: Execution) -> None:
+    def ended(self, execution: Execution) -> None:
         key = execution.course.request.key
         if self._executions.get(key) is execution:
             del self._executions[key]
+            self._unwritten[key] = execution
+
+    def settled(self, execution: Execution) -> None:
+        key = execution.course.request.key
+        if self._unwritten.get(key) is execution:
+            del self._unwritten[key]
+
+    # What is here, and what only the store has
+
+    def _here(self, key: RequestKey) -> Execution | None:
+        return self._executions.get(key) or self._unwritten.get(key)
+
+    async def _read(self, key: RequestKey) -> StoredRequest:
+        try:
+            return await self._router.requests.read(key)
+        except StateError as error:
+            raise store_error(error, key) from None
+
+    async def _stored(self, found: StoredRequest) -> Course:
+        """A request that doesn't run here, to be read."""
+        if not found.ended:
+            raise Unimplemented("InferenceService.ResumeStream", f"a request of router {found.owner.id}")
+        return replayed(found, await self._router.revive(found))

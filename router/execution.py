@@ -10,14 +10,13 @@ It ends once: the first to say how wins, lets go of everything, and the course's
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Protocol
 
-from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
-from protos.inference_pb2 import Generation
 from protos.state_pb2 import RequestRecord
+from router.account import receipt_of, usage_of
 from router.admission import Admission, Admitted
 from router.attempt import Attempt
 from router.failures import AttemptFailed, NoWorker
@@ -25,24 +24,23 @@ from router.flush import Flusher, append_new
 from router.job import Job
 from router.pool import Pool
 from router.request import Course, Ended, ValidRequest
+from router.revival import Revive, stored_as
 from router.settings import RouterSettings
 from router.writing import Pen
 from runtime import logs
 from runtime.errors import (
     Aborted,
     AlreadyExists,
-    Cancelled,
     DeadlineExceeded,
     Internal,
     ServiceError,
     Unavailable,
-    Unimplemented,
 )
 from runtime.fault import Reason, ResumePoint, to_status
 from state import errors
 from state.errors import StateError
-from state.names import Life, State
-from state.owned import OwnedRequest
+from state.names import Life
+from state.owned import OwnedRequest, StoredRequest
 from state.requests import Requests
 
 RETRY_SECONDS = 1.0
@@ -61,25 +59,41 @@ class Router:
     pool: Pool
     requests: Requests
     flusher: Flusher
+    revive: Revive
+    ended_s: float
+    """How long an ended request is kept in the store."""
+
+
+class Home(Protocol):
+    """Who keeps executions."""
+
+    def ended(self, execution: Execution) -> None:
+        """It answers nobody any more."""
+
+    def settled(self, execution: Execution) -> None:
+        """It has ended, and the store knows, or need not."""
 
 
 class Execution:
     """Runs in a task of its own, ``run``; ``end`` may be called from anywhere at any time."""
 
-    def __init__(self, request: ValidRequest, router: Router, on_end: Callable[[Execution], None]) -> None:
+    def __init__(self, request: ValidRequest, router: Router, home: Home) -> None:
         self.course = Course(request)
         self.owned = _owned(request, Life.of(router.peer))
-        self.accepted = asyncio.get_running_loop().create_future()
-        """Done once it is recorded, or with the error that it came to before."""
+        self.accepted: asyncio.Future[StoredRequest | None] = asyncio.get_running_loop().create_future()
+        """Done once it is recorded, with the error that it came to before, or with what the store has under its id:
+        an equal request, in whose place nothing is run."""
+        self.awaited = 0
+        """Calls that wait until it is accepted."""
         self.grace: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
         self._request = request
-        self._on_end = on_end
+        self._home = home
         self._router = router
         self._job = Job(self.course, self.owned, Pen(self.course))
         self._admitted: Admitted | None = None
         self._attempt: Attempt | None = None
-        self._is_recorded = False  # or may be
+        self.is_recorded = False  # or may be
 
     async def run(self) -> None:
         end: Ended | ServiceError = Internal()  # unless something better is known
@@ -107,9 +121,8 @@ class Execution:
             return
         self.course.end = end
         self.course.told()
-        self._on_end(self)
-        if self.grace is not None:
-            self.grace.cancel()
+        self._home.ended(self)
+        self.come_back()
         if self._attempt is not None:
             self._attempt.close(reason)
         if self.task is not None and self.task is not asyncio.current_task():
@@ -118,12 +131,24 @@ class Execution:
             self._admitted.leave()
         if not self.accepted.done():
             self.accepted.set_exception(end if isinstance(end, ServiceError) else Internal())
-        if self._is_recorded:
+        if self.is_recorded:
             self._record_end(end)
+        else:
+            self.settled()
+
+    def come_back(self) -> Course:
+        """Somebody reads it again: it is lost no more."""
+        if self.grace is not None:
+            self.grace.cancel()
+            self.grace = None
+        return self.course
+
+    def settled(self) -> None:
+        self._home.settled(self)
 
     def superseded(self, error: errors.Superseded) -> None:
         """Another router owns it: nothing more is written."""
-        self._is_recorded = False
+        self.is_recorded = False
         self.end(Aborted(Reason.SUPERSEDED, str(error)))
 
     @property
@@ -137,25 +162,26 @@ class Execution:
             self._take_without_store("it is away")
         else:
             await self._record()
-        self._is_recorded = True
+        self.is_recorded = True
         router.flusher.begin(self)
         self.accepted.set_result(None)
 
     async def _record(self) -> None:
-        self._is_recorded = True  # from now on it may be in Redis, whatever becomes of this call
+        self.is_recorded = True  # from now on it may be in Redis, whatever becomes of this call
         key = self._request.key
         try:
             found = await self._router.requests.accept(self.owned)
         except errors.AlreadyExists:
-            self._is_recorded = False
+            self.is_recorded = False
             raise AlreadyExists(key.id) from None
         except StateError as error:
-            self._is_recorded = False
+            self.is_recorded = False
             self._take_without_store(str(error))
             return
         if found is not None:
-            self._is_recorded = False
-            raise Unimplemented("GenerateRequest.request_id", key.id)
+            self.is_recorded = False
+            self.accepted.set_result(found)
+            raise AlreadyExists(key.id)
 
     def _take_without_store(self, why: str) -> None:
         """Raises Unavailable where the settings don't want that."""
@@ -218,11 +244,9 @@ class Execution:
         self._router.flusher.begin(self)
         append_new(owned, course)
         record.cached_tokens = course.cached_tokens
-        record.usage.prompt_tokens = self._request.prompt_tokens
-        record.usage.completion_tokens = len(course.tokens)
-        record.usage.total_tokens = self._request.prompt_tokens + len(course.tokens)
-        record.usage.cached_prompt_tokens = course.cached_tokens
-        state, finished = _stored(end)
+        record.usage.CopyFrom(usage_of(course))
+        record.receipt.CopyFrom(receipt_of(course, asyncio.get_running_loop().time()))
+        state, finished = stored_as(end)
         if finished is not None:
             record.finished.append(finished)
         if isinstance(end, ServiceError):
@@ -240,16 +264,3 @@ def _owned(request: ValidRequest, life: Life) -> OwnedRequest:
     if left is not None:
         record.deadline.FromDatetime(now + timedelta(seconds=min(left, 10 * 365 * 86400)))
     return OwnedRequest.begin(request.key, life, request.payload, record, now)
-
-
-def _stored(end: Ended | ServiceError) -> tuple[State, pb.Finished | None]:
-    """How an end is stored."""
-    match end:
-        case Ended():
-            return Generation.STATE_SUCCEEDED, end.finished()
-        case Cancelled():
-            return Generation.STATE_CANCELLED, pb.Finished(finish_reason=pb.FINISH_REASON_CANCELLED)
-        case DeadlineExceeded():
-            return Generation.STATE_FAILED, pb.Finished(finish_reason=pb.FINISH_REASON_TIME_LIMIT)
-        case _:
-            return Generation.STATE_FAILED, None

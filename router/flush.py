@@ -36,6 +36,9 @@ class Written(Protocol):
     def superseded(self, error: Superseded) -> None:
         """Another router owns it."""
 
+    def settled(self) -> None:
+        """Nothing more of it is written."""
+
 
 class Flusher:
     """The one writer of requests. ``close`` ends its task after one last write."""
@@ -67,7 +70,7 @@ class Flusher:
         if self._running.pop(written.owned, None) is not None:
             self._ended[written.owned] = written
             while len(self._ended) > KEPT_ENDED:
-                del self._ended[next(iter(self._ended))]
+                self._ended.pop(next(iter(self._ended))).settled()
             self._soon.set()
             self._something.set()
 
@@ -76,6 +79,7 @@ class Flusher:
         self._running.pop(written.owned, None)
         self._ended.pop(written.owned, None)
         self._see_if_idle()
+        written.settled()
 
     def rewrite(self) -> None:
         """Redis was emptied: all that is here is written whole."""
@@ -141,7 +145,7 @@ class Flusher:
                 self.forget(written)
                 written.superseded(gone[owned.key])
             elif owned in self._ended and not owned.unwritten:
-                del self._ended[owned]
+                self._ended.pop(owned).settled()
         self._see_if_idle()
 
     def _failed(self, error: StateError) -> None:

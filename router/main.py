@@ -24,7 +24,8 @@ from router.limits import limits
 from router.models import Models, load
 from router.pool import Pool
 from router.registration import Membership
-from router.service import About, InferenceService, found_in
+from router.revival import reviver
+from router.service import About, InferenceService
 from router.settings import RouterSettings
 from runtime import logs, shutdown
 from runtime.health import Readiness
@@ -103,14 +104,15 @@ class Process:
         self.pool = Pool(self.peer, store.workers, hashes, settings)
         self.flusher = Flusher(store.requests, settings.flush_ms)
         admission = Admission(settings.max_active, settings.queue_limit)
-        router = Router(self.peer, settings, admission, self.pool, store.requests, self.flusher)
+        revive = reviver(models, self.pool.window_of)
+        router = Router(
+            self.peer, settings, admission, self.pool, store.requests, self.flusher, revive, Lifetimes().ended_s
+        )
         self.dispatcher = Dispatcher(router)
         metrics = RequestMetrics(self.registry)
         metrics.running.set_function(lambda: self.dispatcher.running)
         metrics.waiting.set_function(lambda: self.dispatcher.waiting)
-        self.service = InferenceService(
-            models, self.dispatcher, found_in(store.requests), self._about(settings), metrics
-        )
+        self.service = InferenceService(models, self.dispatcher, self._about(settings), metrics)
         self._settings = settings
         self._store = store
         self._ends = AsyncExitStack()

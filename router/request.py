@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
+from protos.state_pb2 import RequestRecord
 from router.stop_texts import StopTexts
 from runtime.channel import Deadline
 from runtime.errors import ServiceError
@@ -27,11 +28,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What the client is shown, with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all.
+    ``prompt_logprobs`` the same of the prompt's tokens. ``echo``: what stands before each output's text.
     ``stops``: the texts that end an output; None: no text does."""
 
     text: bool = True
     token_ids: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: str = ""
     skip_special_tokens: bool = True
     stops: StopTexts | None = None
     include_stop: bool = False
@@ -95,18 +99,33 @@ class Path:
     handoff_bytes: int = 0
 
 
+class Reader(Protocol):
+    """Who reads a course now."""
+
+    def supersede(self) -> None:
+        """A newer one reads it."""
+
+
 @dataclass(slots=True)
 class Course:
-    """One request being answered. One output; dispatch is the only writer."""
+    """One request being answered. One output; dispatch is the only writer, and there is one reader at a time."""
 
     request: ValidRequest
     tokens: list[int] = field(default_factory=list)
     logprobs: list[wire.TokenLogprobs] = field(default_factory=list)  # one per token, where asked for
+    prompt_logprobs: list[wire.TokenLogprobs] = field(default_factory=list)  # of the prompt's second token and on
     cached_tokens: int = 0
     resumable: bool = True
     path: Path = field(default_factory=Path)
     end: Ended | ServiceError | None = None
     last_token_at: float | None = None  # the event loop's clock
+    reader: Reader | None = None
+    first_sent_at: float | None = None  # the event loop's clock, whoever read it first
+    second_sent_at: float | None = None
+    recorded: RequestRecord | None = None
+    """Of one that is replayed: what was told at its end."""
+    counted: int | None = None
+    """Tokens that the metrics have counted; None: nothing of this request was."""
     _waiting: asyncio.Future[None] | None = None
 
     def told(self) -> None:
@@ -119,5 +138,14 @@ class Course:
     async def beyond(self, count: int) -> None:
         """Wait until more than ``count`` tokens are written, or the end is. One reader at a time."""
         while len(self.tokens) <= count and self.end is None:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+            await self._news()
+
+    async def explained(self) -> None:
+        """Wait until the prompt's logprobs are all here, where they were asked for, or the end is."""
+        asked = self.request.wanted.prompt_logprobs is not None
+        while asked and len(self.prompt_logprobs) < self.request.prompt_tokens - 1 and self.end is None:
+            await self._news()
+
+    async def _news(self) -> None:
+        self._waiting = asyncio.get_running_loop().create_future()
+        await self._waiting

@@ -1,15 +1,16 @@
 """The public gRPC service: calls in, answers out, and nothing decided here.
 
     GenerateStream --validate--> ValidRequest --begin--> Course --Answer--> messages, then OK or the course's error
-                                                 |
-          the client leaves before the end ------'--> stream_lost
+    ResumeStream ---------------- id ---------resume------^  |
+                                                             |
+          the client leaves before the end ------------------'--> stream_lost
 
 Nothing is sent before the first token, not even metadata: until then a client's gRPC may try again elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,11 +19,13 @@ import grpc
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from router.account import Account
+from router.account import Account, account_of
 from router.answer import Answer
 from router.limits import MAX_REQUEST_BYTES, at_most
 from router.models import Models, ServedModel
+from router.reading import Reading
 from router.request import Course, Ended, ValidRequest
+from router.standing import Standing, generation
 from router.validation import (
     TENANT,
     UNIMPLEMENTED_FIELDS,
@@ -33,43 +36,43 @@ from router.validation import (
     window,
 )
 from runtime.channel import Deadline
-from runtime.errors import InvalidArgument, ServiceError, Unavailable, Unimplemented
-from runtime.fault import Reason
+from runtime.errors import Cancelled, InvalidArgument, NotFound, OutOfRange, ServiceError, Unimplemented
 from runtime.interceptor import Gone
 from runtime.metrics import RequestMetrics
 from runtime.server import Service
-from state.errors import NotYetKnown, StoreUnavailable, UnknownRequest
 from state.names import Life, RequestKey
-from state.owned import StoredRequest
-from state.requests import Requests
 
-RETRY_SECONDS = 1.0
 _CANCELLED = pb.CancelGenerationResponse.STATUS_CANCELLED
 _ALREADY_FINISHED = pb.CancelGenerationResponse.STATUS_ALREADY_FINISHED
 _UNKNOWN = pb.CancelGenerationResponse.STATUS_UNKNOWN_REQUEST
 _LEFT = "left"
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+_Named = pb.ResumeStreamRequest | pb.GetGenerationRequest | pb.CancelGenerationRequest
 
 
 class Dispatcher(Protocol):
     """Who runs requests."""
 
     async def begin(self, request: ValidRequest) -> Course:
-        """Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Unimplemented."""
+        """The course of this request, or of an equal one of this id.
 
-    def cancel(self, key: RequestKey) -> bool:
-        """Whether it ran here."""
+        Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Unimplemented."""
+
+    async def resume(self, key: RequestKey) -> Course:
+        """The course of a request that was accepted, to be read again. Raises NotFound, Unavailable."""
+
+    async def look(self, key: RequestKey) -> Standing:
+        """How a request stands. Raises NotFound, Unavailable."""
+
+    async def cancel(self, key: RequestKey) -> Ended | ServiceError:
+        """How it has ended, by this call or before. Raises NotFound, Unavailable."""
 
     def stream_lost(self, course: Course) -> None:
         """The client's stream ended without CancelGeneration."""
 
     def window_of(self, model: str) -> int | None:
         """The least window that the model's live workers serve; None while there are none."""
-
-
-LookUp = Callable[[RequestKey], Awaitable[StoredRequest | None]]
-"""A request as the store has it; None for one that it doesn't know. Raises Unavailable."""
 
 
 @dataclass(frozen=True)
@@ -83,32 +86,12 @@ class About:
     draining: Callable[[], bool]
 
 
-def found_in(requests: Requests) -> LookUp:
-    """Looks requests up in the store."""
-
-    async def look_up(key: RequestKey) -> StoredRequest | None:
-        try:
-            return await requests.read(key)
-        except UnknownRequest:
-            return None
-        except NotYetKnown as error:
-            raise Unavailable(Reason.STATE_STORE_AWAY, str(error), retry_after=error.retry_after_s) from None
-        except StoreUnavailable:
-            text = "the state store is away"
-            raise Unavailable(Reason.STATE_STORE_AWAY, text, retry_after=RETRY_SECONDS) from None
-
-    return look_up
-
-
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """``decant.v1.InferenceService``, but for what the interceptor does: errors become statuses there."""
 
-    def __init__(
-        self, models: Models, dispatcher: Dispatcher, look_up: LookUp, about: About, metrics: RequestMetrics
-    ) -> None:
+    def __init__(self, models: Models, dispatcher: Dispatcher, about: About, metrics: RequestMetrics) -> None:
         self._models = models
         self._dispatcher = dispatcher
-        self._look_up = look_up
         self._about = about
         self._metrics = {id: metrics.of(id) for id in models.by_id}
 
@@ -123,28 +106,44 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     # ------------------------------------------------------------------------------------------ generating
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: _Context) -> None:  # noqa: N802
-        course, answer = await self._begin(request, context)
-        with self._followed(course) as follower:
-            follower.ended = await answer.stream(context.write, follower.account)
+        await self._stream(await self._begin(request, context), 0, context)
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> pb.GenerateResponse:  # noqa: N802
-        course, answer = await self._begin(request, context)
+        course = await self._begin(request, context)
         with self._followed(course) as follower:
-            response, follower.ended = await answer.whole(follower.account)
+            _check_logprobs(course, 0)
+            response, follower.ended = await Answer(course, self._model(course)).whole(follower.account)
         return response
 
-    async def _begin(self, request: pb.GenerateRequest, context: _Context) -> tuple[Course, Answer]:
+    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: _Context) -> None:  # noqa: N802
+        key = _key_of(request)
+        await self._stream(await self._dispatcher.resume(key), request.after_seq, context)
+
+    async def _begin(self, request: pb.GenerateRequest, context: _Context) -> Course:
         valid = await validate(request, self._models, self._dispatcher.window_of, Deadline.of(context))
-        course = await self._dispatcher.begin(valid)
-        return course, Answer(course, self._models.by_id[valid.work.model])
+        return await self._dispatcher.begin(valid)
+
+    async def _stream(self, course: Course, after_seq: int, context: _Context) -> None:
+        with self._followed(course) as follower:
+            if after_seq > len(course.tokens):
+                raise OutOfRange(after_seq, 0, len(course.tokens))
+            _check_logprobs(course, after_seq)
+            answer = Answer(course, self._model(course), after_seq)
+            follower.ended = await answer.stream(context.write, follower.account)
+
+    def _model(self, course: Course) -> ServedModel:
+        return self._models.by_id[course.request.work.model]
 
     @contextmanager
     def _followed(self, course: Course) -> Iterator[_Follower]:
-        """While a client follows a course. One who leaves before its end has lost it, unless its time was over."""
-        follower = _Follower(Account(course, self._metrics[course.request.work.model]))
+        """While a client follows a course. One who leaves before its end has lost it, unless its time was over or
+        somebody else follows it by now."""
+        follower = _Follower(account_of(course, self._metrics[course.request.work.model]))
         outcome = _LEFT
+        reading = Reading(course)
         try:
-            yield follower
+            with reading:
+                yield follower
             outcome = pb.FinishReason.Name(follower.ended.reason) if follower.ended else _LEFT
         except ServiceError as error:
             outcome = error.label
@@ -152,33 +151,25 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
             raise Gone from error
         finally:
-            if course.end is None and not course.request.deadline.is_over:
+            if course.end is None and reading.is_last and not course.request.deadline.is_over:
                 self._dispatcher.stream_lost(course)
             follower.account.close(outcome)
+
+    # ------------------------------------------------------------------------------------------ coming back
+
+    async def GetGeneration(self, request: pb.GetGenerationRequest, context: _Context) -> pb.Generation:  # noqa: N802
+        standing = await self._dispatcher.look(_key_of(request))
+        return await generation(standing, self._model(standing.course))
 
     async def CancelGeneration(  # noqa: N802
         self, request: pb.CancelGenerationRequest, context: _Context
     ) -> pb.CancelGenerationResponse:
-        check_known(request)
-        if not request.request_id:
-            raise InvalidArgument("request_id", "at least 1 byte", 0)
-        key = RequestKey(TENANT, request.request_id)
-        if self._dispatcher.cancel(key):
-            return pb.CancelGenerationResponse(status=_CANCELLED)
-        found = await self._look_up(key)
-        if found is None:
+        try:
+            end = await self._dispatcher.cancel(_key_of(request))
+        except NotFound:
             return pb.CancelGenerationResponse(status=_UNKNOWN)
-        if not found.ended and found.owner != self._about.life:
-            raise Unimplemented("InferenceService.CancelGeneration", f"a request of router {found.owner.id}")
-        # What was this router's and runs no more has ended, whether or not that is written yet.
-        cancelled = found.state == pb.Generation.STATE_CANCELLED
-        return pb.CancelGenerationResponse(status=_CANCELLED if cancelled else _ALREADY_FINISHED)
-
-    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: _Context) -> None:  # noqa: N802
-        raise Unimplemented("InferenceService.ResumeStream")
-
-    async def GetGeneration(self, request: pb.GetGenerationRequest, context: _Context) -> pb.Generation:  # noqa: N802
-        raise Unimplemented("InferenceService.GetGeneration")
+        status = _CANCELLED if isinstance(end, Cancelled) else _ALREADY_FINISHED
+        return pb.CancelGenerationResponse(status=status)
 
     # ------------------------------------------------------------------------------------------ words, models
 
@@ -243,3 +234,18 @@ class _Follower:
 
     account: Account
     ended: Ended | None = None
+
+
+def _key_of(request: _Named) -> RequestKey:
+    """Raises InvalidArgument for an id that no request has."""
+    check_known(request)
+    if not request.request_id:
+        raise InvalidArgument("request_id", "at least 1 byte", 0)
+    return RequestKey(TENANT, request.request_id)
+
+
+def _check_logprobs(course: Course, after_seq: int) -> None:
+    """Raises Unimplemented where tokens are to be shown again whose logprobs nobody has kept."""
+    wanted = course.request.wanted.logprobs is not None
+    if wanted and course.recorded is not None and after_seq < len(course.tokens):
+        raise Unimplemented("ResponseOptions.logprobs", "of an answer that is replayed: they are not kept")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from protos import inference_pb2 as pb
@@ -22,7 +23,7 @@ from runtime.channel import Deadline
 from runtime.peer import new_peer
 from runtime.tls import PeerTls
 from state.names import RequestKey
-from state.owned import OwnedRequest
+from state.owned import OwnedRequest, StoredRequest
 from state.store import Store
 from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
 
@@ -49,7 +50,11 @@ def make_request(
         work.stopping.cut_to_window = True
     values: dict[str, Any] = {
         "key": RequestKey("default", id),
-        "payload": pb.GenerateRequest(request_id=id, token_ids=pb.TokenIds(ids=prompt)),
+        "payload": pb.GenerateRequest(
+            request_id=id,
+            token_ids=pb.TokenIds(ids=prompt),
+            stopping=pb.StoppingParams(max_tokens=max_tokens),
+        ),
         "work": work,
         "prompt_tokens": len(prompt),
         "wanted": Wanted(),
@@ -58,6 +63,19 @@ def make_request(
         "accepted_at": asyncio.get_running_loop().time(),
     }
     return ValidRequest(**values | more)
+
+
+async def revived(found: StoredRequest) -> ValidRequest:
+    """The request that made_request makes, out of the store."""
+    payload, record = found.payload, found.record
+    left = record.deadline.ToDatetime(UTC) - datetime.now(UTC) if record.HasField("deadline") else None
+    made = make_request(
+        found.key.id,
+        tuple(payload.token_ids.ids),
+        payload.stopping.max_tokens,
+        seconds=None if left is None else left.total_seconds(),
+    )
+    return replace(made, payload=payload)
 
 
 @dataclass
@@ -106,7 +124,7 @@ async def core(store: Store, workers: list[FakeWorker], **settings: Any) -> Asyn
     flusher = Flusher(store.requests, options["flush_ms"])
     checked = RouterSettings(**options)
     admission = Admission(checked.max_active, checked.queue_limit)
-    router = Router(peer, checked, admission, pool, store.requests, flusher)
+    router = Router(peer, checked, admission, pool, store.requests, flusher, revived, 3600.0)
     dispatcher = Dispatcher(router)
     pool.start()
     flusher.start()

@@ -11,11 +11,13 @@ from typing import Any
 import models as trained
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
+from protos.state_pb2 import RequestRecord
 from router.models import Models, ServedModel, served
 from router.request import Course, Ended, ValidRequest
+from router.standing import Standing
 from router.validation import validate
 from runtime.channel import Deadline
-from runtime.errors import ServiceError
+from runtime.errors import Cancelled, NotFound, ServiceError
 from runtime.model_files import find
 from state.names import RequestKey
 
@@ -54,7 +56,7 @@ def write(course: Course, *tokens: int, end: Ended | ServiceError | None = None)
     if course.request.wanted.logprobs is not None:
         course.logprobs += [logprobs(course.request.wanted.logprobs, token) for token in tokens]
     course.last_token_at = asyncio.get_running_loop().time()
-    course.end = end or course.end
+    course.end = course.end or end
     course.told()
 
 
@@ -75,7 +77,7 @@ class ScriptedDispatcher:
     def __init__(self) -> None:
         self.courses: asyncio.Queue[Course] = asyncio.Queue()
         self.lost: asyncio.Queue[Course] = asyncio.Queue()
-        self.running: set[RequestKey] = set()
+        self.known: dict[RequestKey, Course] = {}
         self.window: int | None = None
         self.refusal: ServiceError | None = None
         self.plan: Callable[[Course], Any] = lambda course: None
@@ -84,12 +86,26 @@ class ScriptedDispatcher:
         if self.refusal is not None:
             raise self.refusal
         course = Course(request)
+        self.known[request.key] = course
         self.plan(course)
         self.courses.put_nowait(course)
         return course
 
-    def cancel(self, key: RequestKey) -> bool:
-        return key in self.running
+    async def resume(self, key: RequestKey) -> Course:
+        try:
+            return self.known[key]
+        except KeyError:
+            raise NotFound("request", key.id) from None
+
+    async def look(self, key: RequestKey) -> Standing:
+        course = await self.resume(key)
+        return Standing(course, pb.Generation.STATE_DECODING, RequestRecord(), None if course.end is None else 60.0)
+
+    async def cancel(self, key: RequestKey) -> Ended | ServiceError:
+        course = await self.resume(key)
+        write(course, end=Cancelled())
+        assert course.end is not None
+        return course.end
 
     def stream_lost(self, course: Course) -> None:
         self.lost.put_nowait(course)

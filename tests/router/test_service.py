@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -15,35 +14,32 @@ from structlog.testing import capture_logs
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from protos.state_pb2 import RequestRecord
 from router.limits import limits
 from router.models import Models
 from router.request import Course
-from router.service import RETRY_SECONDS, About, InferenceService, found_in
+from router.service import About, InferenceService
 from router.validation import UNIMPLEMENTED_FIELDS
 from runtime.channel import open_channel
 from runtime.errors import (
+    Aborted,
     Cancelled,
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
+    OutOfRange,
     QueueFull,
     ServiceError,
-    Unavailable,
     Unimplemented,
     from_call,
 )
-from runtime.fault import Reason
+from runtime.fault import Reason, ResumePoint
 from runtime.health import Readiness
 from runtime.interceptor import Gone
 from runtime.listening import ServerSettings
 from runtime.metrics import Registry, RequestMetrics
 from runtime.server import Server
 from runtime.tls import PeerTls
-from state.errors import NotYetKnown, StoreUnavailable, UnknownRequest
-from state.names import Life, RequestKey
-from state.owned import StoredRequest
-from state.requests import Requests
+from state.names import Life
 from tests.router.scenes import AT_LENGTH, STOPPED, ScriptedDispatcher, model, tiny, write
 
 PATIENCE = 60.0
@@ -55,7 +51,6 @@ CANCEL = pb.CancelGenerationResponse
 class Scene:
     stub: Any
     dispatcher: ScriptedDispatcher
-    stored: dict[RequestKey, StoredRequest]
     server: Server
     registry: Registry
 
@@ -71,31 +66,22 @@ class Scene:
         return self.registry.collectors.get_sample_value(f"decant_{name}", {"model": "tiny-python"})
 
 
-def made(
-    dispatcher: ScriptedDispatcher,
-    registry: Registry,
-    stored: Mapping[RequestKey, StoredRequest] = MappingProxyType({}),
-    served: Models | None = None,
-) -> InferenceService:
-    async def look_up(key: RequestKey) -> StoredRequest | None:
-        return stored.get(key)
-
+def made(dispatcher: ScriptedDispatcher, registry: Registry, served: Models | None = None) -> InferenceService:
     told = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
     about = About(HERE, "1.2.3", told, lambda: True, lambda: False)
-    return InferenceService(served or Models([tiny()]), dispatcher, look_up, about, RequestMetrics(registry))
+    return InferenceService(served or Models([tiny()]), dispatcher, about, RequestMetrics(registry))
 
 
 @asynccontextmanager
 async def scene(served: Models | None = None) -> AsyncIterator[Scene]:
     dispatcher, registry = ScriptedDispatcher(), Registry(process=False)
-    stored: dict[RequestKey, StoredRequest] = {}
-    service = made(dispatcher, registry, stored, served)
+    service = made(dispatcher, registry, served)
     server = Server([service.service()], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
     channel = open_channel(server.address, PeerTls())
     try:
-        yield Scene(inference_pb2_grpc.InferenceServiceStub(channel), dispatcher, stored, server, registry)
+        yield Scene(inference_pb2_grpc.InferenceServiceStub(channel), dispatcher, server, registry)
     finally:
         await channel.close()
         server.shutdown.request("the test ends")
@@ -114,7 +100,13 @@ async def refused(call: Awaitable[Any]) -> ServiceError:
 
 
 async def all_of(call: Any) -> list[pb.GenerateStreamResponse]:
-    return [message async for message in call]
+    """What is left of a stream."""
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    if await call.code() is not grpc.StatusCode.OK:
+        await call.wait_for_connection()  # raises what it ended with
+    return messages
 
 
 def writes(*tokens: int, end: Any = STOPPED) -> Callable[[Course], None]:
@@ -282,99 +274,156 @@ async def test_requests_are_counted_by_model():
         assert s.count("time_to_first_token_seconds_count") == 2
 
 
+# ------------------------------------------------------------------------------------------- coming back
+
+
+def resumed(s: Scene, after_seq: int = 0, id: str = "r") -> Any:
+    return s.stub.ResumeStream(pb.ResumeStreamRequest(request_id=id, after_seq=after_seq))
+
+
+async def test_the_newest_stream_of_a_request_owns_it():
+    async with scene() as s:
+        first = s.stub.GenerateStream(asked(request_id="r"))
+        course = await s.course()
+        write(course, 5, 6)
+        await first.read()
+        second = resumed(s)
+        assert (await second.read()).HasField("started")
+        older = await refused(all_of(first))
+        assert (type(older), older.reason) == (Aborted, Reason.SUPERSEDED)
+        third = resumed(s, after_seq=1)
+        assert (await third.read()).HasField("started")
+        assert (await refused(all_of(second))).reason is Reason.SUPERSEDED
+        write(course, 1, end=STOPPED)
+        rest = await all_of(third)
+        assert [message.seq for message in rest if message.HasField("delta")][-1] == 3
+        assert rest[-1].usage.completion_tokens == 3
+        assert s.dispatcher.lost.empty(), "a stream that another took over is not lost"
+
+
+async def test_a_stream_whose_client_takes_nothing_is_superseded_too():
+    async with scene() as s:
+        first = s.stub.GenerateStream(asked(request_id="r"))
+        course = await s.course()
+        write(course, 5)
+        await first.read()
+        write(course, *[5] * 100_000)
+        stuck = course.reader
+        second = resumed(s, after_seq=100_000)
+        await second.read()
+        assert course.reader not in (None, stuck)
+        write(course, end=AT_LENGTH)
+        assert (await all_of(second))[-1].HasField("finished")
+        first.cancel()
+
+
+async def test_the_last_of_several_readers_loses_the_stream():
+    async with scene() as s:
+        s.stub.GenerateStream(asked(request_id="r"))
+        course = await s.course()
+        write(course, 5)
+        second = resumed(s)
+        await second.read()
+        second.cancel()
+        assert await s.lost() is course
+        assert s.dispatcher.lost.empty()
+
+
+async def test_resumed_streams_join_to_the_same_text():
+    async with scene() as s:
+        s.dispatcher.plan = writes(70, 71, 72, 1)
+        whole = await all_of(s.stub.GenerateStream(asked(request_id="r")))
+        text = "".join(message.delta.text for message in whole)
+        for after_seq in range(5):
+            rest = await all_of(resumed(s, after_seq))
+            assert rest[0].HasField("started")
+            assert rest[-1].HasField("finished")
+            assert text.endswith("".join(message.delta.text for message in rest))
+            assert sum(message.delta.num_tokens for message in rest) == 4 - after_seq
+        assert s.count("generation_tokens_total") == 4, "a token is counted once, however often it is shown"
+        assert s.count("time_to_first_token_seconds_count") == 1
+
+
+async def test_a_seq_that_was_never_sent_is_out_of_range():
+    async with scene() as s:
+        s.dispatcher.plan = writes(5, 6, 1)
+        await all_of(s.stub.GenerateStream(asked(request_id="r")))
+        error = await refused(all_of(resumed(s, after_seq=4)))
+        assert isinstance(error, OutOfRange)
+        assert error.resume == ResumePoint(0, 3)
+
+
+@pytest.mark.parametrize("call", ["ResumeStream", "GetGeneration"])
+async def test_what_nobody_knows_can_not_be_come_back_to(call):
+    async with scene() as s:
+
+        def asks(id: str) -> Awaitable[Any]:
+            if call == "ResumeStream":
+                return all_of(resumed(s, id=id))
+            return s.stub.GetGeneration(pb.GetGenerationRequest(request_id=id))
+
+        error = await refused(asks("nobody's"))
+        assert (type(error), error.reason) == (NotFound, Reason.REQUEST_NOT_FOUND)
+        assert isinstance(await refused(asks("")), InvalidArgument)
+
+
+async def test_a_generation_tells_what_is_written_so_far():
+    async with scene() as s:
+        options = pb.ResponseOptions(token_ids=True, logprobs=1)
+        call = s.stub.GenerateStream(asked(request_id="r", response=options))
+        course = await s.course()
+        write(course, 70, 71)
+        told = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
+        assert (told.last_seq, list(told.result.outputs[0].token_ids)) == (2, [70, 71])
+        assert not told.HasField("expire_time")
+        assert not told.result.outputs[0].HasField("finished")
+        write(course, 1, end=STOPPED)
+        text = "".join([message.delta.text async for message in call])
+        told = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
+        assert told.result.outputs[0].text == text
+        assert told.result.outputs[0].finished.eos_token_id == 1
+        assert told.result.usage.completion_tokens == 3
+        assert told.HasField("expire_time")
+        assert not told.HasField("error")
+
+
+async def test_a_generation_that_failed_tells_its_error_and_what_was_written():
+    async with scene() as s:
+        s.dispatcher.plan = writes(70, 71, end=DeadlineExceeded())
+        await refused(all_of(s.stub.GenerateStream(asked(request_id="r"))))
+        told = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
+        assert told.error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert told.result.outputs[0].finished.finish_reason == pb.FINISH_REASON_TIME_LIMIT
+        assert told.result.outputs[0].text
+
+
 # ------------------------------------------------------------------------------------------- cancelling
-
-
-def stored(key: RequestKey, state: Any, owner: Life) -> StoredRequest:
-    return StoredRequest(key, 1, 1, state, owner, RequestRecord(), pb.GenerateRequest(), [], 0, 60.0)
 
 
 async def cancelled(s: Scene, id: str = "r") -> Any:
     return (await s.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=id))).status
 
 
-async def test_what_runs_here_is_cancelled():
+async def test_a_cancel_may_be_repeated():
     async with scene() as s:
-        s.dispatcher.running.add(RequestKey("default", "r"))
-        assert await cancelled(s) == CANCEL.STATUS_CANCELLED
+        call = s.stub.GenerateStream(asked(request_id="r"))
+        await s.course()
+        for _ in range(2):
+            assert await cancelled(s) == CANCEL.STATUS_CANCELLED
+        assert isinstance(await refused(all_of(call)), Cancelled)
 
 
-@pytest.mark.parametrize(
-    ("state", "status"),
-    [
-        (pb.Generation.STATE_SUCCEEDED, CANCEL.STATUS_ALREADY_FINISHED),
-        (pb.Generation.STATE_FAILED, CANCEL.STATUS_ALREADY_FINISHED),
-        (pb.Generation.STATE_CANCELLED, CANCEL.STATUS_CANCELLED),
-    ],
-)
-async def test_what_has_ended_is_told_as_it_ended(state, status):
+async def test_what_has_ended_by_itself_is_not_cancelled():
     async with scene() as s:
-        key = RequestKey("default", "r")
-        s.stored[key] = stored(key, state, Life("router-b", 1))
-        assert await cancelled(s) == status
-
-
-async def test_what_was_ours_and_runs_no_more_has_ended():
-    async with scene() as s:
-        key = RequestKey("default", "r")
-        s.stored[key] = stored(key, pb.Generation.STATE_DECODING, HERE)
+        s.dispatcher.plan = writes(5, 1)
+        await all_of(s.stub.GenerateStream(asked(request_id="r")))
         assert await cancelled(s) == CANCEL.STATUS_ALREADY_FINISHED
-
-
-async def test_another_routers_request_is_refused_with_its_name():
-    async with scene() as s:
-        key = RequestKey("default", "r")
-        s.stored[key] = stored(key, pb.Generation.STATE_DECODING, Life("router-b", 1))
-        error = await refused(cancelled(s))
-        assert isinstance(error, Unimplemented)
-        assert "router-b" in str(error)
 
 
 async def test_what_nobody_knows_is_unknown():
     async with scene() as s:
         assert await cancelled(s) == CANCEL.STATUS_UNKNOWN_REQUEST
         assert isinstance(await refused(cancelled(s, "")), InvalidArgument)
-
-
-KEY = RequestKey("default", "r")
-
-
-class Stored(Requests):
-    """A store with one answer."""
-
-    def __init__(self, answer: StoredRequest | Exception) -> None:
-        self._answer = answer
-
-    async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
-        if isinstance(self._answer, Exception):
-            raise self._answer
-        return self._answer
-
-
-@pytest.mark.parametrize(
-    ("error", "retry_after"), [(StoreUnavailable("away"), RETRY_SECONDS), (NotYetKnown(KEY, 4.0), 4.0)]
-)
-async def test_a_store_that_can_not_tell_is_said_to_be_away(error, retry_after):
-    with pytest.raises(Unavailable) as told:
-        await found_in(Stored(error))(KEY)
-    assert (told.value.reason, told.value.retry_after) == (Reason.STATE_STORE_AWAY, retry_after)
-
-
-async def test_the_store_is_believed():
-    found = stored(KEY, pb.Generation.STATE_SUCCEEDED, Life("router-b", 1))
-    assert await found_in(Stored(found))(KEY) is found
-    assert await found_in(Stored(UnknownRequest(KEY)))(KEY) is None
-
-
-@pytest.mark.parametrize("method", ["ResumeStream", "GetGeneration"])
-async def test_what_this_build_lacks_is_refused_by_name(method):
-    async with scene() as s:
-        if method == "GetGeneration":
-            error = await refused(s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r")))
-        else:
-            error = await refused(all_of(s.stub.ResumeStream(pb.ResumeStreamRequest(request_id="r"))))
-        assert isinstance(error, Unimplemented)
-        assert error.field == f"InferenceService.{method}"
 
 
 # ----------------------------------------------------------------------------------------- words, models

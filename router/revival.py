@@ -1,0 +1,101 @@
+"""Requests that this router doesn't run, as if it had: out of the store, with all that is written of them.
+
+StoredRequest  payload --validate--> ValidRequest --.
+               journal -----------------------------+--> Course, which a reader can't tell from one that ran here
+               finished, error, usage, receipt -----'
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2 import Generation
+from protos.state_pb2 import RequestRecord
+from router.models import Models
+from router.request import Course, Ended, ValidRequest
+from router.validation import WindowOf, validate
+from runtime.channel import Deadline
+from runtime.errors import Cancelled, DeadlineExceeded, NotFound, ServiceError, Unavailable, from_fault
+from runtime.fault import Reason, from_status
+from state.errors import NotYetKnown, StateError, UnknownRequest
+from state.names import RequestKey, State
+from state.owned import StoredRequest
+
+RETRY_SECONDS = 1.0
+_NO_LIMIT = 1 << 30
+"""Tokens of a window that nobody has to serve any more."""
+
+Revive = Callable[[StoredRequest], Awaitable[ValidRequest]]
+"""The request as it was valid when it was accepted. Raises what a model that is served no more comes to."""
+
+
+def reviver(models: Models, window_of: WindowOf) -> Revive:
+    async def revive(found: StoredRequest) -> ValidRequest:
+        asked = pb.GenerateRequest()
+        asked.CopyFrom(found.payload)
+        asked.sampling.seed = found.record.seed
+        window = (lambda _: _NO_LIMIT) if found.ended else window_of
+        valid = await validate(asked, models, window, _deadline(found.record))
+        return replace(valid, key=found.key, payload=found.payload, accepted_at=_accepted_at(found.record))
+
+    return revive
+
+
+def store_error(error: StateError, key: RequestKey) -> ServiceError:
+    """What a client learns who asked for a request that the store doesn't show."""
+    match error:
+        case UnknownRequest():
+            return NotFound("request", key.id)
+        case NotYetKnown():
+            return Unavailable(Reason.STATE_STORE_AWAY, str(error), retry_after=error.retry_after_s)
+        case _:
+            return Unavailable(Reason.STATE_STORE_AWAY, "the state store is away", retry_after=RETRY_SECONDS)
+
+
+def replayed(found: StoredRequest, request: ValidRequest) -> Course:
+    """A course that nobody writes any more, as it stands in the store. Logprobs are not kept there."""
+    course = Course(request, [entry.token for entry in found.entries])
+    course.cached_tokens = found.record.cached_tokens
+    course.recorded = found.record
+    course.end = end_of(found)
+    return course
+
+
+def stored_as(end: Ended | ServiceError) -> tuple[State, pb.Finished | None]:
+    """How an end is stored; `end_of` reads it again."""
+    match end:
+        case Ended():
+            return Generation.STATE_SUCCEEDED, end.finished()
+        case Cancelled():
+            return Generation.STATE_CANCELLED, pb.Finished(finish_reason=pb.FINISH_REASON_CANCELLED)
+        case DeadlineExceeded():
+            return Generation.STATE_FAILED, pb.Finished(finish_reason=pb.FINISH_REASON_TIME_LIMIT)
+        case _:
+            return Generation.STATE_FAILED, None
+
+
+def end_of(found: StoredRequest) -> Ended | ServiceError | None:
+    """How a request ended, by what is stored; None for one that has not."""
+    if not found.ended:
+        return None
+    if found.state != Generation.STATE_SUCCEEDED:
+        return from_fault(from_status(found.record.error))
+    finished = found.record.finished[0]
+    match = finished.WhichOneof("stop_match")
+    return Ended(finished.finish_reason, **({match: getattr(finished, match)} if match else {}))
+
+
+def _deadline(record: RequestRecord) -> Deadline:
+    if not record.HasField("deadline"):
+        return Deadline()
+    return Deadline.after((record.deadline.ToDatetime(UTC) - datetime.now(UTC)).total_seconds())
+
+
+def _accepted_at(record: RequestRecord) -> float:
+    """By the event loop's clock, as far as two routers' wall clocks agree."""
+    age = (datetime.now(UTC) - record.create_time.ToDatetime(UTC)).total_seconds()
+    return asyncio.get_running_loop().time() - max(0.0, age)

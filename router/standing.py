@@ -1,0 +1,75 @@
+"""Where a request stands, for a client that asks: its state, its times, and its result so far."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+from protos import inference_pb2 as pb
+from protos.state_pb2 import RequestRecord
+from router.account import Replay
+from router.answer import Answer
+from router.models import ServedModel
+from router.request import Course
+from router.revival import stored_as
+from runtime.errors import Cancelled, ServiceError
+from runtime.fault import to_status
+from state.names import State
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A request at one instant. ``expires_in_s`` counts from now; None before its end."""
+
+    course: Course
+    state: State
+    record: RequestRecord
+    expires_in_s: float | None
+
+
+async def generation(standing: Standing, model: ServedModel) -> pb.Generation:
+    """The result has no logprobs: they are shown while a request runs, and not kept."""
+    course, record = standing.course, standing.record
+    told = pb.Generation(
+        request_id=course.request.key.id,
+        state=standing.state,
+        last_seq=len(course.tokens),
+        result=await _result(course, model),
+        create_time=record.create_time,
+        transitions=record.transitions,
+    )
+    if standing.expires_in_s is not None:
+        told.expire_time.FromDatetime(datetime.now(UTC) + timedelta(seconds=standing.expires_in_s))
+    if isinstance(course.end, ServiceError):
+        told.error.CopyFrom(to_status(course.end.fault))
+    return told
+
+
+async def _result(course: Course, model: ServedModel) -> pb.GenerateResponse:
+    """What a stream that stopped here would have brought, joined."""
+    end = Cancelled() if course.end is None else course.end
+    so_far = _without_logprobs(replace(course, tokens=list(course.tokens), end=end))
+    work = course.request.work
+    result = pb.GenerateResponse(request_id=course.request.key.id, model=model.id, seed=work.sampling.seed)
+    output = result.outputs.add()
+
+    async def join(message: pb.GenerateStreamResponse) -> None:
+        output.text += message.delta.text
+        output.token_ids.extend(message.delta.token_ids)
+
+    account = Replay(so_far)
+    with suppress(ServiceError):  # what is written stays readable, however it ended
+        await Answer(so_far, model).stream(join, account)
+    result.usage.CopyFrom(account.usage())
+    if course.end is not None:
+        result.receipt.CopyFrom(account.receipt())
+        finished = stored_as(course.end)[1]
+        if finished is not None:
+            output.finished.CopyFrom(finished)
+    return result
+
+
+def _without_logprobs(course: Course) -> Course:
+    course.request = replace(course.request, wanted=replace(course.request.wanted, logprobs=None))
+    return course
