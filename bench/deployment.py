@@ -1,0 +1,138 @@
+"""A deployment for a measurement: Redis, a router and one worker of either kind, each a process of its own.
+
+The engines compute nothing and take a known time, so that what is left of a request's time is everybody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import models
+from state.client import Client
+from state.private_redis import PrivateRedis
+from state.store import Store, StoreSettings
+
+READY_SECONDS = 120.0
+END_SECONDS = 10.0
+MODEL = "m"
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the engines take: until a prompt's first token, and for a step of decoding."""
+
+    first_ms: float = 20.0
+    step_ms: float = 10.0
+
+
+class Deployment:
+    """One that runs. ``address`` is the router's, ``bare`` that of ``bench.bare``."""
+
+    def __init__(
+        self, address: str, bare: str, folder: Path, processes: dict[str, psutil.Process], redis: Client
+    ) -> None:
+        self.address = address
+        self.bare = bare
+        self._folder = folder
+        self._processes = processes
+        self._redis = redis
+
+    def cpu(self) -> dict[str, float]:
+        """Seconds of CPU that each process has used so far."""
+        times = {name: process.cpu_times() for name, process in self._processes.items()}
+        return {name: spent.user + spent.system for name, spent in times.items()}
+
+    async def scripts(self) -> int:
+        """How many scripts Redis was asked to run so far: all that a router writes is one."""
+        stats = await self._redis.ask("INFO", "commandstats")
+        return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
+
+    def engine_ms(self) -> dict[str, float]:
+        """Of each request whose prompt was read, by its id: the engine's part of the time to the first token."""
+        lines = (self._folder / "prefill.told").read_text().splitlines()
+        told = [json.loads(line) for line in lines]
+        return {one["id"].partition("/")[2]: one["engine_ms"] for one in told}
+
+
+@asynccontextmanager
+async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
+    """Ready to answer. Raises TimeoutError when it isn't in time; the logs in the folder say why."""
+    async with AsyncExitStack() as stack:
+        redis = await stack.enter_async_context(PrivateRedis())
+        client = Client(redis.url, deadline_s=10.0, max_connections=2)
+        stack.push_async_callback(client.close)
+        processes = {"redis": psutil.Process((await client.ask("INFO", "server"))["process_id"])}
+        port, bare = free_port(), free_port()
+        shared = ["--redis-url", redis.url]
+        for role in ROLES:
+            told = [str(folder / f"{role}.told"), str(speed.first_ms), str(speed.step_ms)]
+            model = ["--model", str(models.path()), "--model-id", MODEL, "--id", role, "--port", "0"]
+            command = ["bench.fake_worker", role, *told, *model, *shared]
+            processes[role] = await stack.enter_async_context(_process(command, folder / f"{role}.log"))
+        command = ["bench.bare", str(bare), str(speed.first_ms), str(speed.step_ms)]
+        processes["bare"] = await stack.enter_async_context(_process(command, folder / "bare.log"))
+        async with asyncio.timeout(READY_SECONDS):
+            await _registered(redis.url)
+            command = ["router", "--models", f"{MODEL}={models.path()}", "--port", str(port), *shared]
+            processes["router"] = await stack.enter_async_context(_process(command, folder / "router.log"))
+            address = f"127.0.0.1:{port}"
+            await _serving(address)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{bare}") as channel:
+                await channel.channel_ready()
+        yield Deployment(address, f"127.0.0.1:{bare}", folder, processes, client)
+
+
+@asynccontextmanager
+async def _process(command: Sequence[str], log: Path) -> AsyncIterator[psutil.Process]:
+    """A module of ours that runs, with its output in a file; asked to end, and waited for."""
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdout=output, stderr=output)
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _registered(url: str) -> None:
+    """Returns when a worker of each role is in the directory."""
+    async with Store(StoreSettings(url)) as store:
+        listing = await store.workers.listing()
+        while len(listing.present) < len(ROLES):
+            listing = await store.workers.change(listing, READY_SECONDS)
+
+
+async def _serving(address: str) -> None:
+    """Returns when a server at that address is ready."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        async for answer in watch:
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

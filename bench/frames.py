@@ -1,0 +1,133 @@
+"""Tokens through one session: a scripted worker that sends frames as fast as they are read, and the router's session.
+
+scripted worker, a process  ── frame: slots, positions, tokens of N sequences ──>  Session -> Pen -> Course
+
+python -m bench.frames SEQUENCES      is the worker; its first line says the port
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from array import array
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc as services
+from router.following import Following
+from router.request import Course, ValidRequest, Wanted
+from router.sessions import Session
+from router.writing import Pen
+from runtime.channel import Deadline, open_channel
+from runtime.peer import new_peer
+from runtime.tls import PeerTls
+from state.names import RequestKey
+
+PROMPT = 16
+WARM_SECONDS = 0.5
+BEGIN_SECONDS = 30.0
+
+
+# -- the scripted worker -----------------------------------------------------------------------------------------
+
+
+class Scripted(services.DecodeServicer):
+    """Welcomes a router, waits for its runs, then writes one token of each in every frame for ever."""
+
+    def __init__(self, sequences: int) -> None:
+        self._sequences = sequences
+
+    async def Session(self, requests: AsyncIterator[wire.ToWorker], _: Any) -> AsyncIterator[wire.FromWorker]:  # noqa: N802
+        runs: list[wire.Run] = []
+        async for message in requests:
+            if message.HasField("hello"):
+                lacking = [owned.run for owned in message.hello.owned]
+                yield wire.FromWorker(welcome=wire.Welcome(worker=message.hello.worker, lacking=lacking))
+            elif message.HasField("start"):
+                runs.append(message.start.run)
+                if len(runs) == self._sequences:
+                    break
+        for slot, run in enumerate(runs):
+            yield wire.FromWorker(joined=wire.Joined(run=run, slots=[wire.Slot(slot=slot, position=PROMPT)]))
+        slots = array("I", range(self._sequences)).tobytes()
+        tokens = array("I", [7] * self._sequences).tobytes()
+        step = 0
+        while True:
+            positions = array("I", [PROMPT + step] * self._sequences).tobytes()
+            step += 1
+            yield wire.FromWorker(frame=wire.Frame(step=step, slots=slots, positions=positions, tokens=tokens))
+
+
+async def serve(sequences: int) -> None:
+    server = grpc.aio.server()
+    services.add_DecodeServicer_to_server(Scripted(sequences), server)
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
+
+
+# -- the router's side -------------------------------------------------------------------------------------------
+
+
+class _Nobody:
+    """Watches a session and has no use for what it says."""
+
+    def heard(self, session: Session) -> None: ...
+    def renews(self, tickets: Iterable[bytes]) -> None: ...
+
+
+async def tokens_per_second(sequences: int, seconds: float) -> float:
+    """Tokens that a session writes into courses, with ``sequences`` in every frame."""
+    pipe = asyncio.subprocess.PIPE
+    command = [sys.executable, "-m", "bench.frames", str(sequences)]
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    channel = open_channel(f"127.0.0.1:{int(await process.stdout.readline())}", PeerTls())
+    session = Session(new_peer("router"), new_peer("scripted"), channel, _Nobody())
+    courses = [_course(number) for number in range(sequences)]
+    for course in courses:
+        start = wire.Start(run=wire.Run(request=str(course.request.key), epoch=1, attempt=1))
+        session.start(Following(start, Pen(course), lambda event: None))
+    running = asyncio.create_task(session.run(lambda: True))
+    try:
+        async with asyncio.timeout(BEGIN_SECONDS):
+            await asyncio.gather(*[course.beyond(0) for course in courses])
+        await asyncio.sleep(WARM_SECONDS)
+        before, began = _written(courses), time.monotonic()
+        await asyncio.sleep(seconds)
+        return (_written(courses) - before) / (time.monotonic() - began)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await channel.close()
+        process.stdin.close()
+        await process.wait()
+
+
+def _written(courses: Iterable[Course]) -> int:
+    return sum(len(course.tokens) for course in courses)
+
+
+def _course(number: int) -> Course:
+    request = ValidRequest(
+        key=RequestKey("tenant", str(number)),
+        payload=pb.GenerateRequest(),
+        work=wire.Work(),
+        prompt_tokens=PROMPT,
+        wanted=Wanted(),
+        deadline=Deadline(),
+        id_made_up=False,
+        accepted_at=0.0,
+    )
+    return Course(request)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[1])))

@@ -1,0 +1,130 @@
+"""What the measurement of the router counts is what happened. Tiny sizes: no figure here says how fast anything is."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from rich.console import Console
+
+from bench import bare, frames, load, router
+from bench.deployment import free_port
+from bench.load import Job
+from bench.router import GOALS, Goal, LoadFailed
+
+PATIENCE = 120.0
+
+
+@asynccontextmanager
+async def server(first_ms: float, step_ms: float) -> AsyncIterator[str]:
+    """A gRPC server that knows the answers."""
+    address = f"127.0.0.1:{free_port()}"
+    serving = asyncio.create_task(bare.serve(int(address.rpartition(":")[2]), first_ms, step_ms))
+    try:
+        async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(PATIENCE):
+            await channel.channel_ready()
+        yield address
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+async def done(job: Job) -> tuple[list[str], dict[str, Any]]:
+    """The windows that a job told of, and its result."""
+    told: list[dict[str, Any]] = []
+    async with asyncio.timeout(PATIENCE):
+        await load.serve(job, lambda message: told.append(json.loads(json.dumps(message))))
+    return [message["window"] for message in told[:-1]], told[-1]["result"]
+
+
+def most_at_once(seen: list[dict[str, float]]) -> int:
+    """How many requests were being answered at the same time."""
+    changes = sorted([(one["sent"], 1) for one in seen] + [(one["last"], -1) for one in seen])
+    return max(sum(change for _, change in changes[: end + 1]) for end in range(len(changes)))
+
+
+async def test_closed_clients_send_their_next_request_when_the_last_is_answered() -> None:
+    async with server(20, 5) as address:
+        windows, result = await done(Job("c", address, "closed", 0.5, clients=3, output_tokens=4))
+    assert windows == ["begin", "end"]
+    assert not result["errors"]
+    assert most_at_once(result["seen"]) == 3
+    assert all(one["tokens"] == one["messages"] == 4 for one in result["seen"])
+    assert all(one["first"] - one["sent"] >= 0.02 and one["last"] > one["first"] for one in result["seen"])
+    assert len({one["id"] for one in result["seen"]}) == len(result["seen"]) > 3
+
+
+async def test_open_requests_begin_whatever_became_of_the_earlier_ones() -> None:
+    async with server(500, 1) as address:
+        first = (await done(Job("o", address, "open", 1.0, rate=40, output_tokens=1)))[1]["seen"]
+        again = (await done(Job("p", address, "open", 1.0, rate=40, output_tokens=1)))[1]["seen"]
+    assert most_at_once(first) > 5
+    assert len(first) == len(again), "the same seed, the same instants"
+
+
+async def test_of_streams_only_what_lies_within_the_window_is_counted() -> None:
+    async with server(1, 5) as address:
+        windows, result = await done(Job("s", address, "streams", 0.5, clients=2, output_tokens=5000))
+        assert windows == ["begin", "end"]
+        assert 0 < result["in_window"] < sum(one["messages"] for one in result["seen"])
+        with pytest.raises(ValueError, match="3 tokens were written before"):
+            await done(Job("s", address, "streams", 0.5, clients=2, output_tokens=3))
+
+
+class NoScene:
+    """A deployment that costs nothing."""
+
+    def cpu(self) -> dict[str, float]:
+        return {}
+
+    async def scripts(self) -> int:
+        return 0
+
+
+async def test_a_load_generator_with_errors_has_no_result() -> None:
+    job = Job("e", f"127.0.0.1:{free_port()}", "closed", 0.1)
+    with pytest.raises(LoadFailed, match="UNAVAILABLE"):
+        await router.load(job, NoScene())  # type: ignore[arg-type]
+
+
+async def test_a_session_takes_in_what_a_scripted_worker_sends() -> None:
+    assert await frames.tokens_per_second(3, 0.3) > 0
+    assert not [child for child in psutil.Process().children(recursive=True) if "bench.frames" in child.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("at_least", "figure", "met"), [(False, 1, True), (False, 3, False), (True, 3, True), (True, 1, False)]
+)
+def test_a_goal_has_a_direction(at_least: bool, figure: float, met: bool) -> None:
+    assert Goal("key", "label", "ms", 2, at_least=at_least).met(figure) is met
+    assert Goal("key", "label", "ms", None, at_least=at_least).met(figure)
+
+
+@pytest.mark.slow
+async def test_the_whole_bench_on_a_tiny_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "CLIENTS", (2, 4))
+    monkeypatch.setattr(router, "STREAMS", 3)
+    monkeypatch.setattr(router, "FRAMES", (64, 256))
+    monkeypatch.setattr(router, "SETTLE_SECONDS", 0.1)
+    result = await router.measure(0.7, Console(stderr=True))
+    figures = json.loads(json.dumps(result))["figures"]
+    assert set(figures) == {goal.key for goal in GOALS}
+    assert set(result["met"]) == {goal.key for goal in GOALS if goal.value is not None}
+    assert all(value >= 0 for value in figures.values())
+    assert figures["cpu_us_per_message"] > 0 < figures["bare_cpu_us_per_message"]
+    assert 0 < figures["scripts_per_flush"] <= 2, "a stream is written at most once in a flush interval"
+    assert figures["scripts_per_request"] >= 1, "every request is recorded"
+    left = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    assert not [command for command in left if command[:1] == [sys.executable]]
+    console = Console(record=True, width=120, file=io.StringIO())
+    router.show(result, console)
+    shown = console.export_text()
+    assert all(goal.label in shown for goal in GOALS)
