@@ -20,6 +20,7 @@ from router.models import ServedModel
 from router.output_text import begin_text
 from router.request import Course, Ended
 from router.text import Words
+from router.writing import unpack
 from runtime.errors import InvalidArgument, ServiceError
 
 Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
@@ -45,6 +46,7 @@ class Answer:
         message = pb.GenerateStreamResponse(request_id=course.request.key.id, seq=self._read)
         await course.beyond(max(0, self._read - 1))
         self._pass_over(self._read)
+        await course.explained()
         if course.tokens:
             message.started.CopyFrom(self._started())
             await write(message)
@@ -69,7 +71,7 @@ class Answer:
         while course.end is None:
             await course.beyond(len(course.tokens))
         ended = self._ended()
-        text = "" if self._text is None else self._text.add(course.tokens) + self._text.end()
+        text = "" if self._text is None else wanted.echo + self._text.add(course.tokens) + self._text.end()
         if course.tokens:
             account.sent(len(course.tokens))
         output = pb.Output(
@@ -85,6 +87,7 @@ class Answer:
             usage=account.usage(),
             receipt=account.receipt(),
             seed=course.request.work.sampling.seed,
+            prompt_logprobs=self._prompt_logprobs(),
         )
         return response, ended
 
@@ -113,7 +116,8 @@ class Answer:
         delta = message.delta
         delta.num_tokens = count
         if self._text is not None:
-            delta.text = self._text.add(tokens)
+            text = self._text.add(tokens)
+            delta.text = text if read else wanted.echo + text
         if wanted.token_ids:
             delta.token_ids[:] = tokens
         if wanted.logprobs is not None:
@@ -136,6 +140,7 @@ class Answer:
             prompt_tokens=course.request.prompt_tokens,
             cached_tokens=course.cached_tokens,
             seed=course.request.work.sampling.seed,
+            prompt_logprobs=self._prompt_logprobs(),
             resumable=course.resumable,
         )
 
@@ -143,6 +148,16 @@ class Answer:
         course, words = self._course, self._model.words
         pairs = zip(course.tokens[first:end], course.logprobs[first:end], strict=True)
         return [_logprob(words, token, logprobs) for token, logprobs in pairs]
+
+    def _prompt_logprobs(self) -> list[pb.TokenLogprob]:
+        """One per token of the prompt; the first follows nothing and has no logprob."""
+        request, found, words = self._course.request, self._course.prompt_logprobs, self._model.words
+        if request.wanted.prompt_logprobs is None:
+            return []
+        first, *others = unpack(request.work.prompt)
+        exact = words.bytes_of(first)
+        begin = pb.TokenLogprob(token_id=first, token=exact.decode(errors="replace"), token_bytes=exact)
+        return [begin, *(_logprob(words, token, logprobs) for token, logprobs in zip(others, found, strict=False))]
 
 
 def _logprob(words: Words, token: int, found: wire.TokenLogprobs) -> pb.TokenLogprob:

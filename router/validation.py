@@ -14,6 +14,7 @@ import secrets
 import struct
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,8 +55,6 @@ WindowOf = Callable[[str], int | None]
 
 _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
     "SamplingParams.n": lambda request: request.sampling.n > MAX_OUTPUTS,
-    "ResponseOptions.prompt_logprobs": lambda request: request.response.HasField("prompt_logprobs"),
-    "ResponseOptions.echo": lambda request: request.response.echo,
     "GenerateRequest.guided": lambda request: request.HasField("guided"),
     "GenerateRequest.lora_name": lambda request: request.lora_name,
     "CacheOptions.session_id": lambda request: request.cache.session_id,
@@ -84,6 +83,8 @@ async def validate(
     wanted = _wanted(request.response, request.stopping)
     sampling = _sampling(request.sampling, model)
     prompt = await _prompt(request, model)
+    if request.response.echo:
+        wanted = replace(wanted, echo=await _shown_prompt(request, prompt, model, wanted))
     stopping = _stopping(request.stopping, model, _room(request, prompt, window(model, window_of)))
     id = request.request_id or str(uuid.uuid4())
     work = wire.Work(
@@ -93,6 +94,7 @@ async def validate(
         sampling=sampling,
         stopping=stopping,
         logprobs=wanted.logprobs,
+        prompt_logprobs=wanted.prompt_logprobs,
         priority=request.priority,
         salt=salt_of(TENANT, request.cache.cache_salt),
         bypass_prefix_cache=request.cache.bypass_prefix_cache,
@@ -187,6 +189,13 @@ async def _prompt(request: pb.GenerateRequest, model: ServedModel) -> Sequence[i
     raise InvalidArgument("prompt", "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
 
 
+async def _shown_prompt(request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, wanted: Wanted) -> str:
+    """The prompt's text: as it was sent, or what its tokens say."""
+    if request.HasField("prompt"):
+        return request.prompt
+    return await model.decode(prompt, skip_special_tokens=wanted.skip_special_tokens)
+
+
 def window(model: ServedModel, window_of: WindowOf) -> int | None:
     """Tokens of prompt and output together; None where only workers could tell, and there are none."""
     return min((tokens for tokens in (model.window, window_of(model.id)) if tokens is not None), default=None)
@@ -206,10 +215,16 @@ def _room(request: pb.GenerateRequest, prompt: Sequence[int], longest: int | Non
 def _wanted(asked: pb.ResponseOptions, stopping: pb.StoppingParams) -> Wanted:
     if asked.HasField("logprobs"):
         at_most("response.logprobs", asked.logprobs, MAX_LOGPROBS, "alternatives")
+    if asked.HasField("prompt_logprobs"):
+        at_most("response.prompt_logprobs", asked.prompt_logprobs, MAX_LOGPROBS, "alternatives")
+    text = asked.text if asked.HasField("text") else True
+    if asked.echo and not text:
+        raise InvalidArgument("response.echo", "false where response.text is", True)
     return Wanted(
-        text=asked.text if asked.HasField("text") else True,
+        text=text,
         token_ids=asked.token_ids,
         logprobs=asked.logprobs if asked.HasField("logprobs") else None,
+        prompt_logprobs=asked.prompt_logprobs if asked.HasField("prompt_logprobs") else None,
         skip_special_tokens=asked.skip_special_tokens if asked.HasField("skip_special_tokens") else True,
         stops=_stop_texts(stopping.stop),
         include_stop=stopping.include_stop_in_output,

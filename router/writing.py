@@ -73,6 +73,14 @@ class Pen:
             return Trouble.GAP if self.stopped is None else None
         return None if index >= 0 and tokens[index] == token else Trouble.CONFLICT
 
+    def explain(self, told: wire.PromptLogprobs) -> None:
+        """Logprobs of a part of the prompt. They come in order; an attempt that starts over says them again."""
+        known = self.course.prompt_logprobs
+        next = 1 + len(known)  # the first token has none
+        if told.first_position <= next < self._base:
+            known.extend(told.logprobs[next - told.first_position :][: self._base - next])
+            self.course.told()
+
     def _follow(self, token: int) -> None:
         if self._text is None:
             return

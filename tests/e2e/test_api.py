@@ -33,3 +33,20 @@ async def test_a_stop_text_ends_an_output_within_its_tokens(stub: InferenceServi
     request.stopping.min_tokens = 40
     late = await ask(stub, request)
     assert len(late.ids) == 40
+
+
+async def test_the_prompt_is_shown_with_what_the_model_makes_of_it(stub: InferenceServiceStub) -> None:
+    whole = await plain(stub)
+    request = asked(PROMPT, max_tokens=40)
+    request.response.echo = True
+    request.response.prompt_logprobs = 2
+    answer = await ask(stub, request)
+    assert answer.text == PROMPT + whole.text
+    assert answer.ids == whole.ids
+    first, *others = answer.started.prompt_logprobs
+    assert len(others) + 1 == answer.started.prompt_tokens
+    assert answer.started.cached_tokens == 0
+    assert not first.HasField("logprob")
+    assert all(entry.logprob <= 0 and entry.rank >= 1 and len(entry.top) == 2 for entry in others)
+    assert all(entry.top[entry.rank - 1].token_id == entry.token_id for entry in others if entry.rank <= 2)
+    assert b"".join(entry.token_bytes for entry in answer.started.prompt_logprobs).endswith(PROMPT.encode())

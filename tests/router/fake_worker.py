@@ -135,6 +135,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self.prefills: list[wire.PrefillRequest] = []
         self.starts: list[wire.Start] = []
         self.cancels: list[wire.Cancel] = []
+        self.adopts: list[wire.Adopt] = []
         self.retired: list[wire.Run] = []
         self.renewed: list[bytes] = []
         self.hellos: list[wire.Hello] = []
@@ -144,7 +145,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         """Set whenever something is heard; tests clear it."""
         self._server: grpc.aio.Server | None = None
         self._slots = 0
-        self._out: asyncio.Queue[wire.FromWorker | None] | None = None
+        self._out: asyncio.Queue[wire.FromWorker | None] | None = None  # of the newest session
+        self._outs: set[asyncio.Queue[wire.FromWorker | None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------ its life
@@ -222,6 +224,9 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             yield wire.PrefillEvent(ticket=ticket)
         if script.first_pause:
             await self.go.wait()
+        before, after = _explained(run, work)
+        for part in before:
+            yield wire.PrefillEvent(prompt_logprobs=part)
         if script.prefill_fails_after_ticket:
             script.prefill_fails_after_ticket -= 1
             cache.sealed.cancel()
@@ -231,6 +236,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             script.prefill_breaks_after_ticket -= 1
             cache.sealed.cancel()
             await context.abort(grpc.StatusCode.INTERNAL, "broke")
+        for part in after:
+            yield wire.PrefillEvent(prompt_logprobs=part)
         token, end = self._next(work, len(written), base)
         first = wire.FirstTokens.First(output=0, token=token, finished=end)
         told = wire.FirstTokens(tokens=[first], cached_tokens=3, queued_us=1000, prefill_us=2_000_000)
@@ -272,6 +279,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             await self.go.wait()
         out: asyncio.Queue[wire.FromWorker | None] = asyncio.Queue()
         self._out = out
+        self._outs.add(out)
         out.put_nowait(wire.FromWorker(welcome=self._welcome(hello)))
         for owned in hello.owned:
             if (run := self.runs.get(key(owned.run))) is not None:
@@ -284,6 +292,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                 if not self.script.silent:
                     yield message
         finally:
+            self._outs.discard(out)
             if self._out is out:
                 self._out = None
             listening.cancel()
@@ -318,6 +327,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                     self._begin(message.start)
                 case "cancel":
                     self._cancel(message.cancel)
+                case "adopt":
+                    self._adopt(message.adopt)
                 case "retire":
                     for run in message.retire.runs:
                         self.retired.append(run)
@@ -341,6 +352,23 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self._slots += 1
         run = self.runs[key(start.run)] = FakeRun(start, self._slots)
         run.task = self._spawn(self._decode(run))
+
+    def _adopt(self, adopt: wire.Adopt) -> None:
+        """The run is the newest session's from now on; the others are told."""
+        self.adopts.append(adopt)
+        wanted = (adopt.run.request, adopt.run.attempt)
+        found = [run for run in self.runs.values() if (run.run.request, run.run.attempt) == wanted]
+        if not found:
+            self._say(wire.FromWorker(failed=_failed(adopt.run, wire.CAUSE_UNKNOWN_RUN)))
+            return
+        (run,) = found
+        for out in self._outs - {self._out}:
+            out.put_nowait(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=adopt.run.epoch)))
+        del self.runs[key(run.run)]
+        run.run.epoch = adopt.run.epoch
+        self.runs[key(run.run)] = run
+        self._say(wire.FromWorker(held=run.held))
+        self._resend(run, adopt.next[0].position)
 
     def _cancel(self, cancel: wire.Cancel) -> None:
         self.cancels.append(cancel)
@@ -373,6 +401,9 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             self._say(wire.FromWorker(taken_up=wire.TakenUp(run=run.run, cached_tokens=5)))
             joined = wire.Joined(run=run.run, from_tokens=wire.Joined.FromTokens(prefill_us=3_000_000))
             self._join(run, joined)
+            for parts in _explained(run.run, run.work):
+                for part in parts:
+                    self._say(wire.FromWorker(prompt_logprobs=part))
         while run.end is None:
             k = len(run.tokens)
             if script.pause_at == k:
@@ -455,6 +486,20 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
 
 def _failed(run: wire.Run, cause: wire.Cause, peer: wire.Peer | None = None) -> wire.Failed:
     return wire.Failed(run=run, failure=wire.Failure(cause=cause, detail="scripted", peer=peer))
+
+
+def _explained(run: wire.Run, work: wire.Work) -> tuple[list[wire.PromptLogprobs], list[wire.PromptLogprobs]]:
+    """The prompt's logprobs in two parts, where they are asked for: that of position n is -n."""
+    if not work.HasField("prompt_logprobs"):
+        return [], []
+    positions = range(1, len(work.prompt) // 4)
+    middle = len(positions) // 2
+
+    def told(part: range) -> wire.PromptLogprobs:
+        logprobs = [wire.TokenLogprobs(logprob=-position) for position in part]
+        return wire.PromptLogprobs(run=run, first_position=part.start, logprobs=logprobs)
+
+    return [told(positions[:middle])], [told(positions[middle:])]
 
 
 @asynccontextmanager
