@@ -135,7 +135,6 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self.prefills: list[wire.PrefillRequest] = []
         self.starts: list[wire.Start] = []
         self.cancels: list[wire.Cancel] = []
-        self.adopts: list[wire.Adopt] = []
         self.retired: list[wire.Run] = []
         self.renewed: list[bytes] = []
         self.hellos: list[wire.Hello] = []
@@ -145,8 +144,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         """Set whenever something is heard; tests clear it."""
         self._server: grpc.aio.Server | None = None
         self._slots = 0
-        self._out: asyncio.Queue[wire.FromWorker | None] | None = None  # of the newest session
-        self._outs: set[asyncio.Queue[wire.FromWorker | None]] = set()
+        self._out: asyncio.Queue[wire.FromWorker | None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------ its life
@@ -279,7 +277,6 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             await self.go.wait()
         out: asyncio.Queue[wire.FromWorker | None] = asyncio.Queue()
         self._out = out
-        self._outs.add(out)
         out.put_nowait(wire.FromWorker(welcome=self._welcome(hello)))
         for owned in hello.owned:
             if (run := self.runs.get(key(owned.run))) is not None:
@@ -292,7 +289,6 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                 if not self.script.silent:
                     yield message
         finally:
-            self._outs.discard(out)
             if self._out is out:
                 self._out = None
             listening.cancel()
@@ -327,8 +323,6 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                     self._begin(message.start)
                 case "cancel":
                     self._cancel(message.cancel)
-                case "adopt":
-                    self._adopt(message.adopt)
                 case "retire":
                     for run in message.retire.runs:
                         self.retired.append(run)
@@ -352,23 +346,6 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self._slots += 1
         run = self.runs[key(start.run)] = FakeRun(start, self._slots)
         run.task = self._spawn(self._decode(run))
-
-    def _adopt(self, adopt: wire.Adopt) -> None:
-        """The run is the newest session's from now on; the others are told."""
-        self.adopts.append(adopt)
-        wanted = (adopt.run.request, adopt.run.attempt)
-        found = [run for run in self.runs.values() if (run.run.request, run.run.attempt) == wanted]
-        if not found:
-            self._say(wire.FromWorker(failed=_failed(adopt.run, wire.CAUSE_UNKNOWN_RUN)))
-            return
-        (run,) = found
-        for out in self._outs - {self._out}:
-            out.put_nowait(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=adopt.run.epoch)))
-        del self.runs[key(run.run)]
-        run.run.epoch = adopt.run.epoch
-        self.runs[key(run.run)] = run
-        self._say(wire.FromWorker(held=run.held))
-        self._resend(run, adopt.next[0].position)
 
     def _cancel(self, cancel: wire.Cancel) -> None:
         self.cancels.append(cancel)
