@@ -125,6 +125,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _stream(self, course: Course, after_seq: int, context: _Context) -> None:
         with self._followed(course) as follower:
+            if course.is_behind:
+                await course.beyond(after_seq - 1)
             if after_seq > len(course.tokens):
                 raise OutOfRange(after_seq, 0, len(course.tokens))
             _check_logprobs(course, after_seq)
