@@ -53,6 +53,11 @@ class Admission:
         await self._turn(time.monotonic() - priority * SECONDS_PER_PRIORITY, deadline)
         return Admitted(self)
 
+    def enter_at_once(self) -> Admitted:
+        """A place for what was admitted elsewhere, beyond the number if need be."""
+        self.active += 1
+        return Admitted(self)
+
     async def _turn(self, order: float, deadline: Deadline) -> None:
         given = asyncio.get_running_loop().create_future()
         waiter = (order, next(self._numbers), given)
@@ -71,8 +76,8 @@ class Admission:
             raise
 
     def _pass_on(self) -> None:
-        """A place is free: it goes to the first who still waits."""
-        while self._queue:
+        """A place is free: it goes to the first who still waits, unless there are too many at work already."""
+        while self._queue and self.active <= self._max_active:
             given = self._queue.pop(0)[2]
             if not given.cancelled():
                 given.set_result(None)

@@ -8,6 +8,9 @@
     from tokens    place, Start ----------------> taken up --> joined --> frames --> ended
     state          QUEUED                        DECODING                            SUCCEEDED
 
+    adopted        Adopt -----------------------> held ------------------> frames --> ended
+    state          any                           DECODING                            SUCCEEDED
+
 All that happens comes into one inbox and is taken in order; only tokens go straight into the course. Whatever an
 attempt holds at workers is given back by ``close``, which can be called at any time and waits for nothing.
 """
@@ -18,7 +21,7 @@ import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
@@ -35,7 +38,7 @@ from router.writing import Trouble, pack
 from runtime import logs
 from runtime.errors import Aborted
 from runtime.fault import Reason
-from state.names import State
+from state.names import Life, State
 
 GONE_SECONDS = 5.0
 """Patience while no worker of the model answers at all."""
@@ -91,7 +94,9 @@ class Attempt:
 
     async def run(self) -> Ended:
         """Raises AttemptFailed, NoWorker, and the ServiceError that another attempt would not change."""
-        if self._end is None:
+        if self._end is None and self._job.holder is not None:
+            self._adopt(self._job.holder)
+        elif self._end is None:
             self._place()
         while self._end is None:
             worker, event = await self._next()
@@ -165,6 +170,19 @@ class Attempt:
             self._ask_prefill(self._pool.worker(place.life))
         else:
             self._start(self._pool.worker(place.life))
+
+    def _adopt(self, holder: Life) -> None:
+        """It runs there already, begun by an earlier owner of the request."""
+        try:
+            worker = self._pool.worker(holder)
+        except KeyError:
+            self._fail(None, wire.CAUSE_UNKNOWN_RUN, f"{holder.id}, where it ran, has gone")
+        self.taker = worker
+        self._course.path.decode_worker = worker.life.id
+        if self._job.owned.state > Generation.STATE_QUEUED:
+            self._stages = _HANDOFF
+        self._following = Following(wire.Adopt(run=self._run), self._job.pen, partial(self._tell, worker))
+        worker.session.start(self._following)
 
     def _choose_taker(self, ticket: wire.Ticket, giver: Worker) -> None:
         life = taker(self._seen(), ticket.tokens, ticket.layout, giver.life)
@@ -381,11 +399,12 @@ class Attempt:
         for stage in self._stages:
             if owned.state < stage <= state:
                 owned.move(stage, datetime.now(UTC))
+                self._job.note(self.giver, self.taker)
 
     def _end_with(self, end: wire.OutputEnd) -> None:
         self._end = self._job.pen.stopped or ended_by(end, self._course.request.work.stopping, self._course.tokens)
 
-    def _fail(self, worker: Worker | None, cause: wire.Cause, detail: str) -> None:
+    def _fail(self, worker: Worker | None, cause: wire.Cause, detail: str) -> NoReturn:
         life = None if worker is None else worker.life
         raise AttemptFailed(wire.Failure(cause=cause, detail=detail), life)
 

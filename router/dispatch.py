@@ -15,10 +15,10 @@ from router.request import Course, Ended, ValidRequest
 from router.revival import end_of, replayed, store_error
 from router.standing import Standing
 from runtime import logs
-from runtime.errors import AlreadyExists, Cancelled, ServiceError, Unavailable, Unimplemented
+from runtime.errors import AlreadyExists, Cancelled, ServiceError, Unavailable
 from runtime.fault import Reason
 from state.errors import StateError
-from state.names import RequestKey
+from state.names import Life, RequestKey
 from state.owned import StoredRequest
 
 LAST_WRITE_SECONDS = 5.0
@@ -38,6 +38,8 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self.cut_off = 0
+        """Requests that a drain did not wait for."""
 
     @property
     def waiting(self) -> int:
@@ -56,7 +58,7 @@ class Dispatcher:
         """Returns once the request is admitted and recorded; it is answered from then on, whoever reads it.
 
         An id that an equal request has brings that request's course: the one that runs here, or what is stored of
-        it. Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled, Unimplemented. Cancelled while
+        it. Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled. Cancelled while
         it waits, it ends the request.
         """
         execution = self._here(request.key)
@@ -90,9 +92,10 @@ class Dispatcher:
         course = replayed(found, await self._router.revive(found))
         return Standing(course, found.state, found.record, found.expires_in_s if found.ended else None)
 
-    def _launched(self, request: ValidRequest) -> Execution:
-        self._check(request)
-        execution = Execution(request, self._router, self)
+    def _launched(self, request: ValidRequest, adopted: StoredRequest | None = None) -> Execution:
+        if adopted is None:
+            self._check(request)
+        execution = Execution(request, self._router, self, adopted)
         self._executions[request.key] = execution
         self._idle.clear()
         with logs.bound(request_id=request.key.id):
@@ -116,14 +119,16 @@ class Dispatcher:
     async def cancel(self, key: RequestKey) -> Ended | ServiceError:
         """Ends a request now, in whatever state; how it has ended, by this or before.
 
-        Raises NotFound, Unavailable, Unimplemented.
+        Raises NotFound, Unavailable.
         """
         execution = self._here(key)
         if execution is None:
-            end = end_of(await self._read(key))
-            if end is None:
-                raise Unimplemented("InferenceService.CancelGeneration", "a request of another router")
-            return end
+            found = await self._read(key)
+            if (end := end_of(found)) is not None:
+                return end
+            execution = await self._adopted(found)
+            if execution is None:
+                return await self.cancel(key)
         self._stop(execution)
         assert execution.course.end is not None
         return execution.course.end
@@ -143,10 +148,20 @@ class Dispatcher:
         """Tokens of the least window among the workers that may get work of that model; None while there are none."""
         return self._router.pool.window_of(model)
 
-    async def drain(self) -> None:
-        """Takes no more requests; returns when none is left, and all are written as far as Redis is there."""
+    async def drain(self, seconds: float | None = None) -> None:
+        """Takes no more requests; returns when none is left, and all are written as far as Redis is there.
+
+        What is left after ``seconds`` is left to other routers, and its readers are told so.
+        """
         self._draining = True
-        await self._idle.wait()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            self.cut_off = len(self._executions)
+            _log.warning("requests are left to other routers", requests=self.cut_off, limit_seconds=seconds)
+            for execution in list(self._executions.values()):
+                execution.leave()
         try:
             async with asyncio.timeout(LAST_WRITE_SECONDS):
                 await self._router.flusher.idle()
@@ -165,7 +180,7 @@ class Dispatcher:
     def _check(self, request: ValidRequest) -> None:
         model = request.work.model
         if self._draining:
-            raise Unavailable(Reason.DRAINING, "this router is draining", retry_after=RETRY_SECONDS)
+            raise _draining()
         if next(self._router.pool.of(model), None) is None:
             words = f"no worker serves {model} now"
             raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)
@@ -204,6 +219,26 @@ class Dispatcher:
 
     async def _stored(self, found: StoredRequest) -> Course:
         """A request that doesn't run here, to be read."""
-        if not found.ended:
-            raise Unimplemented("InferenceService.ResumeStream", f"a request of router {found.owner.id}")
-        return replayed(found, await self._router.revive(found))
+        if found.ended:
+            return replayed(found, await self._router.revive(found))
+        execution = await self._adopted(found)
+        return await self.resume(found.key) if execution is None else execution.come_back()
+
+    async def _adopted(self, found: StoredRequest) -> Execution | None:
+        """The request is this router's from now on; None where it has ended meanwhile. Raises NotFound, Unavailable."""
+        if self._draining:
+            raise _draining()
+        request = await self._router.revive(found)
+        try:
+            found = await self._router.requests.adopt(found.key, Life.of(self._router.peer))
+        except StateError as error:
+            raise store_error(error, found.key) from None
+        execution = self._here(found.key)  # another call may have been faster
+        if execution is not None or found.ended:
+            return execution
+        _log.info("request adopted", request_id=found.key.id, epoch=found.epoch, entries=found.length)
+        return self._launched(request, found)
+
+
+def _draining() -> Unavailable:
+    return Unavailable(Reason.DRAINING, "this router is draining", retry_after=RETRY_SECONDS)

@@ -75,11 +75,20 @@ class Home(Protocol):
 
 
 class Execution:
-    """Runs in a task of its own, ``run``; ``end`` may be called from anywhere at any time."""
+    """Runs in a task of its own, ``run``; ``end`` may be called from anywhere at any time.
 
-    def __init__(self, request: ValidRequest, router: Router, home: Home) -> None:
+    With ``adopted``, as another owner left it, it goes on: at the worker where it ran, else from what is written.
+    """
+
+    def __init__(self, request: ValidRequest, router: Router, home: Home, adopted: StoredRequest | None = None) -> None:
         self.course = Course(request)
-        self.owned = _owned(request, Life.of(router.peer))
+        if adopted is None:
+            self.owned = _owned(request, Life.of(router.peer))
+        else:
+            self.owned = OwnedRequest.adopted(adopted)
+            self.course.is_behind = True
+            if request.wanted.logprobs is None:  # else tokens come again, together with theirs
+                self.course.tokens += [entry.token for entry in adopted.entries]
         self.accepted: asyncio.Future[StoredRequest | None] = asyncio.get_running_loop().create_future()
         """Done once it is recorded, with the error that it came to before, or with what the store has under its id:
         an equal request, in whose place nothing is run."""
@@ -93,7 +102,11 @@ class Execution:
         self._job = Job(self.course, self.owned, Pen(self.course))
         self._admitted: Admitted | None = None
         self._attempt: Attempt | None = None
-        self.is_recorded = False  # or may be
+        self.is_recorded = adopted is not None  # or may be
+        if adopted is not None:
+            self._job.holder = _holder(adopted)
+            self._job.from_tokens = bool(adopted.entries)
+            self.accepted.set_result(None)
 
     async def run(self) -> None:
         end: Ended | ServiceError = Internal()  # unless something better is known
@@ -108,7 +121,7 @@ class Execution:
             else:
                 raise
         except asyncio.CancelledError:
-            end = Unavailable(Reason.DRAINING, "this router ends", retry_after=RETRY_SECONDS)
+            end = self._leaving()
             raise
         except ServiceError as error:
             end = error
@@ -125,6 +138,8 @@ class Execution:
         self.come_back()
         if self._attempt is not None:
             self._attempt.close(reason)
+        elif self._job.holder is not None:
+            self._router.pool.cancel(self._job.holder, self._run(), reason)
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
         if self._admitted is not None:
@@ -146,10 +161,23 @@ class Execution:
     def settled(self) -> None:
         self._home.settled(self)
 
+    def leave(self) -> None:
+        """This router ends before the request does: another one goes on with it, and its reader is sent there."""
+        self.end(self._leaving())
+
+    def _leaving(self) -> ServiceError:
+        words, written = "this router ends", len(self.course.tokens)
+        if written:
+            return Aborted(Reason.DRAINING, words, resume=ResumePoint(0, written))
+        return Unavailable(Reason.DRAINING, words, retry_after=RETRY_SECONDS)
+
     def superseded(self, error: errors.Superseded) -> None:
         """Another router owns it: nothing more is written."""
         self.is_recorded = False
         self.end(Aborted(Reason.SUPERSEDED, str(error)))
+
+    def _run(self) -> wire.Run:
+        return wire.Run(request=str(self.owned.key), epoch=self.owned.epoch, attempt=self.owned.attempt)
 
     @property
     def is_taken_up(self) -> bool:
@@ -157,6 +185,12 @@ class Execution:
 
     async def _enter(self) -> None:
         router, request = self._router, self._request
+        if self.is_recorded:
+            self._admitted = router.admission.enter_at_once()
+            if self._job.holder is None:
+                self.owned.start_over(datetime.now(UTC))
+            router.flusher.begin(self)
+            return
         self._admitted = await router.admission.enter(request.work.priority, request.deadline)
         if router.flusher.is_away:
             self._take_without_store("it is away")
@@ -199,17 +233,18 @@ class Execution:
             except AttemptFailed as failed:
                 self._failed(attempt, failed)
             except NoWorker:
-                self._note(attempt, wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
+                job.note(attempt.giver, attempt.taker, wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
                 raise self._lost(Reason.NO_WORKER, "no worker can take the request now") from None
             else:
-                self._note(attempt, None)
+                job.note(attempt.giver, attempt.taker)
                 return end
 
     def _failed(self, attempt: Attempt, failed: AttemptFailed) -> None:
         """The next attempt is prepared. Raises what the client learns when there is none."""
         job, failure = self._job, failed.failure
         attempt.close(wire.Cancel.REASON_ATTEMPT)
-        self._note(attempt, failure)
+        job.note(attempt.giver, attempt.taker, failure)
+        job.holder = None
         _log.warning("attempt failed", attempt=self.owned.attempt, why=str(failed))
         if failed.blamed is not None:
             job.avoid.add(failed.blamed)
@@ -219,16 +254,6 @@ class Execution:
             raise self._lost(Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
         append_new(self.owned, self.course)
         self.owned.start_over(datetime.now(UTC))
-
-    def _note(self, attempt: Attempt, failure: wire.Failure | None) -> None:
-        """An attempt into the record."""
-        giver, taker = attempt.giver, attempt.taker
-        self.owned.record.attempts.add(
-            attempt=self.owned.attempt,
-            prefill_worker=giver.facts.peer if giver else None,
-            decode_worker=taker.facts.peer if taker else None,
-            failure=failure,
-        )
 
     def _lost(self, reason: Reason, words: str) -> ServiceError:
         written = len(self.course.tokens)
@@ -243,6 +268,9 @@ class Execution:
             return
         self._router.flusher.begin(self)
         append_new(owned, course)
+        if isinstance(end, ServiceError) and end.reason is Reason.DRAINING:
+            self._router.flusher.end(self)  # it stays open, for whoever takes it over
+            return
         record.cached_tokens = course.cached_tokens
         record.usage.CopyFrom(usage_of(course))
         record.receipt.CopyFrom(receipt_of(course, asyncio.get_running_loop().time()))
@@ -253,6 +281,14 @@ class Execution:
             record.error.CopyFrom(to_status(end.fault))
         owned.move(state, datetime.now(UTC))
         self._router.flusher.end(self)
+
+
+def _holder(found: StoredRequest) -> Life | None:
+    """The decode worker where its last attempt runs, as far as is written."""
+    attempts = found.record.attempts
+    if not attempts or attempts[-1].attempt != found.attempt or not attempts[-1].HasField("decode_worker"):
+        return None
+    return Life.of(attempts[-1].decode_worker)
 
 
 def _owned(request: ValidRequest, life: Life) -> OwnedRequest:

@@ -22,11 +22,11 @@ class Following:
     Superseded.
     """
 
-    def __init__(self, start: wire.Start, pen: Pen, tell: Callable[[Any], None]) -> None:
-        self.run = start.run
-        self.key = key_of(start.run)
-        self.start: wire.Start | None = start
-        """Until the worker has said a word of it."""
+    def __init__(self, first: wire.Start | wire.Adopt, pen: Pen, tell: Callable[[Any], None]) -> None:
+        self.run = first.run
+        self.key = key_of(first.run)
+        self.start = first if isinstance(first, wire.Start) else None
+        """Until the worker has said a word of it. None for a run that was adopted: it can't begin a second time."""
         self.put = pen.put
         self.explain = pen.explain
         self.tell = tell
@@ -45,6 +45,12 @@ class Following:
     def is_complete(self) -> bool:
         """Whether it ended, and all that it wrote is here."""
         return self.ended is not None and self.position >= self.ended.end.end_position
+
+    def first_word(self) -> wire.ToWorker:
+        """Begins it, or takes it over."""
+        if self.start is not None:
+            return wire.ToWorker(start=self.start)
+        return wire.ToWorker(adopt=wire.Adopt(run=self.run, next=[wire.Next(output=0, position=self.position)]))
 
     def owned(self) -> wire.Hello.Owned:
         return wire.Hello.Owned(run=self.run, next=[wire.Next(output=0, position=self.position)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from protos import worker_pb2 as wire
+from router.pool import Worker
 from router.request import Course
 from router.writing import Pen
 from state.names import Life
@@ -20,3 +22,18 @@ class Job:
     avoid: set[Life] = field(default_factory=set)
     from_tokens: bool = False
     """A handoff failed, or tokens are written: no more prefill workers."""
+    holder: Life | None = None
+    """Of a request that was adopted: the decode worker where its attempt runs, if it still does."""
+
+    def note(self, giver: Worker | None, taker: Worker | None, failure: wire.Failure | None = None) -> None:
+        """Who runs the present attempt, into the record: for people, and for whoever adopts the request."""
+        attempts = self.owned.record.attempts
+        if not attempts or attempts[-1].attempt != self.owned.attempt:
+            attempts.add(attempt=self.owned.attempt)
+        noted = attempts[-1]
+        if giver is not None:
+            noted.prefill_worker.CopyFrom(giver.facts.peer)
+        if taker is not None:
+            noted.decode_worker.CopyFrom(taker.facts.peer)
+        if failure is not None:
+            noted.failure.CopyFrom(failure)

@@ -9,6 +9,7 @@ the workers' sessions.
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -47,6 +48,9 @@ VERSION = version("decant-llm")
 SETTLE_SECONDS = 10.0
 """For the workers that are there to be opened. A router without any becomes ready too."""
 RETRY_SECONDS = 0.5
+DRAIN_SHARE = 0.8
+"""Of a drain's time, for requests to end by themselves; the rest is for telling those that did not."""
+EVERY_ADDRESS = ("0.0.0.0", "::")
 
 _log = logs.get(__name__)
 
@@ -75,20 +79,26 @@ async def _serve(settings: RouterSettings, models: Models, where: StoreSettings)
     async with Store(where) as store, AsyncExitStack() as stack:
         process = Process(settings, models, store)
         stack.push_async_callback(process.close)
-        return await serve(
+        ended = await serve(
             [process.service.service()],
             settings,
             process.readiness,
             process.registry,
             warm_up=process.start,
-            drain=process.dispatcher.drain,
+            drain=partial(process.dispatcher.drain, DRAIN_SHARE * settings.drain_seconds),
         )
+        return ended and not process.dispatcher.cut_off
 
 
 def _check_advertised(settings: RouterSettings) -> None:
     """Raises Refused for what is no address."""
     if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():
         raise Refused("advertise", "host:port", settings.advertise)
+
+
+def _reached_at(host: str) -> str:
+    """Under which name others reach what listens there: every address has this host's name."""
+    return socket.gethostname() if host in EVERY_ADDRESS else host
 
 
 class Process:
@@ -120,7 +130,7 @@ class Process:
     async def start(self, server: Server) -> None:
         """Returns when requests can be answered. Waits for Redis; raises StoreFault where waiting won't help."""
         await self._reach_store()
-        address = self._settings.advertise or join_address(self._settings.host, server.port)
+        address = self._settings.advertise or join_address(_reached_at(self._settings.host), server.port)
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
         membership = Membership(self._store, facts, self.flusher.rewrite, replaced)

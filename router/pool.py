@@ -166,6 +166,11 @@ class Pool:
         if (worker := self._workers.get(life)) is not None:
             worker.blame()
 
+    def cancel(self, life: Life, run: wire.Run, reason: wire.Cancel.Reason) -> None:
+        """End whatever a worker has of a run, if the worker is still here."""
+        if (worker := self._workers.get(life)) is not None:
+            worker.session.cancel(wire.Cancel(run=run, reason=reason))
+
     def window_of(self, model: str) -> int | None:
         """Tokens of the shortest window among the usable workers; None while there are none."""
         windows = [worker.facts.capacity.window_tokens for worker in self.of(model) if worker.is_usable]

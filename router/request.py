@@ -116,6 +116,8 @@ class Course:
     prompt_logprobs: list[wire.TokenLogprobs] = field(default_factory=list)  # of the prompt's second token and on
     cached_tokens: int = 0
     resumable: bool = True
+    is_behind: bool = False
+    """Another router may have shown more of it than is written here."""
     path: Path = field(default_factory=Path)
     end: Ended | ServiceError | None = None
     last_token_at: float | None = None  # the event loop's clock

@@ -113,10 +113,10 @@ class Session:
     # What the router says
 
     def start(self, following: Following) -> None:
-        """Begin a run; while the session is down it begins with the next one."""
+        """Begin a run, or take it over; while the session is down that is done with the next one."""
         self._runs[following.key] = following
         if self.is_open:
-            self._say(wire.ToWorker(start=following.start))
+            self._say(following.first_word())
         else:
             self._hope()
 
@@ -200,7 +200,7 @@ class Session:
             raise Broken("the welcome is of another life", Reason.WRONG_PEER)
         self._welcomed(answer.welcome)
         for following in [each for key, each in self._runs.items() if key not in named]:
-            self._say(wire.ToWorker(start=following.start))  # begun while the worker was greeted
+            self._say(following.first_word())  # begun while the worker was greeted
 
     def _welcomed(self, welcome: wire.Welcome) -> None:
         self.is_open, self._quiet = True, 0

@@ -135,6 +135,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self.prefills: list[wire.PrefillRequest] = []
         self.starts: list[wire.Start] = []
         self.cancels: list[wire.Cancel] = []
+        self.adopts: list[wire.Adopt] = []
         self.retired: list[wire.Run] = []
         self.renewed: list[bytes] = []
         self.hellos: list[wire.Hello] = []
@@ -144,7 +145,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         """Set whenever something is heard; tests clear it."""
         self._server: grpc.aio.Server | None = None
         self._slots = 0
-        self._out: asyncio.Queue[wire.FromWorker | None] | None = None
+        self._out: asyncio.Queue[wire.FromWorker | None] | None = None  # of the newest session
+        self._outs: set[asyncio.Queue[wire.FromWorker | None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------ its life
@@ -277,6 +279,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             await self.go.wait()
         out: asyncio.Queue[wire.FromWorker | None] = asyncio.Queue()
         self._out = out
+        self._outs.add(out)
         out.put_nowait(wire.FromWorker(welcome=self._welcome(hello)))
         for owned in hello.owned:
             if (run := self.runs.get(key(owned.run))) is not None:
@@ -289,8 +292,9 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                 if not self.script.silent:
                     yield message
         finally:
+            self._outs.discard(out)
             if self._out is out:
-                self._out = None
+                self._out = next(iter(self._outs), None)
             listening.cancel()
             beating.cancel()
 
@@ -303,7 +307,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             layout=self.facts.layout,
             held=[self.runs[each].held for each in named if each in self.runs],
             lacking=[owned.run for owned in hello.owned if key(owned.run) not in self.runs],
-            orphans=[run.run for each, run in self.runs.items() if each not in named],
+            orphans=[run.run for each, run in self.runs.items() if each not in named and len(self._outs) == 1],
         )
 
     async def _beat(self, out: asyncio.Queue[wire.FromWorker | None]) -> None:
@@ -323,6 +327,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                     self._begin(message.start)
                 case "cancel":
                     self._cancel(message.cancel)
+                case "adopt":
+                    self._adopt(message.adopt)
                 case "retire":
                     for run in message.retire.runs:
                         self.retired.append(run)
@@ -347,9 +353,27 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         run = self.runs[key(start.run)] = FakeRun(start, self._slots)
         run.task = self._spawn(self._decode(run))
 
+    def _adopt(self, adopt: wire.Adopt) -> None:
+        self.adopts.append(adopt)
+        if (run := self._claimed(adopt.run)) is None:
+            self._say(wire.FromWorker(failed=_failed(adopt.run, wire.CAUSE_UNKNOWN_RUN)))
+            return
+        self._say(wire.FromWorker(held=run.held))
+        self._resend(run, adopt.next[0].position)
+
+    def _claimed(self, named: wire.Run) -> FakeRun | None:
+        """The run; in a newer epoch it is the newest session's from now on, and the others are told."""
+        for epoch in range(1, named.epoch):
+            if (run := self.runs.pop((named.request, epoch, named.attempt), None)) is not None:
+                for out in self._outs - {self._out}:
+                    out.put_nowait(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=named.epoch)))
+                run.run.epoch = named.epoch
+                self.runs[key(run.run)] = run
+        return self.runs.get(key(named))
+
     def _cancel(self, cancel: wire.Cancel) -> None:
         self.cancels.append(cancel)
-        run = self.runs.get(key(cancel.run))
+        run = self._claimed(cancel.run)
         if run is not None and run.end is None:
             if run.task is not None:
                 run.task.cancel()

@@ -10,12 +10,14 @@ import pytest
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
-from runtime.errors import AlreadyExists, Cancelled, DeadlineExceeded, NotFound
+from runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound
+from runtime.fault import Reason
 from state.names import RequestKey
 from state.private_redis import PrivateRedis
 from state.store import Store
 from tests.router.core import core, ended, ended_run, make_request, tokens_of, until, written
 from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.test_dispatch import pass_on
 from tests.state.scenes import make_store
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
@@ -152,3 +154,79 @@ async def test_what_nobody_knows_is_not_found(server: PrivateRedis, bare: object
         for ask in (scene.dispatcher.resume, scene.dispatcher.look, scene.dispatcher.cancel):
             with pytest.raises(NotFound):
                 await ask(KEY)
+
+
+# ---------------------------------------------------------------------------------------------- on another router
+
+
+async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request())
+        await written(first, 3)
+        await until(lambda: one.owned("r").stored == 3)
+        async with core(store, workers) as two:
+            second = await two.dispatcher.resume(KEY)
+            assert isinstance((await ended(first)).end, Aborted)
+            workers[1].go.set()
+            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            assert (len(workers[1].adopts), len(workers[1].starts)) == (1, 1), "nothing is begun again"
+            await until(lambda: two.store_is_done)
+            found = await store.requests.read(KEY)
+            assert (found.epoch, found.attempt, found.state) == (2, 1, Generation.STATE_SUCCEEDED)
+            assert [entry.token for entry in found.entries] == second.tokens
+
+
+async def test_what_no_worker_has_any_more_goes_on_from_what_is_written(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request())
+        await written(first, 3)
+        await until(lambda: one.owned("r").stored == 3)
+        async with core(store, workers) as two:
+            for run in workers[1].runs.values():
+                assert run.task is not None
+                run.task.cancel()
+            workers[1].runs.clear()
+            second = await two.dispatcher.resume(KEY)
+            pass_on(workers[1], 4)
+            await written(second, 4)
+            workers[1].go.set()
+            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            await one.dispatcher.close()
+            await until(lambda: two.store_is_done)
+            found = await store.requests.read(KEY)
+            assert (found.epoch, found.attempt, found.state) == (2, 2, Generation.STATE_SUCCEEDED)
+
+
+async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request())
+        await written(first, 3)
+        await until(lambda: one.owned("r").stored == 3)
+        async with core(store, workers) as two:
+            assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
+            await until(lambda: workers[1].cancels)
+            assert (workers[1].cancels[0].run.epoch, workers[1].cancels[0].run.attempt) == (2, 1)
+            assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
+            await until(lambda: two.store_is_done)
+            assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
+            workers[1].go.set()
+            error = (await ended(first)).end
+            assert isinstance(error, Aborted)
+            assert error.reason is Reason.SUPERSEDED
+
+
+async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request())
+        await written(first, 3)
+        await until(lambda: one.owned("r").stored == 3)
+        async with core(store, workers) as two:
+            seen = await two.dispatcher.look(KEY)
+            assert (seen.course.tokens, seen.course.end) == (first.tokens, None)
+            assert (seen.state, seen.expires_in_s) == (Generation.STATE_DECODING, None)
+        workers[1].go.set()
+        assert tokens_of(await ended(first)) == answer(PROMPT, 5)

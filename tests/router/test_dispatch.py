@@ -24,7 +24,7 @@ from runtime.errors import (
     Unavailable,
     Unimplemented,
 )
-from runtime.fault import Reason
+from runtime.fault import Reason, ResumePoint
 from state.names import Life, RequestKey
 from state.owned import StoredRequest
 from state.store import Store
@@ -580,8 +580,31 @@ async def test_a_router_that_is_ended_ends_every_course(store: Store) -> None:
         course = await scene.dispatcher.begin(make_request())
         await written(course, 2)
         await scene.dispatcher.close()
-        assert isinstance(course.end, Unavailable)
+        assert isinstance(course.end, Aborted)
+        assert course.end.resume == ResumePoint(0, 2)
         await nothing_is_left_at(workers)
+
+
+async def test_a_drain_that_runs_out_leaves_requests_to_other_routers(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, max_active=1) as scene:
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request())
+        waiting = asyncio.ensure_future(scene.dispatcher.begin(make_request("waiting")))
+        await written(course, 2)
+        await until(lambda: scene.router.admission.waiting == 1)
+        await scene.dispatcher.drain(0.05)
+        assert scene.dispatcher.cut_off == 2
+        assert isinstance(course.end, Aborted)
+        assert (course.end.reason, course.end.resume) == (Reason.DRAINING, ResumePoint(0, 2))
+        with pytest.raises(Unavailable):
+            await waiting
+        await nothing_is_left_at(workers)
+        found = await store.requests.read(course.request.key)
+        assert found.state == DECODING, "it is as open as before"
+        assert [entry.token for entry in found.entries] == course.tokens
+        workers[1].go.set()
+        async with core(store, workers) as other:
+            assert tokens_of(await ended(await other.dispatcher.resume(course.request.key))) == answer(PROMPT, 5)
 
 
 async def test_a_bug_ends_the_course_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
