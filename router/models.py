@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from protos import inference_pb2 as pb
 from router.limits import check_sampling
+from router.templates import ChatTemplate
 from router.text import UnsupportedDecoder, Words, words_of
 from runtime.errors import InvalidArgument, NotFound
 from runtime.model_files import ModelFiles, ModelUnreadable, find
@@ -45,7 +46,7 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     default_sampling: pb.SamplingParams
-    has_chat_template: bool
+    chat: ChatTemplate | None
     tokenizer_hash: int
     tokenizer: Tokenizer = field(repr=False)
     words: Words = field(init=False, repr=False)
@@ -53,6 +54,10 @@ class ServedModel:
     def __post_init__(self) -> None:
         """Raises UnsupportedDecoder."""
         object.__setattr__(self, "words", words_of(self.tokenizer))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat is not None
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; with ``special`` those that the model wants around a prompt."""
@@ -128,12 +133,36 @@ def served(files: ModelFiles) -> ServedModel:
             vocab_size=files.vocab_size or tokenizer.get_vocab_size(),
             eos_token_ids=frozenset(files.eos_token_ids),
             default_sampling=sampling,
-            has_chat_template=bool(config.get("chat_template")) or (files.folder / "chat_template.jinja").is_file(),
+            chat=_chat(files, config),
             tokenizer_hash=files.tokenizer,
             tokenizer=tokenizer,
         )
     except UnsupportedDecoder as error:
         raise ModelUnreadable(files.id, f"tokenizer.json: {error}") from None
+
+
+def _chat(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate | None:
+    """A file of its own stands over the one in the configuration; of several the one called "default" is taken."""
+    file = files.folder / "chat_template.jinja"
+    template = config.get("chat_template")
+    if file.is_file():
+        try:
+            template = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelUnreadable(files.id, f"chat_template.jinja can't be read: {error}") from None
+    if isinstance(template, list):
+        template = {named["name"]: named["template"] for named in template}
+    if isinstance(template, dict):
+        template = template.get("default")
+    return ChatTemplate(template, dict(_named_tokens(config))) if template else None
+
+
+def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The special tokens that have a name, as text."""
+    more = config.get("extra_special_tokens")
+    named = {name: config[name] for name in _SPECIAL if config.get(name)} | (more if isinstance(more, dict) else {})
+    for name, token in named.items():
+        yield name, token if isinstance(token, str) else token["content"]
 
 
 def _default_sampling(files: ModelFiles) -> pb.SamplingParams:

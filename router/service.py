@@ -29,9 +29,9 @@ from router.standing import Standing, generation
 from router.validation import (
     TENANT,
     UNIMPLEMENTED_FIELDS,
+    chat_tokens,
     check_known,
     check_vocabulary,
-    refuse_messages,
     validate,
     window,
 )
@@ -181,11 +181,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         model = self._models.find(request.model)
         match request.WhichOneof("input"):
             case "messages":
-                refuse_messages(model, "TokenizeRequest.messages")
-            case None:
+                ids = await chat_tokens(request.messages, model)
+            case "text":
+                special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+                ids = await model.encode(request.text, special=special)
+            case _:
                 raise InvalidArgument("text", "a text", "none")
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        ids = await model.encode(request.text, special=special)
         tokens = [model.words.bytes_of(id).decode(errors="replace") for id in ids] if request.return_tokens else ()
         return pb.TokenizeResponse(count=len(ids), token_ids=ids, tokens=tokens)
 

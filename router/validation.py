@@ -66,9 +66,7 @@ _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
 }
 """What this build can't honour, and whether a request asks for it."""
 
-_MESSAGES = ("GenerateRequest.messages", "TokenizeRequest.messages")
-
-UNIMPLEMENTED_FIELDS = (*_UNSUPPORTED, *_MESSAGES)
+UNIMPLEMENTED_FIELDS = tuple(_UNSUPPORTED)
 
 
 async def validate(
@@ -118,11 +116,15 @@ def salt_of(tenant: str, cache_salt: str) -> bytes:
     return hashlib.blake2b(struct.pack("<I", len(name)) + name + cache_salt.encode(), digest_size=16).digest()
 
 
-def refuse_messages(model: ServedModel, field: str) -> None:
-    """Raises what `field`, "Message.messages", is refused with."""
-    if model.has_chat_template:
-        raise Unimplemented(field)
-    raise InvalidArgument(field.partition(".")[2], "a model with a chat template", model.id)
+async def chat_tokens(messages: pb.Messages, model: ServedModel) -> list[int]:
+    """A conversation as the model's chat template writes it. Raises InvalidArgument."""
+    if model.chat is None:
+        raise InvalidArgument("messages", "a model with a chat template", model.id)
+    if not messages.messages:
+        raise InvalidArgument("messages.messages", "at least 1 message", 0)
+    opens = messages.add_generation_prompt if messages.HasField("add_generation_prompt") else True
+    text = await model.chat.render(messages.messages, add_generation_prompt=opens)
+    return await model.encode(text, special=False)
 
 
 # ------------------------------------------------------------------------------------ the request as a whole
@@ -174,7 +176,10 @@ async def _prompt(request: pb.GenerateRequest, model: ServedModel) -> Sequence[i
     """Its token ids, at least one, each one of the model's."""
     match request.WhichOneof("input"):
         case "messages":
-            refuse_messages(model, "GenerateRequest.messages")
+            ids = await chat_tokens(request.messages, model)
+            check_vocabulary("messages", ids, model)
+            if ids:
+                return ids
         case "token_ids":
             ids = list(request.token_ids.ids)
             if not ids:
@@ -206,7 +211,8 @@ def _room(request: pb.GenerateRequest, prompt: Sequence[int], longest: int | Non
     if longest is None:
         raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_SECONDS)
     if len(prompt) >= longest:
-        field = "token_ids.ids" if request.HasField("token_ids") else "prompt"
+        given = request.WhichOneof("input") or "prompt"
+        field = "token_ids.ids" if given == "token_ids" else given
         limit = f"at most {longest - 1} tokens, so that one more fits the window of {longest}"
         raise InvalidArgument(field, limit, len(prompt), reason=Reason.PROMPT_TOO_LONG)
     return longest - len(prompt)

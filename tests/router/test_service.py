@@ -18,6 +18,7 @@ from router.limits import limits
 from router.models import Models
 from router.request import Course
 from router.service import About, InferenceService
+from router.templates import ChatTemplate
 from router.validation import UNIMPLEMENTED_FIELDS
 from runtime.channel import open_channel
 from runtime.errors import (
@@ -443,17 +444,22 @@ async def test_tokens_go_there_and_back():
         assert (await s.stub.Detokenize(request)).text == "<|begin|>x = 😀"
 
 
-async def test_what_can_not_be_tokenized_is_refused():
-    chat = model(id="chat", has_chat_template=True)
+async def test_a_conversation_is_tokenized_as_its_model_writes_it():
+    chat = model(id="chat", chat=ChatTemplate("{{ first }}{{ messages[0].content }}", {"first": "x"}))
     async with scene(Models([tiny(), chat])) as s:
+        messages = pb.Messages(messages=[pb.Message(role="user", content="x = 1")])
+        made = await s.stub.Tokenize(pb.TokenizeRequest(model="chat", messages=messages))
+        plain = pb.TokenizeRequest(text="xx = 1", add_special_tokens=False)
+        assert made.token_ids == (await s.stub.Tokenize(plain)).token_ids
+
+
+async def test_what_can_not_be_tokenized_is_refused():
+    async with scene() as s:
         messages = pb.Messages(messages=[pb.Message(role="user", content="x")])
         assert isinstance(await refused(s.stub.Tokenize(pb.TokenizeRequest())), InvalidArgument)
         error = await refused(s.stub.Tokenize(pb.TokenizeRequest(messages=messages)))
         assert isinstance(error, InvalidArgument)
         assert error.field == "messages"
-        error = await refused(s.stub.Tokenize(pb.TokenizeRequest(model="chat", messages=messages)))
-        assert isinstance(error, Unimplemented)
-        assert error.field in UNIMPLEMENTED_FIELDS
         assert isinstance(await refused(s.stub.Tokenize(pb.TokenizeRequest(model="no", text="x"))), NotFound)
         assert isinstance(await refused(s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[4096]))), InvalidArgument)
 

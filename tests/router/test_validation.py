@@ -24,6 +24,7 @@ from router.limits import (
 )
 from router.models import Models
 from router.request import Wanted
+from router.templates import ChatTemplate
 from router.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
 from runtime.channel import Deadline
 from runtime.errors import InvalidArgument, NotFound, ServiceError, Unavailable, Unimplemented
@@ -38,6 +39,8 @@ def unpacked(packed: bytes) -> list[int]:
 
 
 # ------------------------------------------------------------------- every field is honoured or refused
+
+CHAT = ChatTemplate("{{ messages[0].role + messages[0].content }}x{{ add_generation_prompt }}", {})
 
 VALUES: dict[str, list[Any]] = {"SamplingParams.logit_bias": [{3: 0.5}]}
 """What a field is set to where its type alone doesn't say."""
@@ -90,9 +93,9 @@ def set_to(request: pb.GenerateRequest, chain: tuple[FieldDescriptor, ...], valu
     return request
 
 
-async def outcome(request: pb.GenerateRequest, chat: bool = False) -> Any:
+async def outcome(request: pb.GenerateRequest) -> Any:
     try:
-        made = await validate(request, Models([model(has_chat_template=chat)]), window(None), Deadline())
+        made = await validate(request, Models([model(chat=CHAT)]), window(None), Deadline())
     except ServiceError as error:
         return type(error), str(error)
     key = None if made.id_made_up else made.key
@@ -125,9 +128,7 @@ async def test_what_is_refused_by_name_is_on_the_list_and_what_is_on_it_is_refus
     refused = set()
     for value in values(chain[-1]):
         try:
-            await validate(
-                set_to(plain(), chain, value), Models([model(has_chat_template=True)]), window(None), Deadline()
-            )
+            await validate(set_to(plain(), chain, value), Models([model(chat=CHAT)]), window(None), Deadline())
         except Unimplemented as error:
             refused.add(error.field)
         except InvalidArgument:
