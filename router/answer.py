@@ -44,14 +44,15 @@ class Answer:
         InvalidArgument where the course ends before `after_seq`."""
         course = self._course
         message = pb.GenerateStreamResponse(request_id=course.request.key.id, seq=self._read)
-        await course.beyond(max(0, self._read - 1))
+        chunk = self._wanted.min_chunk_tokens
+        await course.beyond(self._read - 1 if self._read else chunk - 1)
         self._pass_over(self._read)
         await course.explained()
         if course.tokens:
             message.started.CopyFrom(self._started())
             await write(message)
         while not self._is_read:
-            await course.beyond(self._read)
+            await course.beyond(self._read + chunk - 1)
             if tokens := self._fill(message):
                 await write(message)
                 account.sent(tokens)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class Wanted:
     """What the client is shown, with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all.
     ``prompt_logprobs`` the same of the prompt's tokens. ``echo``: what stands before each output's text.
+    ``min_chunk_tokens`` go into one delta, except into the last.
     ``stops``: the texts that end an output; None: no text does."""
 
     text: bool = True
@@ -39,6 +40,7 @@ class Wanted:
     skip_special_tokens: bool = True
     stops: StopTexts | None = None
     include_stop: bool = False
+    min_chunk_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)

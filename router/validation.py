@@ -62,7 +62,6 @@ _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
         request.stream.on_disconnect == pb.StreamOptions.ON_DISCONNECT_DETACH
     ),
     "StreamOptions.detach_ttl_ms": lambda request: request.stream.HasField("detach_ttl_ms"),
-    "StreamOptions.min_chunk_tokens": lambda request: request.stream.min_chunk_tokens > 1,
 }
 """What this build can't honour, and whether a request asks for it."""
 
@@ -78,7 +77,7 @@ async def validate(
     _check_supported(request)
     _check_form(request)
     model = models.find(request.model)
-    wanted = _wanted(request.response, request.stopping)
+    wanted = _wanted(request)
     sampling = _sampling(request.sampling, model)
     prompt = await _prompt(request, model)
     if request.response.echo:
@@ -218,7 +217,8 @@ def _room(request: pb.GenerateRequest, prompt: Sequence[int], longest: int | Non
     return longest - len(prompt)
 
 
-def _wanted(asked: pb.ResponseOptions, stopping: pb.StoppingParams) -> Wanted:
+def _wanted(request: pb.GenerateRequest) -> Wanted:
+    asked, stopping = request.response, request.stopping
     if asked.HasField("logprobs"):
         at_most("response.logprobs", asked.logprobs, MAX_LOGPROBS, "alternatives")
     if asked.HasField("prompt_logprobs"):
@@ -234,6 +234,7 @@ def _wanted(asked: pb.ResponseOptions, stopping: pb.StoppingParams) -> Wanted:
         skip_special_tokens=asked.skip_special_tokens if asked.HasField("skip_special_tokens") else True,
         stops=_stop_texts(stopping.stop),
         include_stop=stopping.include_stop_in_output,
+        min_chunk_tokens=max(1, request.stream.min_chunk_tokens),
     )
 
 

@@ -5,6 +5,7 @@ import pytest
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.asking import Answer, ask, asked
+from tests.e2e.deployment import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -50,3 +51,16 @@ async def test_the_prompt_is_shown_with_what_the_model_makes_of_it(stub: Inferen
     assert all(entry.logprob <= 0 and entry.rank >= 1 and len(entry.top) == 2 for entry in others)
     assert all(entry.top[entry.rank - 1].token_id == entry.token_id for entry in others if entry.rank <= 2)
     assert b"".join(entry.token_bytes for entry in answer.started.prompt_logprobs).endswith(PROMPT.encode())
+
+
+async def test_deltas_are_as_large_as_was_asked_for(stub: InferenceServiceStub) -> None:
+    request = asked(PROMPT, max_tokens=40)
+    request.stopping.ignore_eos = True
+    request.stream.min_chunk_tokens = 15
+    sizes = [
+        message.delta.num_tokens
+        async for message in stub.GenerateStream(request, timeout=PATIENCE_S)
+        if message.HasField("delta")
+    ]
+    assert sum(sizes) == 40
+    assert min(sizes[:-1]) >= 15

@@ -357,3 +357,42 @@ async def test_who_claims_more_than_was_ever_written_is_refused():
         await lost.read()
     assert not reader.messages
     assert not lost.messages
+
+
+# ------------------------------------------------------------------------------------- fewer, larger deltas
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+async def test_a_delta_waits_for_as_many_tokens_as_were_asked_for_and_the_end_for_none(data):
+    chunk = data.draw(st.integers(0, 6))
+    tokens = data.draw(st.lists(st.integers(2, 4095), min_size=1, max_size=20))
+    fields = {"stream": pb.StreamOptions(min_chunk_tokens=chunk), **options(token_ids=True)}
+    reader = Reader(Course(await valid(**fields)))
+    task = asyncio.create_task(reader.read())
+    for done, token in enumerate(tokens, 1):
+        write(reader.course, token)
+        await settle()
+        least = max(1, chunk)
+        assert sum(delta.num_tokens for delta in reader.deltas) == done - done % least
+        assert bool(reader.messages) == (done >= least)
+    write(reader.course, end=AT_LENGTH)
+    await task
+    assert [id for delta in reader.deltas for id in delta.token_ids] == tokens
+    assert all(delta.num_tokens >= chunk for delta in reader.deltas[:-2])
+    after = data.draw(st.integers(0, len(tokens)))
+    later = Reader(reader.course, after_seq=after)
+    await later.read()
+    assert [id for delta in later.deltas for id in delta.token_ids] == tokens[after:]
+
+
+async def test_an_error_flushes_what_waits_for_more():
+    reader = Reader(Course(await valid(stream=pb.StreamOptions(min_chunk_tokens=9))))
+    task = asyncio.create_task(reader.read())
+    write(reader.course, 5, 6)
+    await settle()
+    assert not reader.messages
+    write(reader.course, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    with pytest.raises(Aborted):
+        await task
+    assert [delta.num_tokens for delta in reader.deltas] == [2]
