@@ -7,6 +7,7 @@ begin --> waiting for admission, recorded, placed, answered --> ended, forgotten
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from protos import worker_pb2 as wire
@@ -23,6 +24,9 @@ from state.owned import StoredRequest
 
 LAST_WRITE_SECONDS = 5.0
 """Of a drain, for a Redis that is away."""
+
+Adopt = Callable[[RequestKey, Life], Awaitable[StoredRequest]]
+"""Makes a router a request's owner; `Requests.adopt` or `Requests.adopt_orphan`."""
 
 _log = logs.get(__name__)
 
@@ -126,12 +130,23 @@ class Dispatcher:
             found = await self._read(key)
             if (end := end_of(found)) is not None:
                 return end
-            execution = await self._adopted(found)
+            execution = await self._taken(found)
             if execution is None:
                 return await self.cancel(key)
         self._stop(execution)
         assert execution.course.end is not None
         return execution.course.end
+
+    async def take_over(self, key: RequestKey) -> None:
+        """Go on with a request whose router is gone. Nobody reads it, so its grace begins.
+
+        Raises StateError, OwnerAlive and Superseded among them, and ServiceError where it can't be run here.
+        """
+        found = await self._router.requests.read(key)
+        if not found.ended and self._here(key) is None:
+            execution = await self._adopted(found, self._router.requests.adopt_orphan)
+            if execution is not None:
+                self.stream_lost(execution.course)
 
     def stream_lost(self, course: Course) -> None:
         """Nobody reads this course any more: it is cancelled after a grace, at once where nobody could come back."""
@@ -221,18 +236,25 @@ class Dispatcher:
         """A request that doesn't run here, to be read."""
         if found.ended:
             return replayed(found, await self._router.revive(found))
-        execution = await self._adopted(found)
+        execution = await self._taken(found)
         return await self.resume(found.key) if execution is None else execution.come_back()
 
-    async def _adopted(self, found: StoredRequest) -> Execution | None:
-        """The request is this router's from now on; None where it has ended meanwhile. Raises NotFound, Unavailable."""
+    async def _taken(self, found: StoredRequest) -> Execution | None:
+        """`_adopted` for a client that asks. Raises NotFound, Unavailable."""
+        try:
+            return await self._adopted(found, self._router.requests.adopt)
+        except StateError as error:
+            raise store_error(error, found.key) from None
+
+    async def _adopted(self, found: StoredRequest, adopt: Adopt) -> Execution | None:
+        """The request is this router's from now on; None where it has ended meanwhile.
+
+        Raises StateError, Unavailable, and what it comes to where its model is not served here.
+        """
         if self._draining:
             raise _draining()
         request = await self._router.revive(found)
-        try:
-            found = await self._router.requests.adopt(found.key, Life.of(self._router.peer))
-        except StateError as error:
-            raise store_error(error, found.key) from None
+        found = await adopt(found.key, Life.of(self._router.peer))
         execution = self._here(found.key)  # another call may have been faster
         if execution is not None or found.ended:
             return execution

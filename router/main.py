@@ -28,6 +28,7 @@ from router.registration import Membership
 from router.revival import reviver
 from router.service import About, InferenceService
 from router.settings import RouterSettings
+from router.takeover import Takeover
 from runtime import logs, shutdown
 from runtime.health import Readiness
 from runtime.layers import load_or_exit
@@ -141,6 +142,9 @@ class Process:
         self._keep("writing", self.flusher.start())
         self._ends.push_async_callback(self.flusher.close)
         self._ends.push_async_callback(self.dispatcher.close)
+        takeover = Takeover(self._store, self.dispatcher, Life.of(self.peer))
+        self._keep("takeover", takeover.start())
+        self._ends.push_async_callback(takeover.close)
         try:
             async with asyncio.timeout(SETTLE_SECONDS):
                 await self.pool.settled()

@@ -127,12 +127,16 @@ class Worker:
 
 @dataclass
 class Deployment:
-    """What runs. `address` is the first router's."""
+    """What runs. `address` is the first router's, `addresses` those of all."""
 
     redis: PrivateRedis
     routers: list[Process] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
-    address: str = ""
+    addresses: list[str] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
 
     @contextmanager
     def stub(self) -> Iterator[inference_pb2_grpc.InferenceServiceStub]:
@@ -166,6 +170,7 @@ def deployment(
     *,
     prefill: int = 1,
     decode: int = 1,
+    routers: int = 1,
     dtype: str = "float32",
     model: str = str(models.path()),
     router: Sequence[str] = (),
@@ -189,11 +194,13 @@ def deployment(
             one.process.until("readiness", state="ready")
         if between:
             between.target = made.workers[0].address
-        routing = Process("router", *common, "--models", model, *router)
-        made.routers.append(stack.enter_context(routing))
-        made.address = routing.until("serving")["address"]
-        routing.until("readiness", state="ready")
+        for _ in range(routers):
+            made.routers.append(stack.enter_context(Process("router", *common, "--models", model, *router)))
+        for routing in made.routers:
+            made.addresses.append(routing.until("serving")["address"])
+            routing.until("readiness", state="ready")
         yield made
-        routing.end()
+        for routing in made.routers:
+            routing.end()
         for one in made.workers:  # all at once: an interpreter with torch takes its time to end
             one.process.ask_to_end()

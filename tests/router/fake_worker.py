@@ -145,7 +145,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         """Set whenever something is heard; tests clear it."""
         self._server: grpc.aio.Server | None = None
         self._slots = 0
-        self._out: asyncio.Queue[wire.FromWorker | None] | None = None  # of the newest session
+        self._out: asyncio.Queue[wire.FromWorker | None] | None = None  # of the session that spoke last
         self._outs: set[asyncio.Queue[wire.FromWorker | None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -285,7 +285,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             if (run := self.runs.get(key(owned.run))) is not None:
                 self._resend(run, owned.next[0].position)
         self.news.set()
-        listening = self._spawn(self._listen(requests))
+        listening = self._spawn(self._listen(requests, out))
         beating = self._spawn(self._beat(out))
         try:
             while (message := await out.get()) is not None:
@@ -320,8 +320,10 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             out.put_nowait(wire.FromWorker(beat=beat))
             await asyncio.sleep(0.25)
 
-    async def _listen(self, requests: Any) -> None:
+    async def _listen(self, requests: Any, out: asyncio.Queue[wire.FromWorker | None]) -> None:
         async for message in requests:
+            if not message.HasField("beat"):
+                self._out = out
             match message.WhichOneof("message"):
                 case "start":
                     self._begin(message.start)
@@ -362,7 +364,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self._resend(run, adopt.next[0].position)
 
     def _claimed(self, named: wire.Run) -> FakeRun | None:
-        """The run; in a newer epoch it is the newest session's from now on, and the others are told."""
+        """The run; in a newer epoch it is the sender's from now on, and the others are told."""
         for epoch in range(1, named.epoch):
             if (run := self.runs.pop((named.request, epoch, named.attempt), None)) is not None:
                 for out in self._outs - {self._out}:

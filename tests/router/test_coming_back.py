@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
+from protos.state_pb2 import RequestRecord
+from router.takeover import Takeover
 from runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound
 from runtime.fault import Reason
-from state.names import RequestKey
+from state.errors import OwnerAlive
+from state.journal import Entry
+from state.names import Life, RequestKey
+from state.owned import OwnedRequest
 from state.private_redis import PrivateRedis
 from state.store import Store
-from tests.router.core import core, ended, ended_run, make_request, tokens_of, until, written
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.core import Core, core, ended, ended_run, make_request, tokens_of, until, written
+from tests.router.fake_worker import MODEL, FakeWorker, answer, fleet
 from tests.router.test_dispatch import pass_on
-from tests.state.scenes import make_store
+from tests.state.scenes import make_store, router_facts
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
@@ -228,5 +236,67 @@ async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> No
             seen = await two.dispatcher.look(KEY)
             assert (seen.course.tokens, seen.course.end) == (first.tokens, None)
             assert (seen.state, seen.expires_in_s) == (Generation.STATE_DECODING, None)
+        await until(lambda: len(workers[1]._outs) == 1)
         workers[1].go.set()
         assert tokens_of(await ended(first)) == answer(PROMPT, 5)
+
+
+async def left_behind(store: Store, *tokens: int) -> None:
+    """A request whose router is not registered, and has written so much of it."""
+    request = make_request()
+    record = RequestRecord(model=MODEL, seed=4, prompt_tokens=3)
+    owned = OwnedRequest.begin(KEY, Life("gone", 1), request.payload, record, datetime.now(UTC))
+    await store.requests.accept(owned)
+    owned.append(Entry(0, token) for token in tokens)
+    owned.move(Generation.STATE_DECODING, datetime.now(UTC))
+    await store.requests.write(owned)
+
+
+@asynccontextmanager
+async def watching(store: Store, scene: Core) -> AsyncIterator[None]:
+    life = Life.of(scene.router.peer)
+    registration = await store.routers.register(router_facts(life))
+    takeover = Takeover(store, scene.dispatcher, life)
+    takeover.start()
+    try:
+        yield
+    finally:
+        await takeover.close()
+        await registration.remove()
+
+
+async def test_what_a_router_left_behind_is_gone_on_with_once(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
+        async with watching(store, one), watching(store, two):
+            await until(lambda: workers[1].starts)
+            course = await (one if one.dispatcher.running else two).dispatcher.resume(KEY)
+            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+            assert len(workers[1].starts) == 1
+            await until(lambda: one.store_is_done and two.store_is_done)
+        found = await store.requests.read(KEY)
+        assert (found.epoch, found.attempt, found.state) == (2, 2, Generation.STATE_SUCCEEDED)
+        assert await store.open.of(Life("gone", 1)) == set()
+
+
+async def test_what_is_taken_over_and_read_by_nobody_ends_with_its_grace(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=100) as scene:
+        workers[1].script.pause_at = 3
+        async with watching(store, scene):
+            await until(lambda: scene.dispatcher.running)
+            await until(lambda: not scene.dispatcher.running and scene.store_is_done)
+        assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
+
+
+async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
+        workers[1].script.pause_at = 2
+        async with watching(store, one):
+            course = await one.dispatcher.begin(make_request())
+            await written(course, 2)
+            await until(lambda: one.owned("r").stored == 2)
+            with pytest.raises(OwnerAlive):
+                await two.dispatcher.take_over(KEY)
+        workers[1].go.set()
+        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
