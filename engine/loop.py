@@ -2,12 +2,15 @@
 
     event loop                                   engine thread
       call(command) ──> inbox ──┐                  ┌─> run every command in the inbox
-                                └── condition ──>──┤   step
-      futures, listener <── one call_soon_threadsafe ┘   hand over all replies and the step's output
+                                └── condition ──>──┤
+      futures  <──────── call_soon_threadsafe ─────┤   hand over all their answers, if there are any
+                                                   │   step
+      listener <──────── call_soon_threadsafe ─────┘   hand over the step's output
 
-One hand-over per step in each direction, and nothing polls: with no work the thread sleeps on a condition. A
-forward pass never runs on the event loop. When the thread ends by a crash, every command that waits and every
-later one fails with ``EngineStopped``, the listener hears it once, and ``healthy`` is False.
+One hand-over per step for all that comes in, one for all that goes out, one for the answers that somebody waits for:
+who asks in the middle of long steps waits for the end of one, not of two. Nothing polls: with no work the thread
+sleeps on a condition. A forward pass never runs on the event loop. When the thread ends by a crash, every command
+that waits and every later one fails with ``EngineStopped``, the listener hears it once, and ``healthy`` is False.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class _Call:
     command: Command
     undo: Callable[[Engine, Any], object] | None
     future: asyncio.Future[Any]
+    late: bool = False
+    """Answered after the step that follows it, not before."""
     value: Any = None
     error: BaseException | None = None
 
@@ -132,7 +137,7 @@ class EngineLoop:
         future = self._event_loop.create_future()
         future.add_done_callback(lambda done: (done.exception(), then()))
         try:
-            self._enqueue(_Call(command, None, future))
+            self._enqueue(_Call(command, None, future, late=True))
         except EngineStopped as stopped:
             future.set_exception(stopped)
 
@@ -160,6 +165,8 @@ class EngineLoop:
                 batch = self._take()
                 for call in batch:
                     call.run(self._engine)
+                if self._engine.has_work:
+                    batch = self._answer(batch)
                 self._step_began = began = time.monotonic()
                 output = self._engine.step()
                 self._step_began = None
@@ -187,6 +194,18 @@ class EngineLoop:
         with self._condition:
             batch, self._inbox = self._inbox, []
         return [call for call in batch if not call.future.cancelled()]
+
+    def _answer(self, batch: list[_Call]) -> list[_Call]:
+        """Answer those that are waited for before a step that may take long; returns the others."""
+        waited_for = [call for call in batch if not call.late]
+        if waited_for:
+
+            def on_event_loop() -> None:
+                for call in waited_for:
+                    call.answer(self)
+
+            self._post(on_event_loop)
+        return [call for call in batch if call.late]
 
     def _deliver(self, batch: list[_Call], output: StepOutput) -> None:
         def on_event_loop() -> None:

@@ -54,7 +54,6 @@ class Scene:
         self.steps = 0
         self.outputs: list[StepOutput] = []
         self.crashes: list[EngineStopped] = []
-        self.on_step: Callable[[], object] = lambda: None
         self._step = self.engine.step
         self.engine.step = self._counted  # type: ignore[method-assign]
         self._heard = asyncio.Event()
@@ -66,7 +65,6 @@ class Scene:
 
     def _on_step(self, output: StepOutput) -> None:
         self.outputs.append(output)
-        self.on_step()
         self._heard.set()
 
     def _on_crash(self, stopped: EngineStopped) -> None:
@@ -150,16 +148,16 @@ async def test_the_listener_hears_on_the_event_loop() -> None:
 
 async def test_an_error_of_a_command_reaches_its_caller_alone() -> None:
     async with running() as scene:
-        await scene.add(make_request())
+        await scene.add(make_request(max_tokens=80))
         with pytest.raises(InvalidRequest):
-            await scene.add(make_request())
+            await scene.add(make_request(max_tokens=80))
         with pytest.raises(UnknownSequence):
             await scene.loop.call(lambda engine: engine.park("nobody"))
         with pytest.raises(ZeroDivisionError):
             await scene.loop.call(lambda _: 1 // 0)
         assert (await scene.until_ended("a")).reason is FinishReason.LENGTH
         assert scene.loop.healthy
-        assert scene.text("a") == alone(make_request()).text
+        assert scene.text("a") == alone(make_request(max_tokens=80)).text
 
 
 async def test_all_that_a_step_gave_comes_in_one_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +176,31 @@ async def test_all_that_a_step_gave_comes_in_one_hand_over(monkeypatch: pytest.M
         await asyncio.gather(*(scene.add(request) for request in requests))
         for request in requests:
             await scene.until_ended(request.id)
-        assert len(posts) == scene.steps == len(scene.outputs)
+        assert scene.steps == len(scene.outputs)
+        assert len(posts) - scene.steps <= 2, "answers to six calls that came together"
         assert scene.steps < len(requests) * 8 / 2, "requests that come together are stepped together"
+
+
+async def test_who_asks_during_a_step_waits_for_its_end_and_not_for_the_next() -> None:
+    async with running() as scene:
+        begun, let = threading.Event(), threading.Semaphore(0)
+
+        def wait() -> None:
+            begun.set()
+            assert let.acquire(timeout=20)
+
+        await scene.add(make_request(max_tokens=3))
+        scene.device.before = wait
+        assert await asyncio.to_thread(begun.wait, 20)
+        asking = asyncio.create_task(scene.loop.call(lambda engine: engine.steps))
+        await asyncio.sleep(0)
+        steps = scene.engine.steps
+        let.release()  # the step under way, and no other
+        async with asyncio.timeout(20):
+            assert await asking == steps + 1
+        for _ in range(10):
+            let.release()
+        assert (await scene.until_ended("a")).reason is FinishReason.LENGTH
 
 
 async def test_answers_come_before_the_step_that_came_with_them() -> None:
@@ -338,13 +359,23 @@ async def test_what_ran_for_a_caller_that_has_gone_is_undone() -> None:
     nothing_is_held(scene.engine)
 
 
-async def test_what_is_answered_to_a_caller_that_goes_in_that_moment_is_undone() -> None:
+async def test_what_is_answered_to_a_caller_that_goes_in_that_moment_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as scene:
+        scene.device.seconds = STEP_SECONDS
+        original = scene.loop._post
+
+        def post(callback: Callable[[], None]) -> None:
+            def and_cancel() -> None:
+                callback()
+                task.cancel()  # behind the answer, before the task goes on
+
+            original(and_cancel)
+
+        monkeypatch.setattr(scene.loop, "_post", post)
         add = scene.loop.call(
             lambda engine: engine.add(make_request(max_tokens=80)), lambda engine, _: engine.cancel("a")
         )
         task = asyncio.create_task(add)
-        scene.on_step = task.cancel  # behind the answer, before the task goes on
         assert (await scene.until_ended("a")).reason is FinishReason.CANCELLED
         assert task.cancelled()
     nothing_is_held(scene.engine)
