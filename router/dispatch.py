@@ -149,11 +149,13 @@ class Dispatcher:
                 self.stream_lost(execution.course)
 
     def stream_lost(self, course: Course) -> None:
-        """Nobody reads this course any more: it is cancelled after a grace, at once where nobody could come back."""
+        """Nobody reads this course any more: it is cancelled after its grace or the time for which it was detached, at
+        once where nobody could come back."""
         execution = self._executions.get(course.request.key)
         if execution is None or execution.course is not course or execution.grace is not None:
             return
-        seconds = self._router.settings.resume_grace_ms / 1000
+        detach_ms = course.request.detach_ms
+        seconds = (self._router.settings.resume_grace_ms if detach_ms is None else detach_ms) / 1000
         if course.request.id_made_up or seconds == 0:
             self._stop(execution)
         else:

@@ -16,6 +16,7 @@ MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_PRIORITY = 1000
+MAX_DETACH_TTL_MS = 3_600_000
 
 _RANGES = {
     "temperature": (0.0, 100.0),
@@ -60,6 +61,7 @@ def limits(*, max_queued_requests: int, resume_grace_ms: int, result_ttl_ms: int
         max_stop_text_bytes=MAX_STOP_TEXT_BYTES,
         max_stop_token_ids=MAX_STOP_TOKEN_IDS,
         max_logit_bias_entries=MAX_LOGIT_BIAS_ENTRIES,
+        max_detach_ttl_ms=MAX_DETACH_TTL_MS,
         resume_grace_ms=resume_grace_ms,
         result_ttl_ms=result_ttl_ms,
         max_queued_requests=max_queued_requests,

@@ -59,6 +59,8 @@ class ValidRequest:
     deadline: Deadline
     id_made_up: bool
     accepted_at: float  # the event loop's clock
+    detach_ms: int | None = None
+    """How long it goes on when nobody reads it; None: for the router's grace."""
     begin_text: Callable[[], OutputText] | None = None
     """The output's text before its first token, for whoever looks for stop texts; None: there are none."""
 

@@ -24,6 +24,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
 from router.limits import (
+    MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     MAX_OUTPUTS,
@@ -58,10 +59,6 @@ _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
     "GenerateRequest.guided": lambda request: request.HasField("guided"),
     "GenerateRequest.lora_name": lambda request: request.lora_name,
     "CacheOptions.session_id": lambda request: request.cache.session_id,
-    "StreamOptions.on_disconnect": lambda request: (
-        request.stream.on_disconnect == pb.StreamOptions.ON_DISCONNECT_DETACH
-    ),
-    "StreamOptions.detach_ttl_ms": lambda request: request.stream.HasField("detach_ttl_ms"),
 }
 """What this build can't honour, and whether a request asks for it."""
 
@@ -105,6 +102,7 @@ async def validate(
         deadline=deadline,
         id_made_up=not request.request_id,
         accepted_at=accepted_at,
+        detach_ms=_detach_ms(request.stream),
         begin_text=partial(begin_text, model, wanted, stopping) if wanted.stops else None,
     )
 
@@ -157,6 +155,16 @@ def _check_form(request: pb.GenerateRequest) -> None:
     within("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.stream.on_disconnect not in pb.StreamOptions.OnDisconnect.values():
         raise InvalidArgument("stream.on_disconnect", "a value of its enum", request.stream.on_disconnect)
+
+
+def _detach_ms(asked: pb.StreamOptions) -> int | None:
+    if asked.on_disconnect != pb.StreamOptions.ON_DISCONNECT_DETACH:
+        if asked.HasField("detach_ttl_ms"):
+            limit = "unset unless on_disconnect is ON_DISCONNECT_DETACH"
+            raise InvalidArgument("stream.detach_ttl_ms", limit, asked.detach_ttl_ms)
+        return None
+    at_most("stream.detach_ttl_ms", asked.detach_ttl_ms, MAX_DETACH_TTL_MS, "ms")
+    return asked.detach_ttl_ms if asked.HasField("detach_ttl_ms") else MAX_DETACH_TTL_MS
 
 
 def _with_id(request: pb.GenerateRequest, id: str) -> pb.GenerateRequest:

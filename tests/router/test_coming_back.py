@@ -117,6 +117,26 @@ async def test_a_stream_that_is_resumed_within_its_grace_is_not_cancelled(store:
         assert tokens_of(await ended(course)) == answer(PROMPT, 5)
 
 
+async def test_a_detached_request_goes_on_without_a_reader(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0) as scene:
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request(detach_ms=60_000))
+        await written(course, 2)
+        scene.dispatcher.stream_lost(course)
+        assert course.end is None
+        workers[1].go.set()
+        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+
+
+async def test_a_detached_request_is_cancelled_when_its_time_is_over(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request(detach_ms=50))
+        await written(course, 2)
+        scene.dispatcher.stream_lost(course)
+        assert isinstance((await ended(course)).end, Cancelled)
+
+
 @pytest.mark.parametrize("from_store", [False, True])
 async def test_a_cancel_may_be_repeated_at_any_time(store: Store, from_store: bool) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:

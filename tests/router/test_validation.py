@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
 from router.limits import (
+    MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     MAX_REQUEST_BYTES,
@@ -32,6 +33,7 @@ from runtime.fault import Reason
 from tests.router.scenes import model, tiny, valid, window
 
 Sampling, Stopping = pb.SamplingParams, pb.StoppingParams
+DETACH = pb.StreamOptions.ON_DISCONNECT_DETACH
 
 
 def unpacked(packed: bytes) -> list[int]:
@@ -99,7 +101,7 @@ async def outcome(request: pb.GenerateRequest) -> Any:
     except ServiceError as error:
         return type(error), str(error)
     key = None if made.id_made_up else made.key
-    return key, made.work.SerializeToString(deterministic=True), made.wanted, made.prompt_tokens
+    return key, made.work.SerializeToString(deterministic=True), made.wanted, made.prompt_tokens, made.detach_ms
 
 
 def plain() -> pb.GenerateRequest:
@@ -160,6 +162,7 @@ async def test_a_field_of_a_newer_build_is_refused(where):
         {"stopping": Stopping(include_stop_in_output=False)},
         {"response": pb.ResponseOptions(echo=False)},
         {"stream": pb.StreamOptions(on_disconnect=pb.StreamOptions.ON_DISCONNECT_CANCEL, min_chunk_tokens=1)},
+        {"stream": pb.StreamOptions(on_disconnect=DETACH, detach_ttl_ms=MAX_DETACH_TTL_MS)},
     ],
 )
 async def test_a_field_set_to_what_is_done_anyway_is_honoured(fields):
@@ -212,6 +215,11 @@ def stopping(**fields: Any) -> dict[str, Any]:
         ({"request_id": "é" * 65}, "request_id"),
         ({"token_ids": pb.TokenIds(ids=[3, 4096])}, "token_ids.ids"),
         ({"stream": pb.StreamOptions(on_disconnect=9)}, "stream.on_disconnect"),  # type: ignore[arg-type]
+        ({"stream": pb.StreamOptions(detach_ttl_ms=5)}, "stream.detach_ttl_ms"),
+        (
+            {"stream": pb.StreamOptions(on_disconnect=DETACH, detach_ttl_ms=MAX_DETACH_TTL_MS + 1)},
+            "stream.detach_ttl_ms",
+        ),
         ({"user": "x" * MAX_REQUEST_BYTES}, "GenerateRequest"),
         ({"messages": pb.Messages()}, "messages"),
     ],
@@ -381,4 +389,4 @@ def test_limits_are_told_as_they_are_held():
     assert told.max_logprobs == MAX_LOGPROBS
     assert told.max_outputs == 1
     assert (told.max_stop_texts, told.max_stop_text_bytes) == (MAX_STOP_TEXTS, MAX_STOP_TEXT_BYTES)
-    assert told.max_detach_ttl_ms == 0
+    assert told.max_detach_ttl_ms == MAX_DETACH_TTL_MS
