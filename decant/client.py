@@ -195,6 +195,10 @@ class Stream(Transcript):
             self._leave(self.request_id)
             self._call.cancel()
 
+    def break_off(self) -> None:
+        """Ends the call and tells nobody: iterating raises Cancelled. From any thread, and from a signal handler."""
+        self._call.cancel()
+
     def __enter__(self) -> Self:
         return self
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from decant import Client, Options, Prompt, Stream, Tls
+from decant import Cancelled, Client, Options, Prompt, ServiceError, Stream, Tls
 from decant.command.errors import CommandFailed
 
 
@@ -62,7 +65,7 @@ def run(asking: Asking, prompt: Prompt, options: Options) -> str:
     except OSError as error:
         raise CommandFailed(f"{error.filename}: {error.strerror}") from None
     clock = Clock(time.monotonic())
-    with client, client.stream(prompt, timeout=asking.timeout, **options) as stream:
+    with client, client.stream(prompt, timeout=asking.timeout, **options) as stream, _until_ctrl_c(client, stream):
         for delta in stream:
             if delta.num_tokens:
                 clock.token()
@@ -75,6 +78,34 @@ def run(asking: Asking, prompt: Prompt, options: Options) -> str:
         sys.stdout.write("\n")
         sys.stdout.flush()
     return summary(stream, clock)
+
+
+@contextlib.contextmanager
+def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
+    """Ctrl-C breaks the stream off, cancels its request and is raised then; a second one is raised at once.
+
+    Raised wherever the program stands, it could come in the middle of gRPC, get lost there or leave a lock behind.
+    """
+    asked = False
+
+    def break_off(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stream.break_off()
+
+    before = signal.signal(signal.SIGINT, break_off)
+    try:
+        yield
+    except Cancelled:
+        if not asked:
+            raise
+        with contextlib.suppress(ServiceError):
+            if stream.request_id:
+                client.cancel(stream.request_id)
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def account(stream: Stream, clock: Clock) -> dict[str, Any]:
