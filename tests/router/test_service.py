@@ -358,7 +358,7 @@ async def test_a_seq_that_was_never_sent_is_out_of_range():
 async def test_what_nobody_knows_can_not_be_come_back_to(call):
     async with scene() as s:
 
-        def asks(id: str) -> Awaitable[Any]:
+        def asks(id: str) -> Any:
             if call == "ResumeStream":
                 return all_of(resumed(s, id=id))
             return s.stub.GetGeneration(pb.GetGenerationRequest(request_id=id))
