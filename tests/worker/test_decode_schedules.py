@@ -127,8 +127,9 @@ async def run_schedule(seed: int, moves: int) -> None:
             heard, text = schedule.router.heard.get(key, Heard()), alone(work)
             prompt = len(work.prompt) // 4
             written = heard.text(prompt)
-            # Of a run that was given up and asked about again, the first that is heard may be in the middle.
             assert heard.tokens == {place: text[place - prompt] for place in heard.tokens}
+            if key not in schedule.lacking:  # of one that was given up, the first that is heard may be in the middle
+                assert written == text[: len(written)]
             end = heard.last["ended"].end if "ended" in heard.last else wire.OutputEnd()
             if end.reason == wire.OutputEnd.REASON_LENGTH and key not in schedule.lacking:
                 assert written == text
@@ -146,6 +147,6 @@ async def test_every_run_ends_and_every_block_has_an_owner(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 110))
+@pytest.mark.parametrize("seed", range(100, 140))
 async def test_every_run_ends_and_every_block_has_an_owner_in_long_schedules(seed: int) -> None:
     await run_schedule(seed, 150)
