@@ -4,6 +4,7 @@
 # make check      ruff, mypy, import-linter
 # make demo       a whole deployment with the small model: one question, what each worker did, the end
 #
+# AT_ONCE=4                     tests that run at the same time (2); one takes up to 2 GB of memory
 # PYTHON=python3.12             another interpreter for a new .venv (3.11 or newer)
 # TORCH_INDEX=https://...       another index for torch, such as PyTorch's own with its CPU builds
 
@@ -11,6 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_INDEX ?=
+AT_ONCE ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(AT_ONCE) --dist worksteal
 PYTHON ?=
 
 # What tells that the environment is up to date, and one of the stubs for all of them.
@@ -47,10 +50,10 @@ $(STUBS): $(INSTALLED) $(wildcard protos/*.proto)
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: setup
-	$(BIN)/python -m pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 check: setup
 	$(BIN)/ruff check .

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import redis as sync_redis
@@ -30,3 +32,10 @@ def bare(server: PrivateRedis) -> Iterator[sync_redis.Redis]:
 async def store(server: PrivateRedis, bare: sync_redis.Redis) -> AsyncIterator[Store]:
     async with make_store(server.url) as store:
         yield store
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder of the test's own in which sockets can be: pytest's are too long for them."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        yield Path(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,9 +205,9 @@ async def test_scripts_that_are_not_loaded_again_are_found(
     ],
 )
 def test_a_keeper_that_forgets_is_found(
-    text: str, found_by: Callable[..., Any], tmp_path: Any, monkeypatch: Patch
+    text: str, found_by: Callable[..., Any], short_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(private_redis, "_KEEPER", private_redis._KEEPER.replace(text, "", 1))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     with pytest.raises(FOUND):
-        found_by(tmp_path)
+        found_by(short_path)

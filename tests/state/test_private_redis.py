@@ -27,13 +27,11 @@ PATIENCE_S = 10.0
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files go, of child processes too."""
-    folder = tmp_path / "t"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("TMPDIR", str(short_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    return folder
+    return short_path
 
 
 def until(true: Callable[[], bool]) -> None:
