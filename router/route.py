@@ -1,0 +1,256 @@
+"""The workers of one attempt: chosen, begun, and given back.
+
+    begin --adopted--> Adopt at the worker where it runs
+      |
+      place --nobody has room--> it waits, and looks again whenever that may have changed
+      |---- a prefill worker --> Prefill -- its ticket --> hand_over --> Start(ticket) at a decode worker
+      '---- from tokens -------> Start
+
+What a route holds at workers (a call, a ticket, a run, a booking of blocks) is given back by ``close``, which can be
+called at any time and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from protos import worker_pb2 as wire
+from protos.inference_pb2 import Generation
+from router.failures import AttemptFailed
+from router.following import Following
+from router.job import Job
+from router.placement import first_place, taker
+from router.pool import Pool, Worker
+from router.prefill import PrefillCall
+from router.sessions import Session
+from router.writing import pack
+from state.names import Life
+
+GONE_SECONDS = 5.0
+"""Patience while no worker of the model answers at all."""
+FULL_SECONDS = 60.0
+"""Patience while those that answer have no room."""
+
+
+class Lost:
+    """The prefill worker's session broke for good."""
+
+
+class Woken:
+    """There may be room."""
+
+
+class Route:
+    """``tell`` hears what the workers say, and Lost and Woken. The way that was taken stands in the course's path."""
+
+    def __init__(self, job: Job, pool: Pool, router: wire.Peer, tell: Callable[[Worker | None, Any], None]) -> None:
+        owned = job.owned
+        self.giver: Worker | None = None
+        self.taker: Worker | None = None
+        self.ticket: wire.Ticket | None = None
+        self.hands_over = False
+        """Whether two workers run it, one after the other."""
+        self._job = job
+        self._pool = pool
+        self._router = router
+        self._tell = tell
+        self._now = asyncio.get_running_loop().time
+        self._run = wire.Run(request=str(owned.key), epoch=owned.epoch, attempt=owned.attempt)
+        self._written = len(job.course.tokens)
+        self.asked_at = self._now()
+        """When the worker that reads the prompt was."""
+        self._waits_since: float | None = None
+        self._is_woken = False
+        self._prefill: PrefillCall | None = None
+        self._following: Following | None = None
+
+    @property
+    def waits_until(self) -> float | None:
+        """When its patience ends, while it waits for room."""
+        if self._waits_since is None:
+            return None
+        return self._waits_since + (FULL_SECONDS if self._seen() else GONE_SECONDS)
+
+    # Beginning
+
+    def begin(self) -> None:
+        """Where it runs already, else where it can. Raises AttemptFailed where the first has gone."""
+        if self._job.holder is not None:
+            self._adopt(self._job.holder)
+        else:
+            self._place()
+
+    def hand_over(self, ticket: wire.Ticket) -> None:
+        """The prompt's first chunk is computed: choose who takes the cache."""
+        self.ticket = ticket
+        self._choose_taker()
+
+    def look_again(self) -> None:
+        """There may be room now, if it waits for some."""
+        self._is_woken = False
+        if self._waits_since is not None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self.ticket is not None and self.giver is not None:
+            self._choose_taker()
+        else:
+            self._place()
+
+    def _seen(self) -> Any:
+        return self._pool.seen(self._job.course.request.work.model, self._job.avoid)
+
+    def _place(self) -> None:
+        """On its first worker, or into the line of those that wait for one."""
+        place = first_place(self._seen(), self._job.pen.position, from_tokens=self._job.from_tokens)
+        if place is None:
+            self._wait()
+        elif place.prefill:
+            self._ask_prefill(self._pool.worker(place.life))
+        else:
+            self._start(self._pool.worker(place.life))
+
+    def _choose_taker(self) -> None:
+        ticket, giver = self.ticket, self.giver
+        assert ticket is not None
+        assert giver is not None
+        self._pool.hold(ticket, giver)
+        life = taker(self._seen(), ticket.tokens, ticket.layout, giver.life)
+        if life is None:
+            self._wait()
+        else:
+            self._start(self._pool.worker(life), ticket)
+
+    def _adopt(self, holder: Life) -> None:
+        """It runs there already, begun by an earlier owner of the request."""
+        try:
+            worker = self._pool.worker(holder)
+        except KeyError:
+            detail = f"{holder.id}, where it ran, has gone"
+            raise AttemptFailed(wire.Failure(cause=wire.CAUSE_UNKNOWN_RUN, detail=detail), None) from None
+        self.hands_over = self._job.owned.state > Generation.STATE_QUEUED
+        self._follow(worker, wire.Adopt(run=self._run))
+
+    def _ask_prefill(self, worker: Worker) -> None:
+        self._stop_waiting()
+        self.hands_over = True
+        self.asked_at = self._now()
+        self.giver = worker
+        self._job.course.path.prefill_worker = worker.life.id
+        worker.book(self._job.pen.position)
+        worker.session.guests.add(self)
+        work = self._work()
+        request = wire.PrefillRequest(
+            run=self._run,
+            router=self._router,
+            worker=worker.facts.peer,
+            work=work,
+            handoff=work.stopping.max_tokens - self._written > 1,
+        )
+        self._prefill = PrefillCall(worker.prefill, request, partial(self._tell, worker))
+
+    def _start(self, worker: Worker, ticket: wire.Ticket | None = None) -> None:
+        self._stop_waiting()
+        if ticket is None:
+            self.hands_over = False
+            self.asked_at = self._now()
+        else:
+            self._pool.claimed(ticket)
+        worker.book(self._job.pen.position)
+        self._follow(worker, wire.Start(run=self._run, work=self._work(), ticket=ticket))
+
+    def _follow(self, worker: Worker, first: wire.Start | wire.Adopt) -> None:
+        self.taker = worker
+        self._job.course.path.decode_worker = worker.life.id
+        self._following = Following(first, self._job.pen, partial(self._tell, worker))
+        worker.session.start(self._following)
+
+    def _work(self) -> wire.Work:
+        """The request's work as it stands now: tokens of earlier attempts, its age, what is left of its time."""
+        course = self._job.course
+        request = course.request
+        work = wire.Work()
+        work.CopyFrom(request.work)
+        work.age_ms = max(0, round((self._now() - request.accepted_at) * 1000))
+        left = request.deadline.remaining_ms()
+        if left is not None:
+            work.remaining_ms = left
+        del work.outputs[:]
+        work.outputs.add(output=0, tokens=pack(course.tokens[: self._written]))
+        return work
+
+    # Waiting for room
+
+    def _wait(self) -> None:
+        if self._waits_since is None:
+            self._waits_since = self._now()
+            self._pool.wake_on_change(self._wake)
+
+    def _stop_waiting(self) -> None:
+        self._waits_since = None
+        self._pool.forget_waker(self._wake)
+
+    def _wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            self._tell(None, Woken())
+
+    # What is over
+
+    def taken_up(self) -> None:
+        """The ticket was opened: its taker renews it no more."""
+        if self.ticket is not None:
+            self._pool.drop(self.ticket)
+
+    def prefill_over(self, giver: Worker) -> None:
+        giver.session.guests.discard(self)
+
+    def taker_over(self) -> None:
+        """Its session follows the run no more."""
+        self._following = None
+
+    def without_taker(self) -> None:
+        """Nothing was left for it to take, or it had no room."""
+        self.taker, self._following = None, None
+
+    def refused_by(self, worker: Worker) -> None:
+        """It has no room: the same attempt goes elsewhere, now or later. Nothing is held there."""
+        worker.refused()
+        path = self._job.course.path
+        if worker is self.taker:
+            self.without_taker()
+            path.decode_worker = ""
+        elif self._prefill is not None:
+            worker.session.guests.discard(self)
+            self._prefill.close()
+            self.giver, self._prefill = None, None
+            path.prefill_worker = ""
+        self._go_on()
+
+    def lost(self, session: Session) -> None:
+        """The prefill worker's session tells that it won't come back."""
+        self._tell(self.giver, Lost())
+
+    def close(self, reason: wire.Cancel.Reason, *, is_over: bool) -> None:
+        """Lets go of all that is left at workers. ``is_over``: it ended by itself, and its giver need not be told."""
+        self._pool.forget_waker(self._wake)
+        if self.ticket is not None:
+            self._pool.drop(self.ticket)
+        cancel = wire.Cancel(run=self._run, reason=reason)
+        if self._job.pen.stopped is not None:
+            cancel.reason = wire.Cancel.REASON_STOP_TEXT
+            cancel.end_position = self._job.pen.position
+        if self.giver is not None and self._prefill is not None:
+            self._leave_giver(self.giver, self._prefill, None if is_over else cancel)
+        if self.taker is not None and self._following is not None:
+            self.taker.session.leave(self._following, cancel)
+
+    def _leave_giver(self, giver: Worker, prefill: PrefillCall, cancel: wire.Cancel | None) -> None:
+        giver.session.guests.discard(self)
+        prefill.close()
+        if not prefill.is_over and cancel is not None:
+            giver.session.cancel(cancel)
+        self._prefill = None
