@@ -1,7 +1,6 @@
 """Connections inside a deployment: encrypted, kept alive through silence, and with deadlines that travel on."""
 
 import asyncio
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,8 @@ from runtime.layers import load
 from runtime.listening import ServerSettings, server_options
 from runtime.settings import InvalidSettings
 from runtime.tls import PeerTls
+from tests.runtime.certificates import Certificates
 from tests.runtime.scene import scene
-
-
-class Certificates:
-    """An authority, and a certificate for this machine that it signed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.ca, ca_key = folder / "ca.pem", folder / "ca.key"
-        self.certificate, self.key = folder / "one.pem", folder / "one.key"
-        new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-        self._openssl("req", "-x509", *new, "-keyout", ca_key, "-out", self.ca, "-days", "2", "-subj", "/CN=ca")
-        names = folder / "names"
-        names.write_text("subjectAltName=DNS:worker.decant,IP:127.0.0.1")
-        request = folder / "one.csr"
-        self._openssl("req", *new, "-keyout", self.key, "-out", request, "-subj", "/CN=one")
-        signed = ("-CA", self.ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-extfile", names)
-        self._openssl("x509", "-req", "-in", request, *signed, "-out", self.certificate)
-
-    @staticmethod
-    def _openssl(*arguments: Any) -> None:
-        subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,175 @@
+"""docs/api.md says all of the public surface, and nothing that is not in it.
+
+A table defines what its first header names, in code: a message, an enum, or the service. Its rows are compared with the
+descriptors, so a field that is added without a word about it fails here.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.rpc import error_details_pb2
+
+from protos import inference_pb2 as pb
+from router.limits import limits
+from router.settings import RouterSettings
+from router.validation import UNIMPLEMENTED_FIELDS
+from runtime.fault import Reason
+from state.keys import Lifetimes
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "api.md").read_text()
+
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
+STATUSES = {code.name for code in grpc.StatusCode}
+DETAILS = {*error_details_pb2.DESCRIPTOR.message_types_by_name, "ResumePoint"}
+TYPES = {number: name[5:].lower() for name, number in vars(FieldDescriptor).items() if name.startswith("TYPE_")}
+
+
+def messages() -> Iterator[Descriptor]:
+    waiting = list(pb.DESCRIPTOR.message_types_by_name.values())
+    while waiting:
+        message = waiting.pop()
+        if not message.GetOptions().map_entry:
+            yield message
+            waiting.extend(message.nested_types)
+
+
+def enums() -> Iterator[EnumDescriptor]:
+    yield from pb.DESCRIPTOR.enum_types_by_name.values()
+    for message in messages():
+        yield from message.enum_types
+
+
+MESSAGES = {message.name: message for message in messages()}
+ENUMS = {enum.name: enum for enum in enums()}
+
+
+def type_of(field: FieldDescriptor) -> str:
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        key, value = kind.fields
+        return f"map<{type_of(key)}, {type_of(value)}>"
+    named = kind or field.enum_type
+    return ("repeated " if field.is_repeated else "") + (named.name if named else TYPES[field.type])
+
+
+def tables() -> Iterator[tuple[str, list[list[str]]]]:
+    """The first header of each table, and the cells of its rows."""
+    for block in re.findall(r"(?:^\|.*\n)+", PAGE, re.MULTILINE):
+        header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines()]
+        yield header[0], rows
+
+
+DEFINED = [(header.strip("`"), rows) for header, rows in tables() if header.startswith("`")]
+ROWS = dict(DEFINED)
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def column(table: str, number: int) -> list[str]:
+    return [cell[number].strip("`") for cell in ROWS[table]]
+
+
+def test_every_table_defines_something_once() -> None:
+    known = {*MESSAGES, *ENUMS, SERVICE.name}
+    assert len(known) == len(MESSAGES) + len(ENUMS) + 1, "two things have one name: the tables need longer ones"
+    assert [name for name, _ in DEFINED if name not in known] == []
+    assert len(ROWS) == len(DEFINED)
+
+
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=list(MESSAGES))
+def test_every_field_of_a_message_is_documented(message: Descriptor) -> None:
+    if not message.fields:
+        assert f"`{message.name}` has no fields." in PAGE
+        return
+    documented = list(zip(column(message.name, 0), column(message.name, 1), strict=True))
+    assert documented == [(field.name, type_of(field)) for field in message.fields]
+
+
+@pytest.mark.parametrize("enum", ENUMS.values(), ids=list(ENUMS))
+def test_every_value_of_an_enum_is_documented(enum: EnumDescriptor) -> None:
+    assert column(enum.name, 0) == [value.name for value in enum.values]
+
+
+def test_every_method_is_documented() -> None:
+    assert [row[:3] for row in ROWS[SERVICE.name]] == [
+        [
+            f"`{method.name}`",
+            f"`{method.input_type.name}`",
+            ("stream of " if method.server_streaming else "") + f"`{method.output_type.name}`",
+        ]
+        for method in SERVICE.methods
+    ]
+
+
+def test_every_method_has_an_example_that_says_so() -> None:
+    for method, *_, example in ROWS[SERVICE.name]:
+        if method.strip("`") in ("ResumeStream", "GetGeneration"):  # the client library has neither yet
+            continue
+        linked = re.search(r"\]\((.+)\)", example)
+        assert linked, f"{method} has no example"
+        first_line = (DOCS / linked[1]).read_text().splitlines()[0]
+        assert method.strip("`") in re.findall(r"\w+", first_line.partition(":")[0]), linked[1]
+
+
+def test_errors_come_as_the_proto_says() -> None:
+    """Statuses and details of each reason, from the comment beside it."""
+    proto = (ROOT / "protos" / "inference.proto").read_text()
+    said = dict(re.findall(r"(ERROR_REASON_\w+) = \d+;  // (.*)", proto))
+    assert len(said) == len(ENUMS["ErrorReason"].values) - 1
+    for reason, status, details, _ in ROWS["ErrorReason"]:
+        words = re.findall(r"\w+", said.get(reason.strip("`"), ""))
+        assert set(code(status)) == STATUSES & set(words), reason
+        assert set(re.findall(r"\w+", details)) == DETAILS & set(words), reason
+
+
+def test_limits_are_those_of_a_router_as_it_comes() -> None:
+    settings = {name: RouterSettings.model_fields[name].default for name in ("queue_limit", "resume_grace_ms")}
+    told = limits(
+        max_queued_requests=settings["queue_limit"],
+        resume_grace_ms=settings["resume_grace_ms"],
+        result_ttl_ms=round(Lifetimes().ended_s * 1000),
+    )
+    assert {row[0].strip("`"): row[2] for row in ROWS["Limits"]} == {
+        field.name: str(value) for field, value in told.ListFields()
+    }
+
+
+def test_what_is_not_implemented_is_what_a_server_lists() -> None:
+    (rows,) = [rows for header, rows in tables() if header == "field"]
+    assert tuple(row[0].strip("`") for row in rows) == UNIMPLEMENTED_FIELDS
+
+
+def test_nothing_is_mentioned_that_does_not_exist() -> None:
+    prose = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
+    values = {value.name for enum in ENUMS.values() for value in enum.values}
+    fields = {field.name for message in MESSAGES.values() for field in message.fields}
+    methods = {method.name for method in SERVICE.methods}
+    kinds = {**MESSAGES, **error_details_pb2.DESCRIPTOR.message_types_by_name}
+    for span in code(prose):
+        if match := re.fullmatch(r"([A-Z]\w*)\.(\w+)", span):
+            assert match[1] in kinds and match[2] in kinds[match[1]].fields_by_name, span  # noqa: PT018
+        elif re.fullmatch(r"[A-Z]+(_[A-Z]+)+", span):
+            assert span in STATUSES | values | {reason.value for reason in Reason}, span
+        elif re.fullmatch(r"[a-z]+(_[a-z]+)+", span):
+            assert span in fields, span
+        elif re.fullmatch(r"[A-Z][a-z]+([A-Z][a-z]+)+", span):
+            assert span in {*MESSAGES, *ENUMS, *methods, *DETAILS, SERVICE.name}, span
+
+
+def test_shown_code_is_that_of_the_examples() -> None:
+    shown = re.findall(r"\[(examples/[^\]]+)\]\(\1\):\n\n```(python|javascript)\n(.*?)```", PAGE, re.DOTALL)
+    assert len(shown) == len(re.findall(r"^```\w", PAGE, re.MULTILINE)) > 0
+    for path, _, block in shown:
+        text = (DOCS / path).read_text()
+        assert any(textwrap.indent(block, " " * depth) in text for depth in (0, 2, 4, 8)), f"{path} lacks:\n{block}"

@@ -1,0 +1,133 @@
+"""The examples of docs/ run as they stand there, against a deployment, and print what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import models
+from tests.e2e.deployment import PATIENCE_S, Deployment, Process, deployment
+from tests.runtime.certificates import Certificates
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+TEMPLATE = """\
+{%- for m in messages %}# {{ m.role }}: {{ m.content }}
+{% endfor %}
+{%- if add_generation_prompt %}class {% endif %}"""
+
+OFFLINE = {"ENOTFOUND", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "EAI_AGAIN", "ENETUNREACH", "ERR_SOCKET_TIMEOUT"}
+"""What npm says where its registry can't be reached."""
+
+PRINTED = {
+    "cancel_generation.py": r"(cancelled\n)+the stream ended: CANCELLED\ncancelled unknown_request\n",
+    "conversation.py": r".+\nprompt tokens \d+\n",
+    "errors.py": r"sampling.temperature: 0 to 100, got -1.0\nNOT_FOUND MODEL_NOT_FOUND no-such-model\ntoo late: .+",
+    "generate.py": r".+\n(length|stop) \d+ tokens in \d+ ms\n",
+    "generate_stream.py": r".+\nFinished\(.+\) Usage\(.+\)\nagain with seed \d+ on small\n",
+    "logprobs.py": r"('.+' -\d+\.\d\d, rank 1, of .+\n){5}",
+    "many_at_once.py": r"'import .+\n'def main.+\n'for key, .+\n",
+    "models_served.py": r"small at \w+ with 4096 tokens\nprompt and output together: 2048\n.+ temperature \S+\n",
+    "server_info.py": r"router \S+ of version .+ serves small .+\nat most 20 alternatives .+\nnot here: .+\n",
+    "tls.py": r"over TLS: \S+\n",
+    "tokens.py": r"7 tokens: \['def', .+\]\ndef add\(a, b\):\n",
+}
+"""All that each prints to standard output."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model, with a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "small"
+    shutil.copytree(models.path(), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(small: Path) -> Iterator[Deployment]:
+    with deployment(routers=2, model=str(small)) as made:
+        yield made
+
+
+@pytest.fixture
+def over_tls(running: Deployment, small: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A router of the same deployment that wants certificates: the variables that tell an example of it."""
+    made = Certificates(tmp_path)
+    proof = ("--tls-certificate", str(made.certificate), "--tls-key", str(made.key), "--tls-client-ca", str(made.ca))
+    store = ("--port", "0", "--redis-url", running.redis.url, "--models", str(small))
+    with Process("router", *store, *proof) as router:
+        yield {
+            "DECANT_ADDRESS": router.until("serving")["address"],
+            "DECANT_CA": str(made.ca),
+            "DECANT_CERTIFICATE": str(made.certificate),
+            "DECANT_KEY": str(made.key),
+        }
+
+
+def printed(command: list[str], folder: Path, variables: dict[str, str]) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run(example: str, folder: Path, variables: dict[str, str]) -> None:
+    output = printed([sys.executable, str(EXAMPLES / "python" / example)], folder, variables)
+    assert re.fullmatch(PRINTED[example], output, re.DOTALL), output
+
+
+def test_every_example_is_run() -> None:
+    assert sorted(path.name for path in (EXAMPLES / "python").iterdir() if path.suffix) == sorted(PRINTED)
+
+
+@pytest.mark.parametrize("example", sorted(PRINTED.keys() - {"tls.py"}))
+def test_an_example_in_python(example: str, running: Deployment, tmp_path: Path) -> None:
+    run(example, tmp_path, {"DECANT_ADDRESS": running.address})
+
+
+def test_an_example_over_tls(over_tls: dict[str, str], tmp_path: Path) -> None:
+    run("tls.py", tmp_path, over_tls)
+
+
+def node_is_there() -> bool:
+    """Node.js from 20 on, with npm."""
+    if not shutil.which("node") or not shutil.which("npm"):
+        return False
+    version = subprocess.run(["node", "--version"], capture_output=True, text=True, timeout=PATIENCE_S).stdout
+    return int(version.strip().lstrip("v").partition(".")[0]) >= 20
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example for Node.js, installed as its lock file says, its client generated."""
+    if not node_is_there():
+        pytest.skip("needs Node.js 20 or newer, with npm")
+    folder = tmp_path_factory.mktemp("node")
+    for name in ("package.json", "package-lock.json", "generate.sh", "ask.js"):
+        shutil.copy(EXAMPLES / "node" / name, folder)
+    command = ["npm", "ci", "--fetch-retries=0", "--fetch-timeout=60000"]
+    installed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    if OFFLINE & set(re.findall(r"\w+", installed.stderr)):
+        pytest.skip("the npm registry can't be reached")
+    assert installed.returncode == 0, installed.stderr
+    printed(["npm", "run", "generate", "--", str(ROOT)], folder, {"PYTHON": sys.executable})
+    return folder
+
+
+def test_the_example_in_another_language(node: Path, running: Deployment) -> None:
+    output = printed(["npm", "start", "--silent"], node, {"DECANT_ADDRESS": running.address})
+    *text, length, refused, cancelled = output.splitlines()
+    assert len(text) > 2
+    assert re.fullmatch(r"LENGTH: 40 tokens in \d+ ms", length)
+    assert refused == "InvalidArgument INVALID_FIELD: sampling.temperature, 0 to 100"
+    assert cancelled == "the stream ended: Canceled"
