@@ -23,8 +23,14 @@ def test_the_examples_of_a_page_run(page: str) -> None:
         assert len(done.stdout.splitlines()) > 2, "nothing was written after the prompt"
 
 
-def test_every_page_that_is_linked_exists() -> None:
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if "node_modules" not in page.parts]
-    for page in [ROOT / "README.md", *pages]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links {target}"
+SOURCES = [str(path) for package in ROOT.glob("*/__init__.py") for path in package.parent.rglob("*.*")]
+PAGES = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if "node_modules" not in page.parts)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for file in re.findall(r"`([\w/]+\.(?:py|proto|lua))`", text):
+        assert any(source.endswith(f"/{file}") for source in SOURCES), file
