@@ -76,7 +76,7 @@ class Dispatcher:
     async def resume(self, key: RequestKey) -> Course:
         """The course of a request that was accepted, from its beginning.
 
-        Raises NotFound, Unavailable, Unimplemented, and the error that it was refused with.
+        Raises NotFound, Unavailable, and the error that it was refused with.
         """
         execution = self._here(key)
         found = await self._read(key) if execution is None else await self._accepted(execution)

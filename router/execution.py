@@ -24,7 +24,7 @@ from router.flush import Flusher, append_new
 from router.job import Job
 from router.pool import Pool
 from router.request import Course, Ended, ValidRequest
-from router.revival import Revive, stored_as
+from router.revival import Revive, course_of, stored_as
 from router.settings import RouterSettings
 from router.writing import Pen
 from runtime import logs
@@ -81,14 +81,13 @@ class Execution:
     """
 
     def __init__(self, request: ValidRequest, router: Router, home: Home, adopted: StoredRequest | None = None) -> None:
-        self.course = Course(request)
         if adopted is None:
+            self.course = Course(request)
             self.owned = _owned(request, Life.of(router.peer))
         else:
-            self.owned = OwnedRequest.adopted(adopted)
+            self.course = course_of(adopted, request)
             self.course.is_behind = True
-            if request.wanted.logprobs is None:  # else tokens come again, together with theirs
-                self.course.tokens += [entry.token for entry in adopted.entries]
+            self.owned = OwnedRequest.adopted(adopted)
         self.accepted: asyncio.Future[StoredRequest | None] = asyncio.get_running_loop().create_future()
         """Done once it is recorded, with the error that it came to before, or with what the store has under its id:
         an equal request, in whose place nothing is run."""
@@ -104,7 +103,7 @@ class Execution:
         self._attempt: Attempt | None = None
         self.is_recorded = adopted is not None  # or may be
         if adopted is not None:
-            self._job.holder = _holder(adopted)
+            self._job.holder = _holder(adopted) if self.owned.is_explained else None
             self._job.from_tokens = bool(adopted.entries)
             self.accepted.set_result(None)
 

@@ -159,6 +159,9 @@ class Flusher:
 
 
 def append_new(owned: OwnedRequest, course: Course) -> None:
-    """The course's new tokens become entries of the journal."""
+    """The course's new tokens become entries of the journal, with their logprobs if they have any."""
+    if not owned.is_explained and course.is_explained:
+        owned.explain(course.prompt_logprobs)
     if len(course.tokens) > owned.length:
-        owned.append(Entry(0, token) for token in course.tokens[owned.length :])
+        first = owned.length
+        owned.append((Entry(0, token) for token in course.tokens[first:]), course.logprobs[first:])

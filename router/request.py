@@ -146,10 +146,15 @@ class Course:
         while len(self.tokens) <= count and self.end is None:
             await self._news()
 
+    @property
+    def is_explained(self) -> bool:
+        """Whether the prompt's logprobs are all here, where they were asked for."""
+        asked = self.request.wanted.prompt_logprobs is not None
+        return not asked or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
+
     async def explained(self) -> None:
         """Wait until the prompt's logprobs are all here, where they were asked for, or the end is."""
-        asked = self.request.wanted.prompt_logprobs is not None
-        while asked and len(self.prompt_logprobs) < self.request.prompt_tokens - 1 and self.end is None:
+        while not self.is_explained and self.end is None:
             await self._news()
 
     async def _news(self) -> None:

@@ -56,9 +56,14 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
             return Unavailable(Reason.STATE_STORE_AWAY, "the state store is away", retry_after=RETRY_SECONDS)
 
 
+def course_of(found: StoredRequest, request: ValidRequest) -> Course:
+    """All that is written of it."""
+    return Course(request, [entry.token for entry in found.entries], found.logprobs, found.prompt_logprobs)
+
+
 def replayed(found: StoredRequest, request: ValidRequest) -> Course:
-    """A course that nobody writes any more, as it stands in the store. Logprobs are not kept there."""
-    course = Course(request, [entry.token for entry in found.entries])
+    """A course that nobody writes any more, as it stands in the store."""
+    course = course_of(found, request)
     course.cached_tokens = found.record.cached_tokens
     course.recorded = found.record
     course.end = end_of(found)

@@ -36,7 +36,7 @@ from router.validation import (
     window,
 )
 from runtime.channel import Deadline
-from runtime.errors import Cancelled, InvalidArgument, NotFound, OutOfRange, ServiceError, Unimplemented
+from runtime.errors import Cancelled, InvalidArgument, NotFound, OutOfRange, ServiceError
 from runtime.interceptor import Gone
 from runtime.metrics import RequestMetrics
 from runtime.server import Service
@@ -57,7 +57,7 @@ class Dispatcher(Protocol):
     async def begin(self, request: ValidRequest) -> Course:
         """The course of this request, or of an equal one of this id.
 
-        Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Unimplemented."""
+        Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded."""
 
     async def resume(self, key: RequestKey) -> Course:
         """The course of a request that was accepted, to be read again. Raises NotFound, Unavailable."""
@@ -111,7 +111,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> pb.GenerateResponse:  # noqa: N802
         course = await self._begin(request, context)
         with self._followed(course) as follower:
-            _check_logprobs(course, 0)
             response, follower.ended = await Answer(course, self._model(course)).whole(follower.account)
         return response
 
@@ -129,7 +128,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 await course.beyond(after_seq - 1)
             if after_seq > len(course.tokens):
                 raise OutOfRange(after_seq, 0, len(course.tokens))
-            _check_logprobs(course, after_seq)
             answer = Answer(course, self._model(course), after_seq)
             follower.ended = await answer.stream(context.write, follower.account)
 
@@ -245,10 +243,3 @@ def _key_of(request: _Named) -> RequestKey:
     if not request.request_id:
         raise InvalidArgument("request_id", "at least 1 byte", 0)
     return RequestKey(TENANT, request.request_id)
-
-
-def _check_logprobs(course: Course, after_seq: int) -> None:
-    """Raises Unimplemented where tokens are to be shown again whose logprobs nobody has kept."""
-    wanted = course.request.wanted.logprobs is not None
-    if wanted and course.recorded is not None and after_seq < len(course.tokens):
-        raise Unimplemented("ResponseOptions.logprobs", "of an answer that is replayed: they are not kept")

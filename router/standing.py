@@ -29,7 +29,6 @@ class Standing:
 
 
 async def generation(standing: Standing, model: ServedModel) -> pb.Generation:
-    """The result has no logprobs: they are shown while a request runs, and not kept."""
     course, record = standing.course, standing.record
     told = pb.Generation(
         request_id=course.request.key.id,
@@ -49,7 +48,7 @@ async def generation(standing: Standing, model: ServedModel) -> pb.Generation:
 async def _result(course: Course, model: ServedModel) -> pb.GenerateResponse:
     """What a stream that stopped here would have brought, joined."""
     end = Cancelled() if course.end is None else course.end
-    so_far = _without_logprobs(replace(course, tokens=list(course.tokens), end=end))
+    so_far = replace(course, tokens=list(course.tokens), end=end)
     work = course.request.work
     result = pb.GenerateResponse(request_id=course.request.key.id, model=model.id, seed=work.sampling.seed)
     output = result.outputs.add()
@@ -57,6 +56,8 @@ async def _result(course: Course, model: ServedModel) -> pb.GenerateResponse:
     async def join(message: pb.GenerateStreamResponse) -> None:
         output.text += message.delta.text
         output.token_ids.extend(message.delta.token_ids)
+        output.logprobs.extend(message.delta.logprobs)
+        result.prompt_logprobs.extend(message.started.prompt_logprobs)
 
     account = Replay(so_far)
     with suppress(ServiceError):  # what is written stays readable, however it ended
@@ -68,8 +69,3 @@ async def _result(course: Course, model: ServedModel) -> pb.GenerateResponse:
         if finished is not None:
             output.finished.CopyFrom(finished)
     return result
-
-
-def _without_logprobs(course: Course) -> Course:
-    course.request = replace(course.request, wanted=replace(course.request.wanted, logprobs=None))
-    return course

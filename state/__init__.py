@@ -7,6 +7,7 @@ scripts.py       the Lua in lua/: what must happen as one
 names.py         requests, lives of processes, states
 requests.py      accept, write, read, adopt a request; `owned.py` is what its owner holds of it
 journal.py       output tokens as bytes
+logprobs.py      logprobs as bytes
 directory.py     which workers and routers are there
 open.py          unfinished requests per router, and taking over those of a dead one
 era.py           tells an emptied Redis from an unknown id

@@ -6,7 +6,9 @@ decant:{tenant/id}:request            hash    epoch, attempt, state: integers   
                                               record: RequestRecord                              the end
                                               payload: GenerateRequest as accepted
                                               digest: SHA-256 of payload
+                                              prompt_logprobs: where asked for, see logprobs.py
 decant:{tenant/id}:journal            string  entries, 4 bytes each, see journal.py              as the request's
+decant:{tenant/id}:logprobs           string  one for each entry, where asked for                as the request's
 decant:{workers|routers}:peers        hash    i:<id> incarnation; s:<id> first registered, in    directory_s from the
                                               microseconds; f:<id> Worker-/RouterRegistration;   last renewal
                                               l:<id> Load
@@ -21,8 +23,8 @@ decant:{quota/tenant}:full_at         string  when the tenant's minute is full a
                                               microseconds
 decant:{era}                          hash    id: random, 16 hexadecimal digits; began: in ms    until Redis is emptied
 
-All times are by the clock of Redis. The keys of one script share a hash tag, which also keeps a request and its
-journal on one node of a cluster, and all that says who is alive and who owns what on another.
+All times are by the clock of Redis. The keys of one script share a hash tag, which also keeps all of a
+request on one node of a cluster, and all that says who is alive and who owns what on another.
 """
 
 from __future__ import annotations
@@ -62,6 +64,10 @@ def request(key: RequestKey) -> str:
 
 def journal(key: RequestKey) -> str:
     return f"decant:{{{key}}}:journal"
+
+
+def logprobs(key: RequestKey) -> str:
+    return f"decant:{{{key}}}:logprobs"
 
 
 def peers(kind: Kind) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
+from typing import NamedTuple
 
 from protos.inference_pb2 import GenerateRequest, Generation
 from protos.state_pb2 import RequestRecord
-from state import journal
+from protos.worker_pb2 import TokenLogprobs
+from state import journal, logprobs
 from state.journal import ENTRY_BYTES, Entry
 from state.names import ENDED, Life, RequestKey, State, may_follow
 
@@ -28,10 +30,36 @@ class StoredRequest:
     entries: list[Entry]  # of the journal, from the first that was asked for
     length: int  # entries in the whole journal
     expires_in_s: float  # until it is forgotten, if nobody writes of it
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each of `entries`, where they were asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the second token and on; all or none
 
     @property
     def ended(self) -> bool:
         return self.state in ENDED
+
+
+class LogprobsAsked(NamedTuple):
+    """How many alternatives to each token a request wants to see; None: no logprobs."""
+
+    output: int | None
+    prompt: int | None
+
+    @classmethod
+    def of(cls, payload: GenerateRequest) -> LogprobsAsked:
+        response = payload.response
+        return cls(
+            response.logprobs if response.HasField("logprobs") else None,
+            response.prompt_logprobs if response.HasField("prompt_logprobs") else None,
+        )
+
+    @property
+    def any(self) -> bool:
+        return self != (None, None)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Beside each entry of the journal."""
+        return 0 if self.output is None else logprobs.entry_bytes(self.output)
 
 
 class OwnedRequest:
@@ -52,7 +80,11 @@ class OwnedRequest:
         self.payload = payload.SerializeToString(deterministic=True)
         self.stored = 0  # entries that Redis is known to have
         self.told: tuple[int, State] | None = None  # the attempt and state that Redis is known to have
+        self.asked = LogprobsAsked.of(payload)
+        self.unexplained = False  # the prompt's logprobs are here, and Redis isn't known to have them
         self._journal = bytearray()
+        self._logprobs = bytearray()
+        self._prompt_logprobs = b""
 
     @classmethod
     def begin(
@@ -71,7 +103,8 @@ class OwnedRequest:
             raise ValueError(f"{found.key}: only a whole, unfinished request is gone on with")
         request = cls(found.key, found.owner, found.payload, found.record)
         request.epoch, request.attempt, request.state = found.epoch, found.attempt, found.state
-        request._journal += journal.pack(found.entries)
+        request.append(found.entries, found.logprobs)
+        request._prompt_logprobs = logprobs.pack(found.prompt_logprobs, request.asked.prompt or 0)
         request.stored, request.told = found.length, (found.attempt, found.state)
         return request
 
@@ -87,21 +120,48 @@ class OwnedRequest:
     @property
     def unwritten(self) -> bool:
         """Whether Redis isn't known to have its entries, attempt and state. The record alone doesn't count."""
-        return self.stored < self.length or self.told != (self.attempt, self.state)
+        return self.stored < self.length or self.told != (self.attempt, self.state) or self.unexplained
 
     @property
     def digest(self) -> bytes:
         return hashlib.sha256(self.payload).digest()
 
-    def append(self, entries: Iterable[Entry]) -> None:
-        """Raises ValueError after the end, and for a token or output that an entry can't hold."""
+    @property
+    def is_explained(self) -> bool:
+        """Whether the prompt's logprobs are here, if they were asked for."""
+        return self.asked.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
+
+    def append(self, entries: Iterable[Entry], found: Sequence[TokenLogprobs] = ()) -> None:
+        """`found`: the logprobs of these entries, one for each where they were asked for.
+
+        Raises ValueError for another number of them, after the end, and for what an entry can't hold.
+        """
         if self.ended:
             raise ValueError(f"{self.key}: nothing is written after the end")
-        self._journal += journal.pack(entries)
+        packed = journal.pack(entries)
+        if self.asked.output is not None:
+            if len(found) * ENTRY_BYTES != len(packed):
+                raise ValueError(f"{self.key}: one for each entry, got {len(found)} logprobs")
+            self._logprobs += logprobs.pack(found, self.asked.output)
+        self._journal += packed
+
+    def explain(self, found: Iterable[TokenLogprobs]) -> None:
+        """All of the prompt's logprobs, once, where they were asked for."""
+        if self.asked.prompt is not None:
+            self._prompt_logprobs = logprobs.pack(found, self.asked.prompt)
+            self.unexplained = bool(self._prompt_logprobs)
 
     def packed(self, first: int) -> bytes:
         """The journal's bytes from entry `first` on."""
         return bytes(self._journal[first * ENTRY_BYTES :])
+
+    def packed_logprobs(self, first: int) -> bytes:
+        """Those of entry `first` and on."""
+        return bytes(self._logprobs[first * self.asked.entry_bytes :])
+
+    def packed_prompt_logprobs(self) -> bytes:
+        """What Redis isn't known to have of them."""
+        return self._prompt_logprobs if self.unexplained or not self.told else b""
 
     def entries(self, first: int = 0) -> list[Entry]:
         return journal.unpack(self._journal[first * ENTRY_BYTES :])

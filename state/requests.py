@@ -17,15 +17,15 @@ from collections.abc import Sequence
 
 from protos.inference_pb2 import GenerateRequest
 from protos.state_pb2 import RequestRecord
-from state import journal, keys, scripts
+from state import journal, keys, logprobs, scripts
 from state.client import Client, Reply
 from state.directory import Routers
 from state.era import Era
-from state.errors import AlreadyExists, OwnerAlive, Superseded
+from state.errors import AlreadyExists, OwnerAlive, StoreFault, Superseded
 from state.keys import Lifetimes
 from state.names import Life, RequestKey
 from state.open import OpenRequests
-from state.owned import OwnedRequest, StoredRequest
+from state.owned import LogprobsAsked, OwnedRequest, StoredRequest
 from state.scripts import Command
 
 
@@ -48,7 +48,7 @@ class Requests:
         """
         record = request.record.SerializeToString()
         accept = scripts.REQUEST_ACCEPT.call(
-            _names(request.key), str(request.owner), request.digest, record, request.payload, self._open_ms
+            _own_names(request), str(request.owner), request.digest, record, request.payload, self._open_ms
         )
         reply = await self._with_open_entry(request.key, request.owner, accept)
         if reply[0] == b"new":
@@ -133,14 +133,15 @@ class Requests:
         """One round trip. Adds those that are superseded to `lost`, returns those to be written whole."""
         if not requests:
             return []
-        said = [(request.attempt, request.state) for request in requests]
+        said = [(request.attempt, request.state, request.unexplained) for request in requests]
         entering = self._open.adding_all(request for request in requests if not request.told)
         replies = await self._client.run_all([*entering, *map(self._writing, requests)])
         behind = []
-        for request, told, reply in zip(requests, said, replies[len(entering) :], strict=True):
+        for request, (attempt, state, explained), reply in zip(requests, said, replies[len(entering) :], strict=True):
             match reply[0]:
                 case b"written":
-                    request.stored, request.told = max(request.stored, reply[1]), told
+                    request.stored, request.told = max(request.stored, reply[1]), (attempt, state)
+                    request.unexplained &= not explained
                 case b"superseded":
                     lost.append(_superseded(request.key, reply))
                 case _:
@@ -151,22 +152,37 @@ class Requests:
         """What Redis isn't known to have; all of it when it is not known to have the request."""
         whole = [] if request.told else [request.digest, request.payload]
         base = request.stored if request.told else 0
+        explained = [request.asked.entry_bytes, request.packed_logprobs(base), request.packed_prompt_logprobs()]
         return scripts.REQUEST_WRITE.call(
-            _names(request.key),
+            _own_names(request),
             str(request.owner),
             *(request.epoch, request.attempt, request.state),
             *(base, request.packed(base), request.record.SerializeToString()),
             *(self._open_ms, self._ended_ms),
+            *(explained if request.asked.any else ()),
             *whole,
         )
 
 
 def _names(key: RequestKey) -> list[str]:
-    return [keys.request(key), keys.journal(key)]
+    return [keys.request(key), keys.journal(key), keys.logprobs(key)]
+
+
+def _own_names(request: OwnedRequest) -> list[str]:
+    """Without the key that a request doesn't need."""
+    return _names(request.key)[: 3 if request.asked.any else 2]
 
 
 def _stored(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
-    epoch, attempt, state, owner, record, payload, ttl_ms, length, packed = snapshot
+    """Raises StoreFault for logprobs that don't go with the journal."""
+    epoch, attempt, state, owner, record, packed_payload, ttl_ms, length, packed, *more = snapshot
+    payload = GenerateRequest.FromString(packed_payload)
+    entries = journal.unpack(packed)
+    asked = LogprobsAsked.of(payload)
+    prompt_logprobs, output_logprobs = more or (b"", b"")
+    if len(output_logprobs) != length * asked.entry_bytes:
+        raise StoreFault(f"request {key}: logprobs are lacking for some of its {length} tokens")
+    shown = output_logprobs[(length - len(entries)) * asked.entry_bytes :]
     return StoredRequest(
         key=key,
         epoch=epoch,
@@ -174,10 +190,12 @@ def _stored(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
         state=state,
         owner=Life.parse(owner.decode()),
         record=RequestRecord.FromString(record),
-        payload=GenerateRequest.FromString(payload),
-        entries=journal.unpack(packed),
+        payload=payload,
+        entries=entries,
         length=length,
         expires_in_s=ttl_ms / 1000,
+        logprobs=logprobs.unpack(shown, asked.output or 0),
+        prompt_logprobs=logprobs.unpack(prompt_logprobs, asked.prompt or 0),
     )
 
 

@@ -29,12 +29,17 @@ local function keep(milliseconds, ...)
 end
 
 -- All of a request: epoch, attempt, state, owner, record, payload, ms until it expires, entries in the journal,
--- and those from `from` on.
-local function snapshot(request, journal, from)
+-- those from `from` on; the prompt's logprobs and the output's, if the key of the latter is given.
+local function snapshot(request, journal, logprobs, from)
   local found = redis.call('HMGET', request, 'epoch', 'attempt', 'state', 'owner', 'record', 'payload')
-  return {
+  local shown = {
     tonumber(found[1]), tonumber(found[2]), tonumber(found[3]), found[4], found[5], found[6],
     redis.call('PTTL', request), redis.call('STRLEN', journal) / ENTRY,
     redis.call('GETRANGE', journal, from * ENTRY, -1),
   }
+  if logprobs then
+    table.insert(shown, redis.call('HGET', request, 'prompt_logprobs') or '')
+    table.insert(shown, redis.call('GET', logprobs) or '')
+  end
+  return shown
 end

@@ -1,5 +1,5 @@
 -- Makes a router the owner of a request that hasn't ended, in a new epoch. Where it owns it already nothing changes.
--- KEYS request, journal   ARGV router, open_ms, the epoch that is taken over or ''
+-- KEYS request, journal, logprobs   ARGV router, open_ms, the epoch that is taken over or ''
 -- Returns {'unknown'}, {'superseded', epoch, owner} when that epoch is over, or {'exists', snapshot}.
 
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'owner')
@@ -12,6 +12,6 @@ if state < FIRST_END and owner ~= ARGV[1] then
     return {'superseded', epoch, owner}
   end
   redis.call('HSET', KEYS[1], 'epoch', epoch + 1, 'owner', ARGV[1])
-  keep(ARGV[2], KEYS[1], KEYS[2])
+  keep(ARGV[2], KEYS[1], KEYS[2], KEYS[3])
 end
-return {'exists', snapshot(KEYS[1], KEYS[2], 0)}
+return {'exists', snapshot(KEYS[1], KEYS[2], KEYS[3], 0)}

@@ -1,19 +1,46 @@
 -- Keeps the greater of what is stored and what is written. A whole write carries the payload and all entries; any
 -- other builds on what this epoch's owner has written before.
--- KEYS request, journal
--- ARGV owner, epoch, attempt, state, base, entries, record, open_ms, ended_ms, then digest and payload of a whole one
+-- KEYS request, journal, then logprobs where any were asked for
+-- ARGV owner, epoch, attempt, state, base, entries, record, open_ms, ended_ms,
+--      then with the third key: bytes of one entry's logprobs or 0, those of the entries, the prompt's or '',
+--      then of a whole one: digest, payload
 -- Returns {'written', entries now}, {'superseded', epoch, owner}, {'behind', entries now} when the journal ends before
 -- `base`, {'incomplete'} when only a whole write can be kept. Only 'written' has written.
 
 local owner, epoch, attempt, state = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local base, entries = tonumber(ARGV[5]), ARGV[6]
-local whole = #ARGV > 9
+local last = base + #entries / ENTRY
+local explained = #KEYS > 2
+local size = explained and tonumber(ARGV[10]) or 0
+local digest = explained and 13 or 10 -- its place among the arguments
+local whole = #ARGV >= digest
 
 local function lifetime()
   if state >= FIRST_END then
     return ARGV[9]
   end
   return ARGV[8]
+end
+
+local function count(key, bytes_each)
+  return redis.call('STRLEN', key) / bytes_each
+end
+
+local function append(key, length, bytes_each, bytes)
+  if last > length then
+    redis.call('APPEND', key, string.sub(bytes, (length - base) * bytes_each + 1))
+  end
+end
+
+-- To keys that have so many entries now.
+local function append_all(length, logprobs)
+  append(KEYS[2], length, ENTRY, entries)
+  if size > 0 then
+    append(KEYS[3], logprobs, size, ARGV[11])
+  end
+  if explained and ARGV[12] ~= '' then
+    redis.call('HSET', KEYS[1], 'prompt_logprobs', ARGV[12])
+  end
 end
 
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'attempt', 'state', 'owner')
@@ -23,12 +50,12 @@ if not old_epoch or epoch > old_epoch then
   if not whole then
     return {'incomplete'}
   end
-  redis.call('DEL', KEYS[1], KEYS[2])
+  redis.call('DEL', unpack(KEYS))
   redis.call('HSET', KEYS[1], 'epoch', epoch, 'attempt', attempt, 'state', state, 'owner', owner,
-    'record', ARGV[7], 'digest', ARGV[10], 'payload', ARGV[11])
-  redis.call('APPEND', KEYS[2], entries)
-  keep(lifetime(), KEYS[1], KEYS[2])
-  return {'written', #entries / ENTRY}
+    'record', ARGV[7], 'digest', ARGV[digest], 'payload', ARGV[digest + 1])
+  append_all(0, 0)
+  keep(lifetime(), unpack(KEYS))
+  return {'written', last}
 end
 
 -- Two routers hold the same epoch only where Redis lost an adoption: the first that is stored stays.
@@ -37,20 +64,18 @@ if epoch < old_epoch or owner ~= old_owner or attempt < old_attempt then
 end
 
 -- One owner writes one sequence of entries, so those that are stored already are equal.
-local length = redis.call('STRLEN', KEYS[2]) / ENTRY
-if length < base then
+local length = count(KEYS[2], ENTRY)
+local logprobs = size > 0 and count(KEYS[3], size) or length
+if length < base or logprobs < base then
   return {'behind', length}
 end
-local last = base + #entries / ENTRY
-if last > length then
-  redis.call('APPEND', KEYS[2], string.sub(entries, (length - base) * ENTRY + 1))
-end
+append_all(length, logprobs)
 
 local newer = attempt > old_attempt or rank(state) > rank(old_state)
 if newer or (state == old_state and last >= length) then
   redis.call('HSET', KEYS[1], 'attempt', attempt, 'state', state, 'record', ARGV[7])
   if newer or state < FIRST_END then
-    keep(lifetime(), KEYS[1], KEYS[2])
+    keep(lifetime(), unpack(KEYS))
   end
 end
 return {'written', math.max(last, length)}

@@ -48,16 +48,25 @@ def make_request(
     )
     if more.pop("cut_to_window", False):
         work.stopping.cut_to_window = True
+    shown: pb.ResponseOptions = more.pop("shown", pb.ResponseOptions())
+    wanted = Wanted()
+    if shown.HasField("logprobs"):
+        work.logprobs = shown.logprobs
+        wanted = replace(wanted, logprobs=shown.logprobs)
+    if shown.HasField("prompt_logprobs"):
+        work.prompt_logprobs = shown.prompt_logprobs
+        wanted = replace(wanted, prompt_logprobs=shown.prompt_logprobs)
     values: dict[str, Any] = {
         "key": RequestKey("default", id),
         "payload": pb.GenerateRequest(
             request_id=id,
             token_ids=pb.TokenIds(ids=prompt),
             stopping=pb.StoppingParams(max_tokens=max_tokens),
+            response=shown,
         ),
         "work": work,
         "prompt_tokens": len(prompt),
-        "wanted": Wanted(),
+        "wanted": wanted,
         "deadline": Deadline.after(seconds),
         "id_made_up": False,
         "accepted_at": asyncio.get_running_loop().time(),
@@ -74,6 +83,7 @@ async def revived(found: StoredRequest) -> ValidRequest:
         tuple(payload.token_ids.ids),
         payload.stopping.max_tokens,
         seconds=None if left is None else left.total_seconds(),
+        shown=payload.response,
     )
     return replace(made, payload=payload)
 

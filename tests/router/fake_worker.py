@@ -76,6 +76,9 @@ class Script:
     """Sends another token for that output token a second time."""
 
 
+Queue = asyncio.Queue[wire.FromWorker | None]
+
+
 class FakeRun:
     def __init__(self, start: wire.Start, slot: int) -> None:
         self.start = start
@@ -88,6 +91,7 @@ class FakeRun:
         self.phase = wire.Held.PHASE_WAITING
         self.end: wire.OutputEnd | None = None
         self.task: asyncio.Task[None] | None = None
+        self.out: Queue | None = None  # of the session whose it is
 
     @property
     def held(self) -> wire.Held:
@@ -239,7 +243,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         for part in after:
             yield wire.PrefillEvent(prompt_logprobs=part)
         token, end = self._next(work, len(written), base)
-        first = wire.FirstTokens.First(output=0, token=token, finished=end)
+        first = wire.FirstTokens.First(output=0, token=token, finished=end, logprobs=_logprobs(work, 0, token))
         told = wire.FirstTokens(tokens=[first], cached_tokens=3, queued_us=1000, prefill_us=2_000_000)
         if request.handoff and end is None:
             yield wire.PrefillEvent(first=told)
@@ -283,6 +287,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         out.put_nowait(wire.FromWorker(welcome=self._welcome(hello)))
         for owned in hello.owned:
             if (run := self.runs.get(key(owned.run))) is not None:
+                run.out = out
                 self._resend(run, owned.next[0].position)
         self.news.set()
         listening = self._spawn(self._listen(requests, out))
@@ -353,6 +358,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             return
         self._slots += 1
         run = self.runs[key(start.run)] = FakeRun(start, self._slots)
+        run.out = self._out
         run.task = self._spawn(self._decode(run))
 
     def _adopt(self, adopt: wire.Adopt) -> None:
@@ -370,6 +376,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                 for out in self._outs - {self._out}:
                     out.put_nowait(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=named.epoch)))
                 run.run.epoch = named.epoch
+                run.out = self._out
                 self.runs[key(run.run)] = run
         return self.runs.get(key(named))
 
@@ -386,9 +393,11 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         if run.start.HasField("ticket"):
             self.fleet.caches[run.start.ticket.id].released.set()
 
-    def _say(self, message: wire.FromWorker) -> None:
-        if self._out is not None:
-            self._out.put_nowait(message)
+    def _say(self, message: wire.FromWorker, run: FakeRun | None = None) -> None:
+        """To the session whose run it is of, as long as that is open; else to the one that spoke last."""
+        out = self._out if run is None or run.out not in self._outs else run.out
+        if out is not None:
+            out.put_nowait(message)
 
     async def _decode(self, run: FakeRun) -> None:
         script = self.script
@@ -401,12 +410,12 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                 return
         else:
             run.phase = wire.Held.PHASE_RUNNING
-            self._say(wire.FromWorker(taken_up=wire.TakenUp(run=run.run, cached_tokens=5)))
+            self._say(wire.FromWorker(taken_up=wire.TakenUp(run=run.run, cached_tokens=5)), run)
             joined = wire.Joined(run=run.run, from_tokens=wire.Joined.FromTokens(prefill_us=3_000_000))
             self._join(run, joined)
             for parts in _explained(run.run, run.work):
                 for part in parts:
-                    self._say(wire.FromWorker(prompt_logprobs=part))
+                    self._say(wire.FromWorker(prompt_logprobs=part), run)
         while run.end is None:
             k = len(run.tokens)
             if script.pause_at == k:
@@ -414,7 +423,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             if k in script.fails_at:
                 script.fails_at.remove(k)
                 del self.runs[key(run.run)]
-                self._say(wire.FromWorker(failed=_failed(run.run, wire.CAUSE_ENGINE)))
+                self._say(wire.FromWorker(failed=_failed(run.run, wire.CAUSE_ENGINE)), run)
                 return
             token, end = self._next(run.work, k, base)
             run.tokens.append(token)
@@ -430,7 +439,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         """The sealed tokens; None when it came to nothing, which it has said then."""
         cache = self.fleet.caches[run.start.ticket.id]
         run.phase = wire.Held.PHASE_ARRIVING
-        self._say(wire.FromWorker(taken_up=wire.TakenUp(run=run.run)))
+        self._say(wire.FromWorker(taken_up=wire.TakenUp(run=run.run)), run)
         try:
             sealed = await asyncio.shield(cache.sealed)
         except asyncio.CancelledError:
@@ -438,13 +447,13 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                 raise
             del self.runs[key(run.run)]
             cause = wire.CAUSE_CANCELLED if cache.nothing_left else wire.CAUSE_PEER_LOST
-            self._say(wire.FromWorker(failed=_failed(run.run, cause, cache.giver.facts.peer)))
+            self._say(wire.FromWorker(failed=_failed(run.run, cause, cache.giver.facts.peer)), run)
             return None
         if self.script.handoff_fails:
             del self.runs[key(run.run)]
             cause = self.script.handoff_fails.pop(0)
             cache.released.set()
-            self._say(wire.FromWorker(failed=_failed(run.run, cause, cache.giver.facts.peer)))
+            self._say(wire.FromWorker(failed=_failed(run.run, cause, cache.giver.facts.peer)), run)
             return None
         cache.released.set()
         run.phase = wire.Held.PHASE_RUNNING
@@ -456,19 +465,21 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
 
     def _join(self, run: FakeRun, joined: wire.Joined) -> None:
         joined.slots.add(slot=run.slot, output=0, position=run.base)
-        self._say(wire.FromWorker(joined=joined))
+        self._say(wire.FromWorker(joined=joined), run)
 
     def _frame(self, run: FakeRun, position: int, tokens: list[int]) -> None:
         if self.script.drop_frames:
             self.script.drop_frames -= 1
             return
         count = len(tokens)
+        logprobs = [_logprobs(run.work, entry, token) for entry, token in enumerate(tokens)]
         frame = wire.Frame(
+            logprobs=[one for one in logprobs if one is not None],
             slots=pack([run.slot] * count),
             positions=pack(list(range(position, position + count))),
             tokens=pack(tokens),
         )
-        self._say(wire.FromWorker(frame=frame))
+        self._say(wire.FromWorker(frame=frame), run)
 
     def _resend(self, run: FakeRun, position: int) -> None:
         tokens = run.tokens[max(0, position - run.base) :]
@@ -478,7 +489,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
     def _finish(self, run: FakeRun, reason: wire.OutputEnd.Reason) -> None:
         run.phase = wire.Held.PHASE_ENDED
         run.end = wire.OutputEnd(output=0, reason=reason, end_position=run.base + len(run.tokens))
-        self._say(wire.FromWorker(ended=wire.Ended(run=run.run, end=run.end)))
+        self._say(wire.FromWorker(ended=wire.Ended(run=run.run, end=run.end)), run)
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -489,6 +500,20 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
 
 def _failed(run: wire.Run, cause: wire.Cause, peer: wire.Peer | None = None) -> wire.Failed:
     return wire.Failed(run=run, failure=wire.Failure(cause=cause, detail="scripted", peer=peer))
+
+
+def logprobs_of(token: int, alternatives: int) -> wire.TokenLogprobs:
+    """As any worker computes them."""
+    top = range(token, token + alternatives)
+    return wire.TokenLogprobs(logprob=-token, rank=1, top_ids=top, top_logprobs=[-id for id in top])
+
+
+def _logprobs(work: wire.Work, entry: int, token: int) -> wire.TokenLogprobs | None:
+    if not work.HasField("logprobs"):
+        return None
+    found = logprobs_of(token, work.logprobs)
+    found.entry = entry
+    return found
 
 
 def _explained(run: wire.Run, work: wire.Work) -> tuple[list[wire.PromptLogprobs], list[wire.PromptLogprobs]]:

@@ -14,9 +14,11 @@ from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
 from protos.state_pb2 import RequestRecord
+from router.request import Course
 from router.takeover import Takeover
 from runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound
 from runtime.fault import Reason
+from state import keys
 from state.errors import OwnerAlive
 from state.journal import Entry
 from state.names import Life, RequestKey
@@ -187,6 +189,13 @@ async def test_what_nobody_knows_is_not_found(server: PrivateRedis, bare: object
 # ---------------------------------------------------------------------------------------------- on another router
 
 
+def lose_runs(worker: FakeWorker) -> None:
+    for run in worker.runs.values():
+        assert run.task is not None
+        run.task.cancel()
+    worker.runs.clear()
+
+
 async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
         workers[1].script.pause_at = 3
@@ -212,10 +221,7 @@ async def test_what_no_worker_has_any_more_goes_on_from_what_is_written(store: S
         await written(first, 3)
         await until(lambda: one.owned("r").stored == 3)
         async with core(store, workers) as two:
-            for run in workers[1].runs.values():
-                assert run.task is not None
-                run.task.cancel()
-            workers[1].runs.clear()
+            lose_runs(workers[1])
             second = await two.dispatcher.resume(KEY)
             pass_on(workers[1], 4)
             await written(second, 4)
@@ -261,6 +267,65 @@ async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> No
         assert tokens_of(await ended(first)) == answer(PROMPT, 5)
 
 
+# ------------------------------------------------------------------------------------------------------ logprobs
+
+SHOWN = pb.ResponseOptions(logprobs=2, prompt_logprobs=1)
+
+
+def is_explained(course: Course) -> bool:
+    """Every token of it, and of the prompt, has the logprobs that a worker gave it."""
+    prompt = [found.logprob for found in course.prompt_logprobs]
+    output = [(found.logprob, list(found.top_ids)) for found in course.logprobs]
+    return prompt == [-1, -2] and output == [(-token, [token, token + 1]) for token in course.tokens]
+
+
+@pytest.mark.parametrize("holder_is_there", [True, False])
+async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there: bool) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request(shown=SHOWN))
+        await written(first, 3)
+        await until(lambda: one.owned("r").stored == 3)
+        seen = (await one.dispatcher.look(KEY)).course
+        assert is_explained(seen)
+        async with core(store, workers) as two:
+            if not holder_is_there:
+                lose_runs(workers[1])
+            assert is_explained((await two.dispatcher.look(KEY)).course)
+            second = await two.dispatcher.resume(KEY)
+            assert second.tokens[:3] == first.tokens, "no token is waited for that is written"
+            assert is_explained(second)
+            if not holder_is_there:
+                pass_on(workers[1], 4)
+                await written(second, 4)
+            workers[1].go.set()
+            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            assert is_explained(second)
+            await one.dispatcher.close()
+            await until(lambda: two.store_is_done)
+        again = await one.dispatcher.resume(KEY)
+        assert again.recorded is not None
+        assert len(again.tokens) == 5
+        assert is_explained(again)
+
+
+async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_read_again(store: Store) -> None:
+    """The worker that goes on with the tokens has told them, and tells them once."""
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request(shown=SHOWN))
+        await written(first, 3)
+        await until(lambda: one.owned("r").stored == 3)
+        await store._client.ask("HDEL", keys.request(KEY), "prompt_logprobs")
+        async with core(store, workers) as two:
+            second = await two.dispatcher.resume(KEY)
+            pass_on(workers[1], 4)
+            await written(second, 4)
+            workers[1].go.set()
+            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            assert is_explained(second)
+
+
 async def left_behind(store: Store, *tokens: int) -> None:
     """A request whose router is not registered, and has written so much of it."""
     request = make_request()
@@ -290,7 +355,8 @@ async def test_what_a_router_left_behind_is_gone_on_with_once(store: Store) -> N
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         async with watching(store, one), watching(store, two):
             await until(lambda: workers[1].starts)
-            course = await (one if one.dispatcher.running else two).dispatcher.resume(KEY)
+            owner = one if KEY in one.dispatcher._executions else two
+            course = await owner.dispatcher.resume(KEY)
             assert tokens_of(await ended(course)) == answer(PROMPT, 5)
             assert len(workers[1].starts) == 1
             await until(lambda: one.store_is_done and two.store_is_done)

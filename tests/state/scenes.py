@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-from protos.inference_pb2 import GenerateRequest, Generation
+from protos.inference_pb2 import GenerateRequest, Generation, ResponseOptions
 from protos.state_pb2 import RequestRecord, RouterRegistration, WorkerRegistration
-from protos.worker_pb2 import ROLE_DECODE, Peer
+from protos.worker_pb2 import ROLE_DECODE, Peer, TokenLogprobs
 from state import keys
 from state.journal import Entry
 from state.keys import Lifetimes
@@ -38,12 +38,29 @@ def router(number: int = 1) -> Life:
 
 
 def make_request(
-    key: RequestKey = KEY, owner: Life | None = None, prompt: str = "once", tokens: Iterable[int] = ()
+    key: RequestKey = KEY,
+    owner: Life | None = None,
+    prompt: str = "once",
+    tokens: Iterable[int] = (),
+    shown: ResponseOptions | None = None,
 ) -> OwnedRequest:
-    payload = GenerateRequest(request_id=key.id, prompt=prompt)
+    payload = GenerateRequest(request_id=key.id, prompt=prompt, response=shown)
     request = OwnedRequest.begin(key, owner or router(), payload, RequestRecord(model="m"), NOW)
-    request.append(written(*tokens))
+    continued(request, *tokens)
     return request
+
+
+def continued(request: OwnedRequest, *tokens: int) -> None:
+    """So many more tokens, with the logprobs that were asked for."""
+    alternatives = request.asked.output
+    found = [] if alternatives is None else [logprobs(token, alternatives) for token in tokens]
+    request.append(written(*tokens), found)
+
+
+def logprobs(token: int, alternatives: int) -> TokenLogprobs:
+    """Those of a token, of no other one."""
+    top = range(token, token + alternatives)
+    return TokenLogprobs(logprob=-token - 0.5, rank=token, top_ids=top, top_logprobs=[-0.25 * id for id in top])
 
 
 def written(*tokens: int) -> list[Entry]:

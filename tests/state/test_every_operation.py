@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis as sync_redis
 
-from state import scripts
+from state import keys, scripts
 from state.client import Client
 from state.errors import StoreFault
 from state.private_redis import PrivateRedis
@@ -98,6 +98,24 @@ async def test_a_flush_of_many_is_one_trip(store: Store, monkeypatch: Patch) -> 
     await store.requests.flush(held)
     (trip,) = tape.take()
     assert len(trip) == 50
+
+
+async def test_only_who_asks_for_logprobs_pays_for_them(
+    store: Store, bare: sync_redis.Redis, monkeypatch: Patch
+) -> None:
+    """Without them a request is written in two keys, by the same words and commands as if there were none."""
+    tape, request = Tape(monkeypatch), make_request()
+    await store.requests.accept(request)
+    request.append(written(1, 2))
+    calls(bare)
+    await store.requests.write(request)
+    assert calls(bare) == {"evalsha": 1, "hmget": 1, "strlen": 1, "append": 1, "hset": 1, "pexpire": 2}
+    (write,) = tape.take()[-1]
+    record = request.record.SerializeToString()
+    names = [2, keys.request(request.key), keys.journal(request.key)]
+    said = [str(request.owner), 1, 1, request.state, 0, request.packed(0), record, 86_400_000, 3_600_000]
+    assert list(write.words[2:]) == names + said
+    assert not bare.exists(keys.logprobs(request.key))
 
 
 async def test_a_cluster_takes_every_operation() -> None:

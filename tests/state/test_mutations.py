@@ -53,19 +53,24 @@ class Fault:
         patch.setattr(scripts, self.script.name.upper(), broken)
 
 
+MENDED = test_requests.test_logprobs_that_lost_their_end_are_mended
+
 FAULTS = [
     Fault(scripts.REQUEST_WRITE, "epoch < old_epoch or", ""),
     Fault(scripts.REQUEST_WRITE, "owner ~= old_owner or", ""),
     Fault(scripts.REQUEST_WRITE, "or attempt < old_attempt", ""),
     Fault(scripts.REQUEST_WRITE, "or epoch > old_epoch", ""),
     Fault(scripts.REQUEST_WRITE, "if not whole then", "if false then"),
-    Fault(scripts.REQUEST_WRITE, "redis.call('DEL', KEYS[1], KEYS[2])", ""),
-    Fault(scripts.REQUEST_WRITE, "if length < base then", "if false then"),
-    Fault(scripts.REQUEST_WRITE, "(length - base) * ENTRY + 1", "1"),
+    Fault(scripts.REQUEST_WRITE, "redis.call('DEL', unpack(KEYS))", ""),
+    Fault(scripts.REQUEST_WRITE, "if length < base or logprobs < base then", "if false then"),
+    Fault(scripts.REQUEST_WRITE, "(length - base) * bytes_each + 1", "1"),
     Fault(scripts.REQUEST_WRITE, "attempt > old_attempt or", ""),
     Fault(scripts.REQUEST_WRITE, "rank(state) > rank(old_state)", "state ~= old_state"),
     Fault(scripts.REQUEST_WRITE, "and last >= length", ""),
     Fault(scripts.REQUEST_WRITE, "or (state == old_state and last >= length)", ""),
+    Fault(scripts.REQUEST_WRITE, "or logprobs < base", "", MENDED),
+    Fault(scripts.REQUEST_WRITE, "if size > 0 then", "if false then"),
+    Fault(scripts.REQUEST_WRITE, "and ARGV[12] ~= ''", ""),
     Fault(scripts.REQUEST_ADOPT, "epoch + 1", "epoch"),
     Fault(scripts.REQUEST_ADOPT, "tonumber(ARGV[3]) ~= epoch", "false"),
     Fault(scripts.REQUEST_ADOPT, "state < FIRST_END and", ""),

@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 import redis as sync_redis
 
-from protos.inference_pb2 import GenerateRequest
+from protos.inference_pb2 import GenerateRequest, ResponseOptions
 from protos.state_pb2 import RequestRecord
 from state import keys
-from state.errors import AlreadyExists, NotYetKnown, OwnerAlive, Superseded, UnknownRequest
+from state.errors import AlreadyExists, NotYetKnown, OwnerAlive, StoreFault, Superseded, UnknownRequest
 from state.journal import Entry
 from state.keys import Lifetimes
 from state.names import RequestKey
@@ -28,6 +28,8 @@ from tests.state.scenes import (
     PREFILLING,
     QUEUED,
     SUCCEEDED,
+    continued,
+    logprobs,
     make_request,
     make_store,
     pass_time,
@@ -55,6 +57,48 @@ async def test_a_request_reads_back_as_it_was_written(store: Store) -> None:
     ]
     assert found.entries == [Entry(0, 7), Entry(255, (1 << 24) - 1)]
     assert (await store.requests.read(KEY, first=1)).entries == [Entry(255, (1 << 24) - 1)]
+
+
+@pytest.mark.parametrize(
+    "shown", [ResponseOptions(logprobs=2, prompt_logprobs=3), ResponseOptions(logprobs=0), ResponseOptions()]
+)
+async def test_logprobs_read_back_beside_their_tokens(store: Store, shown: ResponseOptions) -> None:
+    request = make_request(shown=shown)
+    request.record.prompt_tokens = 3
+    await store.requests.accept(request)
+    of_prompt = [logprobs(place, 3) for place in (7, 8)]
+    for token in range(4):
+        continued(request, token)
+        await store.requests.write(request)
+        if token == 1:
+            request.explain(of_prompt)
+    equal = make_request(owner=router(2), shown=shown)
+    for found in (
+        await store.requests.read(KEY),
+        await store.requests.accept(equal),
+        await store.requests.adopt(KEY, router(2)),
+    ):
+        assert found
+        asked = request.asked.output
+        assert found.entries == written(0, 1, 2, 3)
+        assert found.logprobs == ([] if asked is None else [logprobs(token, asked) for token in range(4)])
+        assert found.prompt_logprobs == (of_prompt if shown.prompt_logprobs else [])
+    found = await store.requests.read(KEY)
+    assert (await store.requests.read(KEY, first=3)).logprobs == found.logprobs[3:]
+
+    new = OwnedRequest.adopted(found)
+    continued(new, 4)
+    await store.requests.write(new)
+    again = await store.requests.read(KEY)
+    assert len(again.logprobs) == (0 if asked is None else 5)
+    assert again.prompt_logprobs == (of_prompt if shown.prompt_logprobs else [])
+
+
+async def test_each_token_has_its_logprobs_or_none_has() -> None:
+    request = make_request(shown=ResponseOptions(logprobs=1))
+    with pytest.raises(ValueError, match="one for each entry"):
+        request.append(written(1, 2), [logprobs(1, 1)])
+    assert request.length == 0
 
 
 async def test_the_same_id_and_payload_shows_what_is_there(store: Store) -> None:
@@ -274,6 +318,18 @@ async def test_a_journal_that_lost_its_end_is_mended(store: Store, bare: sync_re
     request.append(written(10))
     await store.requests.write(request)
     assert (await store.requests.read(KEY)).entries == written(*range(11))
+
+
+async def test_logprobs_that_lost_their_end_are_mended(store: Store, bare: sync_redis.Redis) -> None:
+    request = make_request(tokens=range(10), shown=ResponseOptions(logprobs=1))
+    await store.requests.write(request)
+    for left in (0, 3, 9):
+        bare.set(keys.logprobs(KEY), bare.getrange(keys.logprobs(KEY), 0, left * 16 - 1) if left else b"")
+        with pytest.raises(StoreFault, match="lacking"):
+            await store.requests.read(KEY)
+        continued(request, 10 + left)
+        await store.requests.write(request)
+        assert (await store.requests.read(KEY)).logprobs == [logprobs(e.token, 1) for e in request.entries()]
 
 
 async def test_a_request_taken_while_redis_was_away_is_written_later(store: Store) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from protos.inference_pb2 import ResponseOptions
 from protos.worker_pb2 import Load
 from state.names import Life, RequestKey
 from state.quota import Limits
@@ -14,6 +15,8 @@ from tests.state.scenes import (
     KEY,
     NOW,
     SUCCEEDED,
+    continued,
+    logprobs,
     make_request,
     router,
     router_facts,
@@ -33,6 +36,7 @@ class Step:
 async def walk(store: Store) -> list[Step]:
     """Steps in an order in which they make sense; the scene they need is set here."""
     request, doomed = make_request(), make_request(RequestKey("tenant", "doomed"))
+    shown = make_request(RequestKey("tenant", "shown"), shown=ResponseOptions(logprobs=1, prompt_logprobs=0))
     later, other = make_request(RequestKey("t}{", "later")), RequestKey("t2", "other")
     limits = Limits(in_flight=10, tokens_per_minute=20)
     worker = await store.workers.register(worker_facts(Life("w", 3)))
@@ -47,6 +51,14 @@ async def walk(store: Store) -> list[Step]:
             request.move(DECODING, NOW)
             request.append(written(3, 4))
         await write()
+
+    async def write_logprobs() -> None:
+        if not shown.length:
+            shown.record.prompt_tokens = 3
+            shown.explain([logprobs(1, 0), logprobs(2, 0)])
+            continued(shown, 1, 2)
+        shown.stored, shown.told = 0, (1, shown.state)
+        await store.requests.write(shown)
 
     async def end() -> None:
         if not request.ended:
@@ -71,6 +83,9 @@ async def walk(store: Store) -> list[Step]:
         Step("accept another", lambda: store.requests.accept(doomed), 2),
         Step("write", write, 1),
         Step("write on", go_on, 1),
+        Step("accept with logprobs", lambda: store.requests.accept(shown), 2),
+        Step("write logprobs", write_logprobs, 1),
+        Step("read logprobs", lambda: store.requests.read(shown.key), 1),
         Step("write whole", write_whole, 2),
         Step("read", lambda: store.requests.read(KEY), 1),
         Step("read journal", lambda: store.journal.read(KEY, 1, 2), 1),

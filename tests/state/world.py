@@ -1,5 +1,6 @@
 """Random lives of one request: owners that write, whose writes come twice, late, in any order or never, that are
-adopted from and don't notice, and a Redis that is emptied. After every step Redis holds what a simple model says.
+adopted from and don't notice, and a Redis that is emptied. After every step Redis holds what a simple model says. Some
+requests ask for logprobs, of the output, of the prompt or of both, which are then as whole as the journal.
 
 An owner's journal only grows, and each owner writes tokens of its own, so whose tokens lie where can be seen.
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import redis as sync_redis
 
+from protos.inference_pb2 import ResponseOptions
 from state.errors import Superseded, UnknownRequest
 from state.names import ENDED, State
 from state.owned import OwnedRequest
@@ -26,11 +28,19 @@ from tests.state.scenes import (
     PREFILLING,
     QUEUED,
     SUCCEEDED,
+    continued,
+    logprobs,
     make_request,
     router,
-    written,
 )
 
+SHOWN = [
+    None,
+    ResponseOptions(logprobs=2),
+    ResponseOptions(logprobs=0, prompt_logprobs=1),
+    ResponseOptions(prompt_logprobs=1),
+]
+PROMPT = [logprobs(place, 1) for place in range(3)]
 STATES = [None, QUEUED, PREFILLING, HANDING_OFF, DECODING, SUCCEEDED, FAILED, CANCELLED]
 
 
@@ -46,6 +56,8 @@ class Write:
     end: int
     whole: bool
     serial: int  # of the record
+    explained: bool  # it brings the prompt's logprobs
+    explains: bool  # and Redis wasn't known to have them
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -62,6 +74,7 @@ class Model:
     length: int
     progress: tuple[int, int, int]
     serial: int
+    explained: bool = False
 
 
 class Writers:
@@ -69,7 +82,7 @@ class Writers:
         self.random = random.Random(seed)
         self.store = store
         self.bare = bare
-        self.owners = [make_request(owner=router(0))]
+        self.owners = [make_request(owner=router(0), shown=SHOWN[seed % len(SHOWN)])]
         self.owners[0].record.prompt_tokens = 1  # counts the changes of the record
         self.writes: list[Write] = []
         self.model: Model | None = None
@@ -80,8 +93,9 @@ class Writers:
         first = self.owners[0]
         await self.store.requests.accept(first)
         self.model = Model(first, 1, first.state, 0, (1, 1, 0), 1)
-        actions = [self.go_on, self.move, self.write, self.arrive_late_or_again, self.adopt, self.empty_redis]
-        weights = self.random.choice([[6, 2, 9, 6, 1, 0.4], [3, 1, 9, 4, 4, 1.5]])
+        writing = (self.go_on, self.explain, self.move, self.write, self.arrive_late_or_again)
+        actions = [*writing, self.adopt, self.empty_redis]
+        weights = self.random.choice([[6, 1, 2, 9, 6, 1, 0.4], [3, 1, 1, 9, 4, 4, 1.5]])
         for action in self.random.choices(actions, weights, k=steps):
             await action()
             await self.redis_holds_the_greatest()
@@ -95,8 +109,13 @@ class Writers:
         if not owner.ended:
             count = self.random.randint(1, 3)
             self.next_token += count
-            owner.append(written(*range(self.next_token - count, self.next_token)))
+            continued(owner, *range(self.next_token - count, self.next_token))
             owner.record.prompt_tokens += 1
+
+    async def explain(self) -> None:
+        owner = self.pick()
+        if not owner.is_explained:
+            owner.explain(PROMPT)
 
     async def move(self) -> None:
         owner, state = self.pick(), self.random.choice(STATES)
@@ -115,7 +134,8 @@ class Writers:
         owner = self.pick()
         whole = owner.told is None
         base = 0 if whole else owner.stored
-        said = (owner.attempt, owner.state, base, owner.length, whole, owner.record.prompt_tokens)
+        explains = (bool(owner.packed_prompt_logprobs()), owner.unexplained)
+        said = (owner.attempt, owner.state, base, owner.length, whole, owner.record.prompt_tokens, *explains)
         self.writes.append(Write(self.store.requests._writing(owner), owner, *said))
         if self.random.random() < 0.7:
             await self.deliver(self.writes[-1], heard=self.random.random() < 0.7)
@@ -132,6 +152,7 @@ class Writers:
             assert reply[1] == length
             if heard:
                 write.owner.stored, write.owner.told = length, (write.attempt, write.state)
+                write.owner.unexplained &= not write.explains
         elif heard and answer != b"superseded":
             write.owner.stored, write.owner.told = 0, None
 
@@ -141,13 +162,15 @@ class Writers:
         if now is None or owner.epoch > now.owner.epoch:
             if not write.whole:
                 return b"incomplete", 0
-            self.model = Model(owner, write.attempt, write.state, write.end, write.progress, write.serial)
+            said = (write.attempt, write.state, write.end, write.progress, write.serial, write.explained)
+            self.model = Model(owner, *said)
             return b"written", write.end
         if owner is not now.owner or write.attempt < now.attempt:
             return b"superseded", 0
         if now.length < write.base:
             return b"behind", now.length
         now.length = max(now.length, write.end)
+        now.explained |= write.explained
         if write.progress > now.progress:
             now.attempt, now.state, now.serial = write.attempt, write.state, write.serial
             now.progress = write.progress
@@ -194,3 +217,7 @@ class Writers:
         assert found.length == now.length, "another length"
         assert found.entries == now.owner.entries()[: now.length], "the journal isn't its owner's"
         assert found.record.prompt_tokens == now.serial, "an older record"
+        asked = now.owner.asked
+        if asked.output is not None:
+            assert found.logprobs == [logprobs(entry.token, asked.output) for entry in found.entries]
+        assert found.prompt_logprobs == (PROMPT if now.explained else []), "the prompt's logprobs"

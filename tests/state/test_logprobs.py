@@ -1,0 +1,51 @@
+"""Logprobs as bytes: what comes out is what went in."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.worker_pb2 import TokenLogprobs
+from state import logprobs
+
+NUMBERS = st.floats(width=32, allow_nan=False)
+TOKENS = st.integers(0, (1 << 24) - 1)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> tuple[int, list[TokenLogprobs]]:
+    alternatives = draw(st.integers(0, 20))
+    found = []
+    for _ in range(draw(st.integers(0, 5))):
+        top = draw(st.lists(st.tuples(TOKENS, NUMBERS), max_size=alternatives))
+        found.append(
+            TokenLogprobs(
+                logprob=draw(NUMBERS),
+                rank=draw(st.integers(0, (1 << 32) - 1)),
+                top_ids=[id for id, _ in top],
+                top_logprobs=[value for _, value in top],
+            )
+        )
+    return alternatives, found
+
+
+@given(entries())
+def test_every_entry_reads_back_and_all_are_equally_long(made: tuple[int, list[TokenLogprobs]]) -> None:
+    alternatives, found = made
+    data = logprobs.pack(found, alternatives)
+    assert len(data) == len(found) * logprobs.entry_bytes(alternatives)
+    assert logprobs.unpack(data, alternatives) == found
+
+
+def test_what_was_not_asked_for_is_left_out() -> None:
+    found = TokenLogprobs(logprob=-1, rank=1, top_ids=[5, 6], top_logprobs=[-1, -2])
+    (kept,) = logprobs.unpack(logprobs.pack([found], 1), 1)
+    assert (list(kept.top_ids), list(kept.top_logprobs)) == ([5], [-1])
+
+
+def test_bytes_that_end_within_an_entry_are_refused() -> None:
+    with pytest.raises(ValueError, match="whole entries"):
+        logprobs.unpack(struct.pack("<fIf", 0.0, 1, 0.0), 1)
