@@ -33,6 +33,15 @@ def root_hash(salt: bytes) -> BlockHash:
     return hashlib.blake2b(salt, digest_size=16, person=b"decant-kv").digest()
 
 
+def toggle(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:
+    """Those of ``changed`` that are in go out, the others come in, at the end."""
+    for digest in changed:
+        if digest in digests:
+            del digests[digest]
+        else:
+            digests[digest] = None
+
+
 class Holding:
     """Blocks that one owner holds, in the order of the tokens they carry. Made by ``BlockPool`` alone."""
 
@@ -73,6 +82,7 @@ class BlockPool:
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
         self._holdings: dict[int, Holding] = {}  # by id(holding)
+        self._changed: dict[BlockHash, None] = {}  # published now and not when it was last told, or the reverse
 
     @property
     def available(self) -> int:
@@ -123,6 +133,7 @@ class BlockPool:
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
+            toggle(self._changed, (digest,))
 
     def take(self, count: int) -> list[int]:
         """``count`` fresh blocks with one reference each. Raises NoRoom. For ``Holding`` alone."""
@@ -161,8 +172,16 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        digest = self._hash_of.pop(block)
+        del self._block_of[digest]
+        toggle(self._changed, (digest,))
         return block
+
+    def changed(self) -> list[BlockHash]:
+        """Hashes that are published now and were not at the last call, or the reverse; those published first come
+        first. Never more than two for each block, however long ago that call was."""
+        changed, self._changed = self._changed, {}
+        return list(changed)
 
     def held_by(self) -> dict[str, list[int]]:
         """Blocks of each owner, from the live holdings (an owner with several holdings has them joined)."""

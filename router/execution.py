@@ -225,6 +225,8 @@ class Execution:
 
     async def _answer(self) -> Ended:
         router, job = self._router, self._job
+        for block_tokens in router.pool.block_sizes(self._request.work.model):
+            await job.prefix.prepare(block_tokens)
         while True:
             self._attempt = attempt = Attempt(job, router.pool, router.peer)
             try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from protos import worker_pb2 as wire
 from router.pool import Worker
+from router.prefix import Prefix
 from router.request import Course
 from router.writing import Pen
 from state.names import Life
@@ -24,6 +25,10 @@ class Job:
     """A handoff failed, or tokens are written: no more prefill workers."""
     holder: Life | None = None
     """Of a request that was adopted: the decode worker where its attempt runs, if it still does."""
+    prefix: Prefix = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefix = Prefix(self.course.request.work)
 
     def note(self, giver: Worker | None, taker: Worker | None, failure: wire.Failure | None = None) -> None:
         """Who runs the present attempt, into the record: for people, and for whoever adopts the request."""

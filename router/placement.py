@@ -9,6 +9,11 @@
     some               yes                            any                   from tokens, on a decode worker
 
 A role is a preference: it says who is asked first, never who may not be asked.
+
+A prompt is read where the least work lies before its first token: the tokens queued there, and those of its own that
+are not cached there. So a cached prefix and a short queue are weighed in one number. A worker decodes for longer than
+it reads: there room comes first, for what is not cached, then the load; among equals whoever has more of the prompt,
+and less to compute or to fetch.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ class Seen:
     free_blocks: int  # cached ones are as good as free
     sequences: int  # running and waiting
     queued_tokens: int  # to be computed before a new prompt's first
+    cached_tokens: int = 0  # of the request in question, in the prefix cache there
     takes_prompts: bool = True
     has_room: bool = True  # False: it refused for lack of room and has not said more since
     avoided: bool = False  # it failed of late, or failed this request: taken when nobody else is left
@@ -48,7 +54,7 @@ def first_place(workers: Sequence[Seen], tokens: int, *, from_tokens: bool) -> P
     layouts = {worker.layout for worker in decode}
     prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL and worker.layout in layouts]
     if prefill and not from_tokens:
-        found = _least_queued(prefill)
+        found = _least_work(prefill, tokens)
         return None if found is None else Place(found.life, prefill=True)
     found = _roomiest([worker for worker in decode or workers if worker.takes_prompts], tokens)
     return None if found is None else Place(found.life, prefill=False)
@@ -62,14 +68,16 @@ def taker(workers: Sequence[Seen], tokens: int, layout: int, giver: Life) -> Lif
     return None if found is None else found.life
 
 
-def _least_queued(workers: Sequence[Seen]) -> Seen | None:
-    able = [worker for worker in workers if worker.has_room and worker.takes_prompts]
-    return min(able, key=lambda worker: (worker.avoided, worker.queued_tokens, worker.sequences), default=None)
+def _least_work(workers: Sequence[Seen], tokens: int) -> Seen | None:
+    def order(worker: Seen) -> tuple[bool, int, int]:
+        return worker.avoided, worker.queued_tokens + tokens - worker.cached_tokens, worker.sequences
+
+    return min((worker for worker in workers if worker.has_room and worker.takes_prompts), key=order, default=None)
 
 
 def _roomiest(workers: Sequence[Seen], tokens: int) -> Seen | None:
-    def order(worker: Seen) -> tuple[bool, bool, int, int]:
-        lacks_room = worker.free_blocks * worker.block_tokens <= tokens
-        return worker.avoided, lacks_room, worker.sequences, -worker.free_blocks
+    def order(worker: Seen) -> tuple[bool, bool, int, int, int]:
+        lacks_room = worker.free_blocks * worker.block_tokens <= tokens - worker.cached_tokens
+        return worker.avoided, lacks_room, worker.sequences, -worker.cached_tokens, -worker.free_blocks
 
     return min((worker for worker in workers if worker.has_room), key=order, default=None)

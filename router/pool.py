@@ -11,8 +11,7 @@ the same id is another worker.
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import grpc
 
@@ -20,7 +19,9 @@ from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc as services
 from protos.state_pb2 import WorkerRegistration
 from router.placement import Seen
+from router.prefix import Prefix
 from router.sessions import Session
+from router.view import View
 from runtime import logs
 from runtime.channel import open_channel
 from runtime.peer import speaks
@@ -31,7 +32,6 @@ from state.names import Life
 
 WATCH_SECONDS = 30.0
 RETRY_SECONDS = 1.0
-FIRST_AGAIN = 16
 BLAMED_SECONDS = 0.5
 BLAMED_MOST_SECONDS = 8.0
 
@@ -39,19 +39,16 @@ _log = logs.get(__name__)
 
 
 class Worker:
-    """One life of one worker: what it registered, its session, and what was sent there since it last told its load."""
+    """One life of one worker: what it registered, its session, and how it stands."""
 
     def __init__(self, facts: WorkerRegistration, channel: grpc.aio.Channel, session: Session) -> None:
         self.facts = facts
-        self.life = Life.of(facts.peer)
+        self.view = View(facts)
+        self.life = self.view.life
         self.channel = channel
         self.prefill = services.PrefillStub(channel)
         self.session = session
         self.is_registered = True
-        self._is_full = False
-        self._allowance = sys.maxsize  # sequences that are sent before it tells its load again
-        self._booked_sequences = 0
-        self._booked_tokens = 0
         self._faults = 0
         self._avoided_until = 0.0
 
@@ -59,48 +56,16 @@ class Worker:
     def is_usable(self) -> bool:
         """Whether new work may go there."""
         session = self.session
-        draining = session.load is not None and session.load.draining
-        return session.is_open and not (session.is_suspect or session.is_stuck or draining)
+        return session.is_open and not (session.is_suspect or session.is_stuck or self.view.is_draining)
 
     @property
     def is_wanted(self) -> bool:
         """Whether its session is worth opening."""
         return self.is_registered or self.session.is_busy
 
-    def seen(self, avoided: bool) -> Seen:
-        load, capacity = self.session.load or wire.Load(), self.facts.capacity
-        told = self.session.load is not None
-        block_tokens = capacity.block_tokens or 1
-        free = load.free_blocks + load.cached_blocks if told else capacity.total_blocks
-        return Seen(
-            life=self.life,
-            role=load.role or self.facts.role,
-            layout=self.facts.layout,
-            block_tokens=block_tokens,
-            free_blocks=free - self._booked_tokens // block_tokens,
-            sequences=load.running + load.waiting + self._booked_sequences,
-            queued_tokens=load.queued_tokens + self._booked_tokens,
-            takes_prompts=load.takes_prompts if told else True,
-            has_room=not self._is_full and self._booked_sequences < self._allowance,
-            avoided=avoided or asyncio.get_running_loop().time() < self._avoided_until,
-        )
-
-    def book(self, tokens: int) -> None:
-        """A sequence of so many tokens was sent there."""
-        self._booked_sequences += 1
-        self._booked_tokens += tokens
-
-    def told_load(self) -> None:
-        """What was sent before is in the load."""
-        self._booked_sequences = self._booked_tokens = 0
-        if not self._is_full:
-            self._allowance *= 2
-        self._is_full = False
-
-    def refused(self) -> None:
-        """It has no room: nothing goes there until it tells its load again, and then few before the next time."""
-        self._is_full = True
-        self._allowance = FIRST_AGAIN
+    def seen(self, prefix: Prefix | None, *, avoided: bool) -> Seen:
+        """For a request with that prompt; None: for any."""
+        return self.view.seen(prefix, avoided=avoided or asyncio.get_running_loop().time() < self._avoided_until)
 
     def blame(self) -> None:
         """It lost a request: others come first for a while, longer each time. A broken worker has the least load."""
@@ -153,9 +118,13 @@ class Pool:
         """All that are known for a model, usable or not."""
         return (worker for worker in self._workers.values() if worker.facts.model == model)
 
-    def seen(self, model: str, avoid: frozenset[Life] | set[Life]) -> list[Seen]:
-        """A snapshot of those to which new work may go."""
-        return [worker.seen(worker.life in avoid) for worker in self.of(model) if worker.is_usable]
+    def seen(self, model: str, avoid: frozenset[Life] | set[Life], prefix: Prefix | None = None) -> list[Seen]:
+        """A snapshot of those to which new work may go, for a request with that prompt."""
+        return [worker.seen(prefix, avoided=worker.life in avoid) for worker in self.of(model) if worker.is_usable]
+
+    def block_sizes(self, model: str) -> set[int]:
+        """Tokens of a block, at whoever serves the model."""
+        return {worker.view.block_tokens for worker in self.of(model)}
 
     def worker(self, life: Life) -> Worker:
         """Raises KeyError for one that has gone."""
@@ -201,16 +170,18 @@ class Pool:
 
     # What sessions tell
 
-    def heard(self, session: Session) -> None:
-        worker = self._workers.get(Life.of(session.worker))
-        if worker is not None:
-            worker.told_load()
+    def opened(self, session: Session) -> None:
+        if (worker := self._workers.get(Life.of(session.worker))) is not None:
+            worker.view.forget()
             self._wake()
 
-    def renews(self, tickets: Iterable[bytes]) -> None:
-        for ticket in tickets:
+    def heard(self, session: Session, beat: wire.Beat) -> None:
+        for ticket in beat.renew:
             if (giver := self._givers.get(ticket)) is not None:
                 giver.renewed.add(ticket)
+        if (worker := self._workers.get(Life.of(session.worker))) is not None:
+            worker.view.hear(beat)
+            self._wake()
 
     def _wake(self) -> None:
         for wake in list(self._waiting):

@@ -25,6 +25,7 @@ from router.job import Job
 from router.placement import first_place, taker
 from router.pool import Pool, Worker
 from router.prefill import PrefillCall
+from router.prefix import Sent
 from router.sessions import Session
 from router.writing import pack
 from state.names import Life
@@ -66,6 +67,7 @@ class Route:
         self._is_woken = False
         self._prefill: PrefillCall | None = None
         self._following: Following | None = None
+        self._sent: list[Sent] = []
 
     @property
     def waits_until(self) -> float | None:
@@ -101,7 +103,8 @@ class Route:
             self._place()
 
     def _seen(self) -> Any:
-        return self._pool.seen(self._job.course.request.work.model, self._job.avoid)
+        job = self._job
+        return self._pool.seen(job.course.request.work.model, job.avoid, job.prefix)
 
     def _place(self) -> None:
         """On its first worker, or into the line of those that wait for one."""
@@ -140,7 +143,7 @@ class Route:
         self.asked_at = self._now()
         self.giver = worker
         self._job.course.path.prefill_worker = worker.life.id
-        worker.book(self._job.pen.position)
+        self._send(worker, computed=True)
         worker.session.guests.add(self)
         work = self._work()
         request = wire.PrefillRequest(
@@ -159,7 +162,7 @@ class Route:
             self.asked_at = self._now()
         else:
             self._pool.claimed(ticket)
-        worker.book(self._job.pen.position)
+        self._send(worker, computed=ticket is None)
         self._follow(worker, wire.Start(run=self._run, work=self._work(), ticket=ticket))
 
     def _follow(self, worker: Worker, first: wire.Start | wire.Adopt) -> None:
@@ -167,6 +170,9 @@ class Route:
         self._job.course.path.decode_worker = worker.life.id
         self._following = Following(first, self._job.pen, partial(self._tell, worker))
         worker.session.start(self._following)
+
+    def _send(self, worker: Worker, *, computed: bool) -> None:
+        self._sent.append(worker.view.send(self._job.prefix, self._job.pen.position, computed=computed))
 
     def _work(self) -> wire.Work:
         """The request's work as it stands now: tokens of earlier attempts, its age, what is left of its time."""
@@ -218,7 +224,7 @@ class Route:
 
     def refused_by(self, worker: Worker) -> None:
         """It has no room: the same attempt goes elsewhere, now or later. Nothing is held there."""
-        worker.refused()
+        worker.view.refused()
         path = self._job.course.path
         if worker is self.taker:
             self.without_taker()
@@ -237,6 +243,8 @@ class Route:
     def close(self, reason: wire.Cancel.Reason, *, is_over: bool) -> None:
         """Lets go of all that is left at workers. ``is_over``: it ended by itself, and its giver need not be told."""
         self._pool.forget_waker(self._wake)
+        while self._sent:
+            self._sent.pop().over()
         if self.ticket is not None:
             self._pool.drop(self.ticket)
         cancel = wire.Cancel(run=self._run, reason=reason)

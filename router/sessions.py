@@ -54,11 +54,11 @@ _log = logs.get(__name__)
 class Watcher(Protocol):
     """Who hears what concerns more than one run."""
 
-    def heard(self, session: Session) -> None:
-        """It opened, or told its load: there may be room."""
+    def opened(self, session: Session) -> None:
+        """New work may go there; what the worker told of its cache it will tell again."""
 
-    def renews(self, tickets: Iterable[bytes]) -> None:
-        """The worker holds these tickets of others."""
+    def heard(self, session: Session, beat: wire.Beat) -> None:
+        """The worker told how it stands: there may be room."""
 
 
 class Guest(Protocol):
@@ -72,7 +72,6 @@ class Session:
 
     def __init__(self, router: wire.Peer, worker: wire.Peer, channel: grpc.aio.Channel, watcher: Watcher) -> None:
         self.worker = worker
-        self.load: wire.Load | None = None
         self.is_open = False
         self.over = False
         """The worker is another life by now, or speaks another protocol: never open again."""
@@ -215,7 +214,7 @@ class Session:
         for run in welcome.orphans:
             self.cancel(wire.Cancel(run=run, reason=wire.Cancel.REASON_ATTEMPT))
         _log.info("session open", worker=self.worker.id, held=len(welcome.held), orphans=len(welcome.orphans))
-        self._watcher.heard(self)
+        self._watcher.opened(self)
 
     def _lacks(self, run: wire.Run) -> None:
         """Said before the break, and perhaps never heard: it is said again. What was heard once is gone."""
@@ -341,14 +340,10 @@ class Session:
 
     def _hear_beat(self, beat: wire.Beat) -> None:
         self._beat = beat
-        if beat.HasField("load"):
-            self.load = beat.load
-        if beat.renew:
-            self._watcher.renews(beat.renew)
         if self._step_older_than(GIVEN_UP_MS) and self.is_busy:
             _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=beat.step_age_ms)
             self._give_up()
-        self._watcher.heard(self)
+        self._watcher.heard(self, beat)
 
     def _step_older_than(self, ms: int) -> bool:
         beat = self._beat

@@ -124,12 +124,14 @@ class DecodeService(services.DecodeServicer):
         session = RouterSession(hello.router, self._beat)
         older = self._sessions.get(hello.router.id)
         self._sessions[hello.router.id] = session
+        self._hub.cache.begin(session)
         if older is not None:
             older.end(Aborted(Reason.SUPERSEDED, "a newer session of this router is open"))
             self._decoding.detach(older)
         return session
 
     def _leave(self, session: RouterSession) -> None:
+        self._hub.cache.end(session)
         if self._sessions.get(session.router.id) is session:
             del self._sessions[session.router.id]
         self._decoding.detach(session)
@@ -185,6 +187,9 @@ class DecodeService(services.DecodeServicer):
     def _beat(self, session: RouterSession) -> wire.Beat:
         beat = self._hub.beat()
         beat.renew.extend(self._decoding.renewals_of(session))
+        news = self._hub.cache.take(session)
+        if news is not None:
+            beat.cache.CopyFrom(news)
         return beat
 
 

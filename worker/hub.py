@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -30,6 +30,7 @@ from handoff.packing import Shape
 from handoff.taker import Taken, Taker
 from handoff.transport import KvSource, Transport
 from protos import worker_pb2 as wire
+from worker.cache_news import CacheNews
 from worker.epochs import Epochs
 
 
@@ -107,6 +108,7 @@ class Hub:
         self.taker = HeardTaker(self.loop, self.shape, self.peer, self.pulse)
         self.transport = transport
         self.epochs = Epochs()
+        self.cache = CacheNews()
         self.step_listeners: list[Callable[[StepOutput], None]] = []
         self.crash_listeners: list[Callable[[EngineStopped], None]] = []
         self.draining = False
@@ -170,7 +172,13 @@ class Hub:
     async def look(self) -> None:
         """See how busy the engine is now. Raises EngineStopped."""
         ticketed = [lease.sequence for lease in self.giver.office.leases()]
-        self._seen = await self.loop.call(lambda engine: _look(engine, ticketed))
+
+        def see(engine: Engine) -> _Look:
+            self.cache.note(engine.pool.changed())
+            return _Look(engine.load(), engine.blocks_of(ticketed))
+
+        self._seen = await self.loop.call(see)
+        self.cache.hear()
 
     async def _keep_looking(self) -> None:
         while self.loop.healthy:
@@ -198,7 +206,3 @@ class Hub:
 def layout_number(layout: str) -> int:
     """A device's layout as the number that tickets and registrations carry."""
     return int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=8).digest(), "little")
-
-
-def _look(engine: Engine, ticketed: Iterable[str]) -> _Look:
-    return _Look(engine.load(), engine.blocks_of(ticketed))

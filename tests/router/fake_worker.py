@@ -135,6 +135,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             tokenizer=TOKENIZER,
             capacity=Capacity(total_blocks=1000, block_tokens=16, window_tokens=4096, max_running=64),
         )
+        self.cache = wire.CacheNews()
+        """Told by the next beat, once."""
         self.runs: dict[tuple[str, int, int], FakeRun] = {}
         self.prefills: list[wire.PrefillRequest] = []
         self.starts: list[wire.Start] = []
@@ -317,7 +319,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
 
     async def _beat(self, out: asyncio.Queue[wire.FromWorker | None]) -> None:
         while True:
-            beat = wire.Beat(step=1, load=self.load)
+            beat = wire.Beat(step=1, load=self.load, cache=self.cache)
+            self.cache = wire.CacheNews()
             if self.script.stuck_ms is not None:
                 beat.step_age_ms = self.script.stuck_ms
             waiting = [run for run in self.runs.values() if run.phase == wire.Held.PHASE_WAITING]

@@ -28,6 +28,25 @@ def test_a_prompt_goes_where_the_fewest_tokens_are_queued() -> None:
     assert place(long, short, seen("d")) == Place(short.life, prefill=True)
 
 
+def test_a_cached_prefix_outweighs_as_many_queued_tokens() -> None:
+    holder, idle = seen("holder", P, queued_tokens=500, cached_tokens=800), seen("idle", P)
+    assert place(holder, idle, seen("d"), tokens=1000) == Place(holder.life, prefill=True)
+    crowded = replace(holder, queued_tokens=900)
+    assert place(crowded, idle, seen("d"), tokens=1000) == Place(idle.life, prefill=True)
+
+
+def test_a_cache_goes_to_the_calm_and_among_equals_to_who_has_most_of_it() -> None:
+    calm, holder = seen("calm", sequences=3), seen("holder", sequences=4, cached_tokens=16)
+    assert taker([calm, holder], 20, 1, Life("p", 1)) == calm.life
+    assert taker([replace(calm, sequences=4), holder], 20, 1, Life("p", 1)) == holder.life
+
+
+def test_room_is_needed_for_what_is_not_cached() -> None:
+    tight, other = seen("tight", free_blocks=2, cached_tokens=64), seen("other", sequences=1)
+    assert taker([tight, other], 90, 1, Life("p", 1)) == tight.life
+    assert taker([replace(tight, cached_tokens=48), other], 90, 1, Life("p", 1)) == other.life
+
+
 def test_a_full_prefill_pool_is_waited_for_and_a_missing_one_is_not() -> None:
     full = seen("p", P, takes_prompts=False)
     busy = seen("q", P, has_room=False)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 
 from protos import worker_pb2 as wire
+from router.prefix import Prefix, block_names
+from router.writing import pack
 from state.names import Life
 from state.store import Store
 from tests.router.core import Core, core, ended, make_request, tokens_of, until, written
 from tests.router.fake_worker import FakeWorker, Fleet, answer, fleet
 
-P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
+P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)
+D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
+LONG = tuple(range(1000, 1200))
 
 
 def names(scene: Core) -> set[str]:
@@ -105,11 +109,16 @@ async def test_the_window_is_the_shortest_of_those_that_can_be_used(store: Store
 async def test_what_was_just_sent_counts_until_the_worker_says_so(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as scene:
         (worker,) = scene.router.pool.of("m")
-        worker.book(160)
-        seen = worker.seen(False)
+        worker.view.send(Prefix(wire.Work(prompt=bytes(4))), 160, computed=True)
+        seen = worker.view.seen()
         assert (seen.sequences, seen.queued_tokens, seen.free_blocks) == (1, 160, 990)
-        worker.told_load()
-        assert worker.seen(False).sequences == 0
+        worker.view.send(Prefix(wire.Work(prompt=bytes(4))), 160, computed=False)
+        seen = worker.view.seen()
+        assert (seen.sequences, seen.queued_tokens, seen.free_blocks) == (2, 160, 980), (
+            "what is fetched is not computed"
+        )
+        worker.view.hear(wire.Beat())
+        assert worker.view.seen().sequences == 0
 
 
 async def test_many_at_once_are_spread(store: Store) -> None:
@@ -128,17 +137,18 @@ async def test_many_at_once_are_spread(store: Store) -> None:
 async def test_who_refused_gets_few_before_the_next_word(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as scene:
         (worker,) = scene.router.pool.of("m")
-        worker.refused()
-        assert not worker.seen(False).has_room
-        worker.told_load()
+        view = worker.view
+        view.refused()
+        assert not view.seen().has_room
+        view.hear(wire.Beat())
         taken = 0
-        while worker.seen(False).has_room:
-            worker.book(1)
+        while view.seen().has_room:
+            view.send(Prefix(wire.Work(prompt=bytes(4))), 1, computed=True)
             taken += 1
         assert taken == 16
         for _ in range(20):
-            worker.told_load()
-        assert worker.seen(False).has_room
+            view.hear(wire.Beat())
+        assert view.seen().has_room
 
 
 async def test_who_loses_requests_is_asked_last_for_a_while(store: Store) -> None:
@@ -168,3 +178,43 @@ async def test_a_ticket_is_renewed_with_and_without_a_taker(store: Store) -> Non
         prefill.go.set()
         assert tokens_of(await ended(course)) == answer(PROMPT, 5)
         assert not decode.renewed, "only the giver is told"
+
+
+def names_of(prompt: tuple[int, ...]) -> bytes:
+    return block_names(pack(list(prompt)), b"", 16).tobytes()
+
+
+async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
+    async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
+        for holder in (workers[1], workers[3]):
+            holder.cache = wire.CacheNews(published=names_of(LONG[:160]))
+            holder.load.queued_tokens = 100
+        pool = scene.router.pool
+        prefix = Prefix(make_request(prompt=LONG).work)
+        await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.seen("m", set(), prefix)) == 2)
+        await scene.answer(make_request("first", LONG))
+        assert [len(worker.starts) for worker in workers[2:]] == [0, 1], "less is to be fetched there"
+        for n in range(2):
+            await scene.answer(make_request(str(n), LONG))
+        assert [len(worker.prefills) for worker in workers[:2]] == [0, 3]
+        workers[1].cache = wire.CacheNews(dropped=names_of(LONG))
+        await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.seen("m", set(), prefix)) == 1)
+        await scene.answer(make_request("after", LONG))
+        assert len(workers[0].prefills) == 1
+
+
+async def test_the_next_of_a_prefix_follows_at_once_and_nothing_is_left_of_it(store: Store) -> None:
+    async with fleet(P, P2, D) as workers, core(store, workers) as scene:
+        for worker in workers[:2]:
+            worker.script.prefill_pause = True
+        courses = []
+        for n in range(4):
+            courses.append(await scene.dispatcher.begin(make_request(str(n), (*LONG, n))))
+            await until(lambda: sum(len(worker.prefills) for worker in workers) == len(courses))
+            await until(lambda: all(seen.sequences == 0 for seen in scene.router.pool.seen("m", set())))
+        assert sorted(len(worker.prefills) for worker in workers[:2]) == [0, 4], "before any was computed"
+        for worker in workers[:2]:
+            worker.go.set()
+        await asyncio.gather(*[ended(course) for course in courses])
+        caches = [worker.view._cached for worker in scene.router.pool.of("m")]
+        await until(lambda: not any(cache._held or cache.leaving for cache in caches))

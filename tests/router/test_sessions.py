@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,11 +32,12 @@ class Watcher:
     renewed: list[bytes] = field(default_factory=list)
     loads: int = 0
 
-    def heard(self, session: Session) -> None:
+    def opened(self, session: Session) -> None:
         self.loads += 1
 
-    def renews(self, tickets: Iterable[bytes]) -> None:
-        self.renewed += tickets
+    def heard(self, session: Session, beat: wire.Beat) -> None:
+        self.loads += 1
+        self.renewed += beat.renew
 
 
 @dataclass

@@ -1,0 +1,88 @@
+"""One worker as this router sees it: what it told of itself last, and what was sent there since."""
+
+from __future__ import annotations
+
+import sys
+
+from protos import worker_pb2 as wire
+from protos.state_pb2 import WorkerRegistration
+from router.placement import Seen
+from router.prefix import Cached, Prefix, Sent
+from state.names import Life
+
+FIRST_AGAIN = 16
+"""Sequences that go to a worker which had no room, before it tells its load another time."""
+
+
+class View:
+    """What placement looks at, of one life of one worker."""
+
+    def __init__(self, facts: WorkerRegistration) -> None:
+        self.life = Life.of(facts.peer)
+        self.block_tokens = facts.capacity.block_tokens or 1
+        self._layout = facts.layout
+        self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
+        self._cached = Cached()
+        self._is_full = False
+        self._allowance = sys.maxsize  # sequences that are sent before it tells its load again
+        self._booked_sequences = 0
+        self._booked_tokens = 0
+        self._booked_work = 0
+
+    @property
+    def is_draining(self) -> bool:
+        return self._load.draining
+
+    def seen(self, prefix: Prefix | None = None, *, avoided: bool = False) -> Seen:
+        """For a request with that prompt; None: for any."""
+        load = self._load
+        has_room = not self._is_full and self._booked_sequences < self._allowance
+        return Seen(
+            life=self.life,
+            role=load.role,
+            layout=self._layout,
+            block_tokens=self.block_tokens,
+            free_blocks=load.free_blocks + load.cached_blocks - self._booked_tokens // self.block_tokens,
+            sequences=load.running + load.waiting + self._booked_sequences,
+            queued_tokens=load.queued_tokens + self._booked_work,
+            cached_tokens=self.cached_tokens(prefix) if prefix is not None and has_room else 0,
+            takes_prompts=load.takes_prompts,
+            has_room=has_room,
+            avoided=avoided,
+        )
+
+    def cached_tokens(self, prefix: Prefix) -> int:
+        """Leading tokens of a prompt that are in its cache, as far as is known."""
+        return prefix.cached_tokens(self._cached, self.block_tokens)
+
+    def send(self, prefix: Prefix, tokens: int, *, computed: bool) -> Sent:
+        """A sequence of so many tokens goes there, to be computed or to be fetched. Say ``over`` of what is returned
+        when it is no longer there."""
+        fresh = max(0, tokens - self.cached_tokens(prefix))
+        self._booked_sequences += 1
+        self._booked_tokens += fresh
+        if computed:
+            self._booked_work += fresh
+        return self._cached.send(prefix.names(self.block_tokens))
+
+    def hear(self, beat: wire.Beat) -> None:
+        """It tells how it stands; what was sent before is in that."""
+        if beat.HasField("load"):
+            role = self._load.role
+            self._load = wire.Load()  # a copy: a part of a message keeps all of it alive
+            self._load.CopyFrom(beat.load)
+            self._load.role = beat.load.role or role
+        self._cached.hear(beat)
+        self._booked_sequences = self._booked_tokens = self._booked_work = 0
+        if not self._is_full:
+            self._allowance *= 2
+        self._is_full = False
+
+    def forget(self) -> None:
+        """It will tell from the beginning what it has cached."""
+        self._cached = Cached()
+
+    def refused(self) -> None:
+        """It has no room: nothing goes there until it tells its load again, and then few before the next time."""
+        self._is_full = True
+        self._allowance = FIRST_AGAIN
