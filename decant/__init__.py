@@ -12,11 +12,24 @@
 grpcio and protobuf and nothing else of others'.
 """
 
-from decant.aio import AsyncClient, AsyncStream
+from decant.aio import AsyncClient
 from decant.channel import Tls
-from decant.client import Client, Stream
+from decant.client import Client
 from decant.options import Options, Prompt
-from decant.results import Answer, CancelStatus, Delta, Finished, FinishReason, Output, Receipt, Usage
+from decant.results import (
+    Answer,
+    CancelStatus,
+    Delta,
+    Finished,
+    FinishReason,
+    Generation,
+    GenerationState,
+    Output,
+    Receipt,
+    Transition,
+    Usage,
+)
+from decant.streams import AsyncStream, Stream
 from runtime.errors import (
     Aborted,
     AlreadyExists,
@@ -35,6 +48,7 @@ from runtime.errors import (
     Unavailable,
     Unimplemented,
 )
+from runtime.fault import Reason
 
 __all__ = [
     "Aborted",
@@ -50,6 +64,8 @@ __all__ = [
     "FailedPrecondition",
     "FinishReason",
     "Finished",
+    "Generation",
+    "GenerationState",
     "Internal",
     "InvalidArgument",
     "NotFound",
@@ -60,10 +76,12 @@ __all__ = [
     "Prompt",
     "QueueFull",
     "QuotaExceeded",
+    "Reason",
     "Receipt",
     "ServiceError",
     "Stream",
     "Tls",
+    "Transition",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
+from google.protobuf.message import Message
+
 from decant import options, results
-from decant.channel import Tls, open_async
-from decant.client import CANCEL_SECONDS, tokenizing, typed_errors
+from decant.channel import Tls, targets
 from decant.options import Options, Prompt
-from decant.results import Answer, CancelStatus, Delta, Transcript
+from decant.results import Answer, CancelStatus, Generation
+from decant.routers import AsyncRouters
+from decant.streams import AsyncStream
+from decant.tries import Tries
 from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceServiceStub
 from runtime.errors import ServiceError
 
 
 class AsyncClient:
-    """A connection to a router, "host:port", for the event loop on which it is made. Close it, or use it in an
-    ``async with``.
+    """A service and its routers, for the event loop on which it is made; `decant.Client` says how they are named and
+    asked. Close it, or use it in an ``async with``.
 
-    >>> async with AsyncClient("localhost:50051") as client:
+    >>> async with AsyncClient("router-1:50051,router-2:50051") as client:
     ...     print((await client.generate("def add(a, b):", max_tokens=40)).text)
     """
 
-    def __init__(self, address: str, *, tls: Tls | None = None, call_seconds: float = 30.0) -> None:
-        """Connects when first asked; plaintext without `tls`. `call_seconds` bounds every call that writes nothing.
-
-        Raises OSError for a TLS file that can't be read.
-        """
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        tls: Tls | None = None,
+        call_seconds: float = 30.0,
+        resume_seconds: float = 30.0,
+    ) -> None:
+        """As `decant.Client`."""
         self._call_seconds = call_seconds
-        self._channel = open_async(address, tls)
-        self._stub = InferenceServiceStub(self._channel)
+        self._resume_seconds = resume_seconds
+        self._routers = AsyncRouters(targets(address), tls)
 
     async def generate(
         self,
@@ -47,33 +53,48 @@ class AsyncClient:
         >>> answer = await client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms
         """
-        request = options.request(prompt, wanted)
-        call = self._stub.Generate(request, timeout=timeout)
+        request = options.named_request(prompt, wanted)
         ended = False
         try:
-            with typed_errors():
-                message = await call
+            message = await self._routers.ask("Generate", request, timeout)
             ended = True
-            return results.answer(message)
         except ServiceError:
             ended = True
             raise
         finally:
             if not ended:
-                await self._leave(request.request_id)
-                call.cancel()
+                await self._routers.leave(request.request_id)
+        return results.answer(message)
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **wanted: Unpack[Options]) -> AsyncStream:
-        """The answer as it is written. Leaving it early, or cancelling the task that reads, cancels the request.
+        """The answer as it is written; it goes on by itself when a connection breaks. Leaving it early, or cancelling
+        the task that reads, cancels the request, but for one with ``on_disconnect="detach"``.
 
         >>> async with client.stream("def add(a, b):", temperature=0.7, seed=1) as stream:
         ...     async for delta in stream:
         ...         print(delta.text, end="")
         >>> stream.finished.reason, stream.usage.completion_tokens, stream.receipt.decode_worker
         """
-        request = options.request(prompt, wanted)
-        call = self._stub.GenerateStream(request, timeout=timeout)
-        return AsyncStream(call, request.request_id, self._leave)
+        request = options.named_request(prompt, wanted)
+        return AsyncStream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
+
+    def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> AsyncStream:
+        """The rest of a request's stream, from whichever router; see `decant.Client.resume`.
+
+        >>> async for delta in client.resume("6f9c", after_seq=2):
+        ...     print(delta.text, end="")
+        """
+        request = pb.ResumeStreamRequest(request_id=request_id, after_seq=after_seq)
+        return AsyncStream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
+
+    async def generation(self, request_id: str) -> Generation:
+        """Where a request stands, and what is written of it so far, until it is forgotten. Raises NotFound.
+
+        >>> found = await client.generation("6f9c")
+        >>> found.state, found.last_seq, found.text
+        (<GenerationState.DECODING: 'decoding'>, 2, ' return')
+        """
+        return results.generation(await self._ask("GetGeneration", pb.GetGenerationRequest(request_id=request_id)))
 
     async def cancel(self, request_id: str) -> CancelStatus:
         """Ends a request in whatever state it is. May be repeated.
@@ -81,7 +102,8 @@ class AsyncClient:
         >>> await client.cancel("6f9c")
         <CancelStatus.CANCELLED: 'cancelled'>
         """
-        return await self._cancel(request_id, self._call_seconds)
+        request = pb.CancelGenerationRequest(request_id=request_id)
+        return results.cancel_status(await self._ask("CancelGeneration", request))
 
     async def tokenize(
         self, text: str | Sequence[Any], *, model: str = "", add_special_tokens: bool | None = None
@@ -91,9 +113,8 @@ class AsyncClient:
         >>> (await client.tokenize("def add")).token_ids
         [41, 310]
         """
-        request = tokenizing(text, model, add_special_tokens)
-        with typed_errors():
-            return cast(pb.TokenizeResponse, await self._stub.Tokenize(request, timeout=self._call_seconds))
+        request = options.tokenize_request(text, model, add_special_tokens)
+        return cast(pb.TokenizeResponse, await self._ask("Tokenize", request))
 
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool | None = None
@@ -104,8 +125,7 @@ class AsyncClient:
         'def add'
         """
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        with typed_errors():
-            return cast(str, (await self._stub.Detokenize(request, timeout=self._call_seconds)).text)
+        return cast(str, (await self._ask("Detokenize", request)).text)
 
     async def models(self) -> tuple[pb.Model, ...]:
         """What is served.
@@ -113,8 +133,7 @@ class AsyncClient:
         >>> [model.id for model in await client.models()]
         ['tiny-python']
         """
-        with typed_errors():
-            return tuple((await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._call_seconds)).models)
+        return tuple((await self._ask("ListModels", pb.ListModelsRequest())).models)
 
     async def model(self, name: str = "") -> pb.Model:
         """A model by its id or alias; without one the server's default. Raises NotFound.
@@ -122,9 +141,7 @@ class AsyncClient:
         >>> (await client.model()).max_context_length
         2048
         """
-        request = pb.GetModelRequest(model=name)
-        with typed_errors():
-            return cast(pb.Model, await self._stub.GetModel(request, timeout=self._call_seconds))
+        return cast(pb.Model, await self._ask("GetModel", pb.GetModelRequest(model=name)))
 
     async def server_info(self) -> pb.ServerInfo:
         """Which router answers, its limits, and the fields that it does not honour.
@@ -132,66 +149,14 @@ class AsyncClient:
         >>> (await client.server_info()).limits.max_outputs
         1
         """
-        request = pb.GetServerInfoRequest()
-        with typed_errors():
-            return cast(pb.ServerInfo, await self._stub.GetServerInfo(request, timeout=self._call_seconds))
+        return cast(pb.ServerInfo, await self._ask("GetServerInfo", pb.GetServerInfoRequest()))
 
     async def close(self) -> None:
-        """Ends the connection, and every call that is still open on it."""
-        await self._channel.close()
+        """Ends the connections, and every call that is still open on them; those raise Cancelled."""
+        await self._routers.close()
 
-    async def _leave(self, request_id: str) -> None:
-        """Cancels what nobody waits for any more. Closing the call does the rest, so an error here is none."""
-        if request_id:
-            with contextlib.suppress(ServiceError):
-                await self._cancel(request_id, CANCEL_SECONDS)
-
-    async def _cancel(self, request_id: str, seconds: float) -> CancelStatus:
-        request = pb.CancelGenerationRequest(request_id=request_id)
-        with typed_errors():
-            return results.cancel_status(await self._stub.CancelGeneration(request, timeout=seconds))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-
-class AsyncStream(Transcript):
-    """An answer that is being written; see `decant.Stream`."""
-
-    def __init__(self, call: Any, request_id: str, leave: Callable[[str], Awaitable[None]]) -> None:
-        """For `AsyncClient.stream`."""
-        super().__init__(request_id)
-        self._call = call
-        self._leave = leave
-        self._over = False
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Raises the error with which the stream ended, if it did."""
-        try:
-            with typed_errors():
-                async for message in self._call:
-                    if delta := self._take(message):
-                        yield delta
-            self._over = True
-        except ServiceError:
-            self._over = True
-            raise
-        finally:
-            await self.close()
-
-    async def close(self) -> None:
-        """Cancels the request unless it has ended. May be repeated."""
-        if not self._over:
-            self._over = True
-            try:
-                await self._leave(self.request_id)
-            finally:
-                self._call.cancel()
+    async def _ask(self, method: str, request: Message) -> Any:
+        return await self._routers.ask(method, request, self._call_seconds)
 
     async def __aenter__(self) -> Self:
         return self

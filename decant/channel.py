@@ -1,8 +1,9 @@
-"""The way to a router, or to several behind one name."""
+"""Which routers are meant, and the way to one, or to several behind one name."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,25 +13,14 @@ import grpc.aio
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """As servers have it by default."""
 
-# A name that stands for several routers: each call goes to the next of those that are ready. A call that was refused
-# before it was taken up (a router that drains, a connection that broke) is made again; a server that says when, is
-# obeyed.
+# A name that stands for several routers: each call goes to the next of those that are ready. One that is not ready
+# fails at once, so that another is asked; who that is, and what is asked again, `decant.tries` decides alone.
 _SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": ""},
-    "methodConfig": [
-        {
-            "name": [{"service": "decant.v1.InferenceService"}],
-            "retryPolicy": {
-                "maxAttempts": 3,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ],
 }
+
+_LISTS = ("ipv4:", "ipv6:")
 
 _OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
@@ -41,6 +31,10 @@ _OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # A router that comes back is found while the requests that it left can still be resumed.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # for a connection to come about, whatever its name says
 )
 
 
@@ -65,6 +59,16 @@ class Tls:
     def credentials(self) -> grpc.ChannelCredentials:
         """Raises OSError for a file that can't be read."""
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
+
+
+def targets(addresses: str | Sequence[str]) -> tuple[str, ...]:
+    """The routers that are meant, as gRPC takes them: one for each part between commas, but for ``ipv4:`` and
+    ``ipv6:``, which may list addresses themselves. Raises ValueError where there is none."""
+    given = [addresses] if isinstance(addresses, str) else addresses
+    parts = [part.strip() for one in given for part in ([one] if one.startswith(_LISTS) else one.split(","))]
+    if not parts or not all(parts):
+        raise ValueError(f"address: 'host:port', or several with commas between them, got {addresses!r}")
+    return tuple(dict.fromkeys(parts))
 
 
 def open_blocking(address: str, tls: Tls | None) -> grpc.Channel:

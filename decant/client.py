@@ -5,49 +5,51 @@ Every method raises the typed errors of this package (`decant.ServiceError` and 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
-import grpc
+from google.protobuf.message import Message
 
 from decant import options, results
-from decant.channel import Tls, open_blocking
+from decant.channel import Tls, targets
 from decant.options import Options, Prompt
-from decant.results import Answer, CancelStatus, Delta, Transcript
+from decant.results import Answer, CancelStatus, Generation
+from decant.routers import Routers
+from decant.streams import Stream
+from decant.tries import Tries
 from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceServiceStub
-from runtime.errors import EndedCall, ServiceError, from_call
-
-CANCEL_SECONDS = 2.0
-"""For the cancel of a request that is being left: a router that is gone must not hold up its client."""
-
-
-@contextlib.contextmanager
-def typed_errors() -> Iterator[None]:
-    """gRPC's error of a call becomes the service's own."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise from_call(cast(EndedCall, error)) from None
+from runtime.errors import ServiceError
 
 
 class Client:
-    """A connection to a router, "host:port". Threads may share one. Close it, or use it in a ``with``.
+    """A service and its routers: "host:port"; several, as a sequence or with commas between them; or
+    "dns:///name:port" for all that a name stands for. Threads may share one. Close it, or use it in a ``with``.
 
-    >>> with Client("localhost:50051") as client:
+    Routers are asked in turn; one that drains, is not ready or not there is passed over until it is back. What may be
+    asked again is, before an error is raised: where a connection broke or a router can't take the call now, as soon
+    as the server said, within the deadline. A mistake of the caller's is not.
+
+    >>> with Client("router-1:50051,router-2:50051") as client:
     ...     print(client.generate("def add(a, b):", max_tokens=40).text)
     """
 
-    def __init__(self, address: str, *, tls: Tls | None = None, call_seconds: float = 30.0) -> None:
-        """Connects when first asked; plaintext without `tls`. `call_seconds` bounds every call that writes nothing.
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        tls: Tls | None = None,
+        call_seconds: float = 30.0,
+        resume_seconds: float = 30.0,
+    ) -> None:
+        """Connects when first asked; plaintext without `tls`. `call_seconds` bounds every call that writes nothing,
+        `resume_seconds` how long a stream that broke is tried to be gone on with; 0: not at all.
 
-        Raises OSError for a TLS file that can't be read.
+        Raises ValueError without an address, OSError for a TLS file that can't be read.
         """
         self._call_seconds = call_seconds
-        self._channel = open_blocking(address, tls)
-        self._stub = InferenceServiceStub(self._channel)
+        self._resume_seconds = resume_seconds
+        self._routers = Routers(targets(address), tls)
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **wanted: Unpack[Options]) -> Answer:
         """The whole answer at once. `timeout` is the request's deadline in seconds.
@@ -55,27 +57,51 @@ class Client:
         >>> answer = client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms
         """
-        request = options.request(prompt, wanted)
-        call = self._stub.Generate.future(request, timeout=timeout)
+        request = options.named_request(prompt, wanted)
+        ended = False
         try:
-            with typed_errors():
-                return results.answer(call.result())
+            message = self._routers.ask("Generate", request, timeout)
+            ended = True
+        except ServiceError:
+            ended = True
+            raise
         finally:
-            if not call.done():
-                self._leave(request.request_id)
-                call.cancel()
+            if not ended:
+                self._routers.leave(request.request_id)
+        return results.answer(message)
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **wanted: Unpack[Options]) -> Stream:
-        """The answer as it is written. Leaving it early cancels the request.
+        """The answer as it is written; it goes on by itself when a connection breaks. Leaving it early cancels the
+        request, but for one with ``on_disconnect="detach"``.
 
         >>> with client.stream("def add(a, b):", temperature=0.7, seed=1) as stream:
         ...     for delta in stream:
         ...         print(delta.text, end="")
         >>> stream.finished.reason, stream.usage.completion_tokens, stream.receipt.decode_worker
         """
-        request = options.request(prompt, wanted)
-        call = self._stub.GenerateStream(request, timeout=timeout)
-        return Stream(call, request.request_id, self._leave)
+        request = options.named_request(prompt, wanted)
+        return Stream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
+
+    def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> Stream:
+        """The rest of a request's stream, from whichever router: what comes after `after_seq` output tokens. The
+        stream from which it is taken ends with Aborted (SUPERSEDED). Leaving this one cancels nothing; the request
+        ends or goes on as its own ``on_disconnect`` says. Raises, when it is read, NotFound for an id that is unknown
+        or forgotten.
+
+        >>> for delta in client.resume("6f9c", after_seq=2):
+        ...     print(delta.text, end="")
+        """
+        request = pb.ResumeStreamRequest(request_id=request_id, after_seq=after_seq)
+        return Stream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
+
+    def generation(self, request_id: str) -> Generation:
+        """Where a request stands, and what is written of it so far, until it is forgotten. Raises NotFound.
+
+        >>> found = client.generation("6f9c")
+        >>> found.state, found.last_seq, found.text
+        (<GenerationState.DECODING: 'decoding'>, 2, ' return')
+        """
+        return results.generation(self._ask("GetGeneration", pb.GetGenerationRequest(request_id=request_id)))
 
     def cancel(self, request_id: str) -> CancelStatus:
         """Ends a request in whatever state it is. May be repeated.
@@ -83,7 +109,8 @@ class Client:
         >>> client.cancel("6f9c")
         <CancelStatus.CANCELLED: 'cancelled'>
         """
-        return self._cancel(request_id, self._call_seconds)
+        request = pb.CancelGenerationRequest(request_id=request_id)
+        return results.cancel_status(self._ask("CancelGeneration", request))
 
     def tokenize(
         self, text: str | Sequence[Any], *, model: str = "", add_special_tokens: bool | None = None
@@ -93,9 +120,8 @@ class Client:
         >>> client.tokenize("def add").token_ids
         [41, 310]
         """
-        request = tokenizing(text, model, add_special_tokens)
-        with typed_errors():
-            return cast(pb.TokenizeResponse, self._stub.Tokenize(request, timeout=self._call_seconds))
+        request = options.tokenize_request(text, model, add_special_tokens)
+        return cast(pb.TokenizeResponse, self._ask("Tokenize", request))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool | None = None) -> str:
         """The text of token ids.
@@ -104,8 +130,7 @@ class Client:
         'def add'
         """
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        with typed_errors():
-            return cast(str, self._stub.Detokenize(request, timeout=self._call_seconds).text)
+        return cast(str, self._ask("Detokenize", request).text)
 
     def models(self) -> tuple[pb.Model, ...]:
         """What is served.
@@ -113,8 +138,7 @@ class Client:
         >>> [model.id for model in client.models()]
         ['tiny-python']
         """
-        with typed_errors():
-            return tuple(self._stub.ListModels(pb.ListModelsRequest(), timeout=self._call_seconds).models)
+        return tuple(self._ask("ListModels", pb.ListModelsRequest()).models)
 
     def model(self, name: str = "") -> pb.Model:
         """A model by its id or alias; without one the server's default. Raises NotFound.
@@ -122,9 +146,7 @@ class Client:
         >>> client.model().max_context_length
         2048
         """
-        request = pb.GetModelRequest(model=name)
-        with typed_errors():
-            return cast(pb.Model, self._stub.GetModel(request, timeout=self._call_seconds))
+        return cast(pb.Model, self._ask("GetModel", pb.GetModelRequest(model=name)))
 
     def server_info(self) -> pb.ServerInfo:
         """Which router answers, its limits, and the fields that it does not honour.
@@ -132,24 +154,14 @@ class Client:
         >>> client.server_info().limits.max_outputs
         1
         """
-        request = pb.GetServerInfoRequest()
-        with typed_errors():
-            return cast(pb.ServerInfo, self._stub.GetServerInfo(request, timeout=self._call_seconds))
+        return cast(pb.ServerInfo, self._ask("GetServerInfo", pb.GetServerInfoRequest()))
 
     def close(self) -> None:
-        """Ends the connection, and every call that is still open on it."""
-        self._channel.close()
+        """Ends the connections, and every call that is still open on them; those raise Cancelled."""
+        self._routers.close()
 
-    def _leave(self, request_id: str) -> None:
-        """Cancels what nobody waits for any more. Closing the call does the rest, so an error here is none."""
-        if request_id:
-            with contextlib.suppress(ServiceError):
-                self._cancel(request_id, CANCEL_SECONDS)
-
-    def _cancel(self, request_id: str, seconds: float) -> CancelStatus:
-        request = pb.CancelGenerationRequest(request_id=request_id)
-        with typed_errors():
-            return results.cancel_status(self._stub.CancelGeneration(request, timeout=seconds))
+    def _ask(self, method: str, request: Message) -> Any:
+        return self._routers.ask(method, request, self._call_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -158,61 +170,3 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Stream(Transcript):
-    """An answer that is being written; iterating gives its deltas. What has arrived so far stays readable: `text`,
-    `outputs`, and after the end `finished`, `usage` and `receipt`.
-
-    Whoever leaves it early (a break, an exception, the end of a ``with``) cancels the request.
-    """
-
-    def __init__(self, call: Any, request_id: str, leave: Callable[[str], None]) -> None:
-        """For `Client.stream`."""
-        super().__init__(request_id)
-        self._call = call
-        self._leave = leave
-        self._over = False
-
-    def __iter__(self) -> Iterator[Delta]:
-        """Raises the error with which the stream ended, if it did."""
-        try:
-            with typed_errors():
-                for message in self._call:
-                    if delta := self._take(message):
-                        yield delta
-            self._over = True
-        except ServiceError:
-            self._over = True
-            raise
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Cancels the request unless it has ended. May be repeated."""
-        if not self._over:
-            self._over = True
-            self._leave(self.request_id)
-            self._call.cancel()
-
-    def break_off(self) -> None:
-        """Ends the call and tells nobody: iterating raises Cancelled. From any thread, and from a signal handler."""
-        self._call.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def tokenizing(text: str | Sequence[Any], model: str, add_special_tokens: bool | None) -> pb.TokenizeRequest:
-    """Raises InvalidArgument."""
-    request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens, return_tokens=True)
-    if isinstance(text, str):
-        request.text = text
-    else:
-        options.put_messages(request.messages, text)
-    return request

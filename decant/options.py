@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from google.protobuf.message import Message
 
@@ -66,7 +67,7 @@ class Options(TypedDict, total=False):
     cache_salt: str | None
     session_id: str | None
     # StreamOptions
-    on_disconnect: int | None  # StreamOptions.OnDisconnect
+    on_disconnect: Literal["cancel", "detach"] | None
     detach_ttl_ms: int | None
     min_chunk_tokens: int | None
 
@@ -95,6 +96,23 @@ def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     for name, value in options.items():
         if value is not None:
             _put(made, name, value)
+    return made
+
+
+def named_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    """The request, under an id of its own where none was given: it can be asked for again, and is run once."""
+    made = request(prompt, options)
+    made.request_id = made.request_id or str(uuid.uuid4())
+    return made
+
+
+def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: bool | None) -> pb.TokenizeRequest:
+    """Raises InvalidArgument."""
+    made = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens, return_tokens=True)
+    if isinstance(text, str):
+        made.text = text
+    else:
+        put_messages(made.messages, text)
     return made
 
 
@@ -131,6 +149,8 @@ def _as_sent(name: str, value: object) -> object:
         return json.dumps(value)
     if name == "choice" and isinstance(value, Sequence) and not isinstance(value, str):
         return pb.Choices(choices=value)
+    if name == "on_disconnect" and isinstance(value, str):
+        return f"ON_DISCONNECT_{value.upper()}"
     return value
 
 

@@ -1,4 +1,4 @@
-"""What comes back: frozen values, and the record of a stream as it arrives. No I/O.
+"""What comes back: frozen values. No I/O.
 
 An answer, its usage and its receipt are dataclasses rather than messages: what is unset is None instead of 0, they
 compare, print and copy, and a finish reason reads as a word. Logprobs stay messages (`pb.TokenLogprob`): there may be
@@ -8,12 +8,15 @@ many, and copying them costs.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from protos import inference_pb2 as pb
+from runtime.errors import ServiceError, from_fault
+from runtime.fault import from_status
 
 _T = TypeVar("_T")
 
@@ -130,64 +133,56 @@ class Answer:
         return self.outputs[0].finished
 
 
-class Transcript:
-    """What has arrived of a stream so far; complete once it has ended."""
+class GenerationState(StrEnum):
+    """Where a request stands; `Generation.State` in protos/inference.proto says what may follow what."""
 
-    def __init__(self, request_id: str = "") -> None:
-        self.request_id = request_id
-        """Empty until the server has told the id that it made up."""
-        self.seq = 0
-        """Output tokens that have arrived; where a stream can be resumed."""
-        self.started: pb.Started | None = None
-        """The model that answers, the prompt's tokens, the seed; comes right before the first delta."""
-        self.usage: Usage | None = None
-        self.receipt: Receipt | None = None
-        self._finished: dict[int, Finished] = {}
-        self._deltas: dict[int, list[Delta]] = {}
+    UNSPECIFIED = "unspecified"
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    HANDING_OFF = "handing_off"
+    DECODING = "decoding"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_end(self) -> bool:
+        return self in (GenerationState.SUCCEEDED, GenerationState.FAILED, GenerationState.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """When a request came into a state; `attempt` counts from 1."""
+
+    state: GenerationState
+    time: datetime
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request as the service remembers it. Times are in UTC.
+
+    last_seq     output tokens written so far
+    answer       what is written so far; whole once it has succeeded
+    error        with what its stream ended, where it failed or was cancelled
+    expire_time  when an ended request is forgotten; None before its end
+    transitions  oldest first
+    """
+
+    request_id: str
+    state: GenerationState
+    last_seq: int
+    answer: Answer
+    create_time: datetime
+    expire_time: datetime | None
+    error: ServiceError | None
+    transitions: tuple[Transition, ...]
 
     @property
     def text(self) -> str:
         """Of the first output, so far."""
-        return "".join(delta.text for delta in self._deltas.get(0, ()))
-
-    @property
-    def finished(self) -> Finished | None:
-        """Of the first output; None before its end."""
-        return self._finished.get(0)
-
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        """All outputs so far."""
-        return tuple(
-            Output(
-                index=index,
-                text="".join(delta.text for delta in deltas),
-                token_ids=tuple(id for delta in deltas for id in delta.token_ids),
-                logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-                finished=self._finished.get(index),
-            )
-            for index in sorted(self._deltas.keys() | self._finished.keys())
-            for deltas in [self._deltas.get(index, [])]
-        )
-
-    def _take(self, message: pb.GenerateStreamResponse) -> Delta | None:
-        """Adds a message; what it brings to read, if anything."""
-        self.request_id = message.request_id or self.request_id
-        self.seq = message.seq
-        if message.HasField("usage"):
-            self.usage = plain(Usage, message.usage)
-        if message.HasField("receipt"):
-            self.receipt = plain(Receipt, message.receipt)
-        event = message.WhichOneof("event")
-        if event == "started":
-            self.started = message.started
-        elif event == "finished":
-            self._finished[message.finished.index] = _finished(message.finished)
-        elif event == "delta":
-            delta = _delta(message.delta)
-            self._deltas.setdefault(delta.index, []).append(delta)
-            return delta
-        return None
+        return self.answer.text
 
 
 def answer(message: pb.GenerateResponse) -> Answer:
@@ -199,6 +194,21 @@ def answer(message: pb.GenerateResponse) -> Answer:
         usage=plain(Usage, message.usage),
         receipt=plain(Receipt, message.receipt),
         prompt_logprobs=tuple(message.prompt_logprobs),
+    )
+
+
+def generation(message: pb.Generation) -> Generation:
+    return Generation(
+        request_id=message.request_id,
+        state=_state(message.state),
+        last_seq=message.last_seq,
+        answer=answer(message.result),
+        create_time=message.create_time.ToDatetime(UTC),
+        expire_time=message.expire_time.ToDatetime(UTC) if message.HasField("expire_time") else None,
+        error=from_fault(from_status(message.error)) if message.HasField("error") else None,
+        transitions=tuple(
+            Transition(_state(one.state), one.time.ToDatetime(UTC), one.attempt) for one in message.transitions
+        ),
     )
 
 
@@ -215,19 +225,23 @@ def plain(kind: type[_T], message: Message) -> _T:
     return kind(**values)
 
 
-def _delta(message: pb.Delta) -> Delta:
+def delta(message: pb.Delta) -> Delta:
     return Delta(message.index, message.text, message.num_tokens, tuple(message.token_ids), tuple(message.logprobs))
 
 
 def _output(message: pb.Output) -> Output:
-    finished = _finished(message.finished) if message.HasField("finished") else None
+    finished = finished_as(message.finished) if message.HasField("finished") else None
     return Output(message.index, message.text, tuple(message.token_ids), tuple(message.logprobs), finished)
 
 
-def _finished(message: pb.Finished) -> Finished:
+def finished_as(message: pb.Finished) -> Finished:
     reason = _named(FinishReason, pb.FinishReason.Name(message.finish_reason), "FINISH_REASON_")
     match = message.WhichOneof("stop_match")
     return Finished(reason, None if match is None else getattr(message, match))
+
+
+def _state(number: pb.Generation.State) -> GenerationState:
+    return _named(GenerationState, pb.Generation.State.Name(number), "STATE_")
 
 
 _E = TypeVar("_E", bound=StrEnum)

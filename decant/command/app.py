@@ -51,7 +51,9 @@ ServerName = Annotated[str | None, typer.Option(help="Name in the server's certi
 def generate(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="Text; '-' or nothing reads standard input.")] = None,
-    address: Annotated[str | None, typer.Option(help="host:port of a router; unset: the one that runs here.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="host:port of a router, several with commas between; unset: those that run here.")
+    ] = None,
     chat: Annotated[bool, typer.Option(help="PROMPT is a user's message: the model's chat template is used.")] = False,
     model: Annotated[str | None, typer.Option(help="Id or alias; unset: the server's default.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to write at most; unset: the window.")] = None,
@@ -72,7 +74,7 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     logprobs: Annotated[int | None, typer.Option(help="Alternatives per token, in --json.")] = None,
     token_ids: Annotated[bool | None, typer.Option(help="Also the ids of the tokens, in --json.")] = None,
     priority: Annotated[int | None, typer.Option(help="Larger is more urgent.")] = None,
-    request_id: Annotated[str | None, typer.Option(help="Unset: the server makes one up.")] = None,
+    request_id: Annotated[str | None, typer.Option(help="Unset: one is made up.")] = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until its deadline.")] = None,
     as_json: Json = False,
     ca: Ca = None,
@@ -91,7 +93,7 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
         given: Prompt = [{"role": "user", "content": text}] if chat else text
         options = {name: value for name, value in ctx.params.items() if name in Options.__annotations__}
         asking = generating.Asking(
-            address or deployments.youngest("--address").addresses[0],
+            address or deployments.youngest("--address").addresses,
             _tls(ca, certificate, key, server_name),
             timeout,
             as_json,

@@ -12,9 +12,9 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from decant.channel import Tls
-from decant.client import typed_errors
 from decant.command import status
 from decant.command.errors import CommandFailed
+from decant.routers import typed_errors
 from protos import worker_pb2 as wire
 from protos.state_pb2 import WorkerRegistration
 from protos.worker_pb2_grpc import AuditStub

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,9 +47,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Asking:
-    """Whom to ask, and how to show it."""
+    """Whom to ask, and how to show it. `address` as `decant.Client` takes it."""
 
-    address: str
+    address: str | Sequence[str]
     tls: Tls | None = None
     timeout: float | None = None
     as_json: bool = False
@@ -62,13 +62,19 @@ def run(asking: Asking, prompt: Prompt, options: Options) -> str:
     """
     try:
         client = Client(asking.address, tls=asking.tls)
+    except ValueError as error:
+        raise CommandFailed(f"--{error}", status=2) from None
     except OSError as error:
         raise CommandFailed(f"{error.filename}: {error.strerror}") from None
     clock = Clock(time.monotonic())
     with client, client.stream(prompt, timeout=asking.timeout, **options) as stream, _until_ctrl_c(client, stream):
+        resumed = 0
         for delta in stream:
             if delta.num_tokens:
                 clock.token()
+            for router in stream.resumed_at[resumed:]:
+                _aside(f"resumed at {router}")
+            resumed = len(stream.resumed_at)
             if not asking.as_json:
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
@@ -78,6 +84,11 @@ def run(asking: Asking, prompt: Prompt, options: Options) -> str:
         sys.stdout.write("\n")
         sys.stdout.flush()
     return summary(stream, clock)
+
+
+def _aside(line: str) -> None:
+    """On standard error, dim where that is a terminal."""
+    print(f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -101,8 +112,7 @@ def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
         if not asked:
             raise
         with contextlib.suppress(ServiceError):
-            if stream.request_id:
-                client.cancel(stream.request_id)
+            client.cancel(stream.request_id)
         raise KeyboardInterrupt from None
     finally:
         signal.signal(signal.SIGINT, before)
@@ -127,6 +137,7 @@ def account(stream: Stream, clock: Clock) -> dict[str, Any]:
         "e2e_ms": clock.e2e_ms,
         "usage": asdict(usage) if usage else None,
         "receipt": asdict(receipt) if receipt else None,
+        "resumed_at": stream.resumed_at,
     }
 
 

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from runtime.errors import ServiceError
-from runtime.fault import trailers
+from runtime.errors import DeadlineExceeded, NotFound, ServiceError
+from runtime.fault import to_status, trailers
 
 PATIENCE_S = 60.0
 
 Answering = Callable[[pb.GenerateRequest, Any], AsyncIterator[pb.GenerateStreamResponse]]
+
+
+@dataclass(frozen=True)
+class Break:
+    """How one stream ends after so many messages: with an error of the service's, or with a bare status as gRPC gives
+    it to a connection that was lost."""
+
+    after: int
+    error: ServiceError | grpc.StatusCode
 
 
 @dataclass
@@ -32,6 +42,11 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
     was_cancelled: threading.Event = field(default_factory=threading.Event)
     call_ended: threading.Event = field(default_factory=threading.Event)
     time_left: float | None = None
+    breaks: deque[Break] = field(default_factory=deque)
+    """For the next streams, one each; those after the last end well."""
+    resumed: list[pb.ResumeStreamRequest] = field(default_factory=list)
+    known: dict[str, pb.GenerateRequest] = field(default_factory=dict)
+    """Requests by id. Routers of one service share it."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802
         messages = [message async for message in self.GenerateStream(request, context)]
@@ -44,15 +59,52 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GenerateStream(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self.asked.append(request)
+        self.known.setdefault(request.request_id, request)
+        async for message in self._stream(request, 0, context):
+            yield message
+
+    async def ResumeStream(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.resumed.append(request)
+        if request.request_id not in self.known:
+            await refuse(context, NotFound("request", request.request_id))
+        async for message in self._stream(self.known[request.request_id], request.after_seq, context):
+            yield message
+
+    async def _stream(self, request: pb.GenerateRequest, after_seq: int, context: Any) -> AsyncIterator[Any]:
         self.time_left = context.time_remaining()
+        cut = self.breaks.popleft() if self.breaks else None
+        sent = 0
         try:
             if self.refusal is not None:
-                context.set_trailing_metadata(trailers(self.refusal.fault))
-                await context.abort(self.refusal.code, self.refusal.fault.message)
-            async for message in (self.answering or plainly)(request, context):
+                await refuse(context, self.refusal)
+            async for message in self._rest(request, after_seq, context):
+                if cut is not None and sent == cut.after:
+                    await refuse(context, cut.error)
                 yield message
+                sent += 1
+            if cut is not None:
+                await refuse(context, cut.error)
         finally:
             self.call_ended.set()
+
+    async def _rest(self, request: pb.GenerateRequest, after_seq: int, context: Any) -> AsyncIterator[Any]:
+        async for message in (self.answering or plainly)(request, context):
+            if message.HasField("started"):
+                message.seq = after_seq
+            if message.seq > after_seq or not message.delta.num_tokens:
+                yield message
+
+    async def GetGeneration(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if request.request_id not in self.known:
+            await refuse(context, NotFound("request", request.request_id))
+        told = pb.Generation(request_id=request.request_id, state=pb.Generation.STATE_FAILED, last_seq=2)
+        told.result.CopyFrom(pb.GenerateResponse(model="m", outputs=[pb.Output(text="ab", token_ids=[97, 98])]))
+        told.create_time.FromSeconds(1_000)
+        told.expire_time.FromSeconds(5_000)
+        told.error.CopyFrom(to_status(DeadlineExceeded().fault))
+        told.transitions.add(state=pb.Generation.STATE_QUEUED, attempt=1).time.FromSeconds(1_000)
+        told.transitions.add(state=pb.Generation.STATE_FAILED, attempt=1).time.FromSeconds(1_400)
+        return told
 
     async def CancelGeneration(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.cancelled.append(request.request_id)
@@ -76,16 +128,25 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
         return pb.ServerInfo(version="1", router_id="r")
 
 
+async def refuse(context: Any, error: ServiceError | grpc.StatusCode) -> NoReturn:
+    if isinstance(error, grpc.StatusCode):
+        await context.abort(error, "as gRPC says it")
+        raise AssertionError
+    context.set_trailing_metadata(trailers(error.fault))
+    await context.abort(error.code, error.fault.message)
+    raise AssertionError
+
+
 def started(request: pb.GenerateRequest, prompt_tokens: int = 3) -> pb.GenerateStreamResponse:
     return pb.GenerateStreamResponse(
-        request_id=request.request_id or "made-up",
+        request_id=request.request_id,
         started=pb.Started(model="m", prompt_tokens=prompt_tokens, seed=7),
     )
 
 
 def delta(request: pb.GenerateRequest, seq: int, text: str) -> pb.GenerateStreamResponse:
     return pb.GenerateStreamResponse(
-        request_id=request.request_id or "made-up",
+        request_id=request.request_id,
         seq=seq,
         delta=pb.Delta(text=text, num_tokens=1, token_ids=[ord(text)] if request.response.token_ids else []),
     )
@@ -93,7 +154,7 @@ def delta(request: pb.GenerateRequest, seq: int, text: str) -> pb.GenerateStream
 
 def finished(request: pb.GenerateRequest, seq: int) -> pb.GenerateStreamResponse:
     return pb.GenerateStreamResponse(
-        request_id=request.request_id or "made-up",
+        request_id=request.request_id,
         seq=seq,
         finished=pb.Finished(finish_reason=pb.FINISH_REASON_STOP, eos_token_id=2),
         usage=pb.Usage(prompt_tokens=3, completion_tokens=seq, total_tokens=3 + seq),
@@ -105,6 +166,15 @@ async def plainly(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Gener
     yield started(request)
     for seq, letter in enumerate("abc", 1):
         yield delta(request, seq, letter)
+    yield finished(request, 3)
+
+
+async def with_a_tail(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
+    """Its end brings text that no new token brings."""
+    yield started(request)
+    for seq, letter in enumerate("abc", 1):
+        yield delta(request, seq, letter)
+    yield pb.GenerateStreamResponse(request_id=request.request_id, seq=3, delta=pb.Delta(text="!"))
     yield finished(request, 3)
 
 
@@ -123,7 +193,7 @@ async def never(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Generat
 
 
 @contextmanager
-def serving(script: Script) -> Iterator[str]:
+def serving(script: Script, port: int = 0) -> Iterator[str]:
     """Its address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -132,13 +202,13 @@ def serving(script: Script) -> Iterator[str]:
     async def start() -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(script, server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        bound = server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
-        return server, port
+        return server, bound
 
-    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(PATIENCE_S)
+    server, bound = asyncio.run_coroutine_threadsafe(start(), loop).result(PATIENCE_S)
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{bound}"
     finally:
         asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(PATIENCE_S)
         loop.call_soon_threadsafe(loop.stop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 import decant
-from decant import AsyncClient, CancelStatus, Client, FinishReason
+from decant import AsyncClient, CancelStatus, Client, FinishReason, GenerationState
 from decant.options import Options, request
 from protos import inference_pb2 as pb
 from runtime.fault import Reason, ResumePoint
@@ -41,7 +42,8 @@ def client(address: str) -> Iterator[Client]:
 def test_a_stream_is_deltas_and_then_the_account_of_it(client: Client) -> None:
     with client.stream("x", token_ids=True) as stream:
         assert [delta.text for delta in stream] == ["a", "b", "c"]
-    assert (stream.text, stream.seq, stream.request_id) == ("abc", 3, "made-up")
+    assert (stream.text, stream.seq, stream.is_complete) == ("abc", 3, True)
+    assert stream.resumed_at == []
     assert stream.started is not None
     assert stream.started.seed == 7
     assert stream.finished == decant.Finished(FinishReason.STOP, 2)
@@ -108,12 +110,26 @@ def test_a_stream_that_is_left_is_cancelled_by_name_and_its_call_ends(
     assert script.cancelled == ["r"]
 
 
-def test_a_stream_without_an_id_is_cancelled_by_the_one_it_was_told(client: Client, script: Script) -> None:
+def test_every_request_has_an_id_of_its_own_by_which_it_is_cancelled(client: Client, script: Script) -> None:
     script.answering = for_ever
     with client.stream("x") as stream:
         next(iter(stream))
     assert script.was_cancelled.wait(PATIENCE_S)
-    assert script.cancelled == ["made-up"]
+    assert script.cancelled == [stream.request_id]
+    script.answering = None
+    client.generate("x")
+    ids = {request.request_id for request in script.asked}
+    assert len(ids) == 2
+    assert all(uuid.UUID(id) for id in ids)
+
+
+def test_a_detached_stream_that_is_left_is_not_cancelled(client: Client, script: Script) -> None:
+    script.answering = for_ever
+    with client.stream("x", on_disconnect="detach") as stream:
+        next(iter(stream))
+    assert script.call_ended.wait(PATIENCE_S)
+    assert script.cancelled == []
+    assert script.asked[0].stream.on_disconnect == pb.StreamOptions.ON_DISCONNECT_DETACH
 
 
 def test_a_stream_that_is_left_before_anything_came_closes_its_call(client: Client, script: Script) -> None:
@@ -130,7 +146,7 @@ ERRORS = [
     decant.Unimplemented("SamplingParams.n", 2),
     decant.NotFound("model", "nobody"),
     decant.AlreadyExists("r"),
-    decant.QueueFull(4, retry_after=1.5),
+    decant.QueueFull(4, retry_after=0.01),
     decant.Aborted(Reason.WORKERS_LOST, "lost", resume=ResumePoint(0, 5)),
 ]
 
@@ -181,6 +197,31 @@ def test_the_other_calls(client: Client) -> None:
     assert client.cancel("r") is CancelStatus.CANCELLED
 
 
+def test_where_a_request_stands(client: Client) -> None:
+    client.generate("x", request_id="r")
+    found = client.generation("r")
+    assert (found.state, found.state.is_end, found.last_seq) == (GenerationState.FAILED, True, 2)
+    assert (found.text, found.answer.token_ids) == ("ab", (97, 98))
+    assert isinstance(found.error, decant.DeadlineExceeded)
+    assert found.expire_time is not None
+    assert (found.expire_time - found.create_time).total_seconds() == 4_000
+    assert [(one.state.value, one.attempt) for one in found.transitions] == [("queued", 1), ("failed", 1)]
+    with pytest.raises(decant.NotFound):
+        client.generation("nobody's")
+
+
+def test_a_request_is_come_back_to(client: Client, script: Script) -> None:
+    client.generate("x", request_id="r")
+    with client.resume("r", after_seq=1) as stream:
+        assert [delta.text for delta in stream] == ["b", "c"]
+    assert (stream.seq, stream.is_complete, stream.resumed_at) == (3, True, [])
+    with client.resume("r") as stream:
+        next(iter(stream))
+    with pytest.raises(decant.NotFound):
+        list(client.resume("nobody's"))
+    assert script.cancelled == []
+
+
 async def test_the_awaiting_client_does_the_same(address: str) -> None:
     async with AsyncClient(address) as client:
         async with client.stream("x") as stream:
@@ -193,6 +234,9 @@ async def test_the_awaiting_client_does_the_same(address: str) -> None:
         assert (await client.model("other")).id == "other"
         assert (await client.server_info()).router_id == "r"
         assert await client.cancel("r") is CancelStatus.CANCELLED
+        await client.generate("x", request_id="r")
+        assert (await client.generation("r")).state is GenerationState.FAILED
+        assert [delta.text async for delta in client.resume("r", after_seq=1)] == ["b", "c"]
 
 
 async def leave_async_by_break(client: AsyncClient) -> None:
@@ -310,6 +354,7 @@ def test_options_reach_their_fields() -> None:
         ("x", {"temperature": "hot"}, "sampling.temperature"),
         ("x", {"stop_token_ids": ["a"]}, "stopping.stop_token_ids"),
         ("x", {"add_generation_prompt": True}, "messages.add_generation_prompt"),
+        ("x", {"on_disconnect": "stay"}, "stream.on_disconnect"),
         ([-1], {}, "token_ids.ids"),
         ([{"role": "user", "name": "x"}], {}, "messages.messages[0]"),
     ],

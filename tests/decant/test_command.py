@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import decant
 from decant.command.app import app
 from protos import inference_pb2 as pb
-from tests.decant.scripted import PATIENCE_S, Script, for_ever, serving
+from tests.decant.scripted import PATIENCE_S, Script, for_ever, refuse, serving
 
 KEYS = {
     "request_id",
@@ -33,6 +33,7 @@ KEYS = {
     "e2e_ms",
     "usage",
     "receipt",
+    "resumed_at",
 }
 
 
@@ -77,6 +78,9 @@ def test_options_are_sent_and_what_is_not_given_is_not(address: str, script: Scr
     run("generate", "x", "--address", address, "--temperature", "0", "--seed", "1", "--max-tokens", "5")
     run("generate", "x", "--address", address, "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--logprobs", "0")
     run("generate", "x", "--address", address, "--chat", "--request-id", "r", "--no-ignore-eos")
+    assert all(request.request_id for request in script.asked)
+    for request in script.asked[:2]:
+        request.ClearField("request_id")
     assert script.asked == [
         pb.GenerateRequest(
             prompt="x",
@@ -128,7 +132,7 @@ def test_an_error_in_mid_answer_comes_after_what_was_written(address: str, scrip
         async for message in for_ever(request, context):
             yield message
             if message.seq == 2:
-                raise ValueError
+                await refuse(context, decant.Internal())
 
     script.answering = breaking
     done = run("generate", "x", "--address", address)

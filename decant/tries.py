@@ -1,0 +1,100 @@
+"""What comes after an error: another try, or the error itself. No I/O, no waiting.
+
+    error                                              another try
+    connection lost (a status that is not the service's)  yes
+    UNAVAILABLE, QUEUE_FULL, QUOTA_EXCEEDED            yes, not before the server's RetryInfo
+    ABORTED, but for SUPERSEDED and TAIL_UNCERTAIN     yes; not twice where nothing came in between
+    any other                                          no
+
+All that the client asks for may be asked again: what generates carries an id, under which the service runs it once.
+
+    nothing has come yet      each router once, and ``MORE_TRIES``
+    a stream has begun        for ``patience`` seconds after it broke, counted anew whenever something comes
+    a deadline                holds for both: a try that would come too late is not waited for
+"""
+
+from __future__ import annotations
+
+import grpc
+
+from decant.turns import Turns
+from runtime.errors import ServiceError
+from runtime.fault import Reason
+
+MORE_TRIES = 2
+LONGEST_PAUSE_S = 5.0
+"""Before anything has come. A server that asks for more is told to the caller instead, who may have other plans."""
+
+_LOST = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+)
+_FINAL = frozenset({Reason.SUPERSEDED, Reason.TAIL_UNCERTAIN})
+
+
+def may_try_again(error: ServiceError) -> bool:
+    """Whether the same, asked elsewhere or later, may be answered."""
+    if error.reason is Reason.UNSPECIFIED:
+        return error.code in _LOST
+    return error.retryable or (error.code is grpc.StatusCode.ABORTED and error.reason not in _FINAL)
+
+
+class Tries:
+    """The tries of one call, or of one stream and what it is resumed with."""
+
+    def __init__(self, turns: Turns, seconds: float | None = None, patience: float = 0.0) -> None:
+        """`seconds` until the deadline, None without one; `patience` with a stream that has begun, 0 for none. The
+        first try is not held up by what others met: it begins at once."""
+        self._turns = turns
+        self._clock = turns.clock
+        self._deadline = None if seconds is None else turns.clock() + seconds
+        self._patience = patience
+        self._left = turns.count + MORE_TRIES
+        self._has_begun = False
+        self._broke_at: float | None = None
+        self._was_aborted = False
+        self._router = turns.take().router
+        self._is_well = False
+
+    @property
+    def router(self) -> int:
+        """Whom to ask."""
+        return self._router
+
+    def remaining(self) -> float | None:
+        """Seconds until the deadline, at least 0; None without one."""
+        return None if self._deadline is None else max(0.0, self._deadline - self._clock())
+
+    def heard(self) -> None:
+        """The router answered: the whole, or a message of a stream."""
+        if not self._is_well:
+            self._is_well = self._has_begun = True
+            self._was_aborted = False
+            self._broke_at = None
+            self._turns.answered(self._router)
+
+    def after(self, error: ServiceError) -> float:
+        """The seconds to wait before `router`, which may be another now, is asked. Raises `error` where it is final."""
+        if not may_try_again(error):
+            raise error
+        self._is_well = False
+        self._turns.failed(self._router, error.retry_after or 0.0)
+        turn = self._turns.take()
+        if self._is_futile(error) or self._is_late(turn.pause):
+            raise error
+        self._router = turn.router
+        return turn.pause
+
+    def _is_futile(self, error: ServiceError) -> bool:
+        """The service gave up, was asked to go on, and gave up at the same point."""
+        before, self._was_aborted = self._was_aborted, error.code is grpc.StatusCode.ABORTED
+        return before and self._was_aborted
+
+    def _is_late(self, pause: float) -> bool:
+        now = self._clock()
+        if self._deadline is not None and now + pause >= self._deadline:
+            return True
+        if self._has_begun:
+            self._broke_at = now if self._broke_at is None else self._broke_at
+            return now + pause >= self._broke_at + self._patience
+        self._left -= 1
+        return self._left == 0 or pause > LONGEST_PAUSE_S

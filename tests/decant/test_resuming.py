@@ -1,0 +1,321 @@
+"""Streams that break, and calls that are refused: what the client makes of it, and what it asks the servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import decant
+from decant import AsyncClient, Client
+from decant.tries import MORE_TRIES
+from runtime.fault import Reason, ResumePoint
+from tests.decant.scripted import PATIENCE_S, Break, Script, for_ever, serving, with_a_tail
+
+LOST = grpc.StatusCode.UNAVAILABLE
+DRAINING = decant.Aborted(Reason.DRAINING, "draining", resume=ResumePoint(0, 3))
+KINDS: list[decant.ServiceError | grpc.StatusCode] = [
+    LOST,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    DRAINING,
+    decant.Unavailable(Reason.STATE_STORE_AWAY, "away", retry_after=0.001),
+]
+MESSAGES = 6
+"""Of `with_a_tail`: started, three deltas, a tail, finished."""
+
+
+@pytest.fixture(autouse=True)
+def _short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decant.turns.FIRST_REST_S", 0.001)
+    monkeypatch.setattr("decant.turns.LONGEST_REST_S", 0.01)
+
+
+@dataclass
+class Two:
+    """Two routers of one service, whose streams break one after the other."""
+
+    address: str
+    routers: list[Script]
+
+    def reset(self, breaks: list[Break]) -> None:
+        shared = deque(breaks)
+        known: dict[str, Any] = {}
+        for script in self.routers:
+            script.breaks, script.known, script.answering = shared, known, with_a_tail
+            script.refusal = None
+            for log in (script.asked, script.resumed, script.cancelled):
+                log.clear()
+
+    @property
+    def asked(self) -> int:
+        return sum(len(script.asked) for script in self.routers)
+
+    @property
+    def resumed(self) -> list[int]:
+        return sorted(request.after_seq for script in self.routers for request in script.resumed)
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Two]:
+    with contextlib.ExitStack() as stack:
+        routers = [Script(), Script()]
+        yield Two(",".join([stack.enter_context(serving(script)) for script in routers]), routers)
+
+
+@pytest.fixture
+def two(both: Two) -> Two:
+    both.reset([])
+    return both
+
+
+@pytest.fixture(params=[1, 2])
+def some(two: Two, request: pytest.FixtureRequest) -> Two:
+    """One router, or two."""
+    return Two(",".join(two.address.split(",")[: request.param]), two.routers[: request.param])
+
+
+def is_whole(stream: Any, deltas: list[decant.Delta]) -> None:
+    assert [delta.text for delta in deltas] == ["a", "b", "c", "!"]
+    (output,) = stream.outputs
+    assert (stream.text, output.token_ids, stream.seq) == ("abc!", (97, 98, 99), 3)
+    assert stream.finished == decant.Finished(decant.FinishReason.STOP, 2)
+    assert stream.usage == decant.Usage(3, 3, 6)
+
+
+def read(address: str, **limits: Any) -> Any:
+    with Client(address, **limits) as client, client.stream("x", token_ids=True) as stream:
+        is_whole(stream, list(stream))
+    return stream
+
+
+async def read_async(address: str, **limits: Any) -> Any:
+    async with AsyncClient(address, **limits) as client, client.stream("x", token_ids=True) as stream:
+        is_whole(stream, [delta async for delta in stream])
+    return stream
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "name", None) or kind.label)
+@pytest.mark.parametrize("after", range(MESSAGES + 1))
+async def test_a_break_after_any_message_changes_nothing(some: Two, after: int, kind: Any) -> None:
+    for blocking in (True, False):
+        some.reset([Break(after, kind)])
+        stream = await (asyncio.to_thread(read, some.address) if blocking else read_async(some.address))
+        assert some.routers[0].cancelled == []
+        if after == MESSAGES:  # all had arrived
+            assert (some.asked, some.resumed, stream.resumed_at) == (1, [], [])
+        elif after < 2:  # nothing had, but `started`
+            assert (some.asked, some.resumed) == (2, [])
+        else:
+            assert (some.asked, some.resumed) == (1, [min(after - 1, 3)])
+            assert len(stream.resumed_at) == 1
+            assert stream.resumed_at[0] in some.address
+
+
+@given(
+    breaks=st.lists(st.builds(Break, st.integers(0, MESSAGES), st.sampled_from(KINDS[:-2])), max_size=6),
+    routers=st.integers(1, 2),
+)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_sequence_of_breaks_changes_anything(both: Two, breaks: list[Break], routers: int) -> None:
+    """But for those with which no stream ever begins, or one never goes on."""
+    tries, begun = routers + MORE_TRIES, False
+    for one in breaks:
+        begun = begun or one.after > 0
+        tries -= not begun
+    both.reset(breaks)
+    address = ",".join(both.address.split(",")[:routers])
+    if tries > 0:
+        read(address)
+        assert len(both.resumed) <= len(breaks)
+    else:
+        with pytest.raises(decant.ServiceError):
+            read(address)
+
+
+def test_without_resuming_the_break_is_raised_and_what_came_stays(two: Two) -> None:
+    two.reset([Break(2, LOST)])
+    with Client(two.address, resume_seconds=0) as client, client.stream("x") as stream:
+        with pytest.raises(decant.Unavailable):
+            list(stream)
+        assert (stream.text, stream.seq) == ("a", 1)
+    assert (two.asked, two.resumed) == (1, [])
+
+
+NEVER_AGAIN = [
+    decant.InvalidArgument("f", "l", 1),
+    decant.NotFound("model", "m"),
+    decant.AlreadyExists("r"),
+    decant.Unimplemented("f"),
+    decant.Unauthenticated(),
+    decant.DeadlineExceeded(),
+    decant.Cancelled(),
+    decant.Internal(),
+    decant.Aborted(Reason.SUPERSEDED, "newer"),
+    decant.Aborted(Reason.TAIL_UNCERTAIN, "tail", resume=ResumePoint(0, 2)),
+]
+
+
+@pytest.mark.parametrize("error", NEVER_AGAIN, ids=lambda error: f"{type(error).__name__}-{error.label}")
+async def test_what_cannot_be_answered_better_is_asked_once(two: Two, error: Any) -> None:
+    for after in (0, 3):
+        two.reset([Break(after, error)])
+        with Client(two.address) as client, pytest.raises(type(error)) as caught:
+            await asyncio.to_thread(list, client.stream("x"))
+        assert caught.value.fault == error.fault
+        two.routers[0].breaks.append(Break(after, error))
+        async with AsyncClient(two.address) as client:
+            with pytest.raises(type(error)):
+                [delta async for delta in client.stream("x")]
+            two.routers[0].breaks.append(Break(after, error))
+            with pytest.raises(type(error)):
+                await client.generate("x")
+        assert (two.asked, two.resumed) == (3, [])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_what_nobody_takes_is_given_up_after_a_few_tries(two: Two, count: int) -> None:
+    address = ",".join(two.address.split(",")[:count])
+    for script in two.routers:
+        script.refusal = decant.Unavailable(Reason.NO_WORKER, "none", retry_after=0.001)
+    async with AsyncClient(address) as client:
+        with pytest.raises(decant.Unavailable):
+            await client.generate("x")
+        assert two.asked == count + MORE_TRIES
+        with pytest.raises(decant.Unavailable):
+            [delta async for delta in client.stream("x")]
+        assert two.asked == 2 * (count + MORE_TRIES)
+    ids = [request.request_id for script in two.routers for request in script.asked]
+    assert len(set(ids)) == 2
+
+
+async def test_a_request_that_is_unknown_after_tokens_came_is_not_run_again(two: Two) -> None:
+    two.reset([Break(3, LOST)])
+    async with AsyncClient(two.address) as client:
+        stream = client.stream("x")
+        reading = aiter(stream)
+        await anext(reading)
+        for script in two.routers:
+            script.known = {}
+        with pytest.raises(decant.NotFound):
+            [delta async for delta in reading]
+        assert stream.text == "ab"
+    assert two.asked == 1
+
+
+async def test_every_unary_call_goes_to_a_router_that_is_there(two: Two) -> None:
+    dead = "127.0.0.1:1"
+    live = two.address.split(",")[0]
+    for address in (f"{dead},{live}", f"{live},{dead}", [dead, live]):
+        async with AsyncClient(address) as client:
+            for _ in range(3):
+                assert (await client.server_info()).router_id == "r"
+                assert (await client.generate("x")).text == "abc!"
+                assert await client.cancel("r") is decant.CancelStatus.CANCELLED
+                assert [delta.text async for delta in client.stream("x")] == ["a", "b", "c", "!"]
+
+
+def test_requests_are_spread_over_the_routers(two: Two) -> None:
+    with Client(two.address) as client:
+        for _ in range(6):
+            client.generate("x")
+    assert [len(script.asked) for script in two.routers] == [3, 3]
+
+
+def test_a_router_that_comes_back_is_asked_again(two: Two) -> None:
+    gone, live = Script(), two.address.split(",")[0]
+    with serving(gone) as address:
+        pass
+    with Client([address, live]) as client:
+        for _ in range(4):
+            client.generate("x")
+        with serving(gone, int(address.rpartition(":")[2])):
+            ends = time.monotonic() + PATIENCE_S
+            while not gone.asked:
+                client.generate("x")
+                assert time.monotonic() < ends
+    assert two.asked >= 4
+
+
+async def test_the_deadline_holds_while_resuming(two: Two) -> None:
+    for script in two.routers:
+        script.answering = for_ever
+    two.routers[0].breaks.extend([Break(2, LOST)] * 3)
+    began = time.monotonic()
+    async with AsyncClient(two.address) as client:
+        stream = client.stream("x", timeout=1.0)
+        with pytest.raises(decant.DeadlineExceeded):
+            [delta async for delta in stream]
+        assert stream.text == "ab"
+        with pytest.raises(decant.DeadlineExceeded):
+            await asyncio.to_thread(list, Client(two.address).stream("x", timeout=0.5))
+    assert time.monotonic() - began < PATIENCE_S
+    left = [script.time_left for script in two.routers if script.time_left is not None]
+    assert all(0 < one <= 1.1 for one in left)
+
+
+@pytest.fixture
+def breaking(two: Two, monkeypatch: pytest.MonkeyPatch) -> Two:
+    """A stream that breaks after a token, and then waits for long until it is tried again."""
+    monkeypatch.setattr("decant.turns.FIRST_REST_S", 1000.0)
+    monkeypatch.setattr("decant.turns.LONGEST_REST_S", 1000.0)
+    two.reset([Break(2, LOST)])
+    return Two(two.address.split(",")[0], two.routers[:1])
+
+
+@pytest.mark.parametrize("how", ["break_off", "close", "client"])
+def test_closing_ends_the_wait_for_the_next_try(breaking: Two, how: str) -> None:
+    before = set(threading.enumerate())
+    client = Client(breaking.address, resume_seconds=1e6)
+    stream = client.stream("x")
+    reading = iter(stream)
+    assert next(reading).text == "a"
+    closing = {"break_off": stream.break_off, "close": stream.close, "client": client.close}[how]
+    timer = threading.Timer(0.2, closing)
+    timer.start()
+    with pytest.raises(decant.Cancelled):
+        next(reading)
+    timer.join(PATIENCE_S)
+    client.close()
+    assert breaking.resumed == []
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    with pytest.raises(decant.Cancelled):
+        client.server_info()
+
+
+@pytest.mark.parametrize("how", ["break_off", "close", "client", "task"])
+async def test_closing_ends_the_wait_for_the_next_try_async(breaking: Two, how: str) -> None:
+    async with AsyncClient(breaking.address, resume_seconds=1e6) as client:
+        stream = client.stream("x")
+        began = asyncio.Event()
+
+        async def reading() -> None:
+            async for _ in stream:
+                began.set()
+
+        task = asyncio.create_task(reading())
+        await began.wait()
+        await asyncio.sleep(0.2)  # it may close before the stream breaks or while it waits: the same follows
+        if how == "task":
+            task.cancel()
+        else:
+            closed = {"break_off": stream.break_off, "close": stream.close, "client": client.close}[how]()
+            if closed is not None:
+                await closed
+        with pytest.raises(asyncio.CancelledError if how == "task" else decant.Cancelled):
+            await task
+    assert breaking.resumed == []
+    assert len(breaking.routers[0].cancelled) == (how in ("close", "task"))
