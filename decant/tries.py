@@ -22,7 +22,7 @@ from runtime.errors import ServiceError
 from runtime.fault import Reason
 
 MORE_TRIES = 2
-LONGEST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 30.0
 """Before anything has come. A server that asks for more is told to the caller instead, who may have other plans."""
 
 _LOST = frozenset(

@@ -18,8 +18,8 @@ from decant.options import Options, request
 from protos import inference_pb2 as pb
 from runtime.fault import Reason, ResumePoint
 from tests.decant.scripted import PATIENCE_S, Script, for_ever, never, serving
+from tests.runtime.certificates import Certificates
 from tests.runtime.scene import scene
-from tests.runtime.test_channel import Certificates
 
 
 @pytest.fixture
