@@ -25,7 +25,7 @@ from worker.arrivals import Entrance, Outcome
 from worker.fetching import Fetching, why
 from worker.frames import Frame, again
 from worker.hub import Hub
-from worker.runs import HeldRun, Runs
+from worker.runs import HeldRun, Runs, key_of
 from worker.session import RouterSession
 from worker.starts import Starts
 from worker.telling import microseconds
@@ -44,6 +44,7 @@ class Decoding:
         self._fetching = Fetching(hub)
         hub.step_listeners.append(self._on_step)
         hub.crash_listeners.append(self._on_crash)
+        hub.epochs.listeners.append(self._on_new_owner)
 
     # -- what a router asks -------------------------------------------------------------------------------------
 
@@ -158,6 +159,13 @@ class Decoding:
         waiting = wire.Held.PHASE_WAITING
         mine = (held for held in self.runs if held.session is session and held.phase == waiting)
         return [held.ticket.id for held in mine if held.ticket is not None]
+
+    def _on_new_owner(self, run: wire.Run) -> None:
+        """A request has another owner, who names one attempt: the others are nobody's any more."""
+        for held in self.runs:
+            if held.run.request == run.request and held.key != key_of(run):
+                self._dispossess(held, run.epoch)
+                self.drop(held)
 
     def _dispossess(self, held: HeldRun, epoch: int) -> None:
         """Tell the owner of a run, if he is here, that another owns it now."""

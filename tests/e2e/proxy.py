@@ -1,18 +1,38 @@
-"""An address in front of a worker: it forwards every call, and may tamper with the caches that the worker gives."""
+"""An address in front of a worker: it forwards every call, may tamper with the caches that the worker gives, and may
+cut a call in two.
+
+    caller ──────┤ proxy ├────── worker          Cut(SESSION, TO_WORKER, 3): the fourth word that the caller says in a
+             <── ✂       ✂ ──>                   session from now on is its last, or does not even arrive
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import grpc
 
 from protos import worker_pb2 as wire
 
+PREFILL = "/decant.internal.v1.Prefill/Prefill"
+SESSION = "/decant.internal.v1.Decode/Session"
 FETCH = "/decant.internal.v1.KvSource/Fetch"
+RELEASE = "/decant.internal.v1.KvSource/Release"
+
+Direction = Literal["to worker", "to caller"]
+TO_WORKER: Direction = "to worker"
+TO_CALLER: Direction = "to caller"
+
+_HAS_BEATS: dict[tuple[str, Direction], type] = {
+    (SESSION, TO_WORKER): wire.ToWorker,
+    (SESSION, TO_CALLER): wire.FromWorker,
+    (FETCH, TO_WORKER): wire.FetchRequest,
+    (FETCH, TO_CALLER): wire.FetchResponse,
+}
 
 Tamper = Callable[[wire.FetchResponse], Iterable[wire.FetchResponse]]
 """What becomes of one message of a fetch: itself, another, none, or several."""
@@ -20,8 +40,42 @@ Tamper = Callable[[wire.FetchResponse], Iterable[wire.FetchResponse]]
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
+@dataclass(slots=True)
+class Cut:
+    """Both ends of a call lose it at the message of that number, counted from 0 and from now on, in one direction and
+    without beats, which come when they will.
+
+    ``arrives``: whether that message is the last that arrives. ``after``: counted from when that one happened.
+    ``instead``: done in place of the cut, which is none then.
+    """
+
+    method: str
+    direction: Direction
+    number: int
+    arrives: bool = False
+    after: Cut | None = None
+    instead: Callable[[], None] | None = None
+    happened: bool = False
+
+    def falls_on(self, method: str, direction: Direction, message: bytes) -> bool:
+        """Whether it is this message; to be asked once for each."""
+        if self.happened or (method, direction) != (self.method, self.direction):
+            return False
+        if (self.after is not None and not self.after.happened) or _is_beat(method, direction, message):
+            return False
+        self.happened = self.number == 0
+        self.number -= 1
+        return self.happened
+
+
+def _is_beat(method: str, direction: Direction, message: bytes) -> bool:
+    kind = _HAS_BEATS.get((method, direction))
+    return kind is not None and kind.FromString(message).HasField("beat")
+
+
 class Proxy(grpc.GenericRpcHandler):
-    """Forwards bytes as they are. `target` and `tamper` may change at any time, for calls that begin later."""
+    """Forwards bytes as they are. `target` and `tamper` may change at any time, for calls that begin later; `cuts` for
+    those that are open too."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -29,6 +83,7 @@ class Proxy(grpc.GenericRpcHandler):
         self.tamper: Tamper | None = None
         self.is_mute = False  # fetches hear nothing at all, and no end either
         self.fetches = 0
+        self.cuts: tuple[Cut, ...] = ()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         method = handler_call_details.method
@@ -40,18 +95,47 @@ class Proxy(grpc.GenericRpcHandler):
             self.fetches += method == FETCH
             if self.is_mute and method == FETCH:
                 await asyncio.Event().wait()
+            broken = asyncio.Event()
             async with grpc.aio.insecure_channel(self.target, OPTIONS) as channel:
-                call: Any = channel.stream_stream(method)(cast(Any, requests))
+                said = self._uncut(method, TO_WORKER, requests, broken)
+                call: Any = channel.stream_stream(method)(cast(Any, said))
+                breaking = asyncio.create_task(_break(call, broken))
                 try:
-                    async for answer in call:
+                    async for answer in self._uncut(method, TO_CALLER, call, broken):
                         for changed in _changed(tamper, answer):
                             yield changed
                 except grpc.aio.AioRpcError as error:
                     await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+                except asyncio.CancelledError:
+                    if not broken.is_set():
+                        raise
                 finally:
+                    breaking.cancel()
                     call.cancel()
+                if broken.is_set():
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
 
         return grpc.stream_stream_rpc_method_handler(forward)
+
+    async def _uncut(
+        self, method: str, direction: Direction, messages: AsyncIterator[bytes], broken: asyncio.Event
+    ) -> AsyncIterator[bytes]:
+        """The messages up to where the call is cut, if it is."""
+        async for message in messages:
+            cut = next((cut for cut in self.cuts if cut.falls_on(method, direction, message)), None)
+            if cut is not None and cut.instead is not None:
+                cut.instead()
+                cut = None
+            if cut is None or cut.arrives:
+                yield message
+            if cut is not None:
+                broken.set()
+                return
+
+
+async def _break(call: Any, broken: asyncio.Event) -> None:
+    await broken.wait()
+    call.cancel()
 
 
 def _changed(tamper: Tamper | None, answer: bytes) -> Iterable[bytes]:
@@ -60,26 +144,37 @@ def _changed(tamper: Tamper | None, answer: bytes) -> Iterable[bytes]:
     return [message.SerializeToString() for message in tamper(wire.FetchResponse.FromString(answer))]
 
 
+@asynccontextmanager
+async def serving() -> AsyncIterator[Proxy]:
+    """A proxy on the running event loop."""
+    made = Proxy()
+    server = grpc.aio.server(options=OPTIONS)
+    server.add_generic_rpc_handlers((made,))
+    made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield made
+    finally:
+        await server.stop(None)
+
+
 @contextmanager
 def proxy() -> Iterator[Proxy]:
     """A proxy on a thread and event loop of its own."""
-    made, ready, loop = Proxy(), threading.Event(), asyncio.new_event_loop()
-    stop = asyncio.Event()
+    ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+    made: list[Proxy] = []
 
     async def serve() -> None:
-        server = grpc.aio.server(options=OPTIONS)
-        server.add_generic_rpc_handlers((made,))
-        made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        ready.set()
-        await stop.wait()
-        await server.stop(None)
+        async with serving() as one:
+            made.append(one)
+            ready.set()
+            await stop.wait()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
     assert ready.wait(30)
     try:
-        yield made
+        yield made[0]
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(30)

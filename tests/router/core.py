@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from router.execution import Router
 from router.flush import Flusher
 from router.pool import Pool
 from router.request import Course, Ended, ValidRequest, Wanted
+from router.revival import Revive
 from router.settings import RouterSettings
 from router.writing import pack
 from runtime.channel import Deadline
@@ -125,16 +126,18 @@ async def until(condition: Callable[[], object], *workers: FakeWorker) -> None:
 
 
 @asynccontextmanager
-async def core(store: Store, workers: list[FakeWorker], **settings: Any) -> AsyncIterator[Core]:
-    """Checks at its end that nothing is left anywhere."""
+async def core(
+    store: Store, workers: Sequence[FakeWorker], *, id: str = "router", revive: Revive = revived, **settings: Any
+) -> AsyncIterator[Core]:
+    """Checks at its end that nothing is left anywhere. Workers that are registered already are found."""
     registrations = [await store.workers.register(worker.facts) for worker in workers]
     options = {"models": (MODEL,), "flush_ms": 10, **settings}
-    peer = new_peer("router")
+    peer = new_peer(id)
     pool = Pool(peer, store.workers, {MODEL: TOKENIZER}, PeerTls())
     flusher = Flusher(store.requests, options["flush_ms"])
     checked = RouterSettings(**options)
     admission = Admission(checked.max_active, checked.queue_limit)
-    router = Router(peer, checked, admission, pool, store.requests, flusher, revived, 3600.0)
+    router = Router(peer, checked, admission, pool, store.requests, flusher, revive, 3600.0)
     dispatcher = Dispatcher(router)
     pool.start()
     flusher.start()

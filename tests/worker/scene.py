@@ -80,15 +80,17 @@ async def eventually(holds: Callable[[], bool]) -> None:
 class Place:
     """One worker: its engine, hub and services on a port of their own."""
 
-    def __init__(self, engine: Engine, server: grpc.aio.Server, port: int, name: str, terms: Terms) -> None:
+    def __init__(
+        self, engine: Engine, server: grpc.aio.Server, port: int, identity: Identity, terms: Terms
+    ) -> None:
+        """``identity`` brings no address where its own port is the one under which others reach it."""
         self.engine = engine
         self.device: Device = engine.device  # type: ignore[assignment]
         self.server = server
         self.address = f"127.0.0.1:{port}"
         self.channel = open_channel(self.address, PeerTls())
         self.transport = GrpcTransport(lambda address: open_channel(address, PeerTls()))
-        peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=1)
-        identity = Identity(peer, wire.ROLE_PREFILL, MODEL, self.address)
+        identity = replace(identity, address=identity.address or self.address)
         self.hub = Hub(engine, identity, self.transport, terms)
         self.prefill = PrefillService(self.hub)
         self.decode = DecodeService(self.hub)
@@ -198,14 +200,19 @@ async def worker(
     eos: int | None = None,
     lease_ms: int = 30_000,
     max_waiting: int = 64,
+    role: wire.Role = wire.ROLE_PREFILL,
+    advertise: str = "",
+    step_s: float = 0.0,
 ) -> AsyncIterator[Place]:
     """A worker that must hold nothing when it is left, leases that nobody ends excepted."""
-    device = Device(num_blocks=blocks, eos_token_ids=frozenset(() if eos is None else (eos,)))
+    stops = frozenset(() if eos is None else (eos,))
+    device = Device(num_blocks=blocks, eos_token_ids=stops, cost=lambda _: step_s)
     engine = Engine(device, Limits(budget, min(8, budget), blocks * BLOCK), checksum=checksum)
     names = [services_.full_name for services_ in wire.DESCRIPTOR.services_by_name.values()]
     server = grpc.aio.server(interceptors=[ErrorInterceptor(lambda _: None, services=names)])
     port = server.add_insecure_port("127.0.0.1:0")
-    place = Place(engine, server, port, name, Terms(lease_ms, max_waiting))
+    peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=1)
+    place = Place(engine, server, port, Identity(peer, role, MODEL, advertise), Terms(lease_ms, max_waiting))
     async with place.hub:
         await server.start()
         try:

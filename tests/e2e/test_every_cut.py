@@ -1,0 +1,140 @@
+"""Whatever two processes say to each other may break off at any message: the request ends once and right, nothing is
+left."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from router.request import Course, Ended, ValidRequest
+from runtime.errors import Aborted, Cancelled
+from runtime.fault import Reason
+from state.store import Store
+from tests.e2e.cutting import LINES, MOST, Cutting, Line, Spot, cutting
+from tests.e2e.proxy import Cut
+from tests.router.core import Core, ended
+from tests.state.conftest import bare, server, store
+
+__all__ = ["bare", "server", "store"]
+
+
+@pytest.fixture
+async def scene(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cutting]:
+    """Without waiting: a session that broke is opened again at once, and a run that ended is retired at once."""
+    monkeypatch.setattr("router.sessions.FIRST_BACKOFF_SECONDS", 0.005)
+    monkeypatch.setattr("router.sessions.RETIRED_AT_ONCE", 1)
+    async with cutting(store) as made:
+        yield made
+
+
+@pytest.mark.parametrize("line", LINES, ids=str)
+@pytest.mark.parametrize("arrives", [False, True])
+async def test_after_any_message(scene: Cutting, line: Line, arrives: bool) -> None:
+    for number in range(MOST):
+        (cut,) = await scene.answered(Spot(line, number, arrives))
+        if not cut.happened:
+            break
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", LINES, ids=str)
+async def test_after_any_two_messages(scene: Cutting, first: Line) -> None:
+    """The second is often one that the first break brought about: of the next session, or of the next attempt."""
+    for number in range(MOST):
+        for second in LINES:
+            for later in range(MOST):
+                before, cut = await scene.answered(Spot(first, number), Spot(second, later))
+                if not cut.happened:
+                    break
+        if not before.happened:
+            break
+
+
+Doing = Callable[[Core, ValidRequest], Coroutine[Any, Any, object]]
+
+
+async def cancel(core: Core, request: ValidRequest) -> object:
+    return await core.dispatcher.cancel(request.key)
+
+
+async def resume(core: Core, request: ValidRequest) -> object:
+    return await ended(await core.dispatcher.resume(request.key))
+
+
+async def attach(core: Core, request: ValidRequest) -> object:
+    return await ended(await core.dispatcher.begin(request))
+
+
+async def done_at(scene: Cutting, doing: Doing, core: Core, *spots: Spot) -> tuple[Course, list[int], object, list[Cut]]:
+    """What becomes of a request, what it should have written, and what came of doing that when the first spot is
+    reached."""
+    request, expected = scene.request()
+    tasks: list[asyncio.Task[object]] = []
+
+    def now() -> None:
+        tasks.append(asyncio.create_task(doing(core, request)))
+
+    cuts = scene.arm(spots[0]._replace(instead=now), *spots[1:])
+    course = await scene.one.answer(request)
+    found = await tasks[0] if tasks else None
+    await scene.quiet()
+    return course, expected, found, cuts
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on the other router"])
+@pytest.mark.parametrize("line", LINES, ids=str)
+async def test_a_cancel_at_any_message(scene: Cutting, line: Line, elsewhere: bool) -> None:
+    for number in range(MOST):
+        core = scene.other if elsewhere else scene.one
+        course, expected, end, (cut,) = await done_at(scene, cancel, core, Spot(line, number))
+        if not cut.happened:
+            break
+        assert isinstance(end, Cancelled | Ended)
+        assert course.tokens == expected[: len(course.tokens)]
+        if isinstance(course.end, Ended):
+            assert course.tokens == expected
+        else:
+            assert isinstance(course.end, Cancelled) or superseded(course)
+
+
+@pytest.mark.parametrize("doing", [resume, attach])
+@pytest.mark.parametrize("line", LINES, ids=str)
+async def test_the_other_router_takes_over_at_any_message(scene: Cutting, line: Line, doing: Doing) -> None:
+    for number in range(MOST):
+        course, expected, taken, (cut,) = await done_at(scene, doing, scene.other, Spot(line, number))
+        if not cut.happened:
+            break
+        check_taken(course, taken, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", LINES, ids=str)
+async def test_the_other_router_takes_over_and_then_a_call_breaks(scene: Cutting, first: Line) -> None:
+    for number in range(MOST):
+        for second in LINES:
+            for later in range(MOST):
+                spots = Spot(first, number), Spot(second, later)
+                course, expected, taken, (before, cut) = await done_at(scene, resume, scene.other, *spots)
+                if before.happened:
+                    check_taken(course, taken, expected)
+                if not cut.happened:
+                    break
+        if not before.happened:
+            break
+
+
+def check_taken(course: Course, taken: object, expected: list[int]) -> None:
+    """Who was first has shown the beginning of the same text, and has ended well only with all of it."""
+    assert isinstance(taken, Course)
+    assert isinstance(taken.end, Ended), taken.end
+    assert taken.tokens == expected
+    if isinstance(course.end, Ended):
+        assert course.tokens == expected
+    else:
+        assert superseded(course), course.end
+        assert course.tokens == expected[: len(course.tokens)]
+
+
+def superseded(course: Course) -> bool:
+    return isinstance(course.end, Aborted) and course.end.reason is Reason.SUPERSEDED
