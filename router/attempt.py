@@ -31,7 +31,7 @@ from router.pool import Pool, Worker
 from router.prefill import PrefillOver
 from router.request import Ended, Path
 from router.route import Lost, Route, Woken
-from router.stops import ended_by
+from router.stops import ended_by, written_out
 from router.writing import Trouble
 from runtime import logs
 from runtime.errors import Aborted
@@ -62,7 +62,7 @@ class Attempt:
         self._route = Route(job, pool, router, self._tell)
         self._prefill_over = False
         self._taken_up = False  # by the taker: from now on only it matters
-        self._end = job.pen.stopped
+        self._end = job.pen.stopped or written_out(course)
         job.pen.tell_stopped = partial(self._tell, None, _Stopped())
         course.path = Path(attempts=owned.attempt)
 

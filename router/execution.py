@@ -26,6 +26,7 @@ from router.pool import Pool
 from router.request import Course, Ended, ValidRequest
 from router.revival import Revive, course_of, stored_as
 from router.settings import RouterSettings
+from router.stops import written_out
 from router.writing import Pen
 from runtime import logs
 from runtime.errors import (
@@ -251,7 +252,7 @@ class Execution:
             job.avoid.add(failed.blamed)
             self._router.pool.blame(failed.blamed)
         job.from_tokens |= attempt.had_ticket or bool(self.course.tokens)
-        if self.owned.attempt >= self._router.settings.attempts:
+        if self.owned.attempt >= self._router.settings.attempts and written_out(self.course) is None:
             raise self._lost(Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
         append_new(self.owned, self.course)
         self.owned.start_over(datetime.now(UTC))

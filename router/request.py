@@ -61,6 +61,8 @@ class ValidRequest:
     accepted_at: float  # the event loop's clock
     detach_ms: int | None = None
     """How long it goes on when nobody reads it; None: for the router's grace."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Those that end its output: none where it ignores them."""
     begin_text: Callable[[], OutputText] | None = None
     """The output's text before its first token, for whoever looks for stop texts; None: there are none."""
 

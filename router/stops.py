@@ -6,8 +6,20 @@ from collections.abc import Sequence
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
-from router.request import Ended
+from router.request import Course, Ended
 from runtime.errors import DeadlineExceeded
+
+
+def written_out(course: Course) -> Ended | None:
+    """How a course has ended by its tokens alone, where whoever wrote them was lost before it said so; None for one
+    that goes on."""
+    request, tokens = course.request, course.tokens
+    stopping = request.work.stopping
+    if not tokens or not course.is_explained:
+        return None
+    if tokens[-1] in request.eos_token_ids or tokens[-1] in stopping.stop_token_ids:
+        return _stopped(stopping, tokens)
+    return _full(stopping) if len(tokens) >= stopping.max_tokens else None
 
 
 def ended_by(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Ended | None:
@@ -18,12 +30,15 @@ def ended_by(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]
         case wire.OutputEnd.REASON_CONTEXT_LENGTH:
             return Ended(pb.FINISH_REASON_CONTEXT_LENGTH)
         case wire.OutputEnd.REASON_LENGTH:
-            cut = stopping.cut_to_window
-            return Ended(pb.FINISH_REASON_CONTEXT_LENGTH if cut else pb.FINISH_REASON_LENGTH)
+            return _full(stopping)
         case wire.OutputEnd.REASON_DEADLINE:
             raise DeadlineExceeded
         case _:
             return None
+
+
+def _full(stopping: wire.Stopping) -> Ended:
+    return Ended(pb.FINISH_REASON_CONTEXT_LENGTH if stopping.cut_to_window else pb.FINISH_REASON_LENGTH)
 
 
 def _stopped(stopping: wire.Stopping, tokens: Sequence[int]) -> Ended:

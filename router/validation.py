@@ -103,6 +103,7 @@ async def validate(
         id_made_up=not request.request_id,
         accepted_at=accepted_at,
         detach_ms=_detach_ms(request.stream),
+        eos_token_ids=frozenset() if stopping.ignore_eos else model.eos_token_ids,
         begin_text=partial(begin_text, model, wanted, stopping) if wanted.stops else None,
     )
 

@@ -1,12 +1,11 @@
 """Routers and workers in one process, their engines fake and all between them real, each worker behind a proxy.
 
-    router r ──┬──> proxy ──> prefill worker p
-    router s ──┴──> proxy ──> decode worker d ──> p's proxy: fetches, releases
+router r ──┬──> proxy ──> prefill worker p
+router s ──┴──> proxy ──> decode worker d ──> p's proxy: fetches, releases
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -15,16 +14,16 @@ from typing import Any, NamedTuple
 
 from protos import worker_pb2 as wire
 from protos.state_pb2 import Capacity, WorkerRegistration
-from router.request import Course, Ended, ValidRequest
+from router.request import Ended, ValidRequest
 from router.writing import pack
 from state.owned import StoredRequest
 from state.store import Store
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
-from tests.router.core import Core, core, ended, make_request
+from tests.router.core import Core, core, make_request
 from tests.router.fake_worker import TOKENIZER
 from tests.worker.scene import MODEL, Place, alone, tokens, worker
 
-LEASE_MS = 1_000
+LEASE_MS = 300
 STEP_S = 0.001
 PROMPT = 21
 WANTED = 7

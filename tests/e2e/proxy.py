@@ -27,7 +27,7 @@ Direction = Literal["to worker", "to caller"]
 TO_WORKER: Direction = "to worker"
 TO_CALLER: Direction = "to caller"
 
-_HAS_BEATS: dict[tuple[str, Direction], type] = {
+_HAS_BEATS: dict[tuple[str, Direction], Any] = {
     (SESSION, TO_WORKER): wire.ToWorker,
     (SESSION, TO_CALLER): wire.FromWorker,
     (FETCH, TO_WORKER): wire.FetchRequest,

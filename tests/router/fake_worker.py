@@ -52,6 +52,8 @@ class Script:
     """Said by the taker in place of Joined."""
     fails_at: list[int] = field(default_factory=list)
     """Decode fails when it has written so many tokens of a run, each once."""
+    fails_at_end: int = 0
+    """So many runs fail where they should say that they ended."""
     stops_at: int | None = None
     """EOS is output token number so many."""
     pause_at: int | None = None
@@ -434,6 +436,11 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             if script.wrong_token_at == k:
                 script.wrong_token_at = None
                 self._frame(run, base + k, [token + 1])
+            if end is not None and script.fails_at_end:
+                script.fails_at_end -= 1
+                del self.runs[key(run.run)]
+                self._say(wire.FromWorker(failed=_failed(run.run, wire.CAUSE_ENGINE)))
+                return
             if end is not None:
                 self._finish(run, end.reason)
             await asyncio.sleep(0)

@@ -209,6 +209,22 @@ async def test_a_handoff_that_fails_is_gone_on_from_tokens_without_gap_or_repeat
         assert list(unpack(again.work.outputs[0].tokens)) == answer(PROMPT, 1)
 
 
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("attempts", [1, 3])
+async def test_an_answer_whose_last_word_is_lost_is_whole(store: Store, stops: bool, attempts: int) -> None:
+    async with fleet(P, D) as workers, core(store, workers, attempts=attempts) as scene:
+        workers[1].script.fails_at_end = 1
+        workers[1].script.stops_at = 3 if stops else None
+        course = await scene.answer(make_request(eos_token_ids=frozenset({EOS})))
+        if stops:
+            assert course.end == Ended(pb.FINISH_REASON_STOP, eos_token_id=EOS)
+            assert course.tokens == [*answer(PROMPT, 3), EOS]
+        else:
+            assert course.end == Ended(pb.FINISH_REASON_LENGTH)
+            assert course.tokens == answer(PROMPT, 5)
+        assert len(workers[1].starts) == 1, "nothing is left to be written"
+
+
 async def test_an_answer_goes_on_where_its_worker_failed(store: Store) -> None:
     async with fleet(P, D, D2) as workers, core(store, workers) as scene:
         for worker in workers[1:]:

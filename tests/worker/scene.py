@@ -80,9 +80,7 @@ async def eventually(holds: Callable[[], bool]) -> None:
 class Place:
     """One worker: its engine, hub and services on a port of their own."""
 
-    def __init__(
-        self, engine: Engine, server: grpc.aio.Server, port: int, identity: Identity, terms: Terms
-    ) -> None:
+    def __init__(self, engine: Engine, server: grpc.aio.Server, port: int, identity: Identity, terms: Terms) -> None:
         """``identity`` brings no address where its own port is the one under which others reach it."""
         self.engine = engine
         self.device: Device = engine.device  # type: ignore[assignment]
