@@ -537,6 +537,7 @@ async def test_a_cancel_reaches_those_that_wait_for_admission(store: Store) -> N
     async with fleet(P, D) as workers, core(store, workers, max_active=1, queue_limit=2) as scene:
         workers[1].script.pause_at = 2
         course = await scene.dispatcher.begin(make_request("one"))
+        await written(course, 1)
         waiting = [asyncio.ensure_future(scene.dispatcher.begin(make_request(id))) for id in ("two", "three")]
         await until(lambda: scene.router.admission.waiting == 2)
         with pytest.raises(QueueFull):
