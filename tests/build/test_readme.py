@@ -23,8 +23,12 @@ def test_the_examples_of_a_page_run(page: str) -> None:
         assert len(done.stdout.splitlines()) > 2, "nothing was written after the prompt"
 
 
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SOURCES = [str(path) for package in ROOT.glob("*/__init__.py") for path in package.parent.rglob("*.*")]
-PAGES = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if "node_modules" not in page.parts)]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "node_modules" not in page.parts),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -32,5 +36,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
+    headings = {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in HEADING.findall(text)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
     for file in re.findall(r"`([\w/]+\.(?:py|proto|lua))`", text):
         assert any(source.endswith(f"/{file}") for source in SOURCES), file

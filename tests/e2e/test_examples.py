@@ -29,14 +29,17 @@ OFFLINE = {"ENOTFOUND", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "EAI_AGAIN", 
 """What npm says where its registry can't be reached."""
 
 PRINTED = {
-    "cancel_generation.py": r"(cancelled\n)+the stream ended: CANCELLED\ncancelled unknown_request\n",
+    "again.py": r"the same text: True from the same seed: True\nREQUEST_ID_REUSED\n",
+    "cancel_generation.py": r"(cancelled\n)+the stream ended: (CANCELLED|SUPERSEDED)\ncancelled unknown_request\n",
     "conversation.py": r".+\nprompt tokens \d+\n",
     "errors.py": r"sampling.temperature: 0 to 100, got -1.0\nNOT_FOUND MODEL_NOT_FOUND no-such-model\ntoo late: .+",
     "generate.py": r".+\n(length|stop) \d+ tokens in \d+ ms\n",
     "generate_stream.py": r".+\nFinished\(.+\) Usage\(.+\)\nagain with seed \d+ on small\n",
+    "get_generation.py": r"\w+ with \d+ tokens\nsucceeded with 200 tokens, kept until .+\n\S+ queued\n.+ succeeded\n",
     "logprobs.py": r"('.+' -\d+\.\d\d, rank 1, of .+\n){5}",
     "many_at_once.py": r"'import .+\n'def main.+\n'for key, .+\n",
     "models_served.py": r"small at \w+ with 4096 tokens\nprompt and output together: 2048\n.+ temperature \S+\n",
+    "resume_stream.py": r".+\nleft after \d+ tokens, read to the end after 60\n",
     "server_info.py": r"router \S+ of version .+ serves small .+\nat most 20 alternatives .+\nnot here: .+\n",
     "tls.py": r"over TLS: \S+\n",
     "tokens.py": r"7 tokens: \['def', .+\]\ndef add\(a, b\):\n",
@@ -81,9 +84,10 @@ def printed(command: list[str], folder: Path, variables: dict[str, str]) -> str:
     return done.stdout
 
 
-def run(example: str, folder: Path, variables: dict[str, str]) -> None:
+def run(example: str, folder: Path, variables: dict[str, str]) -> str:
     output = printed([sys.executable, str(EXAMPLES / "python" / example)], folder, variables)
     assert re.fullmatch(PRINTED[example], output, re.DOTALL), output
+    return output
 
 
 def test_every_example_is_run() -> None:
@@ -92,7 +96,14 @@ def test_every_example_is_run() -> None:
 
 @pytest.mark.parametrize("example", sorted(PRINTED.keys() - {"tls.py"}))
 def test_an_example_in_python(example: str, running: Deployment, tmp_path: Path) -> None:
-    run(example, tmp_path, {"DECANT_ADDRESS": running.address})
+    """Asks both routers in turn."""
+    run(example, tmp_path, {"DECANT_ADDRESS": ",".join(running.addresses)})
+
+
+def test_a_resumed_answer_reads_as_a_whole_one(running: Deployment, tmp_path: Path) -> None:
+    routers = {"DECANT_ADDRESS": ",".join(running.addresses)}
+    whole, resumed = (run(example, tmp_path, routers) for example in ("generate.py", "resume_stream.py"))
+    assert resumed.splitlines()[:-1] == whole.splitlines()[:-1]
 
 
 def test_an_example_over_tls(over_tls: dict[str, str], tmp_path: Path) -> None:
