@@ -16,6 +16,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.rpc import error_details_pb2
 
+import decant
 from protos import inference_pb2 as pb
 from router.limits import limits
 from router.settings import RouterSettings
@@ -157,6 +158,10 @@ def test_nothing_is_mentioned_that_does_not_exist() -> None:
     for span in code(prose):
         if match := re.fullmatch(r"([A-Z]\w*)\.(\w+)", span):
             assert match[1] in kinds and match[2] in kinds[match[1]].fields_by_name, span  # noqa: PT018
+        elif match := re.fullmatch(r"decant\.([A-Z]\w+)", span):
+            assert hasattr(decant, match[1]), span
+        elif span.startswith("--"):
+            assert span[2:].replace("-", "_") in RouterSettings.model_fields, span
         elif re.fullmatch(r"[A-Z]+(_[A-Z]+)+", span):
             assert span in STATUSES | values | {reason.value for reason in Reason}, span
         elif re.fullmatch(r"[a-z]+(_[a-z]+)+", span):
