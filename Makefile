@@ -45,8 +45,8 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[all,dev]'
 	@touch $@
 
-# The environment has the build requirements, so only protos/ is compiled again.
-$(STUBS): $(INSTALLED) $(wildcard protos/*.proto)
+# The environment has the build requirements, so only what is compiled is made again.
+$(STUBS): $(INSTALLED) $(wildcard protos/*.proto) engine/_panels.cpp
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 
 test: setup

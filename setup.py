@@ -1,4 +1,4 @@
-"""Compiles protos/*.proto while the package is built; everything else is in pyproject.toml.
+"""Compiles protos/*.proto and one C++ file while the package is built; everything else is in pyproject.toml.
 
 The stubs are not committed. A wheel gets them in its build folder, an editable install beside the sources.
 The compiler runs as a build step of its own, not inside `build_py`: in an editable install setuptools turns
@@ -6,13 +6,14 @@ an error of a customised `build_py` into a warning, and the install would succee
 """
 
 import os
+import platform
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from setuptools import Command, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build import build
 from setuptools.errors import ExecError
 
@@ -79,4 +80,21 @@ class Build(build):
     sub_commands: ClassVar = [*build.sub_commands, ("compile_protos", None)]
 
 
-setup(cmdclass={"build": Build, "compile_protos": CompileProtos})
+def extensions() -> list[Extension]:
+    """The engine's own product for CPUs with AVX2. Without a compiler for it, workers use oneDNN's (and say so)."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return []
+    flags = ["-std=c++17", "-O3", "-g0", "-mavx2", "-mfma", "-fopenmp"]
+    # torch's libgomp has the system's name: imported first, as engine/products.py does, it is the one that is used.
+    made = Extension(
+        "engine._panels",
+        ["engine/_panels.cpp"],
+        extra_compile_args=flags,
+        extra_link_args=["-fopenmp"],
+        language="c++",
+        optional=True,
+    )
+    return [made]
+
+
+setup(ext_modules=extensions(), cmdclass={"build": Build, "compile_protos": CompileProtos})

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 from bench import shapes
 from engine import checkpoint
 from engine.attention import AttentionCall, attending
-from engine.linears import packed_dtype
 from engine.model import ModelConfig, ModelDevice, load
 from engine.plan import Row
 from engine.probe import learn
@@ -164,9 +163,9 @@ def show(report: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.exactness", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="qwen2.5-0.5b")
-    native = "bfloat16" if packed_dtype(torch.bfloat16) == torch.bfloat16 else "float32"
+    native = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
     parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], default=native, help="default: what this CPU is fast at"
+        "--dtype", choices=["bfloat16", "float32"], default=native, help="default: what torch is fast at on this CPU"
     )
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")

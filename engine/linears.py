@@ -1,9 +1,7 @@
-"""Linear layers whose rows do not see each other, and fast: weights packed once for oneDNN.
+"""Linear layers whose rows do not see each other, and fast: weights laid out once (``engine/products.py``).
 
-A general matrix product picks its kernel by the number of rows, and then a row's last bits depend on its
-neighbours. oneDNN's products on packed weights do not (shown for 1 to 2,048 rows by ``tests/engine/test_bits``).
-bf16 weights are packed as bf16 where the CPU multiplies bf16; elsewhere as float32, which holds them exactly, at
-twice the memory, with results rounded to bf16. On CUDA the model's own layers stay.
+Modules that multiply rows in ways of their own are run in pieces of one fixed number of rows instead. On CUDA the
+model's own layers stay.
 """
 
 from __future__ import annotations
@@ -15,18 +13,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.products import prepare
+
 FIXED_ROWS = 32
 """Rows of every call of a module that is run in pieces of one shape."""
 
 LANES = 64
 """Elements that the widest vector loop takes at once (bf16, AVX512, twice unrolled)."""
-
-
-def packed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what precision this CPU multiplies weights of ``dtype``."""
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.float32
-    return dtype
 
 
 class PackedLinear(nn.Module):
@@ -39,20 +32,13 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self._dtype = packed_dtype(weight.dtype)
         self._width = weight.shape[0]
-        wide = _widen(weight.detach().to(self._dtype))
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(wide.contiguous(), None)
-        self._bias = None if bias is None else _widen(bias.detach().to(self._dtype))
+        self._product = prepare(_widen(weight.detach()), None if bias is None else _widen(bias.detach()))
         self.weight = torch.empty_like(weight, device="meta")  # dtype and shape, for callers that look at them
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1]).to(self._dtype)
-        count = rows.shape[0]
-        if count == 1:  # one row alone is the one case that takes another kernel (float32, AVX512)
-            rows = rows.expand(2, -1).contiguous()
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-        return out[:count].to(x.dtype)[:, : self._width].view(*x.shape[:-1], self._width)
+        rows = self._product(x.reshape(-1, x.shape[-1]).to(self.weight.dtype))
+        return rows[:, : self._width].to(x.dtype).view(*x.shape[:-1], self._width)
 
 
 def _widen(weight: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,6 @@
+"""See engine/_panels.cpp. Addresses are of contiguous tensors."""
+
+def pack(half: bool, weight: int, packed: int, outputs: int, inner: int, /) -> None: ...
+def multiply(
+    half: bool, x: int, packed: int, bias: int, out: int, rows: int, inner: int, panels: int, threads: int, /
+) -> None: ...

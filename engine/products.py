@@ -1,0 +1,98 @@
+"""Rows times a weight that is laid out once, such that rows do not see each other: a row's bits are the same alone
+and among others, for every number of rows and of threads.
+
+A general matrix product picks its kernel by the number of rows, and then a row's last bits depend on its neighbours.
+Two kinds of product do not::
+
+    panels    AVX2 and nothing wider: our own (engine/_panels.cpp). bfloat16 stays bfloat16 in memory, sums are float32.
+    oneDNN    elsewhere: oneDNN's on packed weights. bfloat16 where the CPU multiplies it, else as float32.
+
+Which of them a worker has is part of its layout hash: their bits differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""rows [T, in] -> [T, out], in the weight's dtype."""
+
+PANEL = 16
+"""Outputs that stand side by side in memory."""
+
+
+def _load_panels() -> ModuleType | None:
+    """None where the CPU has more than AVX2 or less, or where the package was built without a C++ compiler."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return None
+    try:
+        from engine import _panels
+    except ImportError:
+        return None
+    return _panels
+
+
+_PANELS = _load_panels()
+
+
+def kind() -> str:
+    """What this process multiplies with, and the capability of its CPU."""
+    return f"{'panels' if _PANELS else 'onednn'} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """A product with weight [out, in] and bias [out]; float32 or bfloat16. The weight is copied."""
+    if _PANELS is not None:
+        return Panels(_PANELS, weight, bias)
+    return OneDnn(weight, bias)
+
+
+class Panels:
+    """Our own product. ``out`` is a multiple of PANEL."""
+
+    def __init__(self, module: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        outputs, inner = weight.shape
+        if outputs % PANEL:
+            raise ValueError(f"outputs: a multiple of {PANEL}, got {outputs}")
+        self._multiply = module.multiply
+        self._half = weight.dtype == torch.bfloat16
+        weight = weight.detach().contiguous()
+        self._weight = torch.zeros_like(weight)  # as many bytes in another order, aligned to 64 of them
+        module.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), outputs, inner)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        outputs, inner = self._weight.shape
+        rows = rows.contiguous()
+        out = rows.new_empty(len(rows), outputs)
+        self._multiply(
+            self._half,
+            rows.data_ptr(),
+            self._weight.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            *(len(rows), inner, outputs // PANEL, torch.get_num_threads()),
+        )
+        return out
+
+
+class OneDnn:
+    """oneDNN's product on a packed weight (shown for 1 to 2,048 rows by ``tests/engine/test_bits``)."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._dtype = weight.dtype
+        if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            self._dtype = torch.float32
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self._dtype).contiguous(), None)
+        self._bias = None if bias is None else bias.detach().to(self._dtype)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        count, dtype = len(rows), rows.dtype
+        rows = rows.to(self._dtype)
+        if count == 1:  # one row alone is the one case that takes another kernel (float32, AVX512)
+            rows = rows.expand(2, -1).contiguous()
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        return out[:count].to(dtype)

@@ -1,0 +1,90 @@
+"""Our own product: right, and the same bits for a row among any number of rows and with any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine import products
+from engine.products import PANEL, OneDnn, Panels
+
+pytestmark = pytest.mark.skipif(products._PANELS is None, reason="this CPU has more than AVX2, or no compiler was here")
+
+SHAPES = [(64, 1), (16, 7), (1152, 896), (896, 4864)]
+
+
+def made(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True) -> tuple[Panels, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    weight = (torch.randn(*shape, generator=generator) / shape[1] ** 0.5).to(dtype)
+    add = torch.randn(shape[0], generator=generator).to(dtype) if bias else torch.zeros(shape[0], dtype=dtype)
+    assert products._PANELS is not None
+    return Panels(products._PANELS, weight, add if bias else None), weight, add
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_the_product_up_to_rounding(shape: tuple[int, int], dtype: torch.dtype, bias: bool) -> None:
+    product, weight, add = made(shape, dtype, bias)
+    rows = torch.randn(37, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = rows.double() @ weight.double().T + add.double()
+    room = 2e-5 if dtype == torch.float32 else 2**-8
+    assert torch.allclose(product(rows).double(), exact, rtol=room, atol=room)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_same_bits_among_others_and_with_any_number_of_threads(
+    shape: tuple[int, int], dtype: torch.dtype, threads: None
+) -> None:
+    product = made(shape, dtype)[0]
+    rows = torch.randn(301, shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
+    torch.set_num_threads(1)
+    whole = product(rows)
+    for count in (1, 2, 3, 4, 5, 6, 7, 30, 111, 300):
+        torch.set_num_threads(1 + count % 3)
+        first = (count * 13) % (301 - count)
+        assert torch.equal(product(rows[first : first + count]), whole[first : first + count]), count
+
+
+def test_bfloat16_is_float32_rounded_to_the_nearest() -> None:
+    half, weight, add = made((64, 96), torch.bfloat16)
+    assert products._PANELS is not None
+    full = Panels(products._PANELS, weight.float(), add.float())
+    rows = torch.randn(50, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
+    rows[7, 3], rows[8, 3] = float("nan"), float("inf")
+    rounded, expected = half(rows), full(rows.float()).bfloat16()
+    assert torch.equal(rounded.isnan(), expected.isnan())
+    assert torch.equal(rounded.nan_to_num(), expected.nan_to_num())
+
+
+def test_rows_may_lie_apart() -> None:
+    product = made((32, 8), torch.float32)[0]
+    wide = torch.randn(6, 16)
+    assert torch.equal(product(wide[::2, 4:12]), product(wide[::2, 4:12].contiguous()))
+
+
+def test_a_width_that_is_no_whole_panel_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"outputs: a multiple of {PANEL}, got 17"):
+        Panels(products._PANELS, torch.zeros(17, 4), None)  # type: ignore[arg-type]
+
+
+def test_the_weight_is_held_once_in_its_own_dtype() -> None:
+    product, weight, _ = made((1152, 896), torch.bfloat16)
+    assert product._weight.nbytes == weight.nbytes
+    assert product._weight.data_ptr() != weight.data_ptr()
+
+
+def test_both_products_agree() -> None:
+    ours, weight, add = made((256, 512), torch.float32)
+    rows = torch.randn(9, 512, generator=torch.Generator().manual_seed(4))
+    assert torch.allclose(ours(rows), OneDnn(weight, add)(rows), atol=1e-5)
