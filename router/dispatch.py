@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 
 from protos import worker_pb2 as wire
@@ -22,11 +23,13 @@ from state.errors import StateError
 from state.names import Life, RequestKey
 from state.owned import StoredRequest
 
+SETTLE_SECONDS = 2.0
+"""For the store to learn an end that somebody waits for; a store that is slower is as good as away."""
 LAST_WRITE_SECONDS = 5.0
 """Of a drain, for a Redis that is away."""
 
 Adopt = Callable[[RequestKey, Life], Awaitable[StoredRequest]]
-"""Makes a router a request's owner; `Requests.adopt` or `Requests.adopt_orphan`."""
+"""Makes a router a request's owner; `adopt`, `adopt_orphan` or `cancel` of `Requests`."""
 
 _log = logs.get(__name__)
 
@@ -62,14 +65,21 @@ class Dispatcher:
         """Returns once the request is admitted and recorded; it is answered from then on, whoever reads it.
 
         An id that an equal request has brings that request's course: the one that runs here, or what is stored of
-        it. Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled. Cancelled while
-        it waits, it ends the request.
+        it. Where that one failed before its first token, it begins anew. Cancelled while it waits, it ends the request.
+
+        Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled.
         """
-        execution = self._here(request.key)
+        epoch = 1
+        while (execution := self._here(request.key)) is not None:
+            if execution.course.request.payload != request.payload:
+                raise AlreadyExists(request.key.id)
+            if not execution.is_void:
+                break
+            epoch = execution.owned.epoch + 1
+            await self._until_settled(execution)
+            self.settled(execution)  # the store has it, or will have it before the one that begins now
         if execution is None:
-            execution = self._launched(request)
-        elif execution.course.request.payload != request.payload:
-            raise AlreadyExists(request.key.id)
+            execution = self._launched(request, epoch=epoch)
         found = await self._accepted(execution)
         return execution.come_back() if found is None else await self._stored(found)
 
@@ -96,10 +106,17 @@ class Dispatcher:
         course = replayed(found, await self._router.revive(found))
         return Standing(course, found.state, found.record, found.expires_in_s if found.ended else None)
 
-    def _launched(self, request: ValidRequest, adopted: StoredRequest | None = None) -> Execution:
+    async def _until_settled(self, ended: Execution) -> None:
+        """Until the store knows how it ended, unless that is away."""
+        if not self._router.flusher.is_away:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SETTLE_SECONDS):
+                    await ended.is_settled.wait()
+
+    def _launched(self, request: ValidRequest, adopted: StoredRequest | None = None, epoch: int = 1) -> Execution:
         if adopted is None:
             self._check(request)
-        execution = Execution(request, self._router, self, adopted)
+        execution = Execution(request, self._router, self, adopted, epoch)
         self._executions[request.key] = execution
         self._idle.clear()
         with logs.bound(request_id=request.key.id):
@@ -130,10 +147,14 @@ class Dispatcher:
             found = await self._read(key)
             if (end := end_of(found)) is not None:
                 return end
-            execution = await self._taken(found)
+            execution = await self._taken(found, self._router.requests.cancel)
             if execution is None:
                 return await self.cancel(key)
         self._stop(execution)
+        if execution.is_recorded:
+            await self._until_settled(execution)
+        if execution.is_superseded:
+            return await self.cancel(key)
         assert execution.course.end is not None
         return execution.course.end
 
@@ -238,13 +259,13 @@ class Dispatcher:
         """A request that doesn't run here, to be read."""
         if found.ended:
             return replayed(found, await self._router.revive(found))
-        execution = await self._taken(found)
+        execution = await self._taken(found, self._router.requests.adopt)
         return await self.resume(found.key) if execution is None else execution.come_back()
 
-    async def _taken(self, found: StoredRequest) -> Execution | None:
+    async def _taken(self, found: StoredRequest, adopt: Adopt) -> Execution | None:
         """`_adopted` for a client that asks. Raises NotFound, Unavailable."""
         try:
-            return await self._adopted(found, self._router.requests.adopt)
+            return await self._adopted(found, adopt)
         except StateError as error:
             raise store_error(error, found.key) from None
 

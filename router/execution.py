@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 from protos import worker_pb2 as wire
+from protos.inference_pb2 import Generation
 from protos.state_pb2 import RequestRecord
 from router.account import receipt_of, usage_of
 from router.admission import Admission, Admitted
@@ -32,6 +33,7 @@ from runtime import logs
 from runtime.errors import (
     Aborted,
     AlreadyExists,
+    Cancelled,
     DeadlineExceeded,
     Internal,
     ServiceError,
@@ -81,10 +83,13 @@ class Execution:
     With ``adopted``, as another owner left it, it goes on: at the worker where it ran, else from what is written.
     """
 
-    def __init__(self, request: ValidRequest, router: Router, home: Home, adopted: StoredRequest | None = None) -> None:
+    def __init__(
+        self, request: ValidRequest, router: Router, home: Home, adopted: StoredRequest | None = None, epoch: int = 1
+    ) -> None:
         if adopted is None:
             self.course = Course(request)
             self.owned = _owned(request, Life.of(router.peer))
+            self.owned.epoch = epoch
         else:
             self.course = course_of(adopted, request)
             self.course.is_behind = True
@@ -94,6 +99,9 @@ class Execution:
         an equal request, in whose place nothing is run."""
         self.awaited = 0
         """Calls that wait until it is accepted."""
+        self.is_settled = asyncio.Event()
+        """It has ended, and the store knows, or need not."""
+        self.is_superseded = False
         self.grace: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
         self._request = request
@@ -159,6 +167,7 @@ class Execution:
         return self.course
 
     def settled(self) -> None:
+        self.is_settled.set()
         self._home.settled(self)
 
     def leave(self) -> None:
@@ -173,11 +182,17 @@ class Execution:
 
     def superseded(self, error: errors.Superseded) -> None:
         """Another router owns it: nothing more is written."""
-        self.is_recorded = False
-        self.end(Aborted(Reason.SUPERSEDED, str(error)))
+        self.is_superseded = True
+        cancelled = error.state == Generation.STATE_CANCELLED
+        self.end(Cancelled() if cancelled else Aborted(Reason.SUPERSEDED, str(error)))
 
     def _run(self) -> wire.Run:
         return wire.Run(request=str(self.owned.key), epoch=self.owned.epoch, attempt=self.owned.attempt)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it failed before its first token: an equal request begins anew."""
+        return self.owned.state == Generation.STATE_FAILED and not self.course.tokens
 
     @property
     def is_taken_up(self) -> bool:
@@ -234,6 +249,8 @@ class Execution:
                 end = await attempt.run()
             except AttemptFailed as failed:
                 self._failed(attempt, failed)
+            except Aborted as superseded:
+                raise await self._cause(superseded) from None
             except NoWorker:
                 job.note(attempt.giver, attempt.taker, wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
                 raise self._lost(Reason.NO_WORKER, "no worker can take the request now") from None
@@ -257,6 +274,15 @@ class Execution:
         append_new(self.owned, self.course)
         self.owned.start_over(datetime.now(UTC))
 
+    async def _cause(self, superseded: Aborted) -> ServiceError:
+        """Why a worker knows a newer owner: a newer stream, as far as the store doesn't say that it was cancelled."""
+        self.is_superseded = True
+        try:
+            found = await self._router.requests.read(self.owned.key, first=self.owned.length)
+        except StateError:
+            return superseded
+        return Cancelled() if found.state == Generation.STATE_CANCELLED else superseded
+
     def _lost(self, reason: Reason, words: str) -> ServiceError:
         written = len(self.course.tokens)
         if written:
@@ -265,7 +291,7 @@ class Execution:
 
     def _record_end(self, end: Ended | ServiceError) -> None:
         owned, course, record = self.owned, self.course, self.owned.record
-        if isinstance(end, ServiceError) and end.reason is Reason.SUPERSEDED:
+        if self.is_superseded:
             self._router.flusher.forget(self)
             return
         self._router.flusher.begin(self)

@@ -9,7 +9,7 @@ While Redis is away nothing stops: what was not written stays here, and the firs
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from router.request import Course
@@ -128,7 +128,7 @@ class Flusher:
                 append_new(owned, written.course)
         batch = [owned for owned in requests if owned.unwritten]
         try:
-            lost = await self._requests.flush(batch) if batch else []
+            lost = await self._requests.flush(batch) if batch else {}
         except StateError as error:
             self._failed(error)
             return
@@ -137,13 +137,12 @@ class Flusher:
             _log.info("the state store is back", requests=len(batch))
         self._settle(requests, lost)
 
-    def _settle(self, requests: Collection[OwnedRequest], lost: Collection[Superseded]) -> None:
-        gone = {error.key: error for error in lost}
+    def _settle(self, requests: Collection[OwnedRequest], lost: Mapping[OwnedRequest, Superseded]) -> None:
         for owned in requests:
             written = self._running.get(owned) or self._ended.get(owned)
-            if written is not None and owned.key in gone:
+            if written is not None and owned in lost:
                 self.forget(written)
-                written.superseded(gone[owned.key])
+                written.superseded(lost[owned])
             elif owned in self._ended and not owned.unwritten:
                 self._ended.pop(owned).settled()
         self._see_if_idle()

@@ -87,6 +87,8 @@ def end_of(found: StoredRequest) -> Ended | ServiceError | None:
     """How a request ended, by what is stored; None for one that has not."""
     if not found.ended:
         return None
+    if found.state == Generation.STATE_CANCELLED:  # perhaps not yet recorded by whoever cancelled it
+        return Cancelled()
     if found.state != Generation.STATE_SUCCEEDED:
         return from_fault(from_status(found.record.error))
     finished = found.record.finished[0]

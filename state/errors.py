@@ -15,7 +15,7 @@ StateError
 
 from __future__ import annotations
 
-from state.names import Life, RequestKey
+from state.names import Life, RequestKey, State
 
 
 class StateError(Exception):
@@ -36,11 +36,12 @@ class StoreFault(StateError):
 class Superseded(StateError):
     """A write by a router that no longer owns the request, or for an attempt that is over. Nothing was written."""
 
-    def __init__(self, key: RequestKey, epoch: int, owner: Life) -> None:
+    def __init__(self, key: RequestKey, epoch: int, owner: Life, state: State) -> None:
         super().__init__(f"request {key}: epoch {epoch} is owned by {owner}")
         self.key = key
         self.epoch = epoch
         self.owner = owner
+        self.state = state
 
 
 class Replaced(StateError):

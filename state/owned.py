@@ -90,7 +90,10 @@ class OwnedRequest:
     def begin(
         cls, key: RequestKey, owner: Life, payload: GenerateRequest, record: RequestRecord, at: datetime
     ) -> OwnedRequest:
-        """A new request, QUEUED in its first attempt. `at` (UTC) becomes its create_time."""
+        """A new request, QUEUED in its first attempt. `at` (UTC) becomes its create_time.
+
+        One that follows a failed one of its id has a greater epoch: raise it before anyone hears of the request.
+        """
         request = cls(key, owner, payload, record)
         record.create_time.FromDatetime(at)
         request._record_transition(at)

@@ -43,16 +43,23 @@ class Requests:
     async def accept(self, request: OwnedRequest) -> StoredRequest | None:
         """Take the request's id, in one round trip. None: it is new, and its owner may dispatch it.
 
-        Else what has the id with the same payload, perhaps of this same router: attach to it, or replay it.
+        So it is where an equal request failed before it wrote anything: this one begins anew, in a greater epoch. Else
+        what has the id with the same payload, perhaps of this same router: attach to it, or replay it.
         Raises AlreadyExists for an id with another payload, StoreUnavailable.
         """
         record = request.record.SerializeToString()
         accept = scripts.REQUEST_ACCEPT.call(
-            _own_names(request), str(request.owner), request.digest, record, request.payload, self._open_ms
+            _own_names(request),
+            str(request.owner),
+            request.digest,
+            record,
+            request.payload,
+            self._open_ms,
+            request.epoch,
         )
         reply = await self._with_open_entry(request.key, request.owner, accept)
         if reply[0] == b"new":
-            request.told = (request.attempt, request.state)
+            request.epoch, request.told = reply[1], (request.attempt, request.state)
             return None
         if reply[0] == b"differs":
             await self._open.remove(request.owner, [request.key])
@@ -61,23 +68,23 @@ class Requests:
 
     async def write(self, request: OwnedRequest) -> None:
         """`flush` of one request. Raises Superseded, StoreUnavailable."""
-        for lost in await self.flush([request]):
-            raise lost
+        for error in (await self.flush([request])).values():
+            raise error
 
-    async def flush(self, requests: Sequence[OwnedRequest]) -> list[Superseded]:
+    async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, Superseded]:
         """Write all that these hold and Redis lacks: one round trip, one command for each request.
 
         A second follows for those that Redis has lost in part or whole, and one more for all that are over. Returns
-        an error for each that another router owns by now. Raises StoreUnavailable: write again later.
+        those that are owned in another epoch by now, by whom. Raises StoreUnavailable: write again later.
         """
-        lost: list[Superseded] = []
+        lost: dict[OwnedRequest, Superseded] = {}
         behind = await self._write_all(requests, lost)
         if behind:
             for request in behind:
                 request.stored, request.told = 0, None
             await self._write_all(behind, lost)
-        over = {error.key for error in lost}
-        await self._open.remove_all([r for r in requests if r.key in over or (r.ended and not r.unwritten)])
+        elsewhere = [request for request, error in lost.items() if error.owner != request.owner]
+        await self._open.remove_all([*elsewhere, *(r for r in requests if r.ended and not r.unwritten)])
         return lost
 
     async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
@@ -93,15 +100,26 @@ class Requests:
         With `epoch`: only while this is the request's epoch, so of several one wins. What has ended is returned as it
         is, and what the router owns already. Raises Superseded, UnknownRequest, NotYetKnown, StoreUnavailable.
         """
-        seen = "" if epoch is None else epoch
-        adopt = scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, seen)
-        reply = await self._with_open_entry(key, router, adopt)
+        reply = await self._with_open_entry(
+            key, router, self._adopting(key, router, "" if epoch is None else epoch, "")
+        )
         if reply[0] == b"exists":
             return await self._keep_entry_if_owned(_stored(key, reply[1]), router)
         await self._open.remove(router, [key])
         if reply[0] == b"unknown":
             raise await self._era.unknown(key)
         raise _superseded(key, reply)
+
+    async def cancel(self, key: RequestKey, router: Life) -> StoredRequest:
+        """Make `router` the owner of what is CANCELLED by this same step; how it ended is for the new owner to write.
+
+        What is returned shows the request as it was before. One round trip.
+        Raises UnknownRequest, NotYetKnown, StoreUnavailable.
+        """
+        reply = await self._client.run(self._adopting(key, router, "", self._ended_ms))
+        if reply[0] == b"unknown":
+            raise await self._era.unknown(key)
+        return _stored(key, reply[1])
 
     async def adopt_orphan(self, key: RequestKey, router: Life) -> StoredRequest:
         """Make `router` the owner if the present one isn't registered.
@@ -118,6 +136,9 @@ class Requests:
             raise OwnerAlive(life)
         return await self.adopt(key, router, int(epoch))
 
+    def _adopting(self, key: RequestKey, router: Life, epoch: int | str, ended_ms: int | str) -> Command:
+        return scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, epoch, ended_ms)
+
     async def _with_open_entry(self, key: RequestKey, router: Life, command: Command) -> Reply:
         """The open entry first: one without its request is dropped by whoever takes over, a request without an
         entry would be found by nobody."""
@@ -129,7 +150,9 @@ class Requests:
             await self._open.remove(router, [found.key])
         return found
 
-    async def _write_all(self, requests: Sequence[OwnedRequest], lost: list[Superseded]) -> list[OwnedRequest]:
+    async def _write_all(
+        self, requests: Sequence[OwnedRequest], lost: dict[OwnedRequest, Superseded]
+    ) -> list[OwnedRequest]:
         """One round trip. Adds those that are superseded to `lost`, returns those to be written whole."""
         if not requests:
             return []
@@ -143,7 +166,7 @@ class Requests:
                     request.stored, request.told = max(request.stored, reply[1]), (attempt, state)
                     request.unexplained &= not explained
                 case b"superseded":
-                    lost.append(_superseded(request.key, reply))
+                    lost[request] = _superseded(request.key, reply)
                 case _:
                     behind.append(request)
         return behind
@@ -200,4 +223,4 @@ def _stored(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
 
 
 def _superseded(key: RequestKey, reply: list[Reply]) -> Superseded:
-    return Superseded(key, reply[1], Life.parse(reply[2].decode()))
+    return Superseded(key, reply[1], Life.parse(reply[2].decode()), reply[3])

@@ -1,6 +1,8 @@
 -- Stands before every other script. Numbers of states are ordered; from SUCCEEDED on they are ends.
 
 local FIRST_END = 5
+local FAILED = 6
+local CANCELLED = 7
 local ENTRY = 4 -- bytes of a journal's entry
 
 local function now_us()

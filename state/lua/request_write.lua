@@ -4,7 +4,7 @@
 -- ARGV owner, epoch, attempt, state, base, entries, record, open_ms, ended_ms,
 --      then with the third key: bytes of one entry's logprobs or 0, those of the entries, the prompt's or '',
 --      then of a whole one: digest, payload
--- Returns {'written', entries now}, {'superseded', epoch, owner}, {'behind', entries now} when the journal ends before
+-- Returns {'written', entries now}, {'superseded', epoch, owner, state}, {'behind', entries now} when the journal ends before
 -- `base`, {'incomplete'} when only a whole write can be kept. Only 'written' has written.
 
 local owner, epoch, attempt, state = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -60,7 +60,7 @@ end
 
 -- Two routers hold the same epoch only where Redis lost an adoption: the first that is stored stays.
 if epoch < old_epoch or owner ~= old_owner or attempt < old_attempt then
-  return {'superseded', old_epoch, old_owner}
+  return {'superseded', old_epoch, old_owner, old_state}
 end
 
 -- One owner writes one sequence of entries, so those that are stored already are equal.

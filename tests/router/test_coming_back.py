@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,10 @@ from protos.inference_pb2 import Generation
 from protos.state_pb2 import RequestRecord
 from router.request import Course
 from router.takeover import Takeover
-from runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound
+from runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound, Unavailable
 from runtime.fault import Reason
 from state import keys
-from state.errors import OwnerAlive
+from state.errors import OwnerAlive, StoreUnavailable
 from state.journal import Entry
 from state.names import Life, RequestKey
 from state.owned import OwnedRequest
@@ -247,9 +248,127 @@ async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
             await until(lambda: two.store_is_done)
             assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
             workers[1].go.set()
-            error = (await ended(first)).end
+            assert isinstance((await ended(first)).end, Cancelled), "and not superseded: nobody else reads it"
+
+
+async def test_who_learns_from_the_store_that_it_was_cancelled_elsewhere_says_so(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 3)
+        await until(lambda: scene.owned("r").stored == 3)
+        await store.requests.cancel(KEY, Life("other", 1))
+        pass_on(workers[1], 4)
+        assert isinstance((await ended(course)).end, Cancelled)
+
+
+async def test_while_the_store_is_away_nobody_knows_more_than_that_a_newer_owner_is_there(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
+        workers[1].script.pause_at = 3
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(store.requests, "read", raising(StoreUnavailable("away")))
+            (run,) = workers[1].runs.values()
+            workers[1]._say(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=2)), run)
+            error = (await ended(course)).end
             assert isinstance(error, Aborted)
             assert error.reason is Reason.SUPERSEDED
+
+
+async def test_who_owns_it_no_longer_cancels_it_where_it_is_owned(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
+        workers[1].script.pause_at = 3
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 3)
+        await store.requests.adopt(KEY, Life("other", 1))
+        assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
+        found = await store.requests.read(KEY)
+        assert (found.epoch, found.state) == (3, Generation.STATE_CANCELLED), "the owner learns it too"
+
+
+# ------------------------------------------------------------------------------- what failed before its first token
+
+
+def raising(error: Exception) -> Any:
+    async def raises(*_: object, **__: object) -> None:
+        raise error
+
+    return raises
+
+
+async def failed_at_once(scene: Core, worker: FakeWorker, id: str = "r") -> Course:
+    worker.script.prefill_fails_before_ticket += 1
+    course = await scene.answer(make_request(id))
+    assert isinstance(course.end, Unavailable)
+    assert not course.tokens
+    return course
+
+
+@pytest.mark.parametrize("from_store", [False, True])
+async def test_what_failed_before_its_first_token_is_tried_again_under_its_id(store: Store, from_store: bool) -> None:
+    async with fleet(P, D) as workers, core(store, workers, attempts=1) as scene:
+        old = await failed_at_once(scene, workers[0])
+        if from_store:
+            await until(lambda: scene.store_is_done)
+        for course in ((await scene.dispatcher.look(KEY)).course, await scene.dispatcher.resume(KEY)):
+            assert isinstance(course.end, Unavailable), "until somebody asks for it again, it has failed"
+        new = await scene.answer(make_request())
+        assert new is not old
+        assert tokens_of(new) == answer(PROMPT, 5)
+        await until(lambda: scene.store_is_done)
+        found = await store.requests.read(KEY)
+        assert (found.epoch, found.attempt, found.state) == (2, 1, Generation.STATE_SUCCEEDED)
+        assert [prefill.run.epoch for prefill in workers[0].prefills] == [1, 2]
+        assert (await scene.answer(make_request())).tokens == new.tokens
+        assert len(workers[0].prefills) == 2, "what ended well is replayed"
+
+
+async def test_another_payload_does_not_get_the_id_of_one_that_failed(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, attempts=1) as scene:
+        await failed_at_once(scene, workers[0])
+        other = replace(make_request(), payload=pb.GenerateRequest(request_id="r", prompt="other"))
+        for _ in range(2):
+            with pytest.raises(AlreadyExists):
+                await scene.dispatcher.begin(other)
+            await until(lambda: scene.store_is_done)
+
+
+async def test_of_two_routers_that_try_again_at_once_one_begins_and_the_other_attaches(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, attempts=1) as one, core(store, workers) as two:
+        for id in "abcde":
+            await failed_at_once(one, workers[0], id)
+            await until(lambda: one.store_is_done)
+            courses = await asyncio.gather(*(scene.dispatcher.begin(make_request(id)) for scene in (one, two)))
+            for course in courses:
+                end = (await ended(course)).end
+                if isinstance(end, Aborted):
+                    assert end.reason is Reason.SUPERSEDED
+                else:
+                    assert tokens_of(course) == answer(PROMPT, 5)
+            assert not all(isinstance(course.end, Aborted) for course in courses)
+            await until(lambda: one.store_is_done and two.store_is_done)
+            found = await store.requests.read(KEY._replace(id=id))
+            assert found.state == Generation.STATE_SUCCEEDED
+            assert found.epoch in (2, 3), "one began anew, and at most one took over from it"
+
+
+async def test_while_the_store_is_away_the_newer_one_of_two_is_written_last(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(P, D) as workers, core(store, workers, attempts=1) as scene:
+        with monkeypatch.context() as patch:
+            for name in ("flush", "accept", "read"):
+                patch.setattr(store.requests, name, raising(StoreUnavailable("away")))
+            await failed_at_once(scene, workers[0])
+            new = await scene.answer(make_request())
+            assert tokens_of(new) == answer(PROMPT, 5)
+        await until(lambda: scene.store_is_done)
+        found = await store.requests.read(KEY)
+        assert (found.epoch, found.state, found.length) == (2, Generation.STATE_SUCCEEDED, 5)
+        assert tokens_of(new), "and is not superseded by the older one"
 
 
 async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> None:

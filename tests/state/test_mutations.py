@@ -53,6 +53,9 @@ class Fault:
         patch.setattr(scripts, self.script.name.upper(), broken)
 
 
+ANEW = test_requests.test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_request
+CANCELLING = test_requests.test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment
+UNHEARD = test_requests.test_one_that_follows_a_failure_of_which_redis_has_not_heard_is_the_greater
 MENDED = test_requests.test_logprobs_that_lost_their_end_are_mended
 
 FAULTS = [
@@ -71,6 +74,13 @@ FAULTS = [
     Fault(scripts.REQUEST_WRITE, "or logprobs < base", "", MENDED),
     Fault(scripts.REQUEST_WRITE, "if size > 0 then", "if false then"),
     Fault(scripts.REQUEST_WRITE, "and ARGV[12] ~= ''", ""),
+    Fault(scripts.REQUEST_ACCEPT, "(epoch or 0) + 1", "1", ANEW),
+    Fault(scripts.REQUEST_ACCEPT, ", tonumber(ARGV[6])", "", UNHEARD),
+    Fault(scripts.REQUEST_ACCEPT, "redis.call('DEL', KEYS[1])", "", ANEW),
+    Fault(scripts.REQUEST_ACCEPT, "state ~= FAILED or", ""),
+    Fault(scripts.REQUEST_ACCEPT, "or redis.call('EXISTS', KEYS[2]) == 1", ""),
+    Fault(scripts.REQUEST_ADOPT, "redis.call('HSET', KEYS[1], 'state', CANCELLED)", "", CANCELLING),
+    Fault(scripts.REQUEST_ADOPT, "keep(ARGV[4], unpack(KEYS))", "", CANCELLING),
     Fault(scripts.REQUEST_ADOPT, "epoch + 1", "epoch"),
     Fault(scripts.REQUEST_ADOPT, "tonumber(ARGV[3]) ~= epoch", "false"),
     Fault(scripts.REQUEST_ADOPT, "state < FIRST_END and", ""),
@@ -86,8 +96,8 @@ FAULTS = [
     ),
     Fault(
         scripts.REQUEST_ACCEPT,
-        "if digest then",
-        "if false then",
+        "return {'exists'",
+        "return {'new', 1} or {'exists'",
         test_requests.test_the_same_id_and_payload_shows_what_is_there,
     ),
     Fault(

@@ -14,7 +14,7 @@ from state import keys
 from state.errors import AlreadyExists, NotYetKnown, OwnerAlive, StoreFault, Superseded, UnknownRequest
 from state.journal import Entry
 from state.keys import Lifetimes
-from state.names import RequestKey
+from state.names import RequestKey, State
 from state.owned import OwnedRequest
 from state.private_redis import PrivateRedis
 from state.store import Store
@@ -120,6 +120,76 @@ async def test_equal_payloads_are_equal_in_whatever_order_they_were_filled(store
             payload.sampling.logit_bias[token] = 1.0
         request = OwnedRequest.begin(KEY, router(), payload, RequestRecord(), NOW)
         await store.requests.accept(request)
+
+
+async def failed(store: Store, *tokens: int) -> OwnedRequest:
+    request = make_request(tokens=tokens, shown=ResponseOptions(prompt_logprobs=0))
+    await store.requests.accept(request)
+    request.record.prompt_tokens = 2
+    request.explain([logprobs(1, 0)])
+    request.move(FAILED, NOW)
+    await store.requests.write(request)
+    return request
+
+
+def equal_request(owner: int) -> OwnedRequest:
+    return make_request(owner=router(owner), shown=ResponseOptions(prompt_logprobs=0))
+
+
+async def test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_request(store: Store) -> None:
+    old = await failed(store)
+    assert (await store.requests.read(KEY)).state == FAILED
+    with pytest.raises(AlreadyExists):
+        await store.requests.accept(make_request(prompt="another"))
+    again = equal_request(2)
+    assert await store.requests.accept(again) is None
+    assert again.epoch == 2
+    found = await store.requests.read(KEY)
+    assert (found.epoch, found.attempt, found.state, found.owner) == (2, 1, QUEUED, router(2))
+    assert found.prompt_logprobs == []
+    assert found.expires_in_s > Lifetimes().ended_s
+    assert await store.open.of(router(2)) == {KEY}
+
+    old.told = None
+    with pytest.raises(Superseded):
+        await store.requests.write(old)
+    again.move(DECODING, NOW)
+    await store.requests.write(again)
+    assert (await store.requests.read(KEY)).state == DECODING
+
+
+@pytest.mark.parametrize(("state", "tokens"), [(FAILED, 1), (CANCELLED, 0), (SUCCEEDED, 0), (DECODING, 0)])
+async def test_whatever_else_has_the_id_keeps_it(store: Store, state: State, tokens: int) -> None:
+    request = make_request(tokens=range(tokens))
+    await store.requests.accept(request)
+    request.move(state, NOW)
+    await store.requests.write(request)
+    found = await store.requests.accept(make_request(owner=router(2)))
+    assert found
+    assert (found.epoch, found.owner, found.state) == (1, router(1), state)
+
+
+async def test_of_many_that_begin_a_failed_one_anew_one_does_and_the_others_find_it(store: Store) -> None:
+    await failed(store)
+    asking = [equal_request(n) for n in range(2, 12)]
+    found = await asyncio.gather(*map(store.requests.accept, asking))
+    assert found.count(None) == 1
+    winner = asking[found.index(None)]
+    assert all((one.epoch, one.owner) == (2, winner.owner) for one in found if one)
+    assert [n for n in range(2, 12) if await store.open.of(router(n))] == [asking.index(winner) + 2]
+
+
+async def test_one_that_follows_a_failure_of_which_redis_has_not_heard_is_the_greater(store: Store) -> None:
+    old = await failed(store)
+    await store._client.ask("FLUSHALL")
+    again = equal_request(1)
+    again.epoch = 2
+    assert await store.requests.accept(again) is None
+    assert again.epoch == 2
+    old.told = None
+    assert list(await store.requests.flush([old])) == [old]
+    assert (await store.requests.read(KEY)).state == QUEUED
+    assert await store.open.of(router(1)) == {KEY}, "the entry is the newer one's"
 
 
 async def test_an_id_with_another_payload_is_refused(store: Store) -> None:
@@ -246,6 +316,41 @@ async def test_the_newest_stream_owns_the_request_and_the_older_owner_is_told(st
     assert (found.state, found.entries) == (QUEUED, written(1, 2, 3))
 
 
+async def test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment(store: Store) -> None:
+    old = make_request(tokens=[1, 2])
+    await store.requests.accept(old)
+    old.move(DECODING, NOW)
+    await store.requests.write(old)
+    found = await store.requests.cancel(KEY, router(2))
+    assert (found.epoch, found.owner, found.state) == (2, router(2), DECODING)
+    continued(old, 3)
+    with pytest.raises(Superseded) as caught:
+        await store.requests.write(old)
+    assert caught.value.state == CANCELLED
+    seen = await store.requests.read(KEY)
+    assert (seen.state, seen.entries) == (CANCELLED, written(1, 2))
+    assert seen.expires_in_s <= Lifetimes().ended_s
+    again = await store.requests.cancel(KEY, router(3))
+    assert (again.epoch, again.owner, again.state) == (2, router(2), CANCELLED)
+
+    new = OwnedRequest.adopted(found)
+    new.record.usage.completion_tokens = 2
+    new.move(CANCELLED, NOW)
+    await store.requests.write(new)
+    assert (await store.requests.read(KEY)).record.usage.completion_tokens == 2
+    assert await store.open.of(router(2)) == set()
+
+
+async def test_what_has_ended_is_not_cancelled(store: Store) -> None:
+    request = make_request(tokens=[1])
+    await store.requests.accept(request)
+    request.move(SUCCEEDED, NOW)
+    await store.requests.write(request)
+    found = await store.requests.cancel(KEY, router(2))
+    assert (found.epoch, found.state) == (1, SUCCEEDED)
+    assert (await store.requests.read(KEY)).state == SUCCEEDED
+
+
 async def test_of_many_that_race_for_one_epoch_one_wins(store: Store) -> None:
     await store.requests.accept(make_request())
     races = [store.requests.adopt(KEY, router(n), epoch=1) for n in range(2, 12)]
@@ -300,7 +405,7 @@ async def test_nothing_that_owners_hold_is_lost_with_the_data(store: Store, bare
     for request in held:
         request.append(written(77))
     held[5].move(SUCCEEDED, NOW)
-    assert await store.requests.flush(held) == []
+    assert await store.requests.flush(held) == {}
 
     for n, request in enumerate(held):
         found = await store.requests.read(request.key)

@@ -12,6 +12,7 @@ from state.quota import Limits
 from state.store import Store
 from tests.state.scenes import (
     DECODING,
+    FAILED,
     KEY,
     NOW,
     SUCCEEDED,
@@ -37,6 +38,7 @@ async def walk(store: Store) -> list[Step]:
     """Steps in an order in which they make sense; the scene they need is set here."""
     request, doomed = make_request(), make_request(RequestKey("tenant", "doomed"))
     shown = make_request(RequestKey("tenant", "shown"), shown=ResponseOptions(logprobs=1, prompt_logprobs=0))
+    failing = make_request(RequestKey("tenant", "failing"))
     later, other = make_request(RequestKey("t}{", "later")), RequestKey("t2", "other")
     limits = Limits(in_flight=10, tokens_per_minute=20)
     worker = await store.workers.register(worker_facts(Life("w", 3)))
@@ -59,6 +61,12 @@ async def walk(store: Store) -> list[Step]:
             continued(shown, 1, 2)
         shown.stored, shown.told = 0, (1, shown.state)
         await store.requests.write(shown)
+
+    async def fail() -> None:
+        if not failing.ended:
+            failing.move(FAILED, NOW)
+        failing.told = None
+        await store.requests.write(failing)
 
     async def end() -> None:
         if not request.ended:
@@ -86,6 +94,9 @@ async def walk(store: Store) -> list[Step]:
         Step("accept with logprobs", lambda: store.requests.accept(shown), 2),
         Step("write logprobs", write_logprobs, 1),
         Step("read logprobs", lambda: store.requests.read(shown.key), 1),
+        Step("fail", fail, 2, trips=2),
+        Step("accept anew", lambda: store.requests.accept(make_request(failing.key)), 2),
+        Step("cancel", lambda: store.requests.cancel(failing.key, router(2)), 1),
         Step("write whole", write_whole, 2),
         Step("read", lambda: store.requests.read(KEY), 1),
         Step("read journal", lambda: store.journal.read(KEY, 1, 2), 1),

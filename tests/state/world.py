@@ -82,7 +82,8 @@ class Writers:
         self.random = random.Random(seed)
         self.store = store
         self.bare = bare
-        self.owners = [make_request(owner=router(0), shown=SHOWN[seed % len(SHOWN)])]
+        self.shown = SHOWN[seed % len(SHOWN)]
+        self.owners = [make_request(owner=router(0), shown=self.shown)]
         self.owners[0].record.prompt_tokens = 1  # counts the changes of the record
         self.writes: list[Write] = []
         self.model: Model | None = None
@@ -93,9 +94,12 @@ class Writers:
         first = self.owners[0]
         await self.store.requests.accept(first)
         self.model = Model(first, 1, first.state, 0, (1, 1, 0), 1)
+        takes = (self.adopt, self.ask_again)
         writing = (self.go_on, self.explain, self.move, self.write, self.arrive_late_or_again)
-        actions = [*writing, self.adopt, self.empty_redis]
-        weights = self.random.choice([[6, 1, 2, 9, 6, 1, 0.4], [3, 1, 1, 9, 4, 4, 1.5]])
+        actions = [*writing, *takes, self.empty_redis]
+        weights: list[float] = self.random.choice(
+            [[6, 1, 2, 9, 6, 1, 1, 0.4], [3, 1, 1, 9, 4, 4, 2, 1.5], [1, 1, 2, 9, 6, 1, 4, 1]]
+        )
         for action in self.random.choices(actions, weights, k=steps):
             await action()
             await self.redis_holds_the_greatest()
@@ -199,6 +203,22 @@ class Writers:
             assert new.epoch == now.owner.epoch + 1
             self.owners.append(new)
             now.owner = new
+
+    async def ask_again(self) -> None:
+        """An equal request begins anew where nothing is left of the one before, and nothing was written of it."""
+        life, now = router(self.random.randrange(4)), self.model
+        begins = now is None or (now.state == FAILED and not now.length)
+        epoch = now.owner.epoch + 1 if now else 1
+        if begins and any((old.owner, old.epoch) == (life, epoch) for old in self.owners):
+            return  # a router doesn't hold one request twice
+        new = make_request(owner=life, shown=self.shown)
+        new.record.prompt_tokens = 1
+        found = await self.store.requests.accept(new)
+        assert (found is None) is begins
+        if begins:
+            assert new.epoch == epoch
+            self.owners.append(new)
+            self.model = Model(new, 1, new.state, 0, (1, 1, 0), 1)
 
     async def empty_redis(self) -> None:
         self.bare.flushall()
