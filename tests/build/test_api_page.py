@@ -170,6 +170,11 @@ def test_nothing_is_mentioned_that_does_not_exist() -> None:
             assert span in {*MESSAGES, *ENUMS, *methods, *DETAILS, SERVICE.name}, span
 
 
+def test_every_example_is_linked() -> None:
+    linked = {(DOCS / target).name for target in re.findall(r"\]\((examples/python/[^)]+)\)", PAGE)}
+    assert linked == {path.name for path in (DOCS / "examples" / "python").glob("*.py")}
+
+
 def test_shown_code_is_that_of_the_examples() -> None:
     shown = re.findall(r"\[(examples/[^\]]+)\]\(\1\):\n\n```(python|javascript)\n(.*?)```", PAGE, re.DOTALL)
     assert len(shown) == len(re.findall(r"^```\w", PAGE, re.MULTILINE)) > 0
