@@ -60,6 +60,9 @@ class Attempt:
         self._now = asyncio.get_running_loop().time
         self._began_at = course.request.accepted_at if owned.attempt == 1 else self._now()
         self._route = Route(job, pool, router, self._tell)
+        self._costs = pool.costs[course.request.work.model]
+        self._first_at: float | None = None  # when the first token was heard
+        self._cached_at_taker = 0
         self._prefill_over = False
         self._taken_up = False  # by the taker: from now on only it matters
         self._end = job.pen.stopped or written_out(course)
@@ -77,6 +80,11 @@ class Attempt:
             if worker is not None:
                 worker.praise()
         return self._end
+
+    @property
+    def _tokens(self) -> int:
+        """Of the sequence as it began here."""
+        return self._course.request.prompt_tokens + self._written
 
     @property
     def giver(self) -> Worker | None:
@@ -125,6 +133,9 @@ class Attempt:
     def _hear_first(self, _: Worker, told: wire.FirstTokens) -> None:
         path, request = self._course.path, self._course.request
         path.prefill_s = told.prefill_us / 1e6
+        self._first_at = self._now()
+        self._route.read()
+        self._costs.read(self._tokens - told.cached_tokens, path.prefill_s, beside_answers=False)
         self._begun(self._route.asked_at + told.queued_us / 1e6)  # the ticket came when the first chunk was computed
         self._course.cached_tokens = told.cached_tokens
         self._reach(Generation.STATE_PREFILLING)
@@ -156,6 +167,7 @@ class Attempt:
 
     def _hear_taken_up(self, _: Worker, told: wire.TakenUp) -> None:
         self._take_up(told.waited_us / 1e6)
+        self._cached_at_taker = told.cached_tokens
         if not self.had_ticket and self._written == 0:
             self._course.cached_tokens = told.cached_tokens
 
@@ -167,8 +179,17 @@ class Attempt:
             path.handoff_s = handoff.handoff_us / 1e6
             path.handoff_bytes = handoff.bytes
             path.decode_wait_s = handoff.decode_wait_us / 1e6
+            self._moved(path.handoff_s + path.decode_wait_s)
         else:
             path.prefill_s = joined.from_tokens.prefill_us / 1e6
+            self._route.read()
+            self._costs.read(self._tokens - self._cached_at_taker, path.prefill_s, beside_answers=True)
+
+    def _moved(self, seconds: float) -> None:
+        """How long the answer stood still: blocks moved while the prompt was computed too, and it may have waited for
+        room, which is nothing that moving costs."""
+        stood_still = 0.0 if self._first_at is None else self._now() - self._first_at
+        self._costs.moved(self._tokens - self._cached_at_taker, min(seconds, stood_still))
 
     def _hear_held(self, _: Worker, held: wire.Held) -> None:
         """After a break: what was said meanwhile is made up for."""

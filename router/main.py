@@ -112,7 +112,7 @@ class Process:
         _check_advertised(settings)
         channel_credentials(settings)  # raises Refused now, not when the first worker is found
         hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
-        self.pool = Pool(self.peer, store.workers, hashes, settings)
+        self.pool = Pool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens)
         self.flusher = Flusher(store.requests, settings.flush_ms)
         admission = Admission(settings.max_active, settings.queue_limit)
         revive = reviver(models, self.pool.window_of)

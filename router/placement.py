@@ -6,9 +6,11 @@
     some               no                             some that can         on a prefill worker, then handoff
     some               no                             all are full          nowhere yet: it waits
     some               no                             none of that layout   from tokens, on a decode worker
+    one that is near   no                             any                   from tokens, on that one
     some               yes                            any                   from tokens, on a decode worker
 
-A role is a preference: it says who is asked first, never who may not be asked.
+A role is a preference: it says who is asked first, never who may not be asked. A decode worker is near when it would
+have computed the prompt before a cache could come: it is short, or most of it is cached there.
 
 A prompt is read where the least work lies before its first token: the tokens queued there, and those of its own that
 are not cached there. So a cached prefix and a short queue are weighed in one number. A worker decodes for longer than
@@ -18,6 +20,7 @@ and less to compute or to fetch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,41 +46,84 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
+class Need:
+    """What is to be placed."""
+
+    tokens: int
+    from_tokens: bool = False
+    session: str = ""  # whose prefix is likely this one's; empty: nobody's
+    handoff_min_tokens: int = 0  # with fewer to compute, moving its cache costs more than computing it
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     life: Life
     prefill: bool  # False: from tokens
 
 
-def first_place(workers: Sequence[Seen], tokens: int, *, from_tokens: bool) -> Place | None:
-    """Where a sequence of so many tokens starts. None: nowhere now, but that may change."""
+def first_place(workers: Sequence[Seen], need: Need) -> Place | None:
+    """Where a sequence starts. None: nowhere now, but that may change."""
     decode = [worker for worker in workers if worker.role != wire.ROLE_PREFILL]
     layouts = {worker.layout for worker in decode}
     prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL and worker.layout in layouts]
-    if prefill and not from_tokens:
-        found = _least_work(prefill, tokens)
+    home = _home(decode or workers, need)
+    if prefill and not need.from_tokens:
+        near = _roomiest([worker for worker in decode if _is_near(worker, need)], need, home)
+        if near is not None:
+            return Place(near.life, prefill=False)
+        found = _least_work(prefill, need)
         return None if found is None else Place(found.life, prefill=True)
-    found = _roomiest([worker for worker in decode or workers if worker.takes_prompts], tokens)
+    found = _roomiest([worker for worker in decode or workers if worker.takes_prompts], need, home)
     return None if found is None else Place(found.life, prefill=False)
 
 
-def taker(workers: Sequence[Seen], tokens: int, layout: int, giver: Life) -> Life | None:
-    """Who takes over a cache of so many tokens. None: nobody now, but that may change."""
+def taker(workers: Sequence[Seen], need: Need, layout: int, giver: Life) -> Life | None:
+    """Who takes over a cache. None: nobody now, but that may change."""
     fitting = [worker for worker in workers if worker.layout == layout and worker.life != giver]
-    decode = [worker for worker in fitting if worker.role != wire.ROLE_PREFILL]
-    found = _roomiest(decode or fitting, tokens)
+    able = [worker for worker in fitting if worker.role != wire.ROLE_PREFILL] or fitting
+    found = _roomiest(able, need, _home(able, need))
     return None if found is None else found.life
 
 
-def _least_work(workers: Sequence[Seen], tokens: int) -> Seen | None:
+def _is_near(worker: Seen, need: Need) -> bool:
+    """Whether it would be computed there, beside the answers, before a cache could come."""
+    if worker.avoided or not worker.takes_prompts or _lacks_room(worker, need):
+        return False
+    return worker.queued_tokens + need.tokens - worker.cached_tokens < need.handoff_min_tokens
+
+
+def _least_work(workers: Sequence[Seen], need: Need) -> Seen | None:
+    home = _home(workers, need)
+
     def order(worker: Seen) -> tuple[bool, int, int]:
-        return worker.avoided, worker.queued_tokens + tokens - worker.cached_tokens, worker.sequences
+        return worker.avoided, worker.queued_tokens + _uncached(worker, need, home), worker.sequences
 
     return min((worker for worker in workers if worker.has_room and worker.takes_prompts), key=order, default=None)
 
 
-def _roomiest(workers: Sequence[Seen], tokens: int) -> Seen | None:
+def _roomiest(workers: Sequence[Seen], need: Need, home: Seen | None) -> Seen | None:
     def order(worker: Seen) -> tuple[bool, bool, int, int, int]:
-        lacks_room = worker.free_blocks * worker.block_tokens <= tokens - worker.cached_tokens
-        return worker.avoided, lacks_room, worker.sequences, -worker.cached_tokens, -worker.free_blocks
+        uncached = _uncached(worker, need, home)
+        return worker.avoided, _lacks_room(worker, need), worker.sequences, uncached, -worker.free_blocks
 
     return min((worker for worker in workers if worker.has_room), key=order, default=None)
+
+
+def _lacks_room(worker: Seen, need: Need) -> bool:
+    return worker.free_blocks * worker.block_tokens <= need.tokens - worker.cached_tokens
+
+
+def _uncached(worker: Seen, need: Need, home: Seen | None) -> int:
+    return 1 if worker is home else need.tokens - worker.cached_tokens
+
+
+def _home(workers: Sequence[Seen], need: Need) -> Seen | None:
+    """Who counts as if he held the prompt, while nobody is known to hold any of it: the same for every router and
+    every request of a session, and another one for few sessions when workers come and go (rendezvous hashing)."""
+    if not need.session or any(worker.cached_tokens for worker in workers):
+        return None
+
+    def draw(worker: Seen) -> bytes:
+        return hashlib.blake2b(f"{worker.life.id}\n{need.session}".encode(), digest_size=8).digest()
+
+    return max(workers, key=draw, default=None)

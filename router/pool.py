@@ -18,6 +18,7 @@ import grpc
 from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc as services
 from protos.state_pb2 import WorkerRegistration
+from router.costs import Costs
 from router.placement import Seen
 from router.prefix import Prefix
 from router.sessions import Session
@@ -79,9 +80,22 @@ class Worker:
 
 
 class Pool:
-    """All workers. Its tasks end with ``close``. ``tokenizers`` are the hashes of this router's models, by id."""
+    """All workers. Its tasks end with ``close``. ``tokenizers`` are the hashes of this router's models, by id.
 
-    def __init__(self, router: wire.Peer, directory: Workers, tokenizers: Mapping[str, int], tls: PeerTls) -> None:
+    ``costs`` are what was measured, by model; ``handoff_min_tokens`` stands for what follows from them, if it is set.
+    """
+
+    def __init__(
+        self,
+        router: wire.Peer,
+        directory: Workers,
+        tokenizers: Mapping[str, int],
+        tls: PeerTls,
+        handoff_min_tokens: int | None = None,
+    ) -> None:
+        now = asyncio.get_running_loop().time
+        self.costs = {model: Costs(now) for model in tokenizers}
+        self._handoff_min_tokens = handoff_min_tokens
         self._router = router
         self._directory = directory
         self._tokenizers = tokenizers
@@ -121,6 +135,12 @@ class Pool:
     def seen(self, model: str, avoid: frozenset[Life] | set[Life], prefix: Prefix | None = None) -> list[Seen]:
         """A snapshot of those to which new work may go, for a request with that prompt."""
         return [worker.seen(prefix, avoided=worker.life in avoid) for worker in self.of(model) if worker.is_usable]
+
+    def handoff_min_tokens(self, model: str) -> int:
+        """Uncached tokens from which a prompt of the model is handed over."""
+        if self._handoff_min_tokens is not None:
+            return self._handoff_min_tokens
+        return self.costs[model].handoff_min_tokens
 
     def block_sizes(self, model: str) -> set[int]:
         """Tokens of a block, at whoever serves the model."""

@@ -66,7 +66,7 @@ class Prefix:
         return min(cache.leading(self.names(block_tokens)), most) * block_tokens
 
 
-class Sent:
+class Expected:
     """Blocks of one request that a worker is to hold soon."""
 
     def __init__(self, cache: Cached, names: Sequence[int]) -> None:
@@ -82,42 +82,42 @@ class Cached:
     """What one worker's prefix cache holds, as far as is known here."""
 
     def __init__(self) -> None:
-        self.leaving: list[tuple[int, Sent]] = []
+        self.leaving: list[tuple[int, Expected]] = []
         """Beats that are left, and what is forgotten after them."""
-        self._held: set[int] = set()  # told, and sent
-        self._sent: dict[int, Sent] = {}  # not told yet: the last that sent it
+        self._held: set[int] = set()  # told, and expected
+        self._expected: dict[int, Expected] = {}  # not told yet: by whom last
 
     def leading(self, names: Sequence[int]) -> int:
         """How many blocks it holds of a chain, counted from its start."""
         held = self._held
         return next((place for place, name in enumerate(names) if name not in held), len(names))
 
-    def send(self, names: Sequence[int]) -> Sent:
+    def expect(self, names: Sequence[int]) -> Expected:
         """A request with these blocks goes there; say ``over`` of it in the end."""
-        sent = Sent(self, names)
-        new = [name for name in names if name not in self._held or name in self._sent]
+        expected = Expected(self, names)
+        new = [name for name in names if name not in self._held or name in self._expected]
         self._held.update(new)
-        self._sent.update(dict.fromkeys(new, sent))
-        return sent
+        self._expected.update(dict.fromkeys(new, expected))
+        return expected
 
     def hear(self, beat: wire.Beat) -> None:
         """The worker's own word."""
         published, dropped = (array("Q", told) for told in (beat.cache.published, beat.cache.dropped))
         self._held.update(published)
         self._held.difference_update(dropped)
-        if self._sent:
+        if self._expected:
             for name in (*published, *dropped):
-                self._sent.pop(name, None)
+                self._expected.pop(name, None)
         if self.leaving:
             self._forget()
 
     def _forget(self) -> None:
         leaving, self.leaving = self.leaving, []
-        for beats, sent in leaving:
+        for beats, expected in leaving:
             if beats > 1:
-                self.leaving.append((beats - 1, sent))
+                self.leaving.append((beats - 1, expected))
                 continue
-            for name in sent.names:
-                if self._sent.get(name) is sent:
-                    del self._sent[name]
+            for name in expected.names:
+                if self._expected.get(name) is expected:
+                    del self._expected[name]
                     self._held.discard(name)

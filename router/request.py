@@ -63,6 +63,8 @@ class ValidRequest:
     """How long it goes on when nobody reads it; None: for the router's grace."""
     eos_token_ids: frozenset[int] = frozenset()
     """Those that end its output: none where it ignores them."""
+    session: str = ""
+    """Whose prefix is likely this one's too, as the client hints; empty: nobody's."""
     begin_text: Callable[[], OutputText] | None = None
     """The output's text before its first token, for whoever looks for stop texts; None: there are none."""
 

@@ -22,11 +22,11 @@ from protos.inference_pb2 import Generation
 from router.failures import AttemptFailed
 from router.following import Following
 from router.job import Job
-from router.placement import first_place, taker
+from router.placement import Need, first_place, taker
 from router.pool import Pool, Worker
 from router.prefill import PrefillCall
-from router.prefix import Sent
 from router.sessions import Session
+from router.view import Sent
 from router.writing import pack
 from state.names import Life
 
@@ -67,7 +67,8 @@ class Route:
         self._is_woken = False
         self._prefill: PrefillCall | None = None
         self._following: Following | None = None
-        self._sent: list[Sent] = []
+        self._at_giver: Sent | None = None
+        self._at_taker: Sent | None = None
 
     @property
     def waits_until(self) -> float | None:
@@ -75,6 +76,11 @@ class Route:
         if self._waits_since is None:
             return None
         return self._waits_since + (FULL_SECONDS if self._seen() else GONE_SECONDS)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether more than one token is wanted: one is written by who reads the prompt."""
+        return self._job.course.request.work.stopping.max_tokens - self._written > 1
 
     # Beginning
 
@@ -106,9 +112,18 @@ class Route:
         job = self._job
         return self._pool.seen(job.course.request.work.model, job.avoid, job.prefix)
 
+    def _need(self) -> Need:
+        job, request = self._job, self._job.course.request
+        return Need(
+            tokens=job.pen.position,
+            from_tokens=job.from_tokens,
+            session=request.session if job.prefix.may_hit else "",
+            handoff_min_tokens=self._pool.handoff_min_tokens(request.work.model) if self._goes_on else 0,
+        )
+
     def _place(self) -> None:
         """On its first worker, or into the line of those that wait for one."""
-        place = first_place(self._seen(), self._job.pen.position, from_tokens=self._job.from_tokens)
+        place = first_place(self._seen(), self._need())
         if place is None:
             self._wait()
         elif place.prefill:
@@ -121,7 +136,7 @@ class Route:
         assert ticket is not None
         assert giver is not None
         self._pool.hold(ticket, giver)
-        life = taker(self._seen(), ticket.tokens, ticket.layout, giver.life)
+        life = taker(self._seen(), self._need(), ticket.layout, giver.life)
         if life is None:
             self._wait()
         else:
@@ -143,7 +158,7 @@ class Route:
         self.asked_at = self._now()
         self.giver = worker
         self._job.course.path.prefill_worker = worker.life.id
-        self._send(worker, computed=True)
+        self._at_giver = worker.view.send(self._job.prefix, self._job.pen.position, computed=True)
         worker.session.guests.add(self)
         work = self._work()
         request = wire.PrefillRequest(
@@ -151,7 +166,7 @@ class Route:
             router=self._router,
             worker=worker.facts.peer,
             work=work,
-            handoff=work.stopping.max_tokens - self._written > 1,
+            handoff=self._goes_on,
         )
         self._prefill = PrefillCall(worker.prefill, request, partial(self._tell, worker))
 
@@ -162,7 +177,7 @@ class Route:
             self.asked_at = self._now()
         else:
             self._pool.claimed(ticket)
-        self._send(worker, computed=ticket is None)
+        self._at_taker = worker.view.send(self._job.prefix, self._job.pen.position, computed=ticket is None)
         self._follow(worker, wire.Start(run=self._run, work=self._work(), ticket=ticket))
 
     def _follow(self, worker: Worker, first: wire.Start | wire.Adopt) -> None:
@@ -170,9 +185,6 @@ class Route:
         self._job.course.path.decode_worker = worker.life.id
         self._following = Following(first, self._job.pen, partial(self._tell, worker))
         worker.session.start(self._following)
-
-    def _send(self, worker: Worker, *, computed: bool) -> None:
-        self._sent.append(worker.view.send(self._job.prefix, self._job.pen.position, computed=computed))
 
     def _work(self) -> wire.Work:
         """The request's work as it stands now: tokens of earlier attempts, its age, what is left of its time."""
@@ -206,6 +218,12 @@ class Route:
 
     # What is over
 
+    def read(self) -> None:
+        """The prompt is computed, by whoever does that."""
+        sent = self._at_giver or self._at_taker
+        if sent is not None:
+            sent.read()
+
     def taken_up(self) -> None:
         """The ticket was opened: its taker renews it no more."""
         if self.ticket is not None:
@@ -213,14 +231,19 @@ class Route:
 
     def prefill_over(self, giver: Worker) -> None:
         giver.session.guests.discard(self)
+        if self._at_giver is not None:
+            self._at_giver.over()
 
     def taker_over(self) -> None:
         """Its session follows the run no more."""
         self._following = None
+        if self._at_taker is not None:
+            self._at_taker.over()
 
     def without_taker(self) -> None:
         """Nothing was left for it to take, or it had no room."""
-        self.taker, self._following = None, None
+        self.taker_over()
+        self.taker = None
 
     def refused_by(self, worker: Worker) -> None:
         """It has no room: the same attempt goes elsewhere, now or later. Nothing is held there."""
@@ -230,9 +253,9 @@ class Route:
             self.without_taker()
             path.decode_worker = ""
         elif self._prefill is not None:
-            worker.session.guests.discard(self)
+            self.prefill_over(worker)
             self._prefill.close()
-            self.giver, self._prefill = None, None
+            self.giver, self._prefill, self._at_giver = None, None, None
             path.prefill_worker = ""
         self._go_on()
 
@@ -243,8 +266,9 @@ class Route:
     def close(self, reason: wire.Cancel.Reason, *, is_over: bool) -> None:
         """Lets go of all that is left at workers. ``is_over``: it ended by itself, and its giver need not be told."""
         self._pool.forget_waker(self._wake)
-        while self._sent:
-            self._sent.pop().over()
+        for sent in (self._at_giver, self._at_taker):
+            if sent is not None:
+                sent.over()
         if self.ticket is not None:
             self._pool.drop(self.ticket)
         cancel = wire.Cancel(run=self._run, reason=reason)

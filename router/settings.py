@@ -27,6 +27,11 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
     flush_ms: int = Field(default=50, ge=1, le=10_000, description="how often journals are written")
     resume_grace_ms: int = Field(default=3_000, ge=0, description="how long a lost stream's request is kept")
     attempts: int = Field(default=3, ge=1, le=100, description="tries at one request, the first included")
+    handoff_min_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="prompts with fewer uncached tokens are read where they are decoded; 0: none are; unset: measured",
+    )
     serve_without_redis: bool = Field(
         default=True, description="take new requests while Redis is away: their streams can't be resumed"
     )

@@ -58,7 +58,6 @@ _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
     "SamplingParams.n": lambda request: request.sampling.n > MAX_OUTPUTS,
     "GenerateRequest.guided": lambda request: request.HasField("guided"),
     "GenerateRequest.lora_name": lambda request: request.lora_name,
-    "CacheOptions.session_id": lambda request: request.cache.session_id,
 }
 """What this build can't honour, and whether a request asks for it."""
 
@@ -104,6 +103,7 @@ async def validate(
         accepted_at=accepted_at,
         detach_ms=_detach_ms(request.stream),
         eos_token_ids=frozenset() if stopping.ignore_eos else model.eos_token_ids,
+        session=f"{TENANT}/{request.cache.session_id}" if request.cache.session_id else "",
         begin_text=partial(begin_text, model, wanted, stopping) if wanted.stops else None,
     )
 

@@ -174,12 +174,14 @@ def deployment(
     dtype: str = "float32",
     model: str = str(models.path()),
     router: Sequence[str] = (),
+    handoff_min_tokens: int | None = 0,
     worker: Sequence[str] = SMALL_KV,
     between: Proxy | None = None,
 ) -> Iterator[Deployment]:
     """Starts one and waits until it is ready; every process ends with it, and must end well.
 
-    `between` stands in front of the first prefill worker.
+    Every prompt is handed over where a pool of each kind is there, unless `handoff_min_tokens` says otherwise; None:
+    as measured. `between` stands in front of the first prefill worker.
     """
     with ExitStack() as stack:
         made = Deployment(stack.enter_context(PrivateRedis()))
@@ -194,8 +196,9 @@ def deployment(
             one.process.until("readiness", state="ready")
         if between:
             between.target = made.workers[0].address
+        threshold = () if handoff_min_tokens is None else ("--handoff-min-tokens", str(handoff_min_tokens))
         for _ in range(routers):
-            made.routers.append(stack.enter_context(Process("router", *common, "--models", model, *router)))
+            made.routers.append(stack.enter_context(Process("router", *common, "--models", model, *threshold, *router)))
         for routing in made.routers:
             made.addresses.append(routing.until("serving")["address"])
             routing.until("readiness", state="ready")

@@ -131,9 +131,9 @@ async def core(
 ) -> AsyncIterator[Core]:
     """Checks at its end that nothing is left anywhere. Workers that are registered already are found."""
     registrations = [await store.workers.register(worker.facts) for worker in workers]
-    options = {"models": (MODEL,), "flush_ms": 10, **settings}
+    options = {"models": (MODEL,), "flush_ms": 10, "handoff_min_tokens": 0, **settings}
     peer = new_peer(id)
-    pool = Pool(peer, store.workers, {MODEL: TOKENIZER}, PeerTls())
+    pool = Pool(peer, store.workers, {MODEL: TOKENIZER}, PeerTls(), options["handoff_min_tokens"])
     flusher = Flusher(store.requests, options["flush_ms"])
     checked = RouterSettings(**options)
     admission = Admission(checked.max_active, checked.queue_limit)
@@ -153,6 +153,7 @@ async def core(
         for worker in list(pool._workers.values()):
             assert not worker.session.is_busy
             assert not worker.session._slots
+            assert worker.view.work.ours == worker.view.sequences.ours == 0
     finally:
         await dispatcher.close()
         await pool.close()

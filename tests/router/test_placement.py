@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import worker_pb2 as wire
-from router.placement import Place, Seen, first_place, taker
+from router.placement import Need, Place, Seen, first_place, taker
 from state.names import Life
 
 P, D = wire.ROLE_PREFILL, wire.ROLE_DECODE
+NOBODY = Life("", 0)
 
 
 def seen(name: str, role: wire.Role = D, **more: object) -> Seen:
@@ -20,7 +21,7 @@ def seen(name: str, role: wire.Role = D, **more: object) -> Seen:
 
 
 def place(*workers: Seen, tokens: int = 10, from_tokens: bool = False) -> Place | None:
-    return first_place(workers, tokens, from_tokens=from_tokens)
+    return first_place(workers, Need(tokens, from_tokens))
 
 
 def test_a_prompt_goes_where_the_fewest_tokens_are_queued() -> None:
@@ -37,14 +38,14 @@ def test_a_cached_prefix_outweighs_as_many_queued_tokens() -> None:
 
 def test_a_cache_goes_to_the_calm_and_among_equals_to_who_has_most_of_it() -> None:
     calm, holder = seen("calm", sequences=3), seen("holder", sequences=4, cached_tokens=16)
-    assert taker([calm, holder], 20, 1, Life("p", 1)) == calm.life
-    assert taker([replace(calm, sequences=4), holder], 20, 1, Life("p", 1)) == holder.life
+    assert taker([calm, holder], Need(20), 1, Life("p", 1)) == calm.life
+    assert taker([replace(calm, sequences=4), holder], Need(20), 1, Life("p", 1)) == holder.life
 
 
 def test_room_is_needed_for_what_is_not_cached() -> None:
     tight, other = seen("tight", free_blocks=2, cached_tokens=64), seen("other", sequences=1)
-    assert taker([tight, other], 90, 1, Life("p", 1)) == tight.life
-    assert taker([replace(tight, cached_tokens=48), other], 90, 1, Life("p", 1)) == other.life
+    assert taker([tight, other], Need(90), 1, Life("p", 1)) == tight.life
+    assert taker([replace(tight, cached_tokens=48), other], Need(90), 1, Life("p", 1)) == other.life
 
 
 def test_a_full_prefill_pool_is_waited_for_and_a_missing_one_is_not() -> None:
@@ -73,24 +74,80 @@ def test_a_prefill_worker_without_a_partner_is_not_asked() -> None:
 def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> None:
     tight = seen("tight", free_blocks=1)
     calm, crowded = seen("calm", sequences=3), seen("crowded", sequences=8, free_blocks=1000)
-    assert taker([tight, crowded, calm], 20, 1, Life("p", 1)) == calm.life
-    assert taker([tight], 20, 1, Life("p", 1)) == tight.life, "its queue is the backpressure"
+    assert taker([tight, crowded, calm], Need(20), 1, Life("p", 1)) == calm.life
+    assert taker([tight], Need(20), 1, Life("p", 1)) == tight.life, "its queue is the backpressure"
 
 
 def test_a_cache_goes_to_no_other_layout_and_never_back_to_its_giver() -> None:
     giver = seen("p", P)
-    assert taker([seen("d", layout=2), giver], 20, 1, giver.life) is None
+    assert taker([seen("d", layout=2), giver], Need(20), 1, giver.life) is None
 
 
 def test_a_cache_goes_to_another_prefill_worker_when_no_decode_worker_is_left() -> None:
     giver, other = seen("p", P), seen("q", P)
-    assert taker([giver, other], 20, 1, giver.life) == other.life
+    assert taker([giver, other], Need(20), 1, giver.life) == other.life
 
 
 def test_who_failed_is_asked_last_but_asked() -> None:
     failed, idle = seen("a", avoided=True), seen("b", sequences=99)
     assert place(failed, idle) == Place(idle.life, prefill=False)
     assert place(failed) == Place(failed.life, prefill=False)
+
+
+def test_a_short_prompt_is_read_where_it_is_decoded() -> None:
+    prefill, decode = seen("p", P), seen("d")
+    short = Need(99, handoff_min_tokens=100)
+    assert first_place([prefill, decode], short) == Place(decode.life, prefill=False)
+    assert first_place([prefill, decode], replace(short, tokens=100)) == Place(prefill.life, prefill=True)
+    assert first_place([prefill, replace(decode, queued_tokens=1)], short) == Place(prefill.life, prefill=True)
+    assert first_place([prefill, replace(decode, avoided=True)], short) == Place(prefill.life, prefill=True)
+    assert first_place([prefill, replace(decode, free_blocks=6)], short) == Place(prefill.life, prefill=True)
+
+
+def test_a_long_prompt_is_read_where_it_is_decoded_when_most_of_it_is_there() -> None:
+    holder, calm, prefill = seen("holder", sequences=9, cached_tokens=960), seen("calm"), seen("p", P)
+    need = Need(1000, handoff_min_tokens=100)
+    assert first_place([calm, holder, prefill], need) == Place(holder.life, prefill=False)
+
+
+def home_of(session: str, *names: str, role: wire.Role = P) -> str:
+    present = [seen(name, role) for name in names]
+    found = first_place([*present, seen("d")], Need(100, session=session))
+    assert found is not None
+    return found.life.id
+
+
+SESSIONS = [f"session {n}" for n in range(200)]
+
+
+def test_requests_of_a_session_have_one_home_in_whatever_order_workers_are_seen() -> None:
+    homes = {session: home_of(session, "a", "b", "c", "e") for session in SESSIONS}
+    assert homes == {session: home_of(session, "e", "c", "b", "a") for session in SESSIONS}
+    assert all(20 < list(homes.values()).count(name) < 80 for name in "abce")
+
+
+def test_when_a_worker_goes_only_its_own_sessions_move() -> None:
+    homes = {session: home_of(session, "a", "b", "c", "e") for session in SESSIONS}
+    left = {session: home_of(session, "a", "b", "c") for session in SESSIONS}
+    assert all(left[session] == home for session, home in homes.items() if home != "e")
+
+
+def test_a_home_is_a_hint_that_what_is_known_and_a_long_queue_outweigh() -> None:
+    home, other = seen("a", P), seen("b", P)
+    session = next(session for session in SESSIONS if home_of(session, "a", "b") == "a")
+    need = Need(100, session=session)
+    assert first_place([home, other, seen("d")], need) == Place(home.life, prefill=True)
+    busy = replace(home, queued_tokens=100)
+    assert first_place([busy, other, seen("d")], need) == Place(other.life, prefill=True)
+    holder = replace(other, cached_tokens=16)
+    assert first_place([home, holder, seen("d")], need) == Place(other.life, prefill=True)
+
+
+def test_a_home_has_no_more_room_than_it_has() -> None:
+    pair = [seen("a"), seen("b")]
+    session = next(each for each in SESSIONS if taker(pair, Need(1, session=each), 1, NOBODY) == Life("a", 1))
+    need = Need(200, session=session)
+    assert taker([seen("a", free_blocks=2), seen("b", sequences=9)], need, 1, NOBODY) == Life("b", 1)
 
 
 workers = st.builds(
@@ -103,12 +160,20 @@ workers = st.builds(
     takes_prompts=st.booleans(),
     has_room=st.booleans(),
     avoided=st.booleans(),
+    cached_tokens=st.sampled_from([0, 0, 4, 9]),
 )
 
 
-@given(st.lists(workers, max_size=6, unique_by=lambda worker: worker.life), st.booleans())
-def test_a_choice_is_always_somebody_who_takes_it(present: list[Seen], from_tokens: bool) -> None:
-    chosen = first_place(present, 10, from_tokens=from_tokens)
+@given(
+    st.lists(workers, max_size=6, unique_by=lambda worker: worker.life),
+    st.booleans(),
+    st.sampled_from(["", "s"]),
+    st.sampled_from([0, 7, 1000]),
+)
+def test_a_choice_is_always_somebody_who_takes_it(
+    present: list[Seen], from_tokens: bool, session: str, handoff_min: int
+) -> None:
+    chosen = first_place(present, Need(10, from_tokens, session, handoff_min))
     by_life = {worker.life: worker for worker in present}
     if chosen is not None:
         worker = by_life[chosen.life]

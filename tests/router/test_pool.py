@@ -106,21 +106,6 @@ async def test_the_window_is_the_shortest_of_those_that_can_be_used(store: Store
             await until(lambda: scene.dispatcher.window_of("m") == 4096)
 
 
-async def test_what_was_just_sent_counts_until_the_worker_says_so(store: Store) -> None:
-    async with fleet(D) as workers, core(store, workers) as scene:
-        (worker,) = scene.router.pool.of("m")
-        worker.view.send(Prefix(wire.Work(prompt=bytes(4))), 160, computed=True)
-        seen = worker.view.seen()
-        assert (seen.sequences, seen.queued_tokens, seen.free_blocks) == (1, 160, 990)
-        worker.view.send(Prefix(wire.Work(prompt=bytes(4))), 160, computed=False)
-        seen = worker.view.seen()
-        assert (seen.sequences, seen.queued_tokens, seen.free_blocks) == (2, 160, 980), (
-            "what is fetched is not computed"
-        )
-        worker.view.hear(wire.Beat())
-        assert worker.view.seen().sequences == 0
-
-
 async def test_many_at_once_are_spread(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
@@ -141,11 +126,12 @@ async def test_who_refused_gets_few_before_the_next_word(store: Store) -> None:
         view.refused()
         assert not view.seen().has_room
         view.hear(wire.Beat())
-        taken = 0
+        sent = []
         while view.seen().has_room:
-            view.send(Prefix(wire.Work(prompt=bytes(4))), 1, computed=True)
-            taken += 1
-        assert taken == 16
+            sent.append(view.send(Prefix(wire.Work(prompt=bytes(4))), 1, computed=True))
+        assert len(sent) == 16
+        for each in sent:
+            each.over()
         for _ in range(20):
             view.hear(wire.Beat())
         assert view.seen().has_room
@@ -203,18 +189,9 @@ async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
         assert len(workers[0].prefills) == 1
 
 
-async def test_the_next_of_a_prefix_follows_at_once_and_nothing_is_left_of_it(store: Store) -> None:
+async def test_the_next_of_a_prefix_follows_before_it_was_told_and_then_it_is_forgotten(store: Store) -> None:
     async with fleet(P, P2, D) as workers, core(store, workers) as scene:
-        for worker in workers[:2]:
-            worker.script.prefill_pause = True
-        courses = []
-        for n in range(4):
-            courses.append(await scene.dispatcher.begin(make_request(str(n), (*LONG, n))))
-            await until(lambda: sum(len(worker.prefills) for worker in workers) == len(courses))
-            await until(lambda: all(seen.sequences == 0 for seen in scene.router.pool.seen("m", set())))
-        assert sorted(len(worker.prefills) for worker in workers[:2]) == [0, 4], "before any was computed"
-        for worker in workers[:2]:
-            worker.go.set()
-        await asyncio.gather(*[ended(course) for course in courses])
+        paths = [(await scene.answer(make_request(str(n), (*LONG, n)))).path for n in range(4)]
+        assert len({path.prefill_worker for path in paths}) == 1
         caches = [worker.view._cached for worker in scene.router.pool.of("m")]
         await until(lambda: not any(cache._held or cache.leaving for cache in caches))

@@ -145,7 +145,7 @@ def test_when_all_that_was_sent_is_over_what_was_told_is_left(
             cache.hear(told(some, dropped))
             held = (held | set(some)) - set(dropped)
         elif kind == "sent":
-            here.append(cache.send(some))
+            here.append(cache.expect(some))
         elif here:
             here.pop(0).over()
         assert all(cache.leading([name]) for name in held)
@@ -154,5 +154,5 @@ def test_when_all_that_was_sent_is_over_what_was_told_is_left(
     cache.hear(wire.Beat())
     cache.hear(wire.Beat())
     assert {name for name in range(8) if cache.leading([name])} == held
-    assert not cache._sent
+    assert not cache._expected
     assert not cache.leaving

@@ -74,7 +74,8 @@ class Running:
 
 @asynccontextmanager
 async def router(server: PrivateRedis, *arguments: str) -> AsyncIterator[Running]:
-    command = ["-m", "router", "--models", f"m={MODEL}", "--port", "0", "--redis-url", server.url, *arguments]
+    command = ["-m", "router", "--models", f"m={MODEL}", "--port", "0", "--redis-url", server.url]
+    command += ["--handoff-min-tokens", "0", *arguments]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdout=asyncio.subprocess.PIPE, env=env, limit=1 << 20

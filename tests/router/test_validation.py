@@ -101,7 +101,8 @@ async def outcome(request: pb.GenerateRequest) -> Any:
     except ServiceError as error:
         return type(error), str(error)
     key = None if made.id_made_up else made.key
-    return key, made.work.SerializeToString(deterministic=True), made.wanted, made.prompt_tokens, made.detach_ms
+    work = made.work.SerializeToString(deterministic=True)
+    return key, work, made.wanted, made.prompt_tokens, made.detach_ms, made.session
 
 
 def plain() -> pb.GenerateRequest:

@@ -1,0 +1,90 @@
+"""Short prompts are computed where they are decoded; sessions stay where they are at home."""
+
+from __future__ import annotations
+
+from protos import worker_pb2 as wire
+from protos.inference_pb2 import Generation
+from state.names import RequestKey
+from state.store import Store
+from tests.router.core import core, make_request, tokens_of, until
+from tests.router.fake_worker import answer, fleet
+
+P, P2, D = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
+SHORT = tuple(range(1, 31))
+LONG = tuple(range(1, 201))
+
+
+async def test_a_short_prompt_takes_the_short_way_and_its_account_says_so(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as scene:
+        course = await scene.answer(make_request(prompt=SHORT))
+        assert tokens_of(course) == answer(list(SHORT), 5)
+        assert (course.path.prefill_worker, course.path.decode_worker) == ("", "d")
+        assert course.path.handoff_s is None
+        await scene.dispatcher.drain()
+        found = await store.requests.read(RequestKey("default", "r"))
+        assert Generation.STATE_PREFILLING not in [each.state for each in found.record.transitions]
+
+
+async def test_a_long_prompt_and_one_for_a_single_token_go_to_the_prefill_pool(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as scene:
+        assert (await scene.answer(make_request("long", LONG))).path.prefill_worker == "p"
+        single = await scene.answer(make_request("single", SHORT, max_tokens=1))
+        assert (single.path.prefill_worker, single.path.decode_worker) == ("p", "")
+
+
+async def test_a_failing_decode_worker_is_not_near(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as scene:
+        workers[1].script.fails_at = [0]
+        course = await scene.answer(make_request(prompt=SHORT))
+        assert tokens_of(course) == answer(list(SHORT), 5)
+        assert (course.path.prefill_worker, course.path.attempts) == ("p", 2)
+
+
+async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=None) as scene:
+        costs = scene.router.pool.costs["m"]
+        assert (await scene.answer(make_request("first", SHORT))).path.prefill_worker == "p"
+        assert costs._moved.is_known(costs._now())
+        read = costs._read_apart.per_token
+        assert read == 2.0 / (len(SHORT) - 3), "as the scripted worker told, without what it had cached"
+
+
+async def test_the_way_follows_what_was_measured_and_is_measured_on_either(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=None) as scene:
+        costs = scene.router.pool.costs["m"]
+        for _ in range(100):
+            costs.read(200, 0.2, beside_answers=False)
+            costs.moved(200, 1.0)
+        assert (await scene.answer(make_request("cheap", LONG))).path.prefill_worker == ""
+        beside = costs._read_beside.per_token
+        assert beside == 3.0 / (len(LONG) - 5), "as the scripted worker told"
+        assert (await scene.answer(make_request("dear", LONG[::-1]))).path.prefill_worker == "p"
+        assert (await scene.answer(make_request("short", SHORT))).path.prefill_worker == ""
+
+
+async def test_a_session_has_one_home_and_sessions_are_spread(store: Store) -> None:
+    async with fleet(P, P2, D) as workers, core(store, workers) as scene:
+        homes = set()
+        for session in ("tenant/a", "tenant/b", "tenant/c", "tenant/d", "tenant/e", "tenant/f"):
+            used = set()
+            for n in range(3):
+                request = make_request(f"{session}{n}", tuple(range(1, 8)), session=session)
+                used.add((await scene.answer(request)).path.prefill_worker)
+            assert len(used) == 1
+            homes |= used
+        assert homes == {"p", "p2"}
+
+
+async def test_who_takes_no_hits_has_no_home(store: Store) -> None:
+    async with fleet(P, P2, D) as workers, core(store, workers) as scene:
+        home = (await scene.answer(make_request("shared", session="s"))).path.prefill_worker
+        other = next(worker for worker in workers[:2] if worker.facts.peer.id != home)
+        request = make_request("alone", session="s")
+        request.work.bypass_prefix_cache = True
+        before = len(other.prefills)
+        for worker in workers[:2]:
+            worker.load.running = 0 if worker is other else 1
+        pool = scene.router.pool
+        await until(lambda: {seen.life.id: seen.sequences for seen in pool.seen("m", set())}[home] == 1)
+        await scene.answer(request)
+        assert len(other.prefills) == before + 1
