@@ -59,6 +59,7 @@ class FakeDevice:
         self.eos_token_ids = eos_token_ids
         self.block_bytes = block_size * SLOT_BYTES
         self.layout = f"fake-{block_size}-{vocab_size}"
+        self.equal_bits = True
         self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))
         self._cost = cost
 

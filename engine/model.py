@@ -58,6 +58,7 @@ class ModelDevice:
     vocab_size: int
     eos_token_ids: frozenset[int]
     layout: str
+    equal_bits: bool
     verdict: Verdict
     model: torch.nn.Module = field(repr=False)
 
@@ -112,6 +113,7 @@ def load(config: ModelConfig) -> ModelDevice:
         vocab_size=table(model).num_embeddings,
         eos_token_ids=eos,
         layout=checkpoint.layout_hash(source, layout, window, dtype, device),
+        equal_bits=device.type == "cpu",
         verdict=verdict,
         model=model,
     )

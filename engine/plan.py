@@ -100,3 +100,8 @@ class Device(Runner, BlockBytes, Protocol):
     def layout(self) -> str:
         """Equal exactly when two devices can exchange blocks and promise the same bits."""
         ...
+
+    @property
+    def equal_bits(self) -> bool:
+        """Whether that promise was measured: equal input gives equal bits, here and on any device of this layout."""
+        ...

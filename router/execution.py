@@ -114,6 +114,7 @@ class Execution:
         if adopted is not None:
             self._job.holder = _holder(adopted) if self.owned.is_explained else None
             self._job.from_tokens = bool(adopted.entries)
+            self._job.layout = _layout(adopted)
             self.accepted.set_result(None)
 
     async def run(self) -> None:
@@ -299,6 +300,8 @@ class Execution:
         if isinstance(end, ServiceError) and end.reason is Reason.DRAINING:
             self._router.flusher.end(self)  # it stays open, for whoever takes it over
             return
+        if course.certain is None:  # whoever reads it now has seen what is written
+            record.ClearField("certain_seq")
         record.cached_tokens = course.cached_tokens
         record.usage.CopyFrom(usage_of(course))
         record.receipt.CopyFrom(receipt_of(course, asyncio.get_running_loop().time()))
@@ -317,6 +320,12 @@ def _holder(found: StoredRequest) -> Life | None:
     if not attempts or attempts[-1].attempt != found.attempt or not attempts[-1].HasField("decode_worker"):
         return None
     return Life.of(attempts[-1].decode_worker)
+
+
+def _layout(found: StoredRequest) -> int:
+    """Of the workers of its last attempt, 0 where they don't give equal bits, or nobody knows them."""
+    attempts = found.record.attempts
+    return attempts[-1].layout if attempts else 0
 
 
 def _owned(request: ValidRequest, life: Life) -> OwnedRequest:

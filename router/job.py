@@ -25,10 +25,18 @@ class Job:
     """A handoff failed, or tokens are written: no more prefill workers."""
     holder: Life | None = None
     """Of a request that was adopted: the decode worker where its attempt runs, if it still does."""
+    layout: int = 0
+    """Of those who wrote what an earlier owner has shown, where they give equal bits; 0: they may not."""
     prefix: Prefix = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefix = Prefix(self.course.request.work)
+
+    def compute_at(self, worker: Worker) -> None:
+        """What is not written yet is computed there. Where more was shown than is written, the same has to come."""
+        facts = worker.facts
+        if self.course.is_behind and not (facts.equal_bits and facts.layout == self.layout):
+            self.owned.record.certain_seq = self.course.doubt()
 
     def note(self, giver: Worker | None, taker: Worker | None, failure: wire.Failure | None = None) -> None:
         """Who runs the present attempt, into the record: for people, and for whoever adopts the request."""
@@ -40,5 +48,8 @@ class Job:
             noted.prefill_worker.CopyFrom(giver.facts.peer)
         if taker is not None:
             noted.decode_worker.CopyFrom(taker.facts.peer)
+        for worker in (giver, taker):  # who hand over have one layout
+            if worker is not None:
+                noted.layout = worker.facts.layout if worker.facts.equal_bits else 0
         if failure is not None:
             noted.failure.CopyFrom(failure)

@@ -14,8 +14,26 @@ from types import TracebackType
 from typing import Self
 
 from router.request import Course
-from runtime.errors import Aborted
-from runtime.fault import Reason
+from runtime.errors import Aborted, OutOfRange, ServiceError
+from runtime.fault import Reason, ResumePoint
+
+
+async def begin_behind(course: Course, after_seq: int) -> None:
+    """Wait until what somebody lacks who has so many tokens can be read; he is the course's reader.
+
+    Raises OutOfRange where nobody was shown as many, Aborted(TAIL_UNCERTAIN) where his last ones may be others than
+    those written here, and the course's error where it was over before it was as far.
+    """
+    await course.reached(after_seq)
+    certain = course.certain
+    if certain is not None and after_seq > certain:
+        words = f"what was shown after token {certain} is lost, and may not come out the same again"
+        raise Aborted(Reason.TAIL_UNCERTAIN, words, resume=ResumePoint(0, certain))
+    if after_seq > len(course.tokens):
+        if course.is_behind and isinstance(course.end, ServiceError):
+            raise course.end
+        raise OutOfRange(after_seq, 0, len(course.tokens))
+    course.is_behind, course.certain = False, None
 
 
 class Reading:

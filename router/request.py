@@ -125,7 +125,10 @@ class Course:
     cached_tokens: int = 0
     resumable: bool = True
     is_behind: bool = False
-    """Another router may have shown more of it than is written here."""
+    """Another router may have shown more of it than is written here. Who begins to read what is written here ends that:
+    those who read before him are superseded."""
+    certain: int | None = None
+    """Tokens that another router's readers can't have seen otherwise; None: all."""
     path: Path = field(default_factory=Path)
     end: Ended | ServiceError | None = None
     last_token_at: float | None = None  # the event loop's clock
@@ -149,6 +152,20 @@ class Course:
         """Wait until more than ``count`` tokens are written, or the end is. One reader at a time."""
         while len(self.tokens) <= count and self.end is None:
             await self._news()
+
+    async def reached(self, seq: int) -> None:
+        """Wait until so many tokens are written of a course that is behind, or can't be those that were shown."""
+        while self.is_behind and len(self.tokens) < seq and self.end is None:
+            if self.certain is not None and seq > self.certain:
+                return
+            await self._news()
+
+    def doubt(self) -> int:
+        """What comes now may be other tokens than an earlier owner has shown; how many are certain."""
+        written = len(self.tokens)
+        self.certain = certain = written if self.certain is None else min(written, self.certain)
+        self.told()
+        return certain
 
     @property
     def is_explained(self) -> bool:

@@ -156,6 +156,7 @@ class Route:
         self._stop_waiting()
         self.hands_over = True
         self.asked_at = self._now()
+        self._job.compute_at(worker)
         self.giver = worker
         self._job.course.path.prefill_worker = worker.life.id
         self._at_giver = worker.view.send(self._job.prefix, self._job.pen.position, computed=True)
@@ -175,6 +176,7 @@ class Route:
         if ticket is None:
             self.hands_over = False
             self.asked_at = self._now()
+            self._job.compute_at(worker)
         else:
             self._pool.claimed(ticket)
         self._at_taker = worker.view.send(self._job.prefix, self._job.pen.position, computed=ticket is None)

@@ -23,7 +23,7 @@ from router.account import Account, account_of
 from router.answer import Answer
 from router.limits import MAX_REQUEST_BYTES, at_most
 from router.models import Models, ServedModel
-from router.reading import Reading
+from router.reading import Reading, begin_behind
 from router.request import Course, Ended, ValidRequest
 from router.standing import Standing, generation
 from router.validation import (
@@ -36,7 +36,7 @@ from router.validation import (
     window,
 )
 from runtime.channel import Deadline
-from runtime.errors import Cancelled, InvalidArgument, NotFound, OutOfRange, ServiceError
+from runtime.errors import Cancelled, InvalidArgument, NotFound, ServiceError
 from runtime.interceptor import Gone
 from runtime.metrics import RequestMetrics
 from runtime.server import Service
@@ -111,6 +111,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> pb.GenerateResponse:  # noqa: N802
         course = await self._begin(request, context)
         with self._followed(course) as follower:
+            await begin_behind(course, 0)
             response, follower.ended = await Answer(course, self._model(course)).whole(follower.account)
         return response
 
@@ -124,10 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _stream(self, course: Course, after_seq: int, context: _Context) -> None:
         with self._followed(course) as follower:
-            if course.is_behind:
-                await course.beyond(after_seq - 1)
-            if after_seq > len(course.tokens):
-                raise OutOfRange(after_seq, 0, len(course.tokens))
+            await begin_behind(course, after_seq)
             answer = Answer(course, self._model(course), after_seq)
             follower.ended = await answer.stream(context.write, follower.account)
 

@@ -97,7 +97,7 @@ class Hub:
         device = engine.device
         self.peer, self.role, self.model = identity.peer, identity.role, identity.model
         self.address = identity.address
-        self.layout = layout_number(device.layout)
+        self.layout, self.equal_bits = layout_number(device.layout), device.equal_bits
         self.window = engine.limits.window
         self.max_running = engine.limits.max_running
         self.block_size, self.total_blocks = device.block_size, device.num_blocks

@@ -223,6 +223,7 @@ class Worker:
                 window_tokens=hub.window,
                 max_running=hub.max_running,
             ),
+            equal_bits=hub.equal_bits,
         )
         lifetimes = Lifetimes()
         store = await self._stack.enter_async_context(Store(StoreSettings(self._settings.redis_url)))

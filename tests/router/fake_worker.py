@@ -136,6 +136,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             layout=layout,
             tokenizer=TOKENIZER,
             capacity=Capacity(total_blocks=1000, block_tokens=16, window_tokens=4096, max_running=64),
+            equal_bits=True,
         )
         self.cache = wire.CacheNews()
         """Told by the next beat, once."""

@@ -15,10 +15,12 @@ from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
 from protos.state_pb2 import RequestRecord
+from router.reading import begin_behind
 from router.request import Course
 from router.takeover import Takeover
-from runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound, Unavailable
-from runtime.fault import Reason
+from runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound, OutOfRange, Unavailable
+from runtime.fault import Reason, ResumePoint
+from runtime.peer import new_peer
 from state import keys
 from state.errors import OwnerAlive, StoreUnavailable
 from state.journal import Entry
@@ -26,8 +28,8 @@ from state.names import Life, RequestKey
 from state.owned import OwnedRequest
 from state.private_redis import PrivateRedis
 from state.store import Store
-from tests.router.core import Core, core, ended, ended_run, make_request, tokens_of, until, written
-from tests.router.fake_worker import MODEL, FakeWorker, answer, fleet
+from tests.router.core import PATIENCE, Core, core, ended, ended_run, make_request, tokens_of, until, written
+from tests.router.fake_worker import LAYOUT, MODEL, FakeWorker, answer, fleet
 from tests.router.test_dispatch import pass_on
 from tests.state.scenes import make_store, router_facts
 
@@ -445,10 +447,13 @@ async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_read_again
             assert is_explained(second)
 
 
-async def left_behind(store: Store, *tokens: int) -> None:
-    """A request whose router is not registered, and has written so much of it."""
-    request = make_request()
+async def left_behind(store: Store, *tokens: int, layout: int | None = None, **asked: Any) -> None:
+    """A request whose router is not registered, and has written so much of it. With ``layout`` it ran at a worker of
+    such a one that promised equal bits, or none with 0; that one is gone too."""
+    request = make_request(**asked)
     record = RequestRecord(model=MODEL, seed=4, prompt_tokens=3)
+    if layout is not None:
+        record.attempts.add(attempt=1, decode_worker=new_peer("lost"), layout=layout)
     owned = OwnedRequest.begin(KEY, Life("gone", 1), request.payload, record, datetime.now(UTC))
     await store.requests.accept(owned)
     owned.append(Entry(0, token) for token in tokens)
@@ -505,3 +510,127 @@ async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
                 await two.dispatcher.take_over(KEY)
         workers[1].go.set()
         assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+
+
+# ------------------------------------------------------------------- a client that has more than is written of it
+
+
+async def begun_behind(course: Course, after_seq: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await begin_behind(course, after_seq)
+
+
+async def test_a_tail_that_comes_out_the_same_again_is_gone_on_with(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        course = await scene.dispatcher.resume(KEY)
+        waiting = asyncio.create_task(begun_behind(course, 4))
+        await until(lambda: len(course.tokens) == 3)
+        assert not waiting.done(), "he has token 4 already, and lacks what comes after it"
+        workers[1].go.set()
+        await waiting
+        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+
+
+@pytest.mark.parametrize("layout", [None, 0, LAYOUT + 1])
+async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certain(
+    store: Store, layout: int | None
+) -> None:
+    """Nobody knows where it ran; it ran where equal bits aren't promised; it ran on another kind of worker."""
+    await left_behind(store, *answer(PROMPT, 2), layout=layout)
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        course = await scene.dispatcher.resume(KEY)
+        await refused_behind(course, 4, certain=2)
+        await written(course, 3)
+        await refused_behind(course, 3, certain=2)
+        await begun_behind(course, 2)
+        workers[1].go.set()
+        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        await begun_behind(course, 4)
+
+
+async def refused_behind(course: Course, after_seq: int, *, certain: int) -> None:
+    with pytest.raises(Aborted) as caught:
+        await begun_behind(course, after_seq)
+    assert (caught.value.reason, caught.value.fault.resume) == (Reason.TAIL_UNCERTAIN, ResumePoint(0, certain))
+
+
+async def test_one_worker_that_promises_nothing_is_enough_to_refuse(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
+    async with fleet(P, D) as workers:
+        workers[1].facts.equal_bits = False
+        async with core(store, workers) as scene:
+            course = await scene.dispatcher.resume(KEY)
+            await refused_behind(course, 4, certain=2)
+            await ended(course)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+async def test_what_is_uncertain_stays_so_in_the_store_until_somebody_reads_it_anew(
+    store: Store, is_read: bool
+) -> None:
+    await left_behind(store, *answer(PROMPT, 2), layout=0)
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 4
+        course = await scene.dispatcher.resume(KEY)
+        await written(course, 4)
+        if is_read:
+            await begun_behind(course, 0)
+        await until(lambda: scene.owned("r").stored == 4)
+        workers[1].go.set()
+        await ended(course)
+        await until(lambda: scene.store_is_done)
+        again = await scene.dispatcher.resume(KEY)
+        assert again.recorded is not None
+        if is_read:
+            await begun_behind(again, 4)
+        else:
+            await refused_behind(again, 4, certain=2)
+            await begun_behind(again, 2)
+
+
+async def test_what_was_uncertain_to_one_router_is_to_the_next(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2), layout=0)
+    async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
+        workers[1].script.pause_at = 4
+        course = await one.dispatcher.resume(KEY)
+        await written(course, 4)
+        await until(lambda: one.owned("r").stored == 4)
+        course = await two.dispatcher.resume(KEY)
+        await refused_behind(course, 3, certain=2)
+        workers[1].go.set()
+        await ended(course)
+
+
+async def test_a_routers_own_next_attempt_goes_on_from_what_it_has_shown(store: Store) -> None:
+    """The tokens that were shown are the next worker's input, whatever it promises."""
+    async with fleet(P, D, ("e", wire.ROLE_DECODE)) as workers:
+        for worker in workers:
+            worker.facts.equal_bits = False
+        workers[1].script.fails_at = workers[2].script.fails_at = [3]
+        async with core(store, workers) as scene:
+            course = await scene.answer(make_request())
+            assert tokens_of(course) == answer(PROMPT, 5)
+            assert course.path.attempts > 1
+            await begun_behind(course, 4)
+
+
+async def test_who_waits_for_a_tail_hears_how_the_request_ended(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        course = await scene.dispatcher.resume(KEY)
+        waiting = asyncio.create_task(begun_behind(course, 4))
+        await until(lambda: len(course.tokens) == 3)
+        await scene.dispatcher.cancel(KEY)
+        with pytest.raises(Cancelled):
+            await waiting
+
+
+async def test_nobody_has_more_than_was_ever_written(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        course = await scene.answer(make_request())
+        with pytest.raises(OutOfRange):
+            await begun_behind(course, 6)

@@ -318,6 +318,22 @@ async def test_a_stream_whose_client_takes_nothing_is_superseded_too():
         first.cancel()
 
 
+async def test_a_tail_that_is_uncertain_is_refused_and_gone_on_with_from_what_is_certain():
+    async with scene() as s:
+        s.stub.GenerateStream(asked(request_id="r"))
+        course = await s.course()
+        write(course, 70, 71)
+        course.is_behind = True
+        behind = resumed(s, after_seq=4)
+        assert course.doubt() == 2
+        error = await refused(all_of(behind))
+        assert (type(error), error.reason) == (Aborted, Reason.TAIL_UNCERTAIN)
+        assert error.fault.resume == ResumePoint(0, 2)
+        write(course, 72, 73, 1, end=STOPPED)
+        assert (await all_of(resumed(s, after_seq=2)))[-1].usage.completion_tokens == 5
+        assert (await all_of(resumed(s, after_seq=4)))[-1].HasField("finished"), "these are the new ones"
+
+
 async def test_the_last_of_several_readers_loses_the_stream():
     async with scene() as s:
         s.stub.GenerateStream(asked(request_id="r"))
