@@ -9,6 +9,7 @@ from runtime.errors import InvalidArgument
 
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 MAX_REQUEST_ID_BYTES = 128
+MAX_MESSAGES = 4096
 MAX_OUTPUTS = 1
 MAX_LOGPROBS = 20
 MAX_STOP_TEXTS = 16
@@ -38,6 +39,18 @@ def check_sampling(params: pb.SamplingParams) -> None:
             raise InvalidArgument(f"sampling.{name}", f"above 0, to {high:g}", value)
 
 
+def check_size(request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> None:
+    """Raises InvalidArgument for what takes long to look at. So it comes before everything else."""
+    at_most(request.DESCRIPTOR.name, request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
+    if not isinstance(request, pb.DetokenizeRequest):
+        at_most("messages.messages", len(request.messages.messages), MAX_MESSAGES, "messages")
+
+
+def check_id(request_id: str) -> None:
+    """Raises InvalidArgument for an id that no request may have."""
+    at_most("request_id", len(request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
+
+
 def within(field: str, value: float, low: float, high: float) -> None:
     """Raises InvalidArgument."""
     if not (math.isfinite(value) and low <= value <= high):
@@ -65,4 +78,5 @@ def limits(*, max_queued_requests: int, resume_grace_ms: int, result_ttl_ms: int
         resume_grace_ms=resume_grace_ms,
         result_ttl_ms=result_ttl_ms,
         max_queued_requests=max_queued_requests,
+        max_messages=MAX_MESSAGES,
     )

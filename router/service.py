@@ -21,7 +21,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.account import Account, account_of
 from router.answer import Answer
-from router.limits import MAX_REQUEST_BYTES, at_most
+from router.limits import check_id, check_size
 from router.models import Models, ServedModel
 from router.reading import Reading, begin_behind
 from router.request import Course, Ended, ValidRequest
@@ -172,8 +172,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     # ------------------------------------------------------------------------------------------ words, models
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:  # noqa: N802
+        check_size(request)
         check_known(request)
-        at_most("TokenizeRequest", request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
         model = self._models.find(request.model)
         match request.WhichOneof("input"):
             case "messages":
@@ -187,8 +187,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return pb.TokenizeResponse(count=len(ids), token_ids=ids, tokens=tokens)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:  # noqa: N802
+        check_size(request)
         check_known(request)
-        at_most("DetokenizeRequest", request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
         model = self._models.find(request.model)
         check_vocabulary("token_ids", request.token_ids, model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
@@ -240,4 +240,5 @@ def _key_of(request: _Named) -> RequestKey:
     check_known(request)
     if not request.request_id:
         raise InvalidArgument("request_id", "at least 1 byte", 0)
+    check_id(request.request_id)
     return RequestKey(TENANT, request.request_id)

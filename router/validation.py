@@ -29,13 +29,13 @@ from router.limits import (
     MAX_LOGPROBS,
     MAX_OUTPUTS,
     MAX_PRIORITY,
-    MAX_REQUEST_BYTES,
-    MAX_REQUEST_ID_BYTES,
     MAX_STOP_TEXT_BYTES,
     MAX_STOP_TEXTS,
     MAX_STOP_TOKEN_IDS,
     at_most,
+    check_id,
     check_sampling,
+    check_size,
     within,
 )
 from router.models import Models, ServedModel
@@ -70,15 +70,17 @@ async def validate(
     """Raises InvalidArgument, Unimplemented, NotFound; Unavailable where only workers could say how long a sequence
     of the model may be, and there are none."""
     accepted_at = asyncio.get_running_loop().time()
+    check_size(request)
     _check_supported(request)
     _check_form(request)
     model = models.find(request.model)
     wanted = _wanted(request)
     sampling = _sampling(request.sampling, model)
-    prompt = await _prompt(request, model)
+    longest = window(model, window_of)
+    prompt = await _prompt(request, model, longest)
     if request.response.echo:
         wanted = replace(wanted, echo=await _shown_prompt(request, prompt, model, wanted))
-    stopping = _stopping(request.stopping, model, _room(request, prompt, window(model, window_of)))
+    stopping = _stopping(request.stopping, model, _room(request, len(prompt), longest))
     id = request.request_id or str(uuid.uuid4())
     work = wire.Work(
         model=model.id,
@@ -151,8 +153,7 @@ def check_known(message: Message) -> None:
 
 
 def _check_form(request: pb.GenerateRequest) -> None:
-    at_most("GenerateRequest", request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
-    at_most("request_id", len(request.request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
+    check_id(request.request_id)
     within("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.stream.on_disconnect not in pb.StreamOptions.OnDisconnect.values():
         raise InvalidArgument("stream.on_disconnect", "a value of its enum", request.stream.on_disconnect)
@@ -180,8 +181,8 @@ def _with_id(request: pb.GenerateRequest, id: str) -> pb.GenerateRequest:
 # ---------------------------------------------------------------------------------------------- its parts
 
 
-async def _prompt(request: pb.GenerateRequest, model: ServedModel) -> Sequence[int]:
-    """Its token ids, at least one, each one of the model's."""
+async def _prompt(request: pb.GenerateRequest, model: ServedModel, longest: int | None) -> Sequence[int]:
+    """Its token ids, at least one, each one of the model's. Far more than fit are not even looked at."""
     match request.WhichOneof("input"):
         case "messages":
             ids = await chat_tokens(request.messages, model)
@@ -189,9 +190,10 @@ async def _prompt(request: pb.GenerateRequest, model: ServedModel) -> Sequence[i
             if ids:
                 return ids
         case "token_ids":
-            ids = list(request.token_ids.ids)
-            if not ids:
+            if not request.token_ids.ids:
                 raise InvalidArgument("token_ids.ids", "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
+            _check_fits("token_ids.ids", len(request.token_ids.ids), longest)
+            ids = list(request.token_ids.ids)
             check_vocabulary("token_ids.ids", ids, model)
             return ids
         case "prompt" if request.prompt:
@@ -214,16 +216,18 @@ def window(model: ServedModel, window_of: WindowOf) -> int | None:
     return min((tokens for tokens in (model.window, window_of(model.id)) if tokens is not None), default=None)
 
 
-def _room(request: pb.GenerateRequest, prompt: Sequence[int], longest: int | None) -> int:
-    """Output tokens for which the window has room, at least 1."""
+def _check_fits(field: str, tokens: int, longest: int | None) -> None:
+    if longest is not None and tokens >= longest:
+        limit = f"at most {longest - 1} tokens, so that one more fits the window of {longest}"
+        raise InvalidArgument(field, limit, tokens, reason=Reason.PROMPT_TOO_LONG)
+
+
+def _room(request: pb.GenerateRequest, tokens: int, longest: int | None) -> int:
+    """Output tokens for which the window has room beside so many of the prompt, at least 1."""
     if longest is None:
         raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_SECONDS)
-    if len(prompt) >= longest:
-        given = request.WhichOneof("input") or "prompt"
-        field = "token_ids.ids" if given == "token_ids" else given
-        limit = f"at most {longest - 1} tokens, so that one more fits the window of {longest}"
-        raise InvalidArgument(field, limit, len(prompt), reason=Reason.PROMPT_TOO_LONG)
-    return longest - len(prompt)
+    _check_fits(request.WhichOneof("input") or "prompt", tokens, longest)
+    return longest - tokens
 
 
 def _wanted(request: pb.GenerateRequest) -> Wanted:

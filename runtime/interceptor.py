@@ -16,12 +16,14 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from runtime import logs
-from runtime.errors import Blame, Internal, ServiceError
+from runtime.errors import Blame, Internal, InvalidArgument, ServiceError
 from runtime.fault import trailers
 
 _log = logs.get(__name__)
@@ -66,13 +68,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             call = self._unary(method, handler.stream_unary or handler.unary_unary)
         return _REBUILD[handler.request_streaming, handler.response_streaming](
             call,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_forgiving(handler),
             response_serializer=handler.response_serializer,
         )
 
     def _unary(self, method: str, handle: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             async def work() -> Any:
+                _check_readable(request)
                 return await handle(request, context)
 
             return await self._answer(method, work, context)
@@ -82,6 +85,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _streaming(self, method: str, handle: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             async def work() -> None:
+                _check_readable(request)
                 answers = handle(request, context)
                 if not inspect.isasyncgen(answers):
                     await answers  # it writes to the context by itself
@@ -146,6 +150,36 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             await context.abort(error.code, error.fault.message, trailers(error.fault))
         except grpc.aio.InternalError:  # the client has just left
             raise asyncio.CancelledError from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for a request that is none. gRPC itself would say UNKNOWN, with no detail, and log a stack."""
+
+    bytes: int
+
+
+def _forgiving(handler: Any) -> Any:
+    """How a call's one request is read; those of a stream are read by gRPC, between processes of one deployment."""
+    read = handler.request_deserializer
+    if read is None or handler.request_streaming:
+        return read
+
+    def forgiving(data: bytes) -> Any:
+        try:
+            return read(data)
+        except DecodeError:
+            return _Unreadable(len(data))
+
+    return forgiving
+
+
+def _check_readable(request: Any) -> None:
+    """Raises InvalidArgument."""
+    if isinstance(request, _Unreadable):
+        raise InvalidArgument(
+            "request", "a message of the method's own type, its texts in UTF-8", f"{request.bytes} bytes"
+        )
 
 
 async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> None:

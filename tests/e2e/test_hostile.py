@@ -1,0 +1,322 @@
+"""Slow and hostile clients: what they cost is bounded, what they get is typed, and nobody else is harmed.
+
+A router's real process before scripted workers, so that its load is the clients' alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from protos.inference_pb2_grpc import InferenceServiceStub
+from runtime.errors import InvalidArgument, NotFound, QueueFull, ServiceError, Unavailable, from_call
+from runtime.fault import PUSHBACK_KEY, Reason
+from state.private_redis import PrivateRedis
+from state.store import Store
+from tests.router.core import PATIENCE, until
+from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.test_router_process import become_ready, router, usable
+from tests.state.conftest import bare, server, store
+
+__all__ = ["bare", "server", "store"]
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [1, 2, 3]
+NO_LIMITS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+
+@dataclass
+class Scene:
+    stub: InferenceServiceStub
+    channel: grpc.aio.Channel
+    workers: list[FakeWorker]
+    address: str
+    pid: int
+
+    def stream(self, count: int = 5, **fields: Any) -> Any:
+        return self.stub.GenerateStream(asked(count, **fields), timeout=PATIENCE)
+
+    async def is_unharmed(self) -> None:
+        """Others are answered."""
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            found = await InferenceServiceStub(channel).Generate(asked(5), timeout=PATIENCE)
+        assert list(found.outputs[0].token_ids) == answer(PROMPT, 5)
+
+    async def refused(self, call: Any) -> ServiceError:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        return from_call(caught.value)
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes of the router."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
+        return int(line.split()[1]) * 1024
+
+
+def asked(count: int, **fields: Any) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=PROMPT),
+        stopping=pb.StoppingParams(max_tokens=count, ignore_eos=True),
+        response=pb.ResponseOptions(token_ids=True, text=False),
+    )
+    request.MergeFrom(pb.GenerateRequest(**fields))
+    return request
+
+
+@asynccontextmanager
+async def hostile(server: PrivateRedis, store: Store, *settings: str) -> AsyncIterator[Scene]:
+    async with AsyncExitStack() as stack:
+        workers = usable(await stack.enter_async_context(fleet(("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE))))
+        for worker in workers:
+            await store.workers.register(worker.facts)
+        running = await stack.enter_async_context(router(server, *settings))
+        await become_ready(running)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(running.address, NO_LIMITS))
+        yield Scene(InferenceServiceStub(channel), channel, workers, running.address, running.process.pid)
+
+
+@pytest.fixture
+async def scene(server: PrivateRedis, store: Store) -> AsyncIterator[Scene]:
+    async with hostile(server, store) as made:
+        yield made
+
+
+async def read(call: Any) -> list[int]:
+    """All tokens that are left of a stream. Raises AioRpcError."""
+    ids: list[int] = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        ids += message.delta.token_ids
+    if await call.code() is not grpc.StatusCode.OK:
+        await call.wait_for_connection()  # raises what it ended with
+    return ids
+
+
+async def test_streams_that_are_not_read_hold_ids_and_can_be_read_later(scene: Scene) -> None:
+    streams, tokens = 40, 700
+    await scene.is_unharmed()
+    before = scene.memory
+    calls = [scene.stream(tokens) for _ in range(streams)]
+    for call in calls:
+        await call.read()  # it has begun
+    decode = scene.workers[1]
+    await until(lambda: not any(run.end is None for run in decode.runs.values()) and len(decode.starts) > streams)
+    await scene.is_unharmed()
+    grown = scene.memory - before
+    assert grown < 12 << 20, f"{grown} bytes for {streams * tokens} tokens that nobody read"
+    for call in calls[::7]:
+        assert await read(call) == answer(PROMPT, tokens)
+    for call in calls:
+        call.cancel()
+    await scene.is_unharmed()
+
+
+async def test_a_message_that_is_too_large_is_refused_by_name(scene: Scene) -> None:
+    other = scene.stream(500)
+    await other.read()
+    error = await scene.refused(scene.stub.Generate(asked(5, user="x" * (17 << 20)), timeout=PATIENCE))
+    assert isinstance(error, InvalidArgument)
+    assert (error.field, error.value) == ("GenerateRequest", str(asked(5, user="x" * (17 << 20)).ByteSize()))
+    beyond = await scene.refused(scene.stub.Generate(asked(5, user="x" * (65 << 20)), timeout=PATIENCE))
+    assert beyond.code is grpc.StatusCode.RESOURCE_EXHAUSTED, "the transport's own word: nothing of it was taken in"
+    assert await read(other) == answer(PROMPT, 500), "the connection goes on"
+
+
+async def test_too_many_streams_are_told_to_come_later(server: PrivateRedis, store: Store) -> None:
+    async with hostile(server, store, "--max-active", "2", "--queue-limit", "3") as scene:
+        scene.workers[1].script.pause_at = 2
+        taken = [scene.stream(5) for _ in range(2)]
+        for call in taken:
+            await call.read()
+        many = [asyncio.ensure_future(ended(scene.stream(5))) for _ in range(500)]
+        first = iter(asyncio.as_completed(many))
+        for _ in range(497):
+            error, trailers = await next(first)
+            assert isinstance(error, QueueFull)
+            assert error.reason is Reason.QUEUE_FULL
+            assert error.retry_after is not None
+            assert int(trailers[PUSHBACK_KEY]) == round(error.retry_after * 1000)
+        scene.workers[1].script.pause_at = None
+        scene.workers[1].go.set()
+        for call in taken:
+            assert await read(call) == answer(PROMPT, 5)
+        assert [await each for each in first] == [(None, {})] * 3
+        await scene.is_unharmed()
+
+
+async def ended(call: Any) -> tuple[ServiceError | None, dict[str, Any]]:
+    try:
+        await read(call)
+    except grpc.aio.AioRpcError as error:
+        return from_call(error), dict(error.trailing_metadata() or ())
+    return None, {}
+
+
+async def test_calls_that_are_opened_and_abandoned_leave_nothing(server: PrivateRedis, store: Store) -> None:
+    async with hostile(server, store, "--max-active", "4", "--resume-grace-ms", "0") as scene:
+        scene.workers[1].script.pause_at = 3
+        for _ in range(10):
+            calls = [scene.stream(5) for _ in range(50)]
+            await asyncio.sleep(0.01)
+            for call in calls[::2]:
+                call.cancel()
+            await asyncio.sleep(0)
+            for call in calls[1::2]:
+                call.cancel()
+        scene.workers[1].script.pause_at = None
+        scene.workers[1].go.set()
+        await asyncio.gather(*(scene.is_unharmed() for _ in range(8)))
+        await until(lambda: not scene.workers[1].runs)
+        await until(lambda: not scene.workers[0].prefilling)
+
+
+def _sampling(field: str, value: float) -> pb.GenerateRequest:
+    request = pb.GenerateRequest()
+    setattr(request.sampling, field, value)
+    return request
+
+
+ABSURD: dict[str, tuple[pb.GenerateRequest, str]] = {
+    "stop texts": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=["x"] * 100_000)), "stopping.stop"),
+    "a stop text": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=["x" * 1_000_000])), "stopping.stop[0]"),
+    "an empty stop text": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=[""])), "stopping.stop[0]"),
+    "stop tokens": (
+        pb.GenerateRequest(stopping=pb.StoppingParams(stop_token_ids=range(100_000))),
+        "stopping.stop_token_ids",
+    ),
+    "a bias for everything": (
+        pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(500_000), 1.0))),
+        "sampling.logit_bias",
+    ),
+    "a bias for nothing": (
+        pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias={2**32 - 1: 1.0})),
+        "sampling.logit_bias",
+    ),
+    "a bias that is no number": (
+        pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias={3: float("nan")})),
+        "sampling.logit_bias[3]",
+    ),
+    "an id": (pb.GenerateRequest(request_id="x" * 5_000_000), "request_id"),
+    "messages": (
+        pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message()] * 2_000_000)),
+        "messages.messages",
+    ),
+    "tokens": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 10_000_000)), "token_ids.ids"),
+    "a token of no model": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), "token_ids.ids"),
+    "a priority": (pb.GenerateRequest(priority=-(2**31)), "priority"),
+    "a negative count": (pb.GenerateRequest(sampling=pb.SamplingParams(top_k=-1)), "sampling.top_k"),
+    "logprobs": (pb.GenerateRequest(response=pb.ResponseOptions(logprobs=2**32 - 1)), "response.logprobs"),
+    "more than may be written": (
+        pb.GenerateRequest(stopping=pb.StoppingParams(min_tokens=2**32 - 1)),
+        "stopping.min_tokens",
+    ),
+} | {
+    f"{name} {value}": (_sampling(name, value), f"sampling.{name}")
+    for name in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+    )
+    for value in (float("nan"), float("inf"), float("-inf"), -1e30)
+}
+
+
+async def test_absurd_values_are_refused_by_field_limit_and_value(scene: Scene) -> None:
+    other = asyncio.ensure_future(read(scene.stream(2000)))
+    for name, (absurd, field) in ABSURD.items():
+        error = await scene.refused(scene.stub.Generate(merged(absurd), timeout=PATIENCE))
+        assert isinstance(error, InvalidArgument), (name, error)
+        assert error.field == field, name
+        assert error.limit
+        assert error.value
+    assert await other == answer(PROMPT, 2000)
+
+
+def merged(absurd: pb.GenerateRequest) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
+    if absurd.WhichOneof("input"):
+        request.ClearField("token_ids")
+    request.MergeFrom(absurd)
+    return request
+
+
+async def test_ids_of_any_size_are_refused_before_they_are_looked_up(scene: Scene) -> None:
+    long = "x" * 5_000_000
+    for call in (
+        scene.stub.GetGeneration(pb.GetGenerationRequest(request_id=long)),
+        scene.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=long)),
+        scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id=long)).read(),
+    ):
+        error = await scene.refused(call)
+        assert isinstance(error, InvalidArgument)
+        assert error.field == "request_id"
+    strange = await scene.refused(scene.stub.GetGeneration(pb.GetGenerationRequest(request_id="\0{}\r\n*/../🙂")))
+    assert isinstance(strange, NotFound | Unavailable)  # not known, or not known yet: the store is new
+
+
+METHODS = ["Generate", "GenerateStream", "ResumeStream", "GetGeneration", "CancelGeneration", "Tokenize", "Detokenize"]
+NO_UTF8 = b"\x0a\x02\xff\xfe"  # field 1, a text of two bytes that are none
+CUT_OFF = b"\x0a\x7f"
+
+
+async def test_bytes_that_are_no_message_are_refused_by_name(scene: Scene) -> None:
+    for method in METHODS:
+        path = f"/decant.v1.InferenceService/{method}"
+        streams = method in ("GenerateStream", "ResumeStream")
+        ask: Any = scene.channel.unary_stream(path) if streams else scene.channel.unary_unary(path)
+        for data in (CUT_OFF, NO_UTF8):
+            error = await scene.refused(ask(data).read() if streams else ask(data))
+            assert isinstance(error, InvalidArgument), (method, error)
+            assert error.field == "request"
+    await scene.is_unharmed()
+
+
+async def test_connections_that_speak_no_http2_stop_nobody(scene: Scene) -> None:
+    host, _, port = scene.address.rpartition(":")
+    open_ = []
+    for index in range(200):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write([b"", b"G", b"GET / HTTP/1.1\r\nhost: x\r\n", b"\0" * 500, PREFACE[:10]][index % 5])
+        open_.append((reader, writer))
+    await asyncio.gather(*(scene.is_unharmed() for _ in range(3)))
+    for _, writer in open_:
+        writer.close()
+    await scene.is_unharmed()
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
+PING = struct.pack(">I", 8)[1:] + b"\x06\0\0\0\0\0" + b"12345678"
+GOAWAY = 7
+
+
+async def test_who_pings_too_often_is_sent_away_alone(scene: Scene) -> None:
+    other = asyncio.ensure_future(read(scene.stream(2000)))
+    host, _, port = scene.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(PREFACE + SETTINGS + PING * 2000)
+    kinds = set()
+    async with asyncio.timeout(PATIENCE):
+        while head := await reader.read(9):
+            if len(head) < 9:
+                head += await reader.readexactly(9 - len(head))
+            kinds.add(head[3])
+            await reader.readexactly(int.from_bytes(head[:3]))
+    assert GOAWAY in kinds
+    writer.close()
+    assert await other == answer(PROMPT, 2000)
