@@ -42,6 +42,11 @@ class Following(Transcript):
             self.seq = asked.after_seq
 
     @property
+    def router(self) -> str:
+        """The router that it is read from, by its address."""
+        return self._addresses[self._tries.router]
+
+    @property
     def _cancels(self) -> bool:
         """Whether the request ends with whoever leaves its stream: it began with this one, and wasn't detached."""
         asked = self._asked
@@ -62,10 +67,11 @@ class Following(Transcript):
         return self._next_call()
 
     def _heard(self, message: pb.GenerateStreamResponse) -> Delta | None:
-        self._tries.heard()
+        if message.seq > self.seq or self.started is None or message.HasField("usage"):
+            self._tries.heard()  # something new: a stream that is resumed begins with what is known
         if self._is_resuming:
             self._is_resuming = False
-            self.resumed_at.append(self._addresses[self._tries.router])
+            self.resumed_at.append(self.router)
         return self._take(message)
 
 

@@ -3,7 +3,8 @@
     error                                              another try
     connection lost (a status that is not the service's)  yes
     UNAVAILABLE, QUEUE_FULL, QUOTA_EXCEEDED            yes, not before the server's RetryInfo
-    ABORTED, but for SUPERSEDED and TAIL_UNCERTAIN     yes; not twice where nothing came in between
+    ABORTED, but for SUPERSEDED and TAIL_UNCERTAIN     yes
+    WORKERS_LOST, with either status                   yes; not twice where nothing came in between
     any other                                          no
 
 All that the client asks for may be asked again: what generates carries an id, under which the service runs it once.
@@ -51,7 +52,7 @@ class Tries:
         self._left = turns.count + MORE_TRIES
         self._has_begun = False
         self._broke_at: float | None = None
-        self._was_aborted = False
+        self._was_given_up = False
         self._router = turns.take().router
         self._is_well = False
 
@@ -65,10 +66,10 @@ class Tries:
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def heard(self) -> None:
-        """The router answered: the whole, or a message of a stream."""
+        """The router answered: with all of it, or with something new of a stream."""
         if not self._is_well:
             self._is_well = self._has_begun = True
-            self._was_aborted = False
+            self._was_given_up = False
             self._broke_at = None
             self._turns.answered(self._router)
 
@@ -85,9 +86,9 @@ class Tries:
         return turn.pause
 
     def _is_futile(self, error: ServiceError) -> bool:
-        """The service gave up, was asked to go on, and gave up at the same point."""
-        before, self._was_aborted = self._was_aborted, error.code is grpc.StatusCode.ABORTED
-        return before and self._was_aborted
+        """The service spent its attempts, was asked once more, and spent them at the same point."""
+        before, self._was_given_up = self._was_given_up, error.reason is Reason.WORKERS_LOST
+        return before and self._was_given_up
 
     def _is_late(self, pause: float) -> bool:
         now = self._clock()

@@ -153,6 +153,25 @@ def test_without_resuming_the_break_is_raised_and_what_came_stays(two: Two) -> N
     assert (two.asked, two.resumed) == (1, [])
 
 
+async def test_a_stream_that_goes_on_nowhere_is_over_when_patience_is(two: Two) -> None:
+    two.reset([Break(2, LOST), *[Break(1, LOST)] * 10_000])
+    async with AsyncClient(two.address, resume_seconds=0.5) as client:
+        stream = client.stream("x")
+        with pytest.raises(decant.Unavailable):
+            [delta async for delta in stream]
+    assert stream.text == "a"
+    assert 2 < len(two.resumed) < 500  # it rests in between
+
+
+async def test_what_the_service_gave_up_is_taken_up_once_more_and_no_more(two: Two) -> None:
+    given_up = decant.Aborted(Reason.WORKERS_LOST, "3 attempts failed", resume=ResumePoint(0, 1))
+    two.reset([Break(2, given_up), *[Break(1, given_up)] * 10])
+    async with AsyncClient(two.address) as client:
+        with pytest.raises(decant.Aborted):
+            [delta async for delta in client.stream("x")]
+    assert two.resumed == [1]
+
+
 NEVER_AGAIN = [
     decant.InvalidArgument("f", "l", 1),
     decant.NotFound("model", "m"),
@@ -198,6 +217,18 @@ async def test_what_nobody_takes_is_given_up_after_a_few_tries(two: Two, count: 
         assert two.asked == 2 * (count + MORE_TRIES)
     ids = [request.request_id for script in two.routers for request in script.asked]
     assert len(set(ids)) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "name", None) or kind.label)
+async def test_a_whole_answer_that_was_lost_is_asked_for_again_under_its_id(some: Two, kind: Any) -> None:
+    some.reset([Break(3, kind)])
+    async with AsyncClient(some.address) as client:
+        assert (await client.generate("x")).text == "abc!"
+    some.routers[0].breaks.append(Break(3, kind))
+    with Client(some.address) as blocking:
+        assert (await asyncio.to_thread(blocking.generate, "x")).text == "abc!"
+    assert some.asked == 4
+    assert len({request.request_id for script in some.routers for request in script.asked}) == 2
 
 
 async def test_a_request_that_is_unknown_after_tokens_came_is_not_run_again(two: Two) -> None:

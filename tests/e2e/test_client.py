@@ -1,0 +1,106 @@
+"""The client against real routers that die, drain and are not there: what it reads is what an undisturbed one reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from decant import Answer, AsyncClient, Client
+from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, Process, deployment
+
+pytestmark = pytest.mark.slow
+
+TOKENS = 300
+PROMPT = [0, *(7 + n * 29 % 4000 for n in range(60))]
+WANTED: dict[str, Any] = {
+    "max_tokens": TOKENS,
+    "ignore_eos": True,
+    "temperature": 0,
+    "token_ids": True,
+    "timeout": PATIENCE_S,
+}
+
+
+@dataclass
+class Reading:
+    """A stream in mid-answer, read by either client."""
+
+    stream: Any
+    client: Client | AsyncClient
+    deltas: Any
+
+    @classmethod
+    async def begin(cls, running: Deployment, *, blocking: bool) -> Reading:
+        """Until some tokens are there."""
+        client: Any = (Client if blocking else AsyncClient)(running.addresses)
+        stream = client.stream(PROMPT, **WANTED)
+        reading = cls(stream, client, iter(stream) if blocking else aiter(stream))
+        while stream.seq < 20:
+            assert await reading._next()
+        assert not stream.is_complete
+        return reading
+
+    async def end(self) -> None:
+        while await self._next():
+            pass
+        closing = self.client.close()
+        if closing is not None:
+            await closing
+
+    async def _next(self) -> bool:
+        if isinstance(self.client, Client):
+            return await asyncio.to_thread(next, self.deltas, None) is not None
+        return await anext(self.deltas, None) is not None
+
+    def read_from(self, running: Deployment) -> Process:
+        return running.routers[running.addresses.index(self.stream.router)]
+
+
+async def undisturbed(running: Deployment) -> Answer:
+    async with AsyncClient(running.addresses) as client:
+        return await client.generate(PROMPT, **WANTED)
+
+
+def is_as(reading: Reading, whole: Answer) -> None:
+    stream = reading.stream
+    assert (stream.text, stream.outputs[0].token_ids) == (whole.text, whole.token_ids)
+    assert (stream.seq, stream.finished) == (TOKENS, whole.finished)
+    assert stream.usage.completion_tokens == whole.usage.completion_tokens == TOKENS
+
+
+@pytest.fixture
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+    """Three routers that give a drain a moment only."""
+    router = ("--drain-seconds", "0.5")
+    with deployment(routers=3, router=router, worker=(*SMALL_KV, "--lease-ms", "3000")) as made:
+        yield made
+        await asyncio.to_thread(made.settled)
+
+
+async def test_routers_die_one_after_the_other_and_the_text_is_the_same(running: Deployment) -> None:
+    whole = await undisturbed(running)
+    reading = await Reading.begin(running, blocking=True)
+    reading.read_from(running).kill()
+    await reading.end()
+    is_as(reading, whole)
+    assert len(reading.stream.resumed_at) == 1
+    again = await Reading.begin(running, blocking=False)  # one of those that it knows is dead
+    again.read_from(running).kill()
+    await again.end()
+    is_as(again, whole)
+    assert again.stream.resumed_at
+    assert (await undisturbed(running)).text == whole.text
+
+
+async def test_routers_drain_in_mid_stream_and_the_text_is_the_same(running: Deployment) -> None:
+    whole = await undisturbed(running)
+    for blocking in (False, True):
+        reading = await Reading.begin(running, blocking=blocking)
+        reading.read_from(running).ask_to_end(excused=True)
+        await reading.end()
+        is_as(reading, whole)
+        assert len(reading.stream.resumed_at) == 1
