@@ -1,11 +1,10 @@
 """What comes after an error: another try, or the error itself. No I/O, no waiting.
 
-    error                                              another try
-    connection lost (a status that is not the service's)  yes
-    UNAVAILABLE, QUEUE_FULL, QUOTA_EXCEEDED            yes, not before the server's RetryInfo
-    ABORTED, but for SUPERSEDED and TAIL_UNCERTAIN     yes
-    WORKERS_LOST, with either status                   yes; not twice where nothing came in between
-    any other                                          no
+    error                                           another try
+    a lost connection: a status without ErrorInfo   yes
+    UNAVAILABLE, QUEUE_FULL, QUOTA_EXCEEDED         yes, not before the server's RetryInfo
+    ABORTED (DRAINING)                              yes
+    any other                                       no
 
 All that the client asks for may be asked again: what generates carries an id, under which the service runs it once.
 
@@ -29,14 +28,13 @@ LONGEST_PAUSE_S = 30.0
 _LOST = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 )
-_FINAL = frozenset({Reason.SUPERSEDED, Reason.TAIL_UNCERTAIN})
 
 
 def may_try_again(error: ServiceError) -> bool:
     """Whether the same, asked elsewhere or later, may be answered."""
     if error.reason is Reason.UNSPECIFIED:
         return error.code in _LOST
-    return error.retryable or (error.code is grpc.StatusCode.ABORTED and error.reason not in _FINAL)
+    return error.retryable or error.reason is Reason.DRAINING
 
 
 class Tries:
@@ -52,7 +50,6 @@ class Tries:
         self._left = turns.count + MORE_TRIES
         self._has_begun = False
         self._broke_at: float | None = None
-        self._was_given_up = False
         self._router = turns.take().router
         self._is_well = False
 
@@ -69,7 +66,6 @@ class Tries:
         """The router answered: with all of it, or with something new of a stream."""
         if not self._is_well:
             self._is_well = self._has_begun = True
-            self._was_given_up = False
             self._broke_at = None
             self._turns.answered(self._router)
 
@@ -80,15 +76,10 @@ class Tries:
         self._is_well = False
         self._turns.failed(self._router, error.retry_after or 0.0)
         turn = self._turns.take()
-        if self._is_futile(error) or self._is_late(turn.pause):
+        if self._is_late(turn.pause):
             raise error
         self._router = turn.router
         return turn.pause
-
-    def _is_futile(self, error: ServiceError) -> bool:
-        """The service spent its attempts, was asked once more, and spent them at the same point."""
-        before, self._was_given_up = self._was_given_up, error.reason is Reason.WORKERS_LOST
-        return before and self._was_given_up
 
     def _is_late(self, pause: float) -> bool:
         now = self._clock()

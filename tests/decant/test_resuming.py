@@ -163,15 +163,6 @@ async def test_a_stream_that_goes_on_nowhere_is_over_when_patience_is(two: Two) 
     assert 2 < len(two.resumed) < 500  # it rests in between
 
 
-async def test_what_the_service_gave_up_is_taken_up_once_more_and_no_more(two: Two) -> None:
-    given_up = decant.Aborted(Reason.WORKERS_LOST, "3 attempts failed", resume=ResumePoint(0, 1))
-    two.reset([Break(2, given_up), *[Break(1, given_up)] * 10])
-    async with AsyncClient(two.address) as client:
-        with pytest.raises(decant.Aborted):
-            [delta async for delta in client.stream("x")]
-    assert two.resumed == [1]
-
-
 NEVER_AGAIN = [
     decant.InvalidArgument("f", "l", 1),
     decant.NotFound("model", "m"),
@@ -181,6 +172,7 @@ NEVER_AGAIN = [
     decant.DeadlineExceeded(),
     decant.Cancelled(),
     decant.Internal(),
+    decant.Aborted(Reason.WORKERS_LOST, "3 attempts failed", resume=ResumePoint(0, 2)),
     decant.Aborted(Reason.SUPERSEDED, "newer"),
     decant.Aborted(Reason.TAIL_UNCERTAIN, "tail", resume=ResumePoint(0, 2)),
 ]

@@ -39,9 +39,6 @@ def away(retry_after: float = 0.0) -> decant.ServiceError:
     return decant.Unavailable(Reason.NO_WORKER, "none", retry_after=retry_after)
 
 
-ABORTED = decant.Aborted(Reason.WORKERS_LOST, "lost", resume=ResumePoint(0, 3))
-
-
 def test_routers_are_asked_in_turn() -> None:
     turns = make_turns(3, Clock())
     assert [turns.take() for _ in range(5)] == [Turn(router, 0) for router in (0, 1, 2, 0, 1)]
@@ -113,7 +110,8 @@ def test_whoever_is_well_goes_before_whoever_rests(steps: list[tuple[str, int, f
         (decant.Unavailable(Reason.DRAINING, "draining", retry_after=0.1), True),
         (decant.QueueFull(4, retry_after=1), True),
         (decant.QuotaExceeded("t", "requests", 4, retry_after=1), True),
-        (ABORTED, True),
+        (decant.Unavailable(Reason.WORKERS_LOST, "lost", retry_after=0.1), True),
+        (decant.Aborted(Reason.WORKERS_LOST, "lost", resume=ResumePoint(0, 3)), False),  # it is over
         (decant.Aborted(Reason.DRAINING, "draining", resume=ResumePoint(0, 3)), True),
         (decant.Aborted(Reason.SUPERSEDED, "newer"), False),
         (decant.Aborted(Reason.TAIL_UNCERTAIN, "tail", resume=ResumePoint(0, 3)), False),
@@ -206,16 +204,6 @@ def test_another_router_is_asked_before_one_is_waited_for() -> None:
     tries = Tries(make_turns(2, Clock()))
     assert (tries.after(away(3)), tries.router) == (0, 1)
     assert (tries.after(away(3)), tries.router) == (3, 0)
-
-
-def test_what_the_service_gave_up_twice_at_one_point_is_over() -> None:
-    tries = Tries(make_turns(2, Clock()), patience=30)
-    tries.heard()
-    tries.after(ABORTED)
-    tries.heard()
-    tries.after(ABORTED)
-    with pytest.raises(decant.Aborted):
-        tries.after(ABORTED)
 
 
 @given(st.floats(0, 50), st.lists(st.tuples(st.booleans(), st.floats(0, 8)), max_size=30))
