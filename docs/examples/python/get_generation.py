@@ -9,8 +9,8 @@ ADDRESS = os.environ.get("DECANT_ADDRESS", "127.0.0.1:50051")
 REQUEST_ID = str(uuid.uuid4())
 
 with decant.Client(ADDRESS) as client:
-    asked = {"request_id": REQUEST_ID, "max_tokens": 200, "ignore_eos": True, "timeout": 60}
-    with client.stream("import os\n", on_disconnect="detach", **asked) as job:
+    wanted = decant.Options(request_id=REQUEST_ID, max_tokens=200, ignore_eos=True, on_disconnect="detach")
+    with client.stream("import os\n", timeout=60, **wanted) as job:
         next(iter(job))  # it is under way
 
     found = client.generation(REQUEST_ID)

@@ -9,8 +9,8 @@ ADDRESS = os.environ.get("DECANT_ADDRESS", "127.0.0.1:50051")
 REQUEST_ID = str(uuid.uuid4())
 
 with decant.Client(ADDRESS) as client:
-    asked = {"request_id": REQUEST_ID, "max_tokens": 60, "temperature": 0, "timeout": 60}
-    with client.stream("def read_lines(path):\n", on_disconnect="detach", **asked) as answer:
+    wanted = decant.Options(request_id=REQUEST_ID, max_tokens=60, temperature=0, on_disconnect="detach")
+    with client.stream("def read_lines(path):\n", timeout=60, **wanted) as answer:
         for delta in answer:
             print(delta.text, end="")
             if answer.seq >= 20:
