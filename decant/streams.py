@@ -26,7 +26,7 @@ Asked = pb.GenerateRequest | pb.ResumeStreamRequest
 """With what a stream begins."""
 
 
-class Following(Transcript):
+class Resumable(Transcript):
     """What both kinds of stream share: how far it is, and what it would be resumed with."""
 
     def __init__(self, asked: Asked, addresses: tuple[str, ...], tries: Tries) -> None:
@@ -75,7 +75,7 @@ class Following(Transcript):
         return self._take(message)
 
 
-class Stream(Following):
+class Stream(Resumable):
     """An answer that is being written; iterating gives its deltas. What has arrived so far stays readable: `text`,
     `outputs`, and after the end `finished`, `usage` and `receipt`.
 
@@ -143,7 +143,7 @@ class Stream(Following):
         self.close()
 
 
-class AsyncStream(Following):
+class AsyncStream(Resumable):
     """An answer that is being written; see `Stream`. Cancelling the task that reads leaves it too."""
 
     def __init__(self, routers: AsyncRouters, asked: Asked, tries: Tries) -> None:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from runtime.errors import DeadlineExceeded, NotFound, ServiceError
 from runtime.fault import to_status, trailers
+from runtime.health import HealthService, Readiness
 
 PATIENCE_S = 60.0
 
@@ -36,6 +38,8 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
     """What is answered, and what was asked."""
 
     answering: Answering | None = None
+    is_ready: bool = True
+    """For gRPC's health service, when it begins to be served."""
     refusal: ServiceError | None = None
     asked: list[pb.GenerateRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -199,9 +203,14 @@ def serving(script: Script, port: int = 0) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
+    readiness = Readiness()
+
     async def start() -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(script, server)
+        health_pb2_grpc.add_HealthServicer_to_server(HealthService(readiness, []), server)
+        if script.is_ready:
+            readiness.ready()
         bound = server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
         return server, bound
@@ -210,6 +219,7 @@ def serving(script: Script, port: int = 0) -> Iterator[str]:
     try:
         yield f"127.0.0.1:{bound}"
     finally:
+        loop.call_soon_threadsafe(readiness.stopped)  # watches end
         asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(PATIENCE_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(PATIENCE_S)

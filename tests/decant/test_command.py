@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
 import decant
 from decant.command.app import app
 from protos import inference_pb2 as pb
-from tests.decant.scripted import PATIENCE_S, Script, for_ever, refuse, serving
+from tests.decant.scripted import PATIENCE_S, Break, Script, for_ever, refuse, serving
 
 KEYS = {
     "request_id",
@@ -139,6 +140,26 @@ def test_an_error_in_mid_answer_comes_after_what_was_written(address: str, scrip
     assert done.exit_code == 1
     assert done.stdout == "ab"
     assert done.stderr.startswith("decant: ")
+
+
+def test_a_stream_that_breaks_is_resumed_and_it_says_where(address: str, script: Script) -> None:
+    break_ = Break(2, grpc.StatusCode.UNAVAILABLE)
+    script.breaks.append(break_)
+    done = run("generate", "x", "--address", f"127.0.0.1:1,{address}")
+    assert (done.exit_code, done.stdout) == (0, "abc\n")
+    resumed, account = done.stderr.splitlines()
+    assert resumed == f"resumed at {address}"
+    assert "3 tokens" in account
+    script.breaks.append(break_)
+    answer = json.loads(run("generate", "x", "--address", address, "--json").stdout)
+    assert (answer["text"], answer["resumed_at"]) == ("abc", [address])
+
+
+def test_an_address_that_is_none_is_one_line() -> None:
+    done = run("generate", "x", "--address", ",")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("decant: --address: ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["status"], ["audit"]])

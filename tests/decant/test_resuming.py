@@ -249,6 +249,29 @@ async def test_every_unary_call_goes_to_a_router_that_is_there(two: Two) -> None
                 assert [delta.text async for delta in client.stream("x")] == ["a", "b", "c", "!"]
 
 
+async def test_a_router_that_is_not_ready_is_passed_over(two: Two) -> None:
+    busy = Script(is_ready=False)
+    with serving(busy) as address:
+        async with AsyncClient(f"{address},{two.address}") as client:
+            for _ in range(4):
+                assert (await client.generate("x")).text == "abc!"
+        async with AsyncClient(address) as client:
+            with pytest.raises(decant.Unavailable):
+                await client.generate("x")
+    assert (two.asked, busy.asked) == (4, [])
+
+
+async def test_a_name_that_stands_for_several_routers(two: Two) -> None:
+    two.reset([Break(3, LOST)])
+    async with AsyncClient(f"ipv4:{two.address}") as client:
+        stream = client.stream("x")
+        assert [delta.text async for delta in stream] == ["a", "b", "c", "!"]
+        assert len(stream.resumed_at) == 1
+        for _ in range(4):
+            await client.generate("x")
+    assert all(script.asked for script in two.routers)
+
+
 def test_requests_are_spread_over_the_routers(two: Two) -> None:
     with Client(two.address) as client:
         for _ in range(6):
