@@ -33,4 +33,4 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
     max_running: int = Field(default=256, ge=1, description="sequences in a batch")
     max_waiting: int = Field(default=1024, ge=1, description="runs that may wait for room or their turn")
     threads: int = Field(default=1, ge=1, description="CPU threads of the engine: no more than cores that are its own")
-    lease_ms: int = Field(default=10_000, ge=100, description="how long a ticket keeps its blocks unless renewed")
+    lease_ms: int = Field(default=10_000, ge=1_000, description="how long a ticket keeps its blocks unless renewed")

@@ -1,6 +1,6 @@
 """Slow and hostile clients: what they cost is bounded, what they get is typed, and nobody else is harmed.
 
-A router's real process before scripted workers, so that its load is the clients' alone.
+Before scripted workers, so that the router's load is the clients' alone.
 """
 
 from __future__ import annotations
@@ -8,100 +8,30 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from protos.inference_pb2_grpc import InferenceServiceStub
 from runtime.errors import InvalidArgument, NotFound, QueueFull, ServiceError, Unavailable, from_call
 from runtime.fault import PUSHBACK_KEY, Reason
 from state.private_redis import PrivateRedis
 from state.store import Store
+from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
 from tests.router.core import PATIENCE, until
-from tests.router.fake_worker import FakeWorker, answer, fleet
-from tests.router.test_router_process import become_ready, router, usable
+from tests.router.fake_worker import answer
 from tests.state.conftest import bare, server, store
 
 __all__ = ["bare", "server", "store"]
 
 pytestmark = pytest.mark.slow
 
-PROMPT = [1, 2, 3]
-NO_LIMITS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-
-
-@dataclass
-class Scene:
-    stub: InferenceServiceStub
-    channel: grpc.aio.Channel
-    workers: list[FakeWorker]
-    address: str
-    pid: int
-
-    def stream(self, count: int = 5, **fields: Any) -> Any:
-        return self.stub.GenerateStream(asked(count, **fields), timeout=PATIENCE)
-
-    async def is_unharmed(self) -> None:
-        """Others are answered."""
-        async with grpc.aio.insecure_channel(self.address) as channel:
-            found = await InferenceServiceStub(channel).Generate(asked(5), timeout=PATIENCE)
-        assert list(found.outputs[0].token_ids) == answer(PROMPT, 5)
-
-    async def refused(self, call: Any) -> ServiceError:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        return from_call(caught.value)
-
-    @property
-    def memory(self) -> int:
-        """Resident bytes of the router."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
-        return int(line.split()[1]) * 1024
-
-
-def asked(count: int, **fields: Any) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=PROMPT),
-        stopping=pb.StoppingParams(max_tokens=count, ignore_eos=True),
-        response=pb.ResponseOptions(token_ids=True, text=False),
-    )
-    request.MergeFrom(pb.GenerateRequest(**fields))
-    return request
-
-
-@asynccontextmanager
-async def hostile(server: PrivateRedis, store: Store, *settings: str) -> AsyncIterator[Scene]:
-    async with AsyncExitStack() as stack:
-        workers = usable(await stack.enter_async_context(fleet(("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE))))
-        for worker in workers:
-            await store.workers.register(worker.facts)
-        running = await stack.enter_async_context(router(server, *settings))
-        await become_ready(running)
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(running.address, NO_LIMITS))
-        yield Scene(InferenceServiceStub(channel), channel, workers, running.address, running.process.pid)
-
 
 @pytest.fixture
 async def scene(server: PrivateRedis, store: Store) -> AsyncIterator[Scene]:
-    async with hostile(server, store) as made:
+    async with scripted(server, store) as made:
         yield made
-
-
-async def read(call: Any) -> list[int]:
-    """All tokens that are left of a stream. Raises AioRpcError."""
-    ids: list[int] = []
-    while (message := await call.read()) is not grpc.aio.EOF:
-        ids += message.delta.token_ids
-    if await call.code() is not grpc.StatusCode.OK:
-        await call.wait_for_connection()  # raises what it ended with
-    return ids
 
 
 async def test_streams_that_are_not_read_hold_ids_and_can_be_read_later(scene: Scene) -> None:
@@ -135,7 +65,7 @@ async def test_a_message_that_is_too_large_is_refused_by_name(scene: Scene) -> N
 
 
 async def test_too_many_streams_are_told_to_come_later(server: PrivateRedis, store: Store) -> None:
-    async with hostile(server, store, "--max-active", "2", "--queue-limit", "3") as scene:
+    async with scripted(server, store, "--max-active", "2", "--queue-limit", "3") as scene:
         scene.workers[1].script.pause_at = 2
         taken = [scene.stream(5) for _ in range(2)]
         for call in taken:
@@ -165,7 +95,7 @@ async def ended(call: Any) -> tuple[ServiceError | None, dict[str, Any]]:
 
 
 async def test_calls_that_are_opened_and_abandoned_leave_nothing(server: PrivateRedis, store: Store) -> None:
-    async with hostile(server, store, "--max-active", "4", "--resume-grace-ms", "0") as scene:
+    async with scripted(server, store, "--max-active", "4", "--resume-grace-ms", "0") as scene:
         scene.workers[1].script.pause_at = 3
         for _ in range(10):
             calls = [scene.stream(5) for _ in range(50)]

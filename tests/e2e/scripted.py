@@ -1,0 +1,92 @@
+"""A router's real process before workers that do what a script says, asked over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from protos.inference_pb2_grpc import InferenceServiceStub
+from runtime.errors import ServiceError, from_call
+from state.private_redis import PrivateRedis
+from state.store import Store
+from tests.router.core import PATIENCE, until
+from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.test_router_process import become_ready, router, usable
+
+PROMPT = [1, 2, 3]
+BOTH = (("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE))
+NO_LIMITS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+
+@dataclass
+class Scene:
+    stub: InferenceServiceStub
+    channel: grpc.aio.Channel
+    workers: list[FakeWorker]
+    address: str
+    process: asyncio.subprocess.Process
+
+    def stream(self, count: int = 5, **fields: Any) -> Any:
+        return self.stub.GenerateStream(asked(count, **fields), timeout=PATIENCE)
+
+    async def is_unharmed(self) -> None:
+        """Others are answered."""
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            found = await InferenceServiceStub(channel).Generate(asked(5), timeout=PATIENCE)
+        assert list(found.outputs[0].token_ids) == answer(PROMPT, 5)
+
+    async def refused(self, call: Any) -> ServiceError:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        return from_call(caught.value)
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes of the router."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
+        return int(line.split()[1]) * 1024
+
+
+def asked(count: int, **fields: Any) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=PROMPT),
+        stopping=pb.StoppingParams(max_tokens=count, ignore_eos=True),
+        response=pb.ResponseOptions(token_ids=True, text=False),
+    )
+    request.MergeFrom(pb.GenerateRequest(**fields))
+    return request
+
+
+@asynccontextmanager
+async def scripted(
+    server: PrivateRedis, store: Store, *settings: str, pools: Sequence[tuple[str, wire.Role]] = BOTH
+) -> AsyncIterator[Scene]:
+    async with AsyncExitStack() as stack:
+        workers = usable(await stack.enter_async_context(fleet(*pools)))
+        running = await stack.enter_async_context(router(server, *settings))
+        await become_ready(running)
+        for worker in workers:  # nobody renews this: a session holds from then on
+            await store.workers.register(worker.facts)
+        await until(lambda: all(worker.hellos for worker in workers))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(running.address, NO_LIMITS))
+        yield Scene(InferenceServiceStub(channel), channel, workers, running.address, running.process)
+
+
+async def read(call: Any) -> list[int]:
+    """All tokens that are left of a stream. Raises AioRpcError."""
+    ids: list[int] = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        ids += message.delta.token_ids
+    if await call.code() is not grpc.StatusCode.OK:
+        await call.wait_for_connection()  # raises what it ended with
+    return ids

@@ -1,0 +1,275 @@
+"""Every reason for which a request is refused or ends badly, with the details that a client reads off the wire.
+
+The details are read as any client does, by google.rpc's own messages, not by this project's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, ResourceInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from protos import inference_pb2 as pb
+from state.private_redis import PrivateRedis
+from state.store import Store
+from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
+from tests.router.core import PATIENCE
+from tests.router.fake_worker import answer
+from tests.state.conftest import bare, server, store
+
+__all__ = ["bare", "server", "store"]
+
+pytestmark = pytest.mark.slow
+
+Code = grpc.StatusCode
+KINDS: tuple[type[Message], ...] = (ErrorInfo, BadRequest, ResourceInfo, RetryInfo, pb.ResumePoint)
+
+UNTESTED = {
+    "UNSPECIFIED": "no error has it",
+    "NO_CREDENTIALS": "callers bring no credentials yet",
+    "NOT_ALLOWED": "callers bring no credentials yet",
+    "QUOTA_EXCEEDED": "tenants have no quota yet",
+    "INTERNAL": "a bug, and none is known; tests/runtime/test_interceptor.py brings it about",
+    "TAIL_UNCERTAIN": "wants workers that don't compute the same bits; tests/router/test_coming_back.py has them",
+}
+_tested: set[str] = set()
+
+
+def reason(name: str) -> Callable[[Any], Any]:
+    """The test that brings this reason about."""
+    _tested.add(name)
+    return lambda test: test
+
+
+def test_every_reason_is_brought_about_or_it_is_said_why_not() -> None:
+    named = {name.removeprefix("ERROR_REASON_") for name, _ in pb.ErrorReason.items()}
+    assert _tested | UNTESTED.keys() == named
+    assert not _tested & UNTESTED.keys()
+
+
+@dataclass
+class Told:
+    """What a client learns from a call that failed."""
+
+    code: grpc.StatusCode
+    details: dict[type[Message], Any] = field(default_factory=dict)
+    pushback_ms: int | None = None
+
+    @property
+    def reason(self) -> str:
+        info = self.details[ErrorInfo]
+        assert info.domain == "decant"
+        return str(info.reason)
+
+    @property
+    def violation(self) -> tuple[str, str, str]:
+        """Field, limit and value."""
+        (bad,) = self.details[BadRequest].field_violations
+        about = self.details[ErrorInfo].metadata
+        assert (bad.field, bad.reason) == (about["field"], self.reason)
+        assert about["limit"] in bad.description
+        assert about["value"] in bad.description
+        return bad.field, about["limit"], about["value"]
+
+    @property
+    def retry_ms(self) -> int:
+        """Told twice: for people, and for gRPC's own retries."""
+        delay = self.details[RetryInfo].retry_delay.ToMilliseconds()
+        assert delay == self.pushback_ms
+        return int(delay)
+
+
+async def told(call: Any) -> Told:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    trailers = dict(caught.value.trailing_metadata() or ())
+    status = Status.FromString(trailers["grpc-status-details-bin"])
+    assert status.code == caught.value.code().value[0]
+    assert status.message == caught.value.details()
+    pushback = trailers.get("grpc-retry-pushback-ms")
+    return Told(caught.value.code(), _details(status), None if pushback is None else int(pushback))
+
+
+def _details(status: Status) -> dict[type[Message], Any]:
+    found: dict[type[Message], Any] = {}
+    for detail in status.details:
+        (kind,) = (kind for kind in KINDS if detail.Is(kind.DESCRIPTOR))
+        found[kind] = kind()
+        detail.Unpack(found[kind])
+    return found
+
+
+@pytest.fixture
+async def scene(server: PrivateRedis, store: Store) -> AsyncIterator[Scene]:
+    """One place for requests, and one that waits."""
+    async with scripted(server, store, "--max-active", "1", "--queue-limit", "1") as made:
+        yield made
+
+
+def paused(scene: Scene, at: int) -> None:
+    scene.workers[1].script.pause_at = at
+
+
+def go_on(scene: Scene) -> None:
+    scene.workers[1].script.pause_at = None
+    scene.workers[1].go.set()
+
+
+@reason("INVALID_FIELD")
+@reason("EMPTY_PROMPT")
+@reason("PROMPT_TOO_LONG")
+@reason("FIELD_NOT_SUPPORTED")
+@reason("MODEL_NOT_FOUND")
+async def test_what_can_be_seen_from_the_request_alone(scene: Scene) -> None:
+    hot = await told(scene.stub.Generate(asked(5, sampling=pb.SamplingParams(temperature=101))))
+    assert (hot.code, hot.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert hot.violation == ("sampling.temperature", "0 to 100", "101.0")
+    for empty in (pb.GenerateRequest(prompt=""), pb.GenerateRequest(), pb.GenerateRequest(token_ids=pb.TokenIds())):
+        nothing = await told(scene.stub.GenerateStream(empty).read())
+        assert (nothing.code, nothing.reason) == (Code.INVALID_ARGUMENT, "EMPTY_PROMPT")
+        assert nothing.violation[0] in ("prompt", "token_ids.ids")
+    long = await told(scene.stub.Generate(asked(5, token_ids=pb.TokenIds(ids=[5] * 2048))))
+    assert (long.code, long.reason) == (Code.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
+    field, limit, value = long.violation
+    assert (field, value) == ("token_ids.ids", str(2048 + len(PROMPT)))
+    assert "2048" in limit
+    adapter = await told(scene.stub.Generate(asked(5, lora_name="pirate")))
+    assert (adapter.code, adapter.reason) == (Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED")
+    assert (adapter.violation[0], adapter.violation[2]) == ("GenerateRequest.lora_name", "pirate")
+    unknown = await told(scene.stub.Generate(asked(5, model="nobody")))
+    assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "MODEL_NOT_FOUND")
+    about = unknown.details[ResourceInfo]
+    assert (about.resource_type, about.resource_name) == ("model", "nobody")
+
+
+@reason("STATE_STORE_AWAY")
+@reason("REQUEST_NOT_FOUND")
+async def test_an_id_that_nobody_knows(scene: Scene) -> None:
+    """Right after the store was new it can't tell whether it lost it: it says when it can."""
+    asking = pb.GetGenerationRequest(request_id="nobody")
+    unsure = await told(scene.stub.GetGeneration(asking))
+    assert (unsure.code, unsure.reason) == (Code.UNAVAILABLE, "STATE_STORE_AWAY")
+    assert 0 < unsure.retry_ms <= 10_000
+    await asyncio.sleep(unsure.retry_ms / 1000)
+    for call in (
+        scene.stub.GetGeneration(asking),
+        scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="nobody")).read(),
+    ):
+        unknown = await told(call)
+        assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "REQUEST_NOT_FOUND")
+        about = unknown.details[ResourceInfo]
+        assert (about.resource_type, about.resource_name) == ("request", "nobody")
+    cancelled = await scene.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="nobody"))
+    assert cancelled.status == pb.CancelGenerationResponse.STATUS_UNKNOWN_REQUEST
+
+
+@reason("REQUEST_ID_REUSED")
+@reason("SEQ_NOT_KEPT")
+async def test_an_id_that_is_known_for_something_else(scene: Scene) -> None:
+    await scene.stub.Generate(asked(5, request_id="mine"))
+    other = await told(scene.stub.Generate(asked(6, request_id="mine")))
+    assert (other.code, other.reason) == (Code.ALREADY_EXISTS, "REQUEST_ID_REUSED")
+    beyond = await told(scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=6)).read())
+    assert (beyond.code, beyond.reason) == (Code.OUT_OF_RANGE, "SEQ_NOT_KEPT")
+    assert beyond.details[pb.ResumePoint] == pb.ResumePoint(first_seq=0, last_seq=5)
+    again = scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=5))
+    assert await read(again) == []
+
+
+@reason("QUEUE_FULL")
+@reason("SUPERSEDED")
+@reason("CANCELLED")
+async def test_who_comes_too_many_too_late_or_is_sent_away(scene: Scene) -> None:
+    paused(scene, 2)
+    first = scene.stream(5, request_id="one")
+    await first.read()
+    others = [asyncio.ensure_future(read(scene.stream(5))) for _ in range(3)]
+    ended = iter(asyncio.as_completed(others))
+    for _ in range(2):  # the third has the place of one who waits
+        full = await told(next(ended))
+        assert (full.code, full.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert full.retry_ms > 0
+    newer = scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="one"))
+    assert (await newer.read()).HasField("started")
+    older = await told(read(first))
+    assert (older.code, older.reason) == (Code.ABORTED, "SUPERSEDED")
+    assert pb.ResumePoint not in older.details, "there is nothing to resume"
+    await scene.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="one"))
+    gone = await told(read(newer))
+    assert (gone.code, gone.reason) == (Code.CANCELLED, "CANCELLED")
+    go_on(scene)
+    assert await next(ended) == answer(PROMPT, 5)
+
+
+@reason("NO_WORKER")
+async def test_a_model_that_nobody_serves_now(server: PrivateRedis, store: Store) -> None:
+    async with scripted(server, store, pools=()) as scene:
+        nobody = await told(scene.stub.Generate(asked(5)))
+    assert (nobody.code, nobody.reason) == (Code.UNAVAILABLE, "NO_WORKER")
+    assert nobody.retry_ms > 0
+
+
+@reason("WORKERS_LOST")
+async def test_workers_that_all_fail(scene: Scene) -> None:
+    """Before the first token it may be asked again; after it, resumed."""
+    script = scene.workers[1].script
+    scene.workers[0].script.prefill_fails_before_ticket = 99
+    script.fails_at = [0] * 99
+    before = await told(scene.stub.GenerateStream(asked(5)).read())
+    assert (before.code, before.reason) == (Code.UNAVAILABLE, "WORKERS_LOST")
+    assert before.retry_ms > 0
+    scene.workers[0].script.prefill_fails_before_ticket = 0
+    script.fails_at = [2] * 99
+    call = scene.stream(5, request_id="lost")
+    after = await told(read(call))
+    assert (after.code, after.reason) == (Code.ABORTED, "WORKERS_LOST")
+    assert after.details[pb.ResumePoint] == pb.ResumePoint(first_seq=0, last_seq=2)
+    stored = await scene.stub.GetGeneration(pb.GetGenerationRequest(request_id="lost"))
+    assert stored.state == pb.Generation.STATE_FAILED
+    assert _details(stored.error)[ErrorInfo].reason == "WORKERS_LOST"
+    assert list(stored.result.outputs[0].token_ids) == answer(PROMPT, 2)
+
+
+@reason("DEADLINE_EXCEEDED")
+async def test_a_deadline_that_passes_leaves_what_was_written(scene: Scene) -> None:
+    paused(scene, 3)
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await read(scene.stub.GenerateStream(asked(5, request_id="late"), timeout=1.0))
+    assert late.value.code() is Code.DEADLINE_EXCEEDED, "perhaps gRPC's own, which brings no details"
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            stored = await scene.stub.GetGeneration(pb.GetGenerationRequest(request_id="late"))
+            if stored.state == pb.Generation.STATE_FAILED:
+                break
+            await asyncio.sleep(0.02)
+    assert stored.error.code == Code.DEADLINE_EXCEEDED.value[0]
+    assert _details(stored.error)[ErrorInfo].reason == "DEADLINE_EXCEEDED"
+    assert stored.result.outputs[0].finished.finish_reason == pb.FINISH_REASON_TIME_LIMIT
+    assert list(stored.result.outputs[0].token_ids) == answer(PROMPT, 3)
+    again = await told(read(scene.stream(5, request_id="late")))
+    assert (again.code, again.reason) == (Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+    go_on(scene)
+
+
+@reason("DRAINING")
+async def test_a_router_that_drains(scene: Scene) -> None:
+    paused(scene, 2)
+    call = scene.stream(5)
+    await call.read()
+    scene.process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(PATIENCE):
+        while not (await scene.stub.GetServerInfo(pb.GetServerInfoRequest())).draining:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    refused = await told(scene.stub.Generate(asked(5)))
+    assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "DRAINING")
+    assert refused.retry_ms > 0
+    go_on(scene)
+    assert await read(call) == answer(PROMPT, 5)
