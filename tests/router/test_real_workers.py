@@ -143,6 +143,38 @@ async def test_answers_survive_the_loss_of_the_prefill_worker(server: PrivateRed
         assert receipt.prefill_worker == ""
 
 
+async def test_when_the_only_decode_worker_is_lost_the_prefill_worker_decodes(
+    server: PrivateRedis, store: Store
+) -> None:
+    async with deployment(server, store, p="prefill", d="decode") as scene:
+        quiet = await asyncio.gather(*[scene.answer(prompt, 40) for prompt in range(100, 104)])
+        assert {receipt.decode_worker for _, receipt in quiet} == {"d"}
+        again = [asyncio.ensure_future(scene.answer(prompt, 40)) for prompt in range(100, 104)]
+        await asyncio.sleep(0.4)  # in the middle of something, whatever it is
+        scene.workers["d"].send_signal(signal.SIGKILL)
+        answers = await asyncio.gather(*again)
+        assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]
+        assert any(receipt.attempts == 2 for _, receipt in answers)
+        ids, receipt = await scene.answer(100, 40)
+        assert ids == quiet[0][0]
+        assert (receipt.prefill_worker, receipt.decode_worker, receipt.handoff_bytes) == ("", "p", 0)
+        await scene.until_clean("p")
+
+
+async def test_a_prefill_worker_that_comes_back_is_asked_again(server: PrivateRedis, store: Store) -> None:
+    async with deployment(server, store, p="prefill", d="decode") as scene:
+        scene.workers["p"].send_signal(signal.SIGKILL)
+        await scene.workers["p"].wait()
+        _, receipt = await scene.answer(100, 10)
+        assert (receipt.prefill_worker, receipt.decode_worker) == ("", "d")
+        async with worker(server, "prefill", "p"):
+            async with asyncio.timeout(PATIENCE):
+                count = 101
+                while (await scene.answer(count, 10))[1].prefill_worker != "p":
+                    count += 1
+            await scene.until_clean("d")
+
+
 async def test_a_client_that_leaves_or_cancels_frees_everything(server: PrivateRedis, store: Store) -> None:
     async with deployment(server, store, p="prefill", d="decode") as scene:
         calls = [scene.stub.GenerateStream(asked(30 + n, 400)) for n in range(4)]

@@ -1,0 +1,71 @@
+"""What prompts of a simulation share: conversations under a few system prompts, and documents that share nothing.
+
+system prompt | user | answer | user | answer | user        turn 3 begins with all of turn 2
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from protos import worker_pb2 as wire
+from router.prefix import Prefix
+
+SYSTEM_PROMPTS = 8
+SYSTEM_TOKENS = (400, 1600)
+USER_TOKENS = (20, 200)
+ANSWER_TOKENS = (50, 400)
+TURNS = (2, 8)
+THINKING_SECONDS = 10.0
+DOCUMENT_TOKENS = (100, 4000)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A prompt, and the time (in seconds) at which it is sent."""
+
+    at: float
+    tokens: int
+    prefix: Prefix
+
+
+def arrivals(prompts: int, rate: float, shared: float, seed: int) -> list[Arrival]:
+    """``prompts`` of them, in order of time, ``rate`` a second on average; ``shared`` of them are conversations'."""
+    rng = Random(seed)
+    systems = [_text(rng, SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
+    turns = sum(TURNS) / 2
+    begin = {True: rate * shared / turns, False: rate * (1 - shared)}
+    made: list[Arrival] = []
+    for is_shared, begins in begin.items():
+        at, share = 0.0, shared if is_shared else 1 - shared
+        left = round(prompts * share)
+        while left > 0:
+            at += rng.expovariate(begins)
+            several = list(_conversation(rng, at, rng.choice(systems)) if is_shared else _document(rng, at))
+            made += several[:left]
+            left -= len(several)
+    return sorted(made, key=lambda arrival: arrival.at)
+
+
+def _conversation(rng: Random, at: float, system: array[int]) -> Iterator[Arrival]:
+    said = system[:]
+    for _ in range(rng.randint(*TURNS)):
+        said = said + _text(rng, USER_TOKENS)
+        yield _arrival(at, said)
+        said = said + _text(rng, ANSWER_TOKENS)
+        at += rng.expovariate(1 / THINKING_SECONDS)
+
+
+def _document(rng: Random, at: float) -> Iterator[Arrival]:
+    yield _arrival(at, _text(rng, DOCUMENT_TOKENS))
+
+
+def _arrival(at: float, tokens: array[int]) -> Arrival:
+    return Arrival(at, len(tokens), Prefix(wire.Work(prompt=tokens.tobytes())))
+
+
+def _text(rng: Random, tokens: tuple[int, int]) -> array[int]:
+    """So many tokens that nobody else has."""
+    return array("I", rng.randbytes(4 * rng.randint(*tokens)))

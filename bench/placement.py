@@ -1,0 +1,123 @@
+"""Where prompts go, in simulated time: the router's own placement beside load alone, random and round robin.
+
+Nothing depends on the machine: the same seed gives the same figures. See ``bench.simulation``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.conversations import arrivals
+from bench.simulation import Choose, Simulation
+from protos import worker_pb2 as wire
+from router.placement import Need, Seen, first_place
+from state.names import Life
+
+LOADS = {"conversations": 1.0, "mixed": 0.5}
+"""How much of each load is conversations; the rest shares nothing."""
+
+_DECODE = Seen(
+    Life("decode", 1), wire.ROLE_DECODE, layout=0, block_tokens=1, free_blocks=1 << 30, sequences=0, queued_tokens=0
+)
+
+
+def placed(workers: Sequence[Seen], tokens: int) -> Life:
+    """As the router does."""
+    place = first_place([*workers, _DECODE], Need(tokens))
+    assert place is not None
+    return place.life
+
+
+def by_load(workers: Sequence[Seen], tokens: int) -> Life:
+    """The same, blind to what is cached."""
+    return placed([replace(worker, cached_tokens=0) for worker in workers], tokens)
+
+
+def at_random(seed: int) -> Choose:
+    rng = Random(seed)
+    return lambda workers, _: rng.choice(workers).life
+
+
+def in_turn() -> Choose:
+    turns = itertools.count()
+    return lambda workers, _: workers[next(turns) % len(workers)].life
+
+
+def policies(routers: int, seed: int) -> Iterator[tuple[str, list[Choose]]]:
+    """Name, and one for each router."""
+    yield "placement", [placed] * routers
+    yield "load alone", [by_load] * routers
+    yield "round robin", [in_turn() for _ in range(routers)]
+    yield "random", [at_random(seed + router) for router in range(routers)]
+
+
+def simulate(
+    *, prompts: int, rate: float, workers: int = 8, routers: int = 2, blocks: int = 8192, seed: int = 0
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures by load and policy: the share of prompt tokens that were cached, and milliseconds to the first token."""
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for name, shared in LOADS.items():
+        load = arrivals(prompts, rate, shared, seed)
+        for policy, choose in policies(routers, seed):
+            simulation = Simulation(choose, workers, blocks)
+            simulation.run(load)
+            waited = sorted(1000 * seconds for seconds in simulation.waited)
+            figures.setdefault(name, {})[policy] = {
+                "cached_share": simulation.cached / simulation.read,
+                "mean_ttft_ms": fmean(waited),
+                "median_ttft_ms": waited[len(waited) // 2],
+                "p99_ttft_ms": waited[len(waited) * 99 // 100],
+            }
+    return figures
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """One table for each load."""
+    for name, figures in result["loads"].items():
+        table = Table("", title=f"{name}, {result['rate']:g} prompts a second, simulated", box=None)
+        for column in ("cached", "TTFT mean, ms", "median", "p99", ""):
+            table.add_column(column, justify="right" if column else "left")
+        longest = max(each["mean_ttft_ms"] for each in figures.values())
+        for policy, each in figures.items():
+            times = [f"{each[key]:,.0f}" for key in ("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms")]
+            bar = "█" * max(1, round(20 * each["mean_ttft_ms"] / longest))
+            table.add_row(policy, f"{each['cached_share']:.0%}", *times, bar)
+        console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.placement", description="where prompts go, simulated")
+    parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
+    parser.add_argument("--prompts", type=int, default=2000)
+    parser.add_argument("--rate", type=float, default=60.0, help="prompts a second, on average")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--routers", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=8192, help="of each worker's cache, 16 tokens each")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    asked = {name: value for name, value in vars(args).items() if name != "json"}
+    result = {**asked, "loads": simulate(**asked)}
+    text = json.dumps(result, indent=1) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+        return 0
+    show(result, Console(stderr=True))
+    if args.json:
+        Path(args.json).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Routers and workers in simulated time.
+
+    arrivals ──> router a ──┐ places over what it sees      ┌──> worker 1: one prompt after the other, with a cache
+             ──> router b ──┘  ^                            └──> worker 2 ...
+                               └── beats: the load and the cache's news, as they were at the last look <──┘
+
+A worker computes ``TOKENS_PER_SECOND`` and a fixed part for each prompt. Blocks, their eviction, the news of them, and
+the routers' views are the product's own code.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from bench.conversations import Arrival
+from engine.blocks import BlockPool, Holding
+from protos import worker_pb2 as wire
+from protos.state_pb2 import Capacity, WorkerRegistration
+from router.placement import Seen
+from router.view import Sent, View
+from state.names import Life
+from worker.cache_news import CacheNews
+
+BLOCK_TOKENS = 16
+TOKENS_PER_SECOND = 20_000.0
+PROMPT_SECONDS = 0.005
+BEAT_SECONDS = 0.25
+
+Choose = Callable[[Sequence[Seen], int], Life]
+"""From the workers as a router sees them, for a prompt of so many tokens."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One on its way: as it was sent, and what its router noted of it."""
+
+    arrival: Arrival
+    digests: Sequence[bytes]
+    sent: Sent
+
+
+class Worker:
+    """Reads one prompt after the other, and keeps what it read as long as there is room."""
+
+    def __init__(self, blocks: int) -> None:
+        self.pool = BlockPool(blocks, BLOCK_TOKENS)
+        self.news = CacheNews()
+        self.queue = deque[Prompt]()
+        self.reading: tuple[Prompt, Holding, int] | None = None
+        self._load = wire.Load()
+
+    def begin(self) -> float:
+        """Take the next prompt up; the seconds that it takes."""
+        prompt = self.queue.popleft()
+        prefix = self._cached(prompt)
+        tokens, cached = prompt.arrival.tokens, len(prefix) * BLOCK_TOKENS
+        fresh = self.pool.blocks_for(tokens) - len(prefix)
+        self.reading = prompt, self.pool.allocate("prompt", fresh, prefix), cached
+        return PROMPT_SECONDS + (tokens - cached) / TOKENS_PER_SECOND
+
+    def end(self) -> tuple[Prompt, int]:
+        """The prompt that was read, and how many of its tokens were cached."""
+        assert self.reading is not None
+        (prompt, holding, cached), self.reading = self.reading, None
+        for block, digest in zip(holding.blocks, prompt.digests, strict=False):
+            self.pool.publish(block, digest)
+        holding.release()
+        prompt.sent.over()
+        return prompt, cached
+
+    def look(self) -> None:
+        """What the beats until the next look tell."""
+        self.news.note(self.pool.changed())
+        self.news.hear()
+        here = [*self.queue, *([self.reading[0]] if self.reading else [])]
+        queued = sum(prompt.arrival.tokens - len(self._cached(prompt)) * BLOCK_TOKENS for prompt in here)
+        self._load = wire.Load(
+            free_blocks=self.pool.free,
+            cached_blocks=self.pool.cached,
+            running=0 if self.reading is None else 1,
+            waiting=len(self.queue),
+            queued_tokens=queued,
+            takes_prompts=True,
+            role=wire.ROLE_PREFILL,
+        )
+
+    def _cached(self, prompt: Prompt) -> list[int]:
+        return self.pool.match(prompt.digests[: (prompt.arrival.tokens - 1) // BLOCK_TOKENS])
+
+    def beat(self, router: int) -> wire.Beat:
+        return wire.Beat(load=self._load, cache=self.news.take(router))
+
+
+class Simulation:
+    """Routers and workers, and what happens to them in order of time."""
+
+    def __init__(self, choose: Sequence[Choose], workers: int, blocks: int) -> None:
+        self.waited: list[float] = []  # seconds from arrival to first token
+        self.read = self.cached = 0  # tokens
+        self._choose = choose
+        self._workers = [Worker(blocks) for _ in range(workers)]
+        self._views = [[_view(number, blocks) for number in range(workers)] for _ in choose]
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        for router, worker in itertools.product(range(len(choose)), self._workers):
+            worker.news.begin(router)
+
+    def run(self, load: Sequence[Arrival]) -> None:
+        """Until the last one's first token."""
+        routers = itertools.cycle(range(len(self._choose)))
+        for arrival in load:
+            self._at(arrival.at, partial(self._arrive, next(routers), arrival))
+        for number in range(len(self._workers)):
+            phase = BEAT_SECONDS * number / len(self._workers)
+            self._at(phase, partial(self._look, number, len(load)))
+            self._at(phase + BEAT_SECONDS / 2, partial(self._beat, number, len(load)))
+        while self._events:
+            self._now, _, happens = heapq.heappop(self._events)
+            happens()
+
+    def _at(self, time: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), happens))
+
+    def _arrive(self, router: int, arrival: Arrival) -> None:
+        views = self._views[router]
+        life = self._choose[router]([view.seen(arrival.prefix) for view in views], arrival.tokens)
+        number = next(number for number, view in enumerate(views) if view.life == life)
+        sent = views[number].send(arrival.prefix, arrival.tokens, computed=True)
+        digests = [name.to_bytes(8, "little") for name in arrival.prefix.names(BLOCK_TOKENS)]
+        self._workers[number].queue.append(Prompt(arrival, digests, sent))
+        self._go_on(number)
+
+    def _go_on(self, number: int) -> None:
+        worker = self._workers[number]
+        if worker.queue and worker.reading is None:
+            self._at(self._now + worker.begin(), partial(self._end, number))
+
+    def _end(self, number: int) -> None:
+        prompt, cached = self._workers[number].end()
+        self.waited.append(self._now - prompt.arrival.at)
+        self.read += prompt.arrival.tokens
+        self.cached += cached
+        self._go_on(number)
+
+    def _look(self, number: int, prompts: int) -> None:
+        self._workers[number].look()
+        if len(self.waited) < prompts:
+            self._at(self._now + BEAT_SECONDS, partial(self._look, number, prompts))
+
+    def _beat(self, number: int, prompts: int) -> None:
+        for router, views in enumerate(self._views):
+            views[number].hear(self._workers[number].beat(router))
+        if len(self.waited) < prompts:
+            self._at(self._now + BEAT_SECONDS, partial(self._beat, number, prompts))
+
+
+def _view(number: int, blocks: int) -> View:
+    peer = wire.Peer(id=f"worker-{number}", incarnation=1)
+    capacity = Capacity(total_blocks=blocks, block_tokens=BLOCK_TOKENS)
+    return View(WorkerRegistration(peer=peer, role=wire.ROLE_PREFILL, capacity=capacity))
