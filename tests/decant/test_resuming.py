@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -21,8 +18,10 @@ from decant import AsyncClient, Client
 from decant.tries import MORE_TRIES
 from runtime.fault import Reason, ResumePoint
 from tests.decant.scripted import PATIENCE_S, Break, Script, for_ever, serving, with_a_tail
+from tests.decant.two import LOST, Two, is_whole
 
-LOST = grpc.StatusCode.UNAVAILABLE
+pytestmark = pytest.mark.usefixtures("short_rests")
+
 DRAINING = decant.Aborted(Reason.DRAINING, "draining", resume=ResumePoint(0, 3))
 KINDS: list[decant.ServiceError | grpc.StatusCode] = [
     LOST,
@@ -36,72 +35,14 @@ MESSAGES = 6
 """Of `with_a_tail`: started, three deltas, a tail, finished."""
 
 
-@pytest.fixture(autouse=True)
-def _short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decant.turns.FIRST_REST_S", 0.001)
-    monkeypatch.setattr("decant.turns.LONGEST_REST_S", 0.01)
-
-
-@dataclass
-class Two:
-    """Two routers of one service, whose streams break one after the other."""
-
-    address: str
-    routers: list[Script]
-
-    def reset(self, breaks: list[Break]) -> None:
-        shared = deque(breaks)
-        known: dict[str, Any] = {}
-        for script in self.routers:
-            script.breaks, script.known, script.answering = shared, known, with_a_tail
-            script.refusal = None
-            for log in (script.asked, script.resumed, script.cancelled):
-                log.clear()
-
-    @property
-    def asked(self) -> int:
-        return sum(len(script.asked) for script in self.routers)
-
-    @property
-    def resumed(self) -> list[int]:
-        return sorted(request.after_seq for script in self.routers for request in script.resumed)
-
-
-@pytest.fixture(scope="module")
-def both() -> Iterator[Two]:
-    with contextlib.ExitStack() as stack:
-        routers = [Script(), Script()]
-        yield Two(",".join([stack.enter_context(serving(script)) for script in routers]), routers)
-
-
-@pytest.fixture
-def two(both: Two) -> Two:
-    both.reset([])
-    return both
-
-
-@pytest.fixture(params=[1, 2])
-def some(two: Two, request: pytest.FixtureRequest) -> Two:
-    """One router, or two."""
-    return Two(",".join(two.address.split(",")[: request.param]), two.routers[: request.param])
-
-
-def is_whole(stream: Any, deltas: list[decant.Delta]) -> None:
-    assert [delta.text for delta in deltas] == ["a", "b", "c", "!"]
-    (output,) = stream.outputs
-    assert (stream.text, output.token_ids, stream.seq) == ("abc!", (97, 98, 99), 3)
-    assert stream.finished == decant.Finished(decant.FinishReason.STOP, 2)
-    assert stream.usage == decant.Usage(3, 3, 6)
-
-
-def read(address: str, **limits: Any) -> Any:
-    with Client(address, **limits) as client, client.stream("x", token_ids=True) as stream:
+def read(address: str) -> Any:
+    with Client(address) as client, client.stream("x", token_ids=True) as stream:
         is_whole(stream, list(stream))
     return stream
 
 
-async def read_async(address: str, **limits: Any) -> Any:
-    async with AsyncClient(address, **limits) as client, client.stream("x", token_ids=True) as stream:
+async def read_async(address: str) -> Any:
+    async with AsyncClient(address) as client, client.stream("x", token_ids=True) as stream:
         is_whole(stream, [delta async for delta in stream])
     return stream
 
@@ -237,61 +178,32 @@ async def test_a_request_that_is_unknown_after_tokens_came_is_not_run_again(two:
     assert two.asked == 1
 
 
-async def test_every_unary_call_goes_to_a_router_that_is_there(two: Two) -> None:
-    dead = "127.0.0.1:1"
-    live = two.address.split(",")[0]
-    for address in (f"{dead},{live}", f"{live},{dead}", [dead, live]):
-        async with AsyncClient(address) as client:
-            for _ in range(3):
-                assert (await client.server_info()).router_id == "r"
-                assert (await client.generate("x")).text == "abc!"
-                assert await client.cancel("r") is decant.CancelStatus.CANCELLED
-                assert [delta.text async for delta in client.stream("x")] == ["a", "b", "c", "!"]
-
-
-async def test_a_router_that_is_not_ready_is_passed_over(two: Two) -> None:
-    busy = Script(is_ready=False)
-    with serving(busy) as address:
-        async with AsyncClient(f"{address},{two.address}") as client:
-            for _ in range(4):
-                assert (await client.generate("x")).text == "abc!"
-        async with AsyncClient(address) as client:
-            with pytest.raises(decant.Unavailable):
-                await client.generate("x")
-    assert (two.asked, busy.asked) == (4, [])
-
-
-async def test_a_name_that_stands_for_several_routers(two: Two) -> None:
-    two.reset([Break(3, LOST)])
-    async with AsyncClient(f"ipv4:{two.address}") as client:
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_server_that_ends_under_a_stream_changes_nothing(blocking: bool) -> None:
+    """What gRPC says then is up to gRPC."""
+    known: dict[str, Any] = {}
+    scripts = [Script(answering=for_ever, known=known), Script(answering=for_ever, known=known)]
+    with contextlib.ExitStack() as rest:
+        ends = [rest.enter_context(contextlib.ExitStack()) for _ in scripts]
+        addresses = [end.enter_context(serving(script)) for end, script in zip(ends, scripts, strict=True)]
+        client: Any = (Client if blocking else AsyncClient)(addresses)
         stream = client.stream("x")
-        assert [delta.text async for delta in stream] == ["a", "b", "c", "!"]
-        assert len(stream.resumed_at) == 1
-        for _ in range(4):
-            await client.generate("x")
-    assert all(script.asked for script in two.routers)
+        reading = iter(stream) if blocking else aiter(stream)
 
+        async def next_delta() -> Any:
+            return await (asyncio.to_thread(next, reading, None) if blocking else anext(reading, None))
 
-def test_requests_are_spread_over_the_routers(two: Two) -> None:
-    with Client(two.address) as client:
-        for _ in range(6):
-            client.generate("x")
-    assert [len(script.asked) for script in two.routers] == [3, 3]
-
-
-def test_a_router_that_comes_back_is_asked_again(two: Two) -> None:
-    gone, live = Script(), two.address.split(",")[0]
-    with serving(gone) as address:
-        pass
-    with Client([address, live]) as client:
-        for _ in range(4):
-            client.generate("x")
-        with serving(gone, int(address.rpartition(":")[2])):
-            ends = time.monotonic() + PATIENCE_S
-            while not gone.asked:
-                client.generate("x")
-                assert time.monotonic() < ends
-    assert two.asked >= 4
+        assert [(await next_delta()).text for _ in range(2)] == ["a", "b"]
+        at = addresses.index(stream.router)
+        scripts[1 - at].answering = with_a_tail
+        await asyncio.to_thread(ends[at].close)
+        assert [(await next_delta()).text for _ in range(2)] == ["c", "!"]
+        assert await next_delta() is None
+        assert stream.resumed_at == [addresses[1 - at]]
+        assert (stream.text, stream.is_complete) == ("abc!", True)
+        closing = client.close()
+        if closing is not None:
+            await closing
 
 
 async def test_the_deadline_holds_while_resuming(two: Two) -> None:

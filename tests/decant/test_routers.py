@@ -1,0 +1,84 @@
+"""Whom the client asks of several routers: in turn, and not those that are not there."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import decant
+from decant import AsyncClient, Client
+from tests.decant.scripted import PATIENCE_S, Break, Script, serving
+from tests.decant.two import LOST, Two, is_whole
+
+pytestmark = pytest.mark.usefixtures("short_rests")
+
+
+async def test_every_unary_call_goes_to_a_router_that_is_there(two: Two) -> None:
+    dead = "127.0.0.1:1"
+    live = two.address.split(",")[0]
+    for address in (f"{dead},{live}", f"{live},{dead}", [dead, live]):
+        async with AsyncClient(address) as client:
+            for _ in range(3):
+                assert (await client.server_info()).router_id == "r"
+                assert (await client.generate("x")).text == "abc!"
+                assert await client.cancel("r") is decant.CancelStatus.CANCELLED
+                assert [delta.text async for delta in client.stream("x")] == ["a", "b", "c", "!"]
+
+
+async def test_a_router_that_is_not_ready_is_passed_over(two: Two) -> None:
+    busy = Script(is_ready=False)
+    with serving(busy) as address:
+        async with AsyncClient(f"{address},{two.address}") as client:
+            for _ in range(4):
+                assert (await client.generate("x")).text == "abc!"
+        async with AsyncClient(address) as client:
+            with pytest.raises(decant.Unavailable):
+                await client.generate("x")
+    assert (two.asked, busy.asked) == (4, [])
+
+
+async def test_a_name_that_stands_for_several_routers(two: Two) -> None:
+    two.reset([Break(3, LOST)])
+    async with AsyncClient(f"ipv4:{two.address}") as client:
+        stream = client.stream("x")
+        assert [delta.text async for delta in stream] == ["a", "b", "c", "!"]
+        assert len(stream.resumed_at) == 1
+        for _ in range(4):
+            await client.generate("x")
+    assert all(script.asked for script in two.routers)
+
+
+def test_threads_share_a_client(two: Two) -> None:
+    two.reset([Break(2 + number % 4, LOST) for number in range(40)])
+    with Client(two.address) as client, ThreadPoolExecutor(8) as pool:
+
+        def read_one(_: int) -> None:
+            with client.stream("x", token_ids=True) as stream:
+                is_whole(stream, list(stream))
+
+        list(pool.map(read_one, range(40)))
+    assert two.asked == 40
+
+
+def test_requests_are_spread_over_the_routers(two: Two) -> None:
+    with Client(two.address) as client:
+        for _ in range(6):
+            client.generate("x")
+    assert [len(script.asked) for script in two.routers] == [3, 3]
+
+
+def test_a_router_that_comes_back_is_asked_again(two: Two) -> None:
+    gone, live = Script(), two.address.split(",")[0]
+    with serving(gone) as address:
+        pass
+    with Client([address, live]) as client:
+        for _ in range(4):
+            client.generate("x")
+        with serving(gone, int(address.rpartition(":")[2])):
+            ends = time.monotonic() + PATIENCE_S
+            while not gone.asked:
+                client.generate("x")
+                assert time.monotonic() < ends
+    assert two.asked >= 4

@@ -1,0 +1,47 @@
+"""Two routers of one service, and how a stream of theirs reads that nothing has disturbed."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+import decant
+from tests.decant.scripted import Break, Script, with_a_tail
+
+LOST = grpc.StatusCode.UNAVAILABLE
+
+
+@dataclass
+class Two:
+    """Two routers of one service, whose streams break one after the other."""
+
+    address: str
+    routers: list[Script]
+
+    def reset(self, breaks: list[Break]) -> None:
+        shared = deque(breaks)
+        known: dict[str, Any] = {}
+        for script in self.routers:
+            script.breaks, script.known, script.answering = shared, known, with_a_tail
+            script.refusal = None
+            for log in (script.asked, script.resumed, script.cancelled):
+                log.clear()
+
+    @property
+    def asked(self) -> int:
+        return sum(len(script.asked) for script in self.routers)
+
+    @property
+    def resumed(self) -> list[int]:
+        return sorted(request.after_seq for script in self.routers for request in script.resumed)
+
+
+def is_whole(stream: Any, deltas: list[decant.Delta]) -> None:
+    assert [delta.text for delta in deltas] == ["a", "b", "c", "!"]
+    (output,) = stream.outputs
+    assert (stream.text, output.token_ids, stream.seq) == ("abc!", (97, 98, 99), 3)
+    assert stream.finished == decant.Finished(decant.FinishReason.STOP, 2)
+    assert stream.usage == decant.Usage(3, 3, 6)
