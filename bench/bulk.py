@@ -51,6 +51,7 @@ class Bulk:
     vocab_size = 256
     eos_token_ids: frozenset[int] = frozenset()
     layout = "bulk"
+    equal_bits = True
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -55,6 +55,7 @@ class NullDevice:
     vocab_size = VOCABULARY
     eos_token_ids: frozenset[int] = frozenset()
     layout = "null"
+    equal_bits = True
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
