@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 from array import array
 from collections.abc import Sequence
+from itertools import takewhile
 
 from protos import worker_pb2 as wire
 
@@ -89,8 +90,7 @@ class Cached:
 
     def leading(self, names: Sequence[int]) -> int:
         """How many blocks it holds of a chain, counted from its start."""
-        held = self._held
-        return next((place for place, name in enumerate(names) if name not in held), len(names))
+        return len(list(takewhile(self._held.__contains__, names)))
 
     def expect(self, names: Sequence[int]) -> Expected:
         """A request with these blocks goes there; say ``over`` of it in the end."""

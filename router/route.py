@@ -75,7 +75,8 @@ class Route:
         """When its patience ends, while it waits for room."""
         if self._waits_since is None:
             return None
-        return self._waits_since + (FULL_SECONDS if self._seen() else GONE_SECONDS)
+        somebody = self._pool.seen(self._job.course.request.work.model, self._job.avoid)
+        return self._waits_since + (FULL_SECONDS if somebody else GONE_SECONDS)
 
     @property
     def _goes_on(self) -> bool:
