@@ -178,14 +178,15 @@ def deployment(
     handoff_min_tokens: int | None = 0,
     worker: Sequence[str] = SMALL_KV,
     between: Proxy | None = None,
+    redis: PrivateRedis | None = None,
 ) -> Iterator[Deployment]:
     """Starts one and waits until it is ready; every process ends with it, and must end well.
 
     Every prompt is handed over where a pool of each kind is there, unless `handoff_min_tokens` says otherwise; None:
-    as measured. `between` stands in front of the first prefill worker.
+    as measured. `between` stands in front of the first prefill worker. `redis`: one that a test stops and starts.
     """
     with ExitStack() as stack:
-        made = Deployment(stack.enter_context(PrivateRedis()))
+        made = Deployment(stack.enter_context(redis or PrivateRedis()))
         common = ("--port", "0", "--redis-url", made.redis.url)
         for index in range(prefill + decode):
             module = "prefill_worker" if index < prefill else "decode_worker"

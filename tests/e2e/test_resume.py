@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,19 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceServiceStub
-from runtime.errors import Aborted, Cancelled, ServiceError, from_call
+from runtime.errors import Aborted, Cancelled, ServiceError, Unavailable, from_call
 from runtime.fault import Reason
-from tests.e2e.asking import ask, asked, open_stub
+from state.private_redis import PrivateRedis
+from tests.e2e.asking import Answer, ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
+from tests.state.ports import free_port
 
 pytestmark = pytest.mark.slow
 
 TOKENS = 600
+SHORT = 150
+LONG = 1900
+"""Tokens of an answer during which something else can happen."""
 PROMPT = [0, *(5 + n * 31 % 4000 for n in range(60))]
 
 
@@ -102,6 +107,71 @@ async def test_a_stream_goes_on_at_the_other_router(two: Two) -> None:
     assert (type(error), error.reason) == (Aborted, Reason.SUPERSEDED)
 
 
+def with_logprobs(_: str) -> pb.GenerateRequest:
+    return pb.GenerateRequest(response=pb.ResponseOptions(logprobs=2, prompt_logprobs=1))
+
+
+def with_text_held_back(text: str) -> pb.GenerateRequest:
+    """Stop texts that begin all over the text, and end nowhere."""
+    begun = [text[place : place + 12] + "\N{SNOWMAN}" for place in range(0, len(text), len(text) // 15)]
+    return pb.GenerateRequest(stopping=pb.StoppingParams(stop=[stop for stop in begun if len(stop) > 1][:16]))
+
+
+def with_echo(_: str) -> pb.GenerateRequest:
+    return pb.GenerateRequest(response=pb.ResponseOptions(echo=True))
+
+
+@pytest.mark.parametrize("variant", [with_logprobs, with_text_held_back, with_echo])
+async def test_wherever_a_stream_is_cut_both_parts_are_the_whole(
+    two: Two, variant: Callable[[str], pb.GenerateRequest]
+) -> None:
+    """Text, tokens, logprobs: of a stream that goes on elsewhere, of its replay after any token, and as it is told."""
+    plain = await ask(two.one, shortened())
+    extra = variant(plain.text)
+    whole = await ask(two.one, shortened(extra))
+    for cut in (1, 17, SHORT - 1):
+        asking = shortened(extra)
+        begun = await read(two.one.GenerateStream(asking, timeout=PATIENCE_S), cut)
+        told = await two.other.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
+        check_beginning(told.result, whole)
+        again = await rest(two.other.ResumeStream(resumed(asking, begun[-1].seq), timeout=PATIENCE_S))
+        assert again[0].started.prompt_logprobs == whole.started.prompt_logprobs
+        parts = joined(begun, again)
+        assert parts == (whole.text, whole.ids)
+        assert [one for message in begun + again for one in message.delta.logprobs] == whole.logprobs
+        for stub in (two.one, two.other):
+            told = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
+            check_beginning(told.result, whole)
+            assert told.last_seq == SHORT
+            part = await rest(stub.ResumeStream(resumed(asking, cut), timeout=PATIENCE_S))
+            ids = [id for message in part for id in message.delta.token_ids]
+            assert ids == whole.ids[cut:]
+            assert whole.text.endswith("".join(message.delta.text for message in part))
+            assert [one for message in part for one in message.delta.logprobs] == whole.logprobs[cut:]
+
+
+def shortened(extra: pb.GenerateRequest | None = None) -> pb.GenerateRequest:
+    made = request()
+    made.stopping.max_tokens = SHORT
+    made.MergeFrom(extra or pb.GenerateRequest())
+    return made
+
+
+def resumed(asking: pb.GenerateRequest, after_seq: int) -> pb.ResumeStreamRequest:
+    return pb.ResumeStreamRequest(request_id=asking.request_id, after_seq=after_seq)
+
+
+def check_beginning(told: pb.GenerateResponse, whole: Answer) -> None:
+    """What is told of a request is how the whole answer begins."""
+    (output,) = told.outputs
+    count = len(output.token_ids)
+    assert list(output.token_ids) == whole.ids[:count]
+    assert list(output.logprobs) == whole.logprobs[:count]
+    assert whole.text.startswith(output.text)
+    if count:
+        assert told.prompt_logprobs == whole.started.prompt_logprobs
+
+
 async def test_an_equal_request_is_replayed_by_the_other_router(two: Two) -> None:
     asking = request()
     whole = await ask(two.one, asking)
@@ -119,7 +189,7 @@ async def test_the_other_router_cancels(two: Two) -> None:
     for stub in (two.other, two.one, two.other):
         answer = await stub.CancelGeneration(pb.CancelGenerationRequest(request_id=asking.request_id))
         assert answer.status == pb.CancelGenerationResponse.STATUS_CANCELLED
-    assert isinstance(await failed(call), Aborted | Cancelled)
+    assert isinstance(await failed(call), Cancelled), "its client learns that, and not that somebody else reads it"
 
 
 async def test_a_router_that_dies_takes_no_answer_with_it() -> None:
@@ -135,3 +205,88 @@ async def test_a_router_that_dies_takes_no_answer_with_it() -> None:
             ended = await rest(other.ResumeStream(resume, timeout=PATIENCE_S))
             assert joined(begun, ended) == (whole.text, whole.ids)
         await asyncio.to_thread(running.settled)
+
+
+async def test_detached_requests_of_a_router_that_dies_are_finished_by_the_other() -> None:
+    with deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running:
+        first, one = open_stub(running.addresses[0])
+        second, other = open_stub(running.addresses[1])
+        async with first, second:
+            whole = await ask(other, request())
+            cut = []
+            for _ in range(3):
+                asking = request()
+                asking.stream.on_disconnect = pb.StreamOptions.ON_DISCONNECT_DETACH
+                asking.stream.detach_ttl_ms = 600_000
+                call = one.GenerateStream(asking, timeout=PATIENCE_S)
+                cut.append((asking, await read(call, 5)))
+                call.cancel()
+            running.routers[0].kill()
+            for asking, begun in cut:
+                await asyncio.to_thread(running.routers[1].until, "request adopted", request_id=asking.request_id)
+                ended = await rest(other.ResumeStream(resumed(asking, begun[-1].seq), timeout=PATIENCE_S))
+                assert joined(begun, ended) == (whole.text, whole.ids)
+        await asyncio.to_thread(running.settled)
+
+
+async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> None:
+    """Router and decode worker die together; nobody else has what was shown since the journal was last written."""
+    slow = ("--flush-ms", "2000")
+    with deployment(routers=2, router=slow, worker=(*SMALL_KV, "--lease-ms", "3000")) as running:
+        first, one = open_stub(running.addresses[0])
+        second, other = open_stub(running.addresses[1])
+        async with first, second:
+            whole = await ask(other, request())
+            asking = request()
+            call = one.GenerateStream(asking, timeout=PATIENCE_S)
+            begun = await read(call, 5)
+            named = pb.GetGenerationRequest(request_id=asking.request_id)
+            while (await other.GetGeneration(named)).state != pb.Generation.STATE_DECODING:
+                begun += await read(call, begun[-1].seq + 1)
+            begun += await read(call, begun[-1].seq + 20)
+            running.routers[0].kill()
+            running.workers[1].process.kill()
+            seq = begun[-1].seq
+            assert (await other.GetGeneration(named)).last_seq < seq, "the journal has it all: nothing is tried here"
+            ended = await rest(other.ResumeStream(resumed(asking, seq), timeout=PATIENCE_S))
+            assert joined(begun, ended) == (whole.text, whole.ids)
+
+
+async def test_streams_outlive_a_redis_that_comes_back_empty() -> None:
+    redis = PrivateRedis(port=free_port())
+    with deployment(routers=2, redis=redis, worker=(*SMALL_KV, "--lease-ms", "3000")) as running:
+        first, one = open_stub(running.addresses[0])
+        second, other = open_stub(running.addresses[1])
+        async with first, second:
+            whole = await ask(other, request())
+            asking = request()
+            asking.stopping.max_tokens = LONG
+            call = one.GenerateStream(asking, timeout=PATIENCE_S)
+            begun = await read(call, 5)
+            redis.stop()
+            error = await failed(other.ResumeStream(resumed(asking, 5), timeout=PATIENCE_S))
+            assert (type(error), error.reason) == (Unavailable, Reason.STATE_STORE_AWAY), "nobody adopts without Redis"
+            await asyncio.to_thread(running.routers[0].until, "the state store is away: requests go on")
+            meanwhile = await ask(one, asked(PROMPT, max_tokens=10))
+            assert (meanwhile.ids, meanwhile.started.resumable) == (whole.ids[:10], False)
+            begun += await read(call, begun[-1].seq + 1)
+            redis.start()
+            await asyncio.to_thread(running.routers[0].until, "the state store is back")
+            ended = await taken_over(other, resumed(asking, begun[-1].seq))
+            text, ids = joined(begun, ended)
+            assert (text[: len(whole.text)], ids[:TOKENS]) == (whole.text, whole.ids)
+            assert len(ids) == LONG, "nothing is missing, nothing twice"
+            assert (await failed(call)).reason is Reason.SUPERSEDED
+        await asyncio.to_thread(running.settled)
+
+
+async def taken_over(stub: InferenceServiceStub, asking: pb.ResumeStreamRequest) -> list[pb.GenerateStreamResponse]:
+    """The rest of a stream, once it is known again: until then its resume is UNAVAILABLE, never NOT_FOUND."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await rest(stub.ResumeStream(asking, timeout=PATIENCE_S))
+            except grpc.aio.AioRpcError as error:
+                told = from_call(error)
+                assert (type(told), told.reason) == (Unavailable, Reason.STATE_STORE_AWAY)
+                await asyncio.sleep(0.05)
