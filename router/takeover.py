@@ -44,11 +44,17 @@ class Takeover:
             try:
                 listing = await self._store.routers.listing()
                 while True:
+                    await self._until_refilled()
                     for dead in await self._store.open.orphaned() - {self._router}:
                         await self._take_over(dead)
                     listing = await self._store.routers.change(listing, WATCH_SECONDS)
             except StateError:  # the registration says that it is away
                 await asyncio.sleep(RETRY_SECONDS)
+
+    async def _until_refilled(self) -> None:
+        """In a Redis that was emptied, routers that live are not registered at once: until then nobody is gone."""
+        while left_s := (await self._store.era.current()).refill_left_s:  # noqa: ASYNC110 - not a poll
+            await asyncio.sleep(left_s)
 
     async def _take_over(self, dead: Life) -> None:
         """All that this router can run; an entry that it can't stays for others. Raises StoreUnavailable."""

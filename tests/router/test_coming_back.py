@@ -22,8 +22,10 @@ from runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, 
 from runtime.fault import Reason, ResumePoint
 from runtime.peer import new_peer
 from state import keys
+from state.era import Era
 from state.errors import OwnerAlive, StoreUnavailable
 from state.journal import Entry
+from state.keys import Lifetimes
 from state.names import Life, RequestKey
 from state.owned import OwnedRequest
 from state.private_redis import PrivateRedis
@@ -462,8 +464,9 @@ async def left_behind(store: Store, *tokens: int, layout: int | None = None, **a
 
 
 @asynccontextmanager
-async def watching(store: Store, scene: Core) -> AsyncIterator[None]:
+async def watching(store: Store, scene: Core, refill_s: float = 0.0) -> AsyncIterator[None]:
     life = Life.of(scene.router.peer)
+    store.era = Era(store._client, Lifetimes(refill_s=refill_s))
     registration = await store.routers.register(router_facts(life))
     takeover = Takeover(store, scene.dispatcher, life)
     takeover.start()
@@ -497,6 +500,23 @@ async def test_what_is_taken_over_and_read_by_nobody_ends_with_its_grace(store: 
             await until(lambda: scene.dispatcher.running)
             await until(lambda: not scene.dispatcher.running and scene.store_is_done)
         assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
+
+
+async def test_nobody_is_gone_until_those_that_live_had_the_time_to_say_so(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers write their requests to an emptied Redis before they are registered there again."""
+    orphaned, looks = store.open.orphaned, []
+
+    async def looked() -> set[Life]:
+        looks.append((await store.era.current()).refill_left_s)
+        return await orphaned()
+
+    monkeypatch.setattr(store.open, "orphaned", looked)
+    workers: list[FakeWorker] = []
+    async with core(store, workers) as scene, watching(store, scene, refill_s=1.0):
+        await until(lambda: looks)
+    assert looks[0] == 0
 
 
 async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
