@@ -46,7 +46,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@touch $@
 
 # The environment has the build requirements, so only what is compiled is made again.
-$(STUBS): $(INSTALLED) $(wildcard protos/*.proto) engine/_panels.cpp
+$(STUBS): $(INSTALLED) $(wildcard protos/*.proto) $(wildcard engine/native/*.h engine/native/*.cpp)
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 
 test: setup

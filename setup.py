@@ -81,14 +81,15 @@ class Build(build):
 
 
 def extensions() -> list[Extension]:
-    """The engine's own product for CPUs with AVX2. Without a compiler for it, workers use oneDNN's (and say so)."""
+    """The engine's own kernels for CPUs with AVX2. Without a compiler, workers do without them, and say so."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return []
-    flags = ["-std=c++17", "-O3", "-g0", "-mavx2", "-mfma", "-fopenmp"]
-    # torch's libgomp has the system's name: imported first, as engine/products.py does, it is the one that is used.
+    flags = ["-std=c++17", "-O3", "-g0", "-mavx2", "-mfma", "-ffp-contract=off", "-fopenmp"]
+    # torch's libgomp has the system's name: imported first, as engine/native does, it is the one that is used.
     made = Extension(
-        "engine._panels",
-        ["engine/_panels.cpp"],
+        "engine.native._kernels",
+        ["engine/native/module.cpp"],
+        depends=[str(path) for path in sorted(Path("engine/native").glob("*.h"))],
         extra_compile_args=flags,
         extra_link_args=["-fopenmp"],
         language="c++",

@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine import products
+from engine import native
 from engine.errors import InvalidConfig, ModelRefused
 from engine.kv_layout import KvLayout
 
@@ -184,7 +184,7 @@ def _drop_other_media(model: PreTrainedModel) -> None:
 
 def layout_hash(source: Checkpoint, layout: KvLayout, window: int, dtype: torch.dtype, device: torch.device) -> str:
     """Equal exactly when two devices can exchange blocks: same weights, shapes, software and kind of device."""
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else products.kind()
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else native.kind()
     facts = [
         str(layout),
         str(window),

@@ -29,6 +29,15 @@ class KvStore:
     def block_bytes(self) -> int:
         return self.layout.block_bytes
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._memory.dtype
+
+    @property
+    def address(self) -> int:
+        """Where block 0 begins in memory."""
+        return self._memory.data_ptr()
+
     def _split(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One layer's part of all blocks, and its keys and values, as views of the store."""
         spec, size = self.layout.layers[layer], self.layout.block_size

@@ -4,10 +4,8 @@ and among others, for every number of rows and of threads.
 A general matrix product picks its kernel by the number of rows, and then a row's last bits depend on its neighbours.
 Two kinds of product do not::
 
-    panels    AVX2 and nothing wider: our own (engine/_panels.cpp). bfloat16 stays bfloat16 in memory, sums are float32.
+    panels    AVX2 and nothing wider: our own (engine/native). bfloat16 stays bfloat16 in memory, sums are float32.
     oneDNN    elsewhere: oneDNN's on packed weights. bfloat16 where the CPU multiplies it, else as float32.
-
-Which of them a worker has is part of its layout hash: their bits differ.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from types import ModuleType
 
 import torch
 
+from engine.native import KERNELS
+
 Product = Callable[[torch.Tensor], torch.Tensor]
 """rows [T, in] -> [T, out], in the weight's dtype."""
 
@@ -24,23 +24,7 @@ PANEL = 16
 """Outputs that stand side by side in memory."""
 
 
-def _load_panels() -> ModuleType | None:
-    """None where the CPU has more than AVX2 or less, or where the package was built without a C++ compiler."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX2":
-        return None
-    try:
-        from engine import _panels
-    except ImportError:
-        return None
-    return _panels
-
-
-_PANELS = _load_panels()
-
-
-def kind() -> str:
-    """What this process multiplies with, and the capability of its CPU."""
-    return f"{'panels' if _PANELS else 'onednn'} {torch.backends.cpu.get_cpu_capability()}"
+_PANELS = KERNELS if torch.backends.cpu.get_cpu_capability() == "AVX2" else None
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.attention import attending, calls_made
-from engine.attention.paged import PagedAttention, make_bands
+from engine.attention.choice import make_attention
 from engine.attention.views import View
 from engine.flat import FlatRows, flatten, spans
 from engine.kv_store import KvStore
@@ -51,11 +51,10 @@ class ModelRunner:
     def forward(self, flat: FlatRows, keep: torch.Tensor) -> torch.Tensor:
         """Logits [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
         block_size = self._store.layout.block_size
-        blocks, slots = (torch.from_numpy(part).to(self._device) for part in np.divmod(flat.places, block_size))
         begun = flat.places[flat.positions % block_size == 0] // block_size
         if len(begun):
             self._store.clear(torch.from_numpy(begun).to(self._device))
-        attention = PagedAttention(self._store, self._views, make_bands(flat, self._store), (blocks, slots))
+        attention = make_attention(self._store, self._views, flat)
         nothing = keep.numel() == 0
         kept = (keep.new_zeros(1) if nothing else keep).to(self._device)
         inputs: dict[str, Any] = {

@@ -119,12 +119,12 @@ def load_model(settings: WorkerSettings) -> Device:
     import torch
     from transformers.utils import logging
 
-    from engine import products
+    from engine import native
     from engine.model import ModelConfig, load
 
     logging.disable_progress_bar()
     torch.set_num_threads(settings.threads)  # before the first operation: it holds for threads that begin later
-    _log.info("loading", model=settings.model, products=products.kind(), threads=settings.threads)
+    _log.info("loading", model=settings.model, kernels=native.kind(), threads=settings.threads)
     return load(
         ModelConfig(
             model=settings.model,

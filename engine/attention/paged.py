@@ -118,17 +118,13 @@ def _band(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvStore) 
 class PagedAttention:
     """What a step makes current: writes the step's keys and values to their blocks, then attends over them."""
 
-    def __init__(
-        self,
-        store: KvStore,
-        views: Sequence[View],
-        bands: Sequence[Band],
-        places: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
+    def __init__(self, store: KvStore, views: Sequence[View], flat: FlatRows) -> None:
         self._store = store
         self._views = views
-        self._bands = bands
-        self._blocks, self._slots = places  # [T] each: where the key and value of each token of the step go
+        self._bands = make_bands(flat, store)
+        places = np.divmod(flat.places, store.layout.block_size)
+        # [T] each: where the key and value of each token of the step go
+        self._blocks, self._slots = (torch.from_numpy(part).to(store.blocks.device) for part in places)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim], of the query's dtype."""

@@ -32,13 +32,13 @@ def test_churn_keeps_as_many_running_while_sequences_end(device: str) -> None:
 def test_parts_are_timed_and_put_back() -> None:
     from engine import runner
 
-    before = vars(runner)["make_bands"]
+    before = vars(runner)["make_attention"]
     scene = Scene(DEVICES["laid out"], 4, 64, churn=False)
-    with Parts("make_bands") as parts:
+    with Parts("make_attention") as parts:
         scene.step()
         scene.step()
-    assert len(parts.seconds["make_bands"]) == 2
-    assert vars(runner)["make_bands"] is before
+    assert len(parts.seconds["make_attention"]) == 2
+    assert vars(runner)["make_attention"] is before
 
 
 def test_a_measurement_has_its_distribution() -> None:

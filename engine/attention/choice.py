@@ -1,0 +1,20 @@
+"""Which attention a step gets: compiled where it can be, else in torch's products. Their bits differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.attention import Attender
+from engine.attention.native import NativeAttention
+from engine.attention.paged import PagedAttention
+from engine.attention.views import View
+from engine.flat import FlatRows
+from engine.kv_store import KvStore
+from engine.native import KERNELS
+
+
+def make_attention(store: KvStore, views: Sequence[View], flat: FlatRows) -> Attender:
+    """For one step over ``store``; ``views[i]`` is what layer i may see."""
+    if KERNELS is not None and store.blocks.device.type == "cpu":
+        return NativeAttention(KERNELS, store, views, flat)
+    return PagedAttention(store, views, flat)

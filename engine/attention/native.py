@@ -1,0 +1,117 @@
+"""Attention over blocks where they lie, compiled: the same bits for a row in any batch (``engine/native/attention.h``).
+
+Nothing is gathered and no scores are kept: a sequence's keys are read once for the rows that share them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.attention import AttentionCall
+from engine.attention.views import View
+from engine.flat import FlatRows
+from engine.kv_store import KvStore
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("block_stride", "block_size", "keys", "values")],
+        *[(name, ctypes.c_int64) for name in ("kv_heads", "key_dim", "value_dim")],
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("first_row", "start", "count", "table")],
+        *[(name, ctypes.c_int64) for name in ("sequences", "width")],
+    )
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "sinks", "visible")],
+        *[(f"{name}_{apart}", ctypes.c_int64) for name in ("query", "key", "value") for apart in ("token", "head")],
+        ("heads", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class NativeAttention:
+    """What a step makes current: writes the step's keys and values to their blocks, then attends over them.
+
+    For a store on the CPU, in float32 or bfloat16.
+    """
+
+    def __init__(self, kernels: ModuleType, store: KvStore, views: Sequence[View], flat: FlatRows) -> None:
+        self._kernels = kernels
+        self._store = store
+        self._views = views
+        self._positions = torch.from_numpy(flat.positions)
+        self._visible: dict[View, torch.Tensor] = {}  # by view, for all layers of it
+        counts = flat.ends - flat.starts
+        self._arrays = [
+            np.ascontiguousarray(array, dtype)
+            for array, dtype in (
+                (counts.cumsum() - counts, np.int64),
+                (flat.starts, np.int64),
+                (counts, np.int64),
+                (flat.table, np.int32),
+            )
+        ]
+        self._step = _Step(*[array.ctypes.data for array in self._arrays], *flat.table.shape)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """-> [1, T, heads, value dim], of the query's dtype."""
+        dtype, cache = self._store.dtype, self._cache(call.layer)
+        _, heads, tokens, _ = call.query.shape
+        query = _rows(call.query)
+        key, value = _rows(call.key.to(dtype)), _rows(call.value.to(dtype))
+        out = query.new_empty(1, tokens, heads, value.shape[2])
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        said = _Call(
+            *(part.data_ptr() for part in (query, key, value, out)),
+            None if sinks is None else sinks.data_ptr(),
+            self._first_visible(self._views[call.layer]).data_ptr(),
+            *(part.stride(dim) for part in (query, key, value) for dim in (0, 1)),
+            heads,
+            call.scaling,
+            call.softcap or 0.0,
+        )
+        self._kernels.attend(
+            dtype == torch.bfloat16,
+            query.dtype == torch.bfloat16,
+            *(ctypes.addressof(part) for part in (cache, self._step, said)),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def _cache(self, layer: int) -> _Cache:
+        layout, spec = self._store.layout, self._store.layout.layers[layer]
+        keys = layout.offsets[layer]
+        return _Cache(
+            self._store.address,
+            layout.block_elements,
+            layout.block_size,
+            keys,
+            keys + layout.block_size * spec.kv_heads * spec.key_dim,
+            *(spec.kv_heads, spec.key_dim, spec.value_dim),
+        )
+
+    def _first_visible(self, view: View) -> torch.Tensor:
+        if view not in self._visible:
+            self._visible[view] = view.first(self._positions).contiguous()
+        return self._visible[view]
+
+
+def _rows(part: Any) -> torch.Tensor:
+    """[1, heads, T, dim] -> [T, heads, dim] with elements of a head side by side."""
+    rows: torch.Tensor = part[0].transpose(0, 1)
+    return rows if rows.stride(2) == 1 else rows.contiguous()

@@ -1,0 +1,231 @@
+// Attention over blocks where they lie. See engine/attention/native.py.
+//
+//                  keys ->   tile 0    tile 1    tile 2          TILE keys of one sequence and one kv head
+//     rows: some positions  [######]  [######]  [##....]         are laid out as panels, once for all the rows:
+//     of a sequence, with   [######]  [######]  [###...]         scores = rows x keys, weights x values
+//     the query heads that
+//     share the kv head     out = out * decay + weights x values, with a running maximum and sum for each row
+//                           (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022)
+//
+// Tiles begin at multiples of TILE, a row's chains run over whole tiles, and a key that a row does not see weighs
+// nought in them. So a row's bits depend on its own position alone, not on which rows are computed beside it.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "tile.h"
+
+namespace decant {
+
+constexpr long TILE = 64;   // keys
+constexpr long ROWS = 128;  // about so many rows share a tile of keys
+constexpr float LOWEST = -1e30f;  // a running maximum below any score, and finite
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
+
+// One layer of the blocks. Counted in elements. As in engine/attention/native.py.
+struct Cache {
+    void* memory;
+    int64_t block_stride, block_size, keys, values, kv_heads, key_dim, value_dim;
+};
+
+// The sequences of a step. Rows of the flattened step are tokens; a sequence's stand together.
+struct Step {
+    const int64_t* first_row;  // [sequences]
+    const int64_t* start;      // [sequences] position of its first token in this step
+    const int64_t* count;      // [sequences] tokens in this step
+    const int32_t* table;      // [sequences, width] block ids
+    int64_t sequences, width;
+};
+
+// One layer's call. Queries, keys and values are [tokens, heads, dim], `*_token` and `*_head` elements apart.
+struct Call {
+    const void *query, *key, *value;
+    void* out;                  // [tokens, heads, value_dim]
+    const float* sinks;         // [heads], or null
+    const int64_t* visible;     // [tokens] first key that each sees
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head, heads;
+    float scaling, softcap;     // softcap 0: none
+};
+
+// e^x for x <= 0, within 2 ulp; nought below -87 (Cody and Waite's reduction, Cephes' polynomial).
+inline __m256 exponential(__m256 x) {
+    __m256 low = _mm256_set1_ps(-87.0f);
+    __m256 gone = _mm256_cmp_ps(x, low, _CMP_LT_OQ);
+    x = _mm256_max_ps(low, x);  // in this order: what is no number stays none
+    __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
+    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
+    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+    __m256 p = _mm256_set1_ps(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
+    p = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
+    __m256i scale = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_andnot_ps(gone, _mm256_mul_ps(p, _mm256_castsi256_ps(scale)));
+}
+
+inline float exponential(float x) { return _mm256_cvtss_f32(exponential(_mm256_set1_ps(x))); }
+
+// Of eight lanes, always in this order.
+inline float sum(__m256 v) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+template <class T>
+class Attention {
+    using Element = typename T::Element;
+
+public:
+    Attention(const Cache& cache, const Step& step, const Call& call, bool half_query)
+        : cache(cache), step(step), call(call), half_query(half_query), group(call.heads / cache.kv_heads),
+          panels((cache.value_dim + WIDTH - 1) / WIDTH) {}
+
+    void run(int threads) const {
+        write();
+        long positions = std::max(1L, ROWS / group);
+        std::vector<Item> items;
+        for (long s = 0; s < step.sequences; s++)
+            for (long at = 0; at < step.count[s]; at += positions)
+                for (long h = 0; h < cache.kv_heads; h++)
+                    items.push_back({s, at, std::min(positions, step.count[s] - at), h});
+        #pragma omp parallel num_threads(threads)
+        {
+            Scratch scratch(*this, positions * group);
+            #pragma omp for schedule(dynamic, 1)
+            for (size_t i = 0; i < items.size(); i++) attend(items[i], scratch);
+        }
+    }
+
+private:
+    struct Item { long sequence, first, count, kv_head; };
+
+    struct Scratch {
+        std::vector<float> query, scores, sums, out, highest, total, memory;
+        float *keys, *values;  // panels [TILE / 16][key_dim][16] and [panels][TILE][16], aligned
+        Scratch(const Attention& a, long rows)
+            : query(rows * a.cache.key_dim), scores(rows * TILE), sums(rows * a.panels * WIDTH),
+              out(rows * a.panels * WIDTH), highest(rows), total(rows),
+              memory(TILE * (a.cache.key_dim + a.panels * WIDTH) + 8) {
+            auto address = reinterpret_cast<uintptr_t>(memory.data());
+            keys = memory.data() + (32 - address % 32) % 32 / 4;
+            values = keys + TILE * a.cache.key_dim;
+        }
+    };
+
+    const Cache& cache;
+    const Step& step;
+    const Call& call;
+    const bool half_query;
+    const long group, panels;
+
+    Element* slot(long sequence, long position, long part, long dim, long head) const {
+        long block = step.table[sequence * step.width + position / cache.block_size];
+        long place = (position % cache.block_size * cache.kv_heads + head) * dim;
+        return static_cast<Element*>(cache.memory) + block * cache.block_stride + part + place;
+    }
+
+    // The step's keys and values to their places: from then on they are read like all others.
+    void write() const {
+        for (long s = 0; s < step.sequences; s++)
+            for (long at = 0; at < step.count[s]; at++)
+                for (long h = 0; h < cache.kv_heads; h++) {
+                    long token = step.first_row[s] + at, position = step.start[s] + at;
+                    std::memcpy(slot(s, position, cache.keys, cache.key_dim, h),
+                                static_cast<const Element*>(call.key) + token * call.key_token + h * call.key_head,
+                                cache.key_dim * sizeof(Element));
+                    std::memcpy(slot(s, position, cache.values, cache.value_dim, h),
+                                static_cast<const Element*>(call.value) + token * call.value_token + h * call.value_head,
+                                cache.value_dim * sizeof(Element));
+                }
+    }
+
+    void attend(const Item& item, Scratch& scratch) const {
+        long rows = item.count * group, token = step.first_row[item.sequence] + item.first;
+        long position = step.start[item.sequence] + item.first, end = position + item.count;
+        read_query(item, token, scratch);
+        std::fill_n(scratch.highest.begin(), rows, LOWEST);
+        std::fill_n(scratch.total.begin(), rows, 0.0f);
+        std::fill_n(scratch.out.begin(), rows * panels * WIDTH, 0.0f);
+        long first = *std::min_element(call.visible + token, call.visible + token + item.count);
+        for (long base = first / TILE * TILE; base < end; base += TILE) {
+            lay_out(item, base, std::min(TILE, end - base), scratch);
+            multiply<Float32>(scratch.query.data(), rows, cache.key_dim, scratch.keys, TILE / WIDTH,
+                              scratch.scores.data(), TILE);
+            for (long r = 0; r < rows; r++)
+                weigh(r, base, position + r / group, call.visible[token + r / group], scratch);
+            multiply<Float32>(scratch.scores.data(), rows, TILE, scratch.values, panels, scratch.sums.data(),
+                              panels * WIDTH);
+            for (long at = 0; at < rows * panels * WIDTH; at++) scratch.out[at] += scratch.sums[at];
+        }
+        finish(item, token, scratch);
+    }
+
+    void read_query(const Item& item, long token, Scratch& scratch) const {
+        for (long r = 0; r < item.count * group; r++) {
+            long at = (token + r / group) * call.query_token + (item.kv_head * group + r % group) * call.query_head;
+            float* to = &scratch.query[r * cache.key_dim];
+            for (long d = 0; d < cache.key_dim; d++)
+                to[d] = call.scaling * (half_query ? widen(static_cast<const uint16_t*>(call.query)[at + d])
+                                                   : static_cast<const float*>(call.query)[at + d]);
+        }
+    }
+
+    // Keys [base, base + count) as panels; noughts behind them.
+    void lay_out(const Item& item, long base, long count, Scratch& scratch) const {
+        std::fill_n(scratch.keys, TILE * (cache.key_dim + panels * WIDTH), 0.0f);
+        for (long j = 0; j < count; j++) {
+            const Element* key = slot(item.sequence, base + j, cache.keys, cache.key_dim, item.kv_head);
+            float* column = scratch.keys + j / WIDTH * cache.key_dim * WIDTH + j % WIDTH;
+            for (long d = 0; d < cache.key_dim; d++) column[d * WIDTH] = T::read(key[d]);
+            const Element* value = slot(item.sequence, base + j, cache.values, cache.value_dim, item.kv_head);
+            for (long d = 0; d < cache.value_dim; d++)
+                scratch.values[(d / WIDTH * TILE + j) * WIDTH + d % WIDTH] = T::read(value[d]);
+        }
+    }
+
+    // A row's scores become weights; what it has so far fades as its maximum grows.
+    void weigh(long row, long base, long position, long visible, Scratch& scratch) const {
+        float* scores = &scratch.scores[row * TILE];
+        if (call.softcap != 0)
+            for (long j = 0; j < TILE; j++) scores[j] = call.softcap * std::tanh(scores[j] / call.softcap);
+        for (long j = 0; j < TILE; j++)
+            if (base + j > position || base + j < visible) scores[j] = HIDDEN;
+        float before = scratch.highest[row], highest = before;
+        for (long j = 0; j < TILE; j++) highest = std::max(highest, scores[j]);
+        __m256 total = _mm256_setzero_ps(), most = _mm256_set1_ps(highest);
+        for (long j = 0; j < TILE; j += 8) {
+            __m256 weight = exponential(_mm256_sub_ps(_mm256_loadu_ps(scores + j), most));
+            _mm256_storeu_ps(scores + j, weight);
+            total = _mm256_add_ps(total, weight);
+        }
+        float decay = exponential(before - highest);
+        scratch.highest[row] = highest;
+        scratch.total[row] = std::fma(scratch.total[row], decay, sum(total));
+        float* out = &scratch.out[row * panels * WIDTH];
+        for (long d = 0; d < panels * WIDTH; d++) out[d] *= decay;
+    }
+
+    void finish(const Item& item, long token, const Scratch& scratch) const {
+        for (long r = 0; r < item.count * group; r++) {
+            long head = item.kv_head * group + r % group;
+            float highest = scratch.highest[r], total = scratch.total[r], decay = 1;
+            if (call.sinks) {
+                float most = std::max(highest, call.sinks[head]);
+                decay = exponential(highest - most);
+                total = total * decay + exponential(call.sinks[head] - most);
+            }
+            const float* from = &scratch.out[r * panels * WIDTH];
+            long at = ((token + r / group) * call.heads + head) * cache.value_dim;
+            for (long d = 0; d < cache.value_dim; d++) {
+                float value = from[d] * decay / total;
+                if (half_query) static_cast<uint16_t*>(call.out)[at + d] = narrow(value);
+                else static_cast<float*>(call.out)[at + d] = value;
+            }
+        }
+    }
+};
+
+}  // namespace decant

@@ -1,0 +1,69 @@
+// The functions that Python sees; see _kernels.pyi. Addresses come as integers, and the interpreter's lock is let go.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "attention.h"
+#include "product.h"
+
+namespace {
+
+using namespace decant;
+
+template <class P>
+P* pointer(unsigned long long address) { return reinterpret_cast<P*>(static_cast<uintptr_t>(address)); }
+
+PyObject* py_pack(PyObject*, PyObject* args) {
+    int half;
+    unsigned long long weight, packed;
+    long outputs, inner;
+    if (!PyArg_ParseTuple(args, "pKKll", &half, &weight, &packed, &outputs, &inner)) return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    if (half) pack<BFloat16>(pointer<const uint16_t>(weight), pointer<uint32_t>(packed), outputs, inner);
+    else pack<Float32>(pointer<const float>(weight), pointer<float>(packed), outputs, inner);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject* py_multiply(PyObject*, PyObject* args) {
+    int half, threads;
+    unsigned long long x, weight, bias, out;
+    long rows, inner, panels;
+    if (!PyArg_ParseTuple(args, "pKKKKllli", &half, &x, &weight, &bias, &out, &rows, &inner, &panels, &threads))
+        return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    if (half)
+        Product<BFloat16>{pointer<const uint16_t>(x), pointer<const uint32_t>(weight), pointer<const float>(bias),
+                          pointer<uint16_t>(out), rows, inner, panels}.run(threads);
+    else
+        Product<Float32>{pointer<const float>(x), pointer<const float>(weight), pointer<const float>(bias),
+                         pointer<float>(out), rows, inner, panels}.run(threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject* py_attend(PyObject*, PyObject* args) {
+    int half_cache, half_query, threads;
+    unsigned long long cache, step, call;
+    if (!PyArg_ParseTuple(args, "ppKKKi", &half_cache, &half_query, &cache, &step, &call, &threads)) return nullptr;
+    const Cache& c = *pointer<const Cache>(cache);
+    const Step& s = *pointer<const Step>(step);
+    const Call& one = *pointer<const Call>(call);
+    Py_BEGIN_ALLOW_THREADS
+    if (half_cache) Attention<BFloat16>(c, s, one, half_query).run(threads);
+    else Attention<Float32>(c, s, one, half_query).run(threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyMethodDef METHODS[] = {
+    {"pack", py_pack, METH_VARARGS, nullptr},
+    {"multiply", py_multiply, METH_VARARGS, nullptr},
+    {"attend", py_attend, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__kernels() { return PyModule_Create(&MODULE); }

@@ -1,0 +1,61 @@
+// A linear layer: rows times a weight that was packed once. See engine/products.py.
+#pragma once
+
+#include <vector>
+
+#include "tile.h"
+
+namespace decant {
+
+constexpr long TOGETHER = 4;         // panels that rows go through before the next rows do
+constexpr long CACHED = 384 * 1024;  // bytes of rows that stay in the second level cache while panels go by
+
+template <class T>
+struct Product {
+    using Element = typename T::Element;
+
+    const Element* x;               // [rows, inner]
+    const typename T::Word* weight; // [panels][inner][STEP], 32-byte aligned
+    const float* bias;              // [panels * WIDTH], or null
+    Element* out;                   // [rows, panels * WIDTH]
+    long rows, inner, panels;
+
+    void store(const float* sums, long row, long panel, long count) const {
+        Element* to = out + row * panels * WIDTH + panel * WIDTH;
+        const float* add = bias ? bias + panel * WIDTH : nullptr;
+        for (long n = 0; n < count * WIDTH; n++) to[n] = T::round(add ? sums[n] + add[n] : sums[n]);
+    }
+
+    // A thread's share: some panels, all rows, as many at a time as stay in the cache.
+    void share(long first, long end) const {
+        long most = std::max(4L, CACHED / (4 * inner) / 4 * 4);
+        std::vector<float> wide(std::min(most, rows) * inner), sums(std::min(most, rows) * TOGETHER * WIDTH);
+        for (long row = 0; row < rows; row += most) {
+            long count = std::min(most, rows - row);
+            const Element* from = x + row * inner;
+            for (long at = 0; at < count * inner; at++) wide[at] = T::read(from[at]);
+            for (long panel = first; panel < end; panel += TOGETHER) {
+                long together = std::min(TOGETHER, end - panel);
+                multiply<T>(wide.data(), count, inner, weight + panel * inner * T::STEP, together, sums.data(),
+                            TOGETHER * WIDTH);
+                for (long r = 0; r < count; r++) store(&sums[r * TOGETHER * WIDTH], row + r, panel, together);
+            }
+        }
+    }
+
+    void run(int threads) const {
+        #pragma omp parallel for num_threads(threads) schedule(static, 1)
+        for (int t = 0; t < threads; t++) share(panels * t / threads, panels * (t + 1) / threads);
+    }
+};
+
+// A weight [outputs, inner] into panels that are noughts.
+template <class T>
+void pack(const typename T::Element* weight, typename T::Word* packed, long outputs, long inner) {
+    for (long n = 0; n < outputs; n++) {
+        auto* panel = packed + n / WIDTH * inner * T::STEP;
+        for (long k = 0; k < inner; k++) T::put(panel, k, n % WIDTH, weight[n * inner + k]);
+    }
+}
+
+}  // namespace decant
