@@ -85,13 +85,14 @@ public:
 
     void run(int threads) const {
         write();
-        long positions = std::max(1L, ROWS / group);
+        long longest = *std::max_element(step.count, step.count + step.sequences);
+        long positions = std::min(longest, std::max(1L, ROWS / group));
         std::vector<Item> items;
         for (long s = 0; s < step.sequences; s++)
             for (long at = 0; at < step.count[s]; at += positions)
                 for (long h = 0; h < cache.kv_heads; h++)
                     items.push_back({s, at, std::min(positions, step.count[s] - at), h});
-        #pragma omp parallel num_threads(threads)
+        #pragma omp parallel num_threads(std::min<long>(threads, items.size()))
         {
             Scratch scratch(*this, positions * group);
             #pragma omp for schedule(dynamic, 1)

@@ -9,6 +9,7 @@ namespace decant {
 
 constexpr long TOGETHER = 4;         // panels that rows go through before the next rows do
 constexpr long CACHED = 384 * 1024;  // bytes of rows that stay in the second level cache while panels go by
+constexpr long WORTH = 1 << 16;      // sums that are worth waking a thread for
 
 template <class T>
 struct Product {
@@ -43,9 +44,10 @@ struct Product {
         }
     }
 
-    void run(int threads) const {
+    void run(long threads) const {
+        threads = std::clamp(rows * inner * panels * WIDTH / WORTH, 1L, threads);
         #pragma omp parallel for num_threads(threads) schedule(static, 1)
-        for (int t = 0; t < threads; t++) share(panels * t / threads, panels * (t + 1) / threads);
+        for (long t = 0; t < threads; t++) share(panels * t / threads, panels * (t + 1) / threads);
     }
 };
 
