@@ -55,11 +55,22 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module", params=["small bfloat16", "small float32", "committed bfloat16", "committed float32"])
-def device(request: pytest.FixtureRequest, small: str) -> ModelDevice:
-    shape, dtype = request.param.split()
+DEVICES = [
+    *[f"{shape} {dtype} native" for shape in ("small", "committed") for dtype in ("bfloat16", "float32")],
+    *[f"small {dtype} torch" for dtype in ("bfloat16", "float32")],
+]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest, small: str) -> Iterator[ModelDevice]:
+    """With the compiled kernels where this machine has them, and as where there was no compiler."""
+    shape, dtype, kernels = request.param.split()
     path = small if shape == "small" else str(models.path())
-    return load(ModelConfig(path, dtype=dtype, kv_bytes=8 << 20))
+    with pytest.MonkeyPatch.context() as patch:
+        if kernels == "torch":
+            patch.setattr("engine.attention.choice.KERNELS", None)
+            patch.setattr("engine.products._PANELS", None)
+        yield load(ModelConfig(path, dtype=dtype, kv_bytes=8 << 20))
 
 
 def tokens(length: int, seed: int, vocabulary: int) -> list[int]:
