@@ -177,30 +177,38 @@ def deployment(
     router: Sequence[str] = (),
     handoff_min_tokens: int | None = 0,
     worker: Sequence[str] = SMALL_KV,
-    between: Proxy | None = None,
     redis: PrivateRedis | None = None,
+    between: Sequence[Proxy] = (),
+    another: str = "",
 ) -> Iterator[Deployment]:
     """Starts one and waits until it is ready; every process ends with it, and must end well.
 
     Every prompt is handed over where a pool of each kind is there, unless `handoff_min_tokens` says otherwise; None:
-    as measured. `between` stands in front of the first prefill worker. `redis`: one that a test stops and starts.
+    as measured. `redis`: one that a test stops and starts. `between` stand in front of the first workers, prefill
+    workers first. `another`: a second model, ID=FOLDER, which one decode worker serves.
     """
     with ExitStack() as stack:
         made = Deployment(stack.enter_context(redis or PrivateRedis()))
         common = ("--port", "0", "--redis-url", made.redis.url)
         for index in range(prefill + decode):
             module = "prefill_worker" if index < prefill else "decode_worker"
-            reached = ("--advertise", between.address) if between and index == 0 else ()
+            reached = ("--advertise", between[index].address) if index < len(between) else ()
             arguments = (*common, "--model", model, "--dtype", dtype, *worker, *reached)
             made.workers.append(Worker(stack.enter_context(Process(module, *arguments))))
+        if another:
+            id, _, folder = another.partition("=")
+            arguments = (*common, "--model", folder, "--model-id", id, "--dtype", dtype, *worker)
+            made.workers.append(Worker(stack.enter_context(Process("decode_worker", *arguments))))
         for one in made.workers:
             one.address = one.process.until("serving")["address"]
             one.process.until("readiness", state="ready")
-        if between:
-            between.target = made.workers[0].address
+        for between_, one in zip(between, made.workers, strict=False):
+            between_.target = one.address
         threshold = () if handoff_min_tokens is None else ("--handoff-min-tokens", str(handoff_min_tokens))
+        served = ",".join([model, another] if another else [model])
         for _ in range(routers):
-            made.routers.append(stack.enter_context(Process("router", *common, "--models", model, *threshold, *router)))
+            arguments = (*common, "--models", served, *threshold, *router)
+            made.routers.append(stack.enter_context(Process("router", *arguments)))
         for routing in made.routers:
             made.addresses.append(routing.until("serving")["address"])
             routing.until("readiness", state="ready")

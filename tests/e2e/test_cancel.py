@@ -60,7 +60,7 @@ def processes() -> Iterator[tuple[Deployment, Proxy]]:
         between = stack.enter_context(proxy())
         small = (*SMALL_KV, "--token-budget", "16", "--max-running", "16", "--lease-ms", "3000")
         router = ("--resume-grace-ms", "0", "--max-active", str(MOST_AT_WORK))
-        yield stack.enter_context(deployment(worker=small, router=router, between=between)), between
+        yield stack.enter_context(deployment(worker=small, router=router, between=(between,))), between
 
 
 @pytest.fixture

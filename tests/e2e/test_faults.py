@@ -23,7 +23,7 @@ def scene() -> Iterator[tuple[Deployment, Proxy]]:
     with ExitStack() as stack:
         between = stack.enter_context(proxy())
         small = (*SMALL_KV, "--lease-ms", "2000")
-        running = stack.enter_context(deployment(worker=small, between=between))
+        running = stack.enter_context(deployment(worker=small, between=(between,)))
         yield running, between
 
 

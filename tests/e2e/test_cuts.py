@@ -1,0 +1,146 @@
+"""A deployment of real processes in which calls and streams break at every message: each request ends once, with the
+same text as undisturbed, and nothing is left of it. `test_every_cut.py` does it to more of them, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.asking import Answer, ask, asked, open_stub
+from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
+from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, proxy
+from tests.e2e.test_resume import joined, rest
+
+pytestmark = pytest.mark.slow
+
+TOKENS = 8
+MOST = 100
+LINES = [(SESSION, TO_WORKER), (SESSION, TO_CALLER), *((PREFILL, way) for way in (TO_WORKER, TO_CALLER))]
+LINES += [(FETCH, TO_WORKER), (FETCH, TO_CALLER), (RELEASE, TO_WORKER), (RELEASE, TO_CALLER)]
+
+
+@dataclass
+class Scene:
+    """One worker of each kind, what is said to each of them through a proxy; two routers."""
+
+    running: Deployment
+    proxies: tuple[Proxy, Proxy]
+    one: InferenceServiceStub
+    other: InferenceServiceStub
+
+    def between(self, method: str) -> Proxy:
+        """Sessions are cut at the decode worker, all else at the prefill worker."""
+        return self.proxies[method == SESSION]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[tuple[Deployment, tuple[Proxy, Proxy]]]:
+    with ExitStack() as stack:
+        proxies = stack.enter_context(proxy()), stack.enter_context(proxy())
+        small = (*SMALL_KV, "--lease-ms", "1000", "--token-budget", "32", "--max-running", "16")
+        yield stack.enter_context(deployment(routers=2, worker=small, between=proxies)), proxies
+
+
+@pytest.fixture
+async def scene(processes: tuple[Deployment, tuple[Proxy, Proxy]]) -> AsyncIterator[Scene]:
+    """Whatever a test does, nothing is left at any worker."""
+    running, proxies = processes
+    first, one = open_stub(running.addresses[0])
+    second, other = open_stub(running.addresses[1])
+    async with first, second:
+        yield Scene(running, proxies, one, other)
+    for between in proxies:
+        between.cuts = ()
+    await asyncio.to_thread(running.settled)
+
+
+def request(number: int) -> pb.GenerateRequest:
+    """Each number has a prompt of its own, that no cache holds."""
+    made = asked([0, *(5 + (number * 97 + n * 31) % 4000 for n in range(70))], max_tokens=TOKENS)
+    made.request_id = str(uuid.uuid4())
+    made.stopping.ignore_eos = True
+    return made
+
+
+async def undisturbed(scene: Scene, number: int) -> Answer:
+    """What it must write; under another salt, so that nothing of it is cached for the one that is disturbed."""
+    plain = request(number)
+    plain.cache.cache_salt = "undisturbed"
+    return await ask(scene.one, plain)
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line[0].rpartition('/')[2]} {line[1]}")
+async def test_a_call_that_breaks_at_any_message(scene: Scene, line: tuple[str, Direction]) -> None:
+    base = 100 * (1 + LINES.index(line))
+    between = scene.between(line[0])
+    for number in range(MOST):
+        expected = await undisturbed(scene, base + number)
+        cut = Cut(*line, number, arrives=number % 2 == 1)
+        between.cuts = (cut,)
+        answer = await ask(scene.one, request(base + number))
+        between.cuts = ()
+        assert (answer.text, answer.ids) == (expected.text, expected.ids), (line, number)
+        if not cut.happened:
+            break
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on the other router"])
+async def test_a_stream_that_is_left_at_any_message_goes_on(scene: Scene, elsewhere: bool) -> None:
+    whole = await undisturbed(scene, 1)
+    stub = scene.other if elsewhere else scene.one
+    for messages in range(MOST):
+        asking = request(1)
+        call = scene.one.GenerateStream(asking, timeout=PATIENCE_S)
+        begun = [message for message in [await call.read() for _ in range(messages)] if message is not grpc.aio.EOF]
+        if messages:  # nothing before the first says that it arrived
+            call.cancel()
+        seq = begun[-1].seq if begun else 0
+        if messages:
+            resume = pb.ResumeStreamRequest(request_id=asking.request_id, after_seq=seq)
+            ended = await rest(stub.ResumeStream(resume, timeout=PATIENCE_S))
+        else:
+            ended = await rest(call)
+        assert joined(begun, ended) == (whole.text, whole.ids)
+        assert ended[-1].usage.completion_tokens == TOKENS
+        if len(begun) < messages:
+            break
+
+
+@pytest.mark.parametrize("way", ["attach", "cancel"])
+async def test_the_other_router_is_asked_at_any_message(scene: Scene, way: str) -> None:
+    whole = await undisturbed(scene, 2)
+    for messages in range(1, MOST):
+        asking = request(2)
+        call = scene.one.GenerateStream(asking, timeout=PATIENCE_S)
+        begun = [await call.read() for _ in range(messages)]
+        if way == "attach":
+            again = await ask(scene.other, asking)
+            assert (again.text, again.ids) == (whole.text, whole.ids)
+        else:
+            told = await scene.other.CancelGeneration(pb.CancelGenerationRequest(request_id=asking.request_id))
+            assert told.status != pb.CancelGenerationResponse.STATUS_UNKNOWN_REQUEST
+        await _over(call)
+        if begun[-1] is grpc.aio.EOF:
+            break
+
+
+async def _over(call: Any) -> None:
+    """A stream that ends, well or as one whose request another has taken or cancelled."""
+    async with asyncio.timeout(PATIENCE_S):
+        code = await call.code() if call.done() else None
+        while code is None:
+            try:
+                if await call.read() is grpc.aio.EOF:
+                    code = await call.code()
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+    assert code in (grpc.StatusCode.OK, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)

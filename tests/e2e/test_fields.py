@@ -1,0 +1,371 @@
+"""Every field of a request does over the wire what protos/inference.proto says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+import models
+from engine.request import SamplingParams
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import InferenceServiceStub
+from router.validation import UNIMPLEMENTED_FIELDS
+from runtime.errors import Unimplemented, from_call
+from tests.e2e.asking import TOKENIZER, Answer, alone, ask, asked, open_stub
+from tests.e2e.deployment import PATIENCE_S, Deployment, deployment
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "def total(values):\n    result = 0\n    for value in values:\n"
+IDS = TOKENIZER.encode(PROMPT).ids
+WRITTEN = 24
+BEGIN, END = 0, 1
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
+)
+CHAT = "chat"
+
+Stub = InferenceServiceStub
+Check = Callable[[Stub], Awaitable[None]]
+CHECKS: dict[str, Check] = {}
+
+
+def field(*names: str) -> Callable[[Check], Check]:
+    """What checks these fields, each named as "Message.field"."""
+
+    def add(check: Check) -> Check:
+        CHECKS.update(dict.fromkeys(names, check))
+        return check
+
+    return add
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Two models, each with workers of its own; one request at a time."""
+    folder = tmp_path_factory.mktemp("models") / CHAT
+    shutil.copytree(models.path(), folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    router = ("--resume-grace-ms", "0", "--max-active", "1")
+    with deployment(router=router, another=f"{CHAT}={folder}") as made:
+        yield made
+
+
+@pytest.fixture
+async def stub(running: Deployment) -> AsyncIterator[Stub]:
+    channel, made = open_stub(running.address)
+    async with channel:
+        yield made
+
+
+def request(**parts: Any) -> pb.GenerateRequest:
+    """A greedy one of `WRITTEN` tokens; parts stand over that."""
+    made = asked(PROMPT, max_tokens=WRITTEN)
+    made.MergeFrom(pb.GenerateRequest(**parts))
+    return made
+
+
+async def plain(stub: Stub) -> Answer:
+    return await ask(stub, request())
+
+
+def leaves(descriptor: Any) -> Iterator[str]:
+    for each in descriptor.fields:
+        if each.message_type is None or each.message_type.GetOptions().map_entry:
+            yield f"{descriptor.name}.{each.name}"
+        else:
+            yield from leaves(each.message_type)
+
+
+UNIMPLEMENTED: dict[str, pb.GenerateRequest] = {
+    "SamplingParams.n": pb.GenerateRequest(sampling=pb.SamplingParams(n=2)),
+    "GenerateRequest.guided": pb.GenerateRequest(guided=pb.GuidedDecoding(regex="a+")),
+    "GenerateRequest.lora_name": pb.GenerateRequest(lora_name="pirate"),
+}
+"""By name, and a request that asks for it."""
+
+
+def test_every_field_has_a_check_or_is_refused() -> None:
+    refused = {*leaves(pb.GuidedDecoding.DESCRIPTOR), *UNIMPLEMENTED_FIELDS}
+    every = set(leaves(pb.GenerateRequest.DESCRIPTOR))
+    assert every - refused == CHECKS.keys() | {"GenerateRequest.user"}
+    assert set(UNIMPLEMENTED_FIELDS) <= UNIMPLEMENTED.keys()
+
+
+@pytest.mark.parametrize("name", UNIMPLEMENTED_FIELDS)
+async def test_what_is_refused_is_refused_by_name(stub: Stub, name: str) -> None:
+    asking = request()
+    asking.MergeFrom(UNIMPLEMENTED[name])
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Generate(asking, timeout=PATIENCE_S)
+    error = from_call(refused.value)
+    assert isinstance(error, Unimplemented)
+    assert error.field == name
+
+
+# ------------------------------------------------------------------------------------------ the request itself
+
+
+@field("GenerateRequest.request_id")
+async def _request_id(stub: Stub) -> None:
+    id = str(uuid.uuid4())
+    call = stub.GenerateStream(request(request_id=id), timeout=PATIENCE_S)
+    assert {message.request_id async for message in call} == {id}
+    stored = await stub.GetGeneration(pb.GetGenerationRequest(request_id=id))
+    assert (stored.request_id, stored.state) == (id, pb.Generation.STATE_SUCCEEDED)
+
+
+@field("GenerateRequest.model")
+async def _model(stub: Stub) -> None:
+    """Each is answered by its own workers."""
+    for model in ("tiny-python", CHAT):
+        answer = await ask(stub, request(model=model))
+        assert answer.started.model == model
+        assert bool(answer.receipt.prefill_worker) == (model != CHAT), "the second model has a decode worker alone"
+
+
+@field("GenerateRequest.prompt", "TokenIds.ids")
+async def _prompt(stub: Stub) -> None:
+    answer = await plain(stub)
+    assert answer.started.prompt_tokens == len(IDS)
+    same = await ask(stub, asked(IDS, max_tokens=WRITTEN))
+    assert (same.ids, same.text) == (answer.ids, answer.text)
+    assert answer.ids == [token.token for token in alone("float32", IDS, SamplingParams(), WRITTEN)]
+
+
+@field("Message.role", "Message.content", "Messages.add_generation_prompt")
+async def _messages(stub: Stub) -> None:
+    said = [pb.Message(role="system", content="be brief"), pb.Message(role="user", content="add two numbers")]
+    lines = "# system: be brief\n# user: add two numbers\n"
+    for opens, text in ((None, lines + "def "), (True, lines + "def "), (False, lines)):
+        chat = request(model=CHAT)
+        chat.messages.CopyFrom(pb.Messages(messages=said, add_generation_prompt=opens))
+        ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+        written = asked(ids, max_tokens=WRITTEN)
+        written.model = CHAT
+        answer, expected = await ask(stub, chat), await ask(stub, written)
+        assert answer.started.prompt_tokens == len(ids)
+        assert answer.ids == expected.ids
+
+
+@field("GenerateRequest.priority")
+async def _priority(stub: Stub) -> None:
+    """Of those that wait the most urgent is next."""
+    ended: list[int] = []
+
+    async def answered(priority: int) -> None:
+        await ask(stub, request(priority=priority))
+        ended.append(priority)
+
+    first = stub.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=400, ignore_eos=True)))
+    await first.read()  # it has the one place
+    waiting = []
+    for priority in (-1000, 0, 1000):
+        waiting.append(asyncio.create_task(answered(priority)))
+        await asyncio.sleep(0.05)  # they come in this order; were it another, the order of their ends would not change
+    first.cancel()
+    await asyncio.gather(*waiting)
+    assert ended == [1000, 0, -1000]
+
+
+async def test_the_user_stands_in_the_log_and_changes_nothing(running: Deployment, stub: Stub) -> None:
+    assert (await ask(stub, request(user="somebody"))).ids == (await plain(stub)).ids
+    await asyncio.to_thread(running.routers[0].until, "request ended", user="somebody")
+
+
+@field("CacheOptions.session_id")
+async def _session(stub: Stub) -> None:
+    """A hint: where the prompt is read is tested where there is a choice, in tests/router/test_placement.py."""
+    hinted = await ask(stub, request(cache=pb.CacheOptions(session_id="s")))
+    assert hinted.ids == (await plain(stub)).ids
+
+
+# -------------------------------------------------------------------------------------------------- sampling
+
+
+def sampled(name: str, value: float) -> None:
+    """The field's value changes what is drawn, into what the engine draws with it."""
+
+    @field(f"SamplingParams.{name}")
+    async def check(stub: Stub) -> None:
+        def settings(**more: Any) -> dict[str, Any]:
+            return {"temperature": 1.5, "seed": 77} | more
+
+        async def drawn(**chosen: Any) -> list[int]:
+            made = request(stopping=pb.StoppingParams(ignore_eos=True))
+            made.sampling.CopyFrom(pb.SamplingParams(**chosen))
+            return (await ask(stub, made)).ids
+
+        changed = settings(**{name: value})
+        told = pb.SamplingParams(**changed)
+        exact = {each.name: getattr(told, each.name) for each, _ in told.ListFields()}  # floats of 32 bits
+        expected = alone("float32", IDS, SamplingParams(**exact), WRITTEN)
+        ids = await drawn(**changed)
+        assert ids[: len(expected)] == [token.token for token in expected]
+        assert ids != await drawn(**settings())
+
+
+sampled("temperature", 0.5)
+sampled("top_p", 0.2)
+sampled("top_k", 2)
+sampled("min_p", 0.5)
+sampled("frequency_penalty", 2.0)
+sampled("presence_penalty", 2.0)
+sampled("repetition_penalty", 3.0)
+sampled("seed", 78)
+
+
+@field("SamplingParams.logit_bias", "StoppingParams.max_tokens")
+async def _bias(stub: Stub) -> None:
+    answer = await ask(stub, request(sampling=pb.SamplingParams(logit_bias={7: 100.0}), stopping=_most(5)))
+    assert answer.ids == [7] * 5
+    assert answer.finished.finish_reason == pb.FINISH_REASON_LENGTH
+
+
+def _most(tokens: int) -> pb.StoppingParams:
+    return pb.StoppingParams(max_tokens=tokens)
+
+
+# -------------------------------------------------------------------------------------------------- stopping
+
+
+@field("StoppingParams.stop_token_ids", "StoppingParams.min_tokens")
+async def _stop_tokens(stub: Stub) -> None:
+    whole = await plain(stub)
+    stop = whole.ids[6]
+    first = whole.ids.index(stop)
+    answer = await ask(stub, request(stopping=pb.StoppingParams(stop_token_ids=[stop])))
+    assert answer.ids == whole.ids[: first + 1]
+    assert answer.finished == pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_token_id=stop)
+    late = await ask(stub, request(stopping=pb.StoppingParams(stop_token_ids=[stop], min_tokens=first + 2)))
+    assert len(late.ids) >= first + 2
+    assert stop not in late.ids[: first + 1], "it is not even drawn"
+
+
+@field("StoppingParams.stop", "StoppingParams.include_stop_in_output")
+async def _stop_texts(stub: Stub) -> None:
+    whole = await plain(stub)
+    stop = whole.text[len(whole.text) // 2 :][:4]
+    start = whole.text.index(stop)
+    for include in (False, True):
+        stopping = pb.StoppingParams(stop=[stop], include_stop_in_output=include)
+        answer = await ask(stub, request(stopping=stopping))
+        assert answer.text == whole.text[: start + len(stop) * include]
+        assert answer.finished == pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_text=stop)
+
+
+@field("StoppingParams.ignore_eos")
+async def _eos(stub: Stub) -> None:
+    bias = pb.SamplingParams(logit_bias={END: 100.0})
+    ended = await ask(stub, request(sampling=bias))
+    assert ended.finished == pb.Finished(finish_reason=pb.FINISH_REASON_STOP, eos_token_id=END)
+    assert ended.ids == [END]
+    on = await ask(stub, request(sampling=bias, stopping=pb.StoppingParams(ignore_eos=True)))
+    assert on.ids == [END] * WRITTEN
+
+
+# -------------------------------------------------------------------------------------------------- response
+
+
+@field("ResponseOptions.text", "ResponseOptions.token_ids", "ResponseOptions.echo")
+async def _shown(stub: Stub) -> None:
+    whole = await plain(stub)
+    silent = await ask(stub, request(response=pb.ResponseOptions(text=False)))
+    assert (silent.text, silent.ids) == ("", whole.ids)
+    words = request(response=pb.ResponseOptions(echo=True))
+    words.response.token_ids = False
+    answer = await ask(stub, words)
+    assert (answer.text, answer.ids) == (PROMPT + whole.text, [])
+
+
+@field("ResponseOptions.logprobs", "ResponseOptions.prompt_logprobs")
+async def _logprobs(stub: Stub) -> None:
+    answer = await ask(stub, request(response=pb.ResponseOptions(logprobs=2, prompt_logprobs=3)))
+    assert [entry.token_id for entry in answer.logprobs] == answer.ids
+    assert all(entry.rank == 1 and len(entry.top) == 2 for entry in answer.logprobs), "greedy takes the likeliest"
+    assert [entry.token_id for entry in answer.started.prompt_logprobs] == IDS
+    assert all(len(entry.top) == 3 for entry in answer.started.prompt_logprobs[1:])
+
+
+@field("ResponseOptions.skip_special_tokens")
+async def _special(stub: Stub) -> None:
+    bias = pb.SamplingParams(logit_bias={BEGIN: 100.0})
+    for skip, text in ((True, ""), (False, "<|begin|>" * 3)):
+        response = pb.ResponseOptions(skip_special_tokens=skip)
+        answer = await ask(stub, request(sampling=bias, response=response, stopping=_most(3)))
+        assert (answer.text, answer.ids) == (text, [BEGIN] * 3)
+
+
+# ------------------------------------------------------------------------------------------- cache and stream
+
+
+@field("CacheOptions.bypass_prefix_cache", "CacheOptions.cache_salt")
+async def _cache(stub: Stub) -> None:
+    long = asked([BEGIN, *(9 + n * 31 % 4000 for n in range(70))], max_tokens=2)
+
+    async def found(**options: Any) -> int:
+        made = pb.GenerateRequest()
+        made.CopyFrom(long)
+        made.cache.CopyFrom(pb.CacheOptions(**options))
+        return (await ask(stub, made)).started.cached_tokens
+
+    salt = uuid.uuid4().hex
+    assert await found(cache_salt=salt) == 0
+    assert await found(cache_salt=salt) >= 64
+    assert await found(cache_salt=uuid.uuid4().hex) == 0
+    assert await found(cache_salt=salt, bypass_prefix_cache=True) == 0
+
+
+@field("StreamOptions.on_disconnect", "StreamOptions.detach_ttl_ms")
+async def _disconnect(stub: Stub) -> None:
+    detach = pb.StreamOptions.ON_DISCONNECT_DETACH
+    ends = {
+        pb.Generation.STATE_CANCELLED: [
+            pb.StreamOptions(),
+            pb.StreamOptions(on_disconnect=pb.StreamOptions.ON_DISCONNECT_CANCEL),
+            pb.StreamOptions(on_disconnect=detach, detach_ttl_ms=1),
+        ],
+        pb.Generation.STATE_SUCCEEDED: [
+            pb.StreamOptions(on_disconnect=detach),
+            pb.StreamOptions(on_disconnect=detach, detach_ttl_ms=600_000),
+        ],
+    }
+    for state, options in ends.items():
+        for stream in options:
+            id = str(uuid.uuid4())
+            stopping = pb.StoppingParams(max_tokens=300, ignore_eos=True)
+            call = stub.GenerateStream(request(request_id=id, stopping=stopping, stream=stream))
+            await call.read()
+            call.cancel()
+            assert await _ended(stub, id) == state
+
+
+async def _ended(stub: Stub, id: str) -> int:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            told = await stub.GetGeneration(pb.GetGenerationRequest(request_id=id))
+            if told.state >= pb.Generation.STATE_SUCCEEDED:
+                return int(told.state)
+            await asyncio.sleep(0.05)
+
+
+@field("StreamOptions.min_chunk_tokens")
+async def _chunks(stub: Stub) -> None:
+    made = request(stream=pb.StreamOptions(min_chunk_tokens=10), stopping=pb.StoppingParams(ignore_eos=True))
+    call = stub.GenerateStream(made, timeout=PATIENCE_S)
+    sizes = [message.delta.num_tokens async for message in call if message.HasField("delta")]
+    assert sum(sizes) == WRITTEN
+    assert min(sizes[:-1]) >= 10
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(CHECKS.values()), ids=lambda check: "")
+async def test_it_does_what_is_said_of_it(stub: Stub, check: Check) -> None:
+    await check(stub)
