@@ -114,7 +114,7 @@ class Execution:
         if adopted is not None:
             self._job.holder = _holder(adopted) if self.owned.is_explained else None
             self._job.from_tokens = bool(adopted.entries)
-            self._job.layout = _layout(adopted)
+            self._job.layout = _layout(adopted, router.pool)
             self.accepted.set_result(None)
 
     async def run(self) -> None:
@@ -322,10 +322,13 @@ def _holder(found: StoredRequest) -> Life | None:
     return Life.of(attempts[-1].decode_worker)
 
 
-def _layout(found: StoredRequest) -> int:
-    """Of the workers of its last attempt, 0 where they don't give equal bits, or nobody knows them."""
+def _layout(found: StoredRequest, pool: Pool) -> int:
+    """Of the workers of its last attempt, 0 where they don't give equal bits, or nobody knows them. Of one that was
+    accepted a moment ago nothing is written yet: it is what all workers have, where that is one."""
     attempts = found.record.attempts
-    return attempts[-1].layout if attempts else 0
+    if attempts:
+        return attempts[-1].layout
+    return 0 if found.entries else pool.layout_of(found.record.model)
 
 
 def _owned(request: ValidRequest, life: Life) -> OwnedRequest:

@@ -160,6 +160,11 @@ class Pool:
         if (worker := self._workers.get(life)) is not None:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))
 
+    def layout_of(self, model: str) -> int:
+        """What all workers of a model have, where it is one layout and gives equal bits; else 0."""
+        layouts = {worker.facts.layout if worker.facts.equal_bits else 0 for worker in self.of(model)}
+        return layouts.pop() if len(layouts) == 1 else 0
+
     def window_of(self, model: str) -> int | None:
         """Tokens of the shortest window among the usable workers; None while there are none."""
         windows = [worker.facts.capacity.window_tokens for worker in self.of(model) if worker.is_usable]

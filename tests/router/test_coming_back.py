@@ -553,6 +553,20 @@ async def test_a_tail_that_comes_out_the_same_again_is_gone_on_with(store: Store
         assert tokens_of(await ended(course)) == answer(PROMPT, 5)
 
 
+@pytest.mark.parametrize("alike", [True, False])
+async def test_of_one_that_was_just_accepted_the_tail_is_what_all_workers_write(store: Store, alike: bool) -> None:
+    await left_behind(store, layout=None)
+    async with fleet(P, D) as workers:
+        workers[0].facts.equal_bits = alike
+        async with core(store, workers) as scene:
+            course = await scene.dispatcher.resume(KEY)
+            if alike:
+                await begun_behind(course, 4)
+            else:
+                await refused_behind(course, 4, certain=0)
+            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+
+
 @pytest.mark.parametrize("layout", [None, 0, LAYOUT + 1])
 async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certain(
     store: Store, layout: int | None
