@@ -366,6 +366,6 @@ async def _chunks(stub: Stub) -> None:
     assert min(sizes[:-1]) >= 10
 
 
-@pytest.mark.parametrize("check", dict.fromkeys(CHECKS.values()), ids=lambda check: "")
+@pytest.mark.parametrize("check", dict.fromkeys(CHECKS.values()), ids=lambda check: check.__name__)
 async def test_it_does_what_is_said_of_it(stub: Stub, check: Check) -> None:
     await check(stub)
