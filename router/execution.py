@@ -185,7 +185,8 @@ class Execution:
         """Another router owns it: nothing more is written."""
         self.is_superseded = True
         cancelled = error.state == Generation.STATE_CANCELLED
-        self.end(Cancelled() if cancelled else Aborted(Reason.SUPERSEDED, str(error)))
+        words = f"another router owns the request, in epoch {error.epoch}"
+        self.end(Cancelled() if cancelled else Aborted(Reason.SUPERSEDED, words))
 
     def _run(self) -> wire.Run:
         return wire.Run(request=str(self.owned.key), epoch=self.owned.epoch, attempt=self.owned.attempt)

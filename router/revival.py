@@ -51,7 +51,8 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
         case UnknownRequest():
             return NotFound("request", key.id)
         case NotYetKnown():
-            return Unavailable(Reason.STATE_STORE_AWAY, str(error), retry_after=error.retry_after_s)
+            words = f"request {key.id} is not known yet: the state store is new, and still fills up"
+            return Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=error.retry_after_s)
         case _:
             return Unavailable(Reason.STATE_STORE_AWAY, "the state store is away", retry_after=RETRY_SECONDS)
 

@@ -177,6 +177,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         model = self._models.find(request.model)
         match request.WhichOneof("input"):
             case "messages":
+                if request.HasField("add_special_tokens"):
+                    limit = "unset with messages, whose template brings its own"
+                    raise InvalidArgument("add_special_tokens", limit, request.add_special_tokens)
                 ids = await chat_tokens(request.messages, model)
             case "text":
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -195,9 +198,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return pb.DetokenizeResponse(text=await model.decode(list(request.token_ids), skip_special_tokens=skip))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:  # noqa: N802
+        check_known(request)
         return pb.ListModelsResponse(models=[self._described(model) for model in self._models.by_id.values()])
 
     async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.Model:  # noqa: N802
+        check_known(request)
         return self._described(self._models.find(request.model))
 
     def _described(self, model: ServedModel) -> pb.Model:
@@ -215,6 +220,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.ServerInfo:  # noqa: N802
+        check_known(request)
         about = self._about
         return pb.ServerInfo(
             version=about.version,

@@ -165,7 +165,7 @@ class OutOfRange(ServiceError):
     """A resume from before what is kept. `first_seq` is the earliest that would do, `last_seq` counts all entries."""
 
     def __init__(self, after_seq: int, first_seq: int, last_seq: int) -> None:
-        text = f"after_seq: from {first_seq} on is kept, got {after_seq}"
+        text = f"after_seq: from {first_seq} to {last_seq}, got {after_seq}"
         fault = _fault(grpc.StatusCode.OUT_OF_RANGE, Reason.SEQ_NOT_KEPT, text)
         super().__init__(replace(fault, resume=ResumePoint(first_seq, last_seq)))
 

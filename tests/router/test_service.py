@@ -476,8 +476,25 @@ async def test_what_can_not_be_tokenized_is_refused():
         error = await refused(s.stub.Tokenize(pb.TokenizeRequest(messages=messages)))
         assert isinstance(error, InvalidArgument)
         assert error.field == "messages"
+        error = await refused(s.stub.Tokenize(pb.TokenizeRequest(messages=messages, add_special_tokens=False)))
+        assert isinstance(error, InvalidArgument)
+        assert error.field == "add_special_tokens"
         assert isinstance(await refused(s.stub.Tokenize(pb.TokenizeRequest(model="no", text="x"))), NotFound)
         assert isinstance(await refused(s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[4096]))), InvalidArgument)
+
+
+@pytest.mark.parametrize("method", ["ListModels", "GetModel", "GetServerInfo"])
+async def test_what_a_newer_client_asks_is_refused_by_its_number_everywhere(method: str):
+    newer = {
+        "ListModels": pb.ListModelsRequest,
+        "GetModel": pb.GetModelRequest,
+        "GetServerInfo": pb.GetServerInfoRequest,
+    }
+    async with scene() as s:
+        request = newer[method].FromString(b"\xc0\x3e\x01")  # field 1000
+        error = await refused(getattr(s.stub, method)(request))
+        assert isinstance(error, Unimplemented)
+        assert error.field.endswith(".1000")
 
 
 async def test_models_are_told_as_they_are_served():
