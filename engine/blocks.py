@@ -163,6 +163,13 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def forget(self, digest: BlockHash) -> None:
+        """Nobody finds that content any more, unless somebody holds it."""
+        block = self._block_of.get(digest)
+        if block is not None and block in self._cached:
+            self._cached.move_to_end(block, last=False)
+            self._free.append(self._evict())
+
     def drop_cache(self) -> int:
         """Forget every unheld published block; returns how many."""
         dropped = len(self._cached)

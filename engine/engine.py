@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from engine.blocks import BlockPool
+from engine.blocks import BlockPool, hash_block, root_hash
 from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
 from engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, Token
 from engine.plan import Device, Row, StepResult, TokenLogprobs
@@ -69,10 +69,11 @@ class Engine:
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
 
-    def cancel(self, id: str) -> bool:
+    def cancel(self, id: str, keep: int | None = None) -> bool:
         """End a sequence in whatever state it is; False when nothing of that id is alive. Frees at once.
 
-        An arrival ends without a word, for it never was a sequence; an open export keeps its lease.
+        An arrival ends without a word, for it never was a sequence; an open export keeps its lease. With ``keep``, what
+        lies behind so many tokens is not cached.
         """
         arrival = self._arriving.get(id)
         if arrival is not None:
@@ -80,7 +81,17 @@ class Engine:
         sequence = self._sequences.get(id)
         if sequence is not None:
             self._end(sequence, FinishReason.CANCELLED)
+            if keep is not None:
+                self.forget(sequence.tokens, sequence.request.salt, keep)
         return sequence is not None or arrival is not None
+
+    def forget(self, tokens: Sequence[int], salt: bytes, keep: int) -> None:
+        """Of these tokens, blocks beyond the first ``keep`` are cached no more, unless somebody holds them."""
+        size, parent = self.pool.block_size, root_hash(salt)
+        for end in range(size, len(tokens) + 1, size):
+            parent = hash_block(parent, tokens[end - size : end])
+            if end > keep:
+                self.pool.forget(parent)
 
     def park(self, id: str) -> None:
         """Stop stepping a running sequence and keep its blocks (the last step of a drain). Raises UnknownSequence."""

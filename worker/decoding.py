@@ -80,6 +80,8 @@ class Decoding:
         self._claim(held, session, cancel.run)
         if cancel.HasField("end_position"):
             held.cut = held.index_of(cancel.end_position)
+            if held.end is not None:
+                self._forget_behind(held, cancel.end_position)
         telling.ended(held)
         late = cancel.reason == wire.Cancel.REASON_DEADLINE
         self.end_early(held, wire.OutputEnd.REASON_DEADLINE if late else wire.OutputEnd.REASON_CANCELLED)
@@ -251,7 +253,7 @@ class Decoding:
         elif held.phase == wire.Held.PHASE_ARRIVING and held.fetch is not None:
             held.fetch.cancel()  # and ``_fetched`` lets go
         elif held.ticket is None or held.phase == wire.Held.PHASE_RUNNING:
-            self._hub.loop.post(lambda engine: engine.cancel(held.request.id))  # and the engine tells the end
+            self._hub.loop.post(lambda engine: engine.cancel(held.request.id, held.kept))  # which tells its end
         # else the engine is being asked for room, and ``_settle`` lets go
 
     def drop(self, held: HeldRun) -> None:
@@ -264,7 +266,12 @@ class Decoding:
         """Free whatever is held for a cancelled run, here and at its giver, then tell its end."""
         if held.ticket is not None:  # a fetch that was cancelled may not have come so far as to say it
             self._fetching.give_up(held.ticket)
-        self._hub.loop.post(lambda engine: engine.cancel(held.request.id), then=lambda: self._finish(held))
+        self._hub.loop.post(lambda engine: engine.cancel(held.request.id, held.kept), then=lambda: self._finish(held))
+
+    def _forget_behind(self, held: HeldRun, position: int) -> None:
+        """It had ended by itself before its owner found that it should have stopped there."""
+        tokens = [*held.request.token_ids[: held.request.prompt_len], *held.tokens]
+        self._hub.loop.post(lambda engine: engine.forget(tokens, held.request.salt, position))
 
     def _finish(self, held: HeldRun, reason: wire.OutputEnd.Reason | None = None) -> None:
         """The output is written: by itself, or (no ``reason``) as far as was asked."""

@@ -76,6 +76,11 @@ class HeldRun:
         return self.request.sampling.output_index
 
     @property
+    def kept(self) -> int | None:
+        """Tokens of prompt and output that count, where that was said; what lies behind isn't cached."""
+        return None if self.cut is None else self.request.prompt_len + self.cut
+
+    @property
     def written_before(self) -> int:
         """Output tokens that came with the work."""
         return len(self.request.token_ids) - self.request.prompt_len

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from engine.blocks import hash_block, root_hash
+from engine.engine import Engine
 from protos import worker_pb2 as wire
 from tests.worker.decode_scene import Node, Router, alone, eventually, make_run, make_work, owned
+from worker.work import unpack_tokens
 
 LONG = 600_000
 """A lease that no test outlives: what is free before its end was freed by somebody."""
@@ -181,6 +184,31 @@ async def test_what_lies_behind_a_stop_text_is_not_kept() -> None:
         await router.cancel(run)  # answered after all that was sent again
         await router.until(lambda: router.of(run).words.count("ended") == 2)
         assert router.of(run).text(10) == alone(work)[:5]
+
+
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+async def test_what_lies_behind_a_stop_text_is_not_cached_as_output(ends_by_itself: bool) -> None:
+    run, work = make_run(), make_work(10, 60)
+    async with Node("d") as node, Router(node) as router:
+        node.device.seconds = 0.002
+        await router.start(run, work)
+        await router.wrote(run, 60 if ends_by_itself else 30)
+        if ends_by_itself:
+            await router.word(run, "ended")
+        await router.cancel(run, wire.Cancel.REASON_STOP_TEXT, end_position=10 + 9)
+        await router.until(lambda: "ended" in router.of(run).words)
+        tokens = [*unpack_tokens(work.prompt), *alone(work)]
+        size = node.hub.block_size
+
+        def cached(engine: Engine) -> int:
+            found = 0
+            parent = root_hash(work.salt)
+            for end in range(size, len(tokens) + 1, size):
+                parent = hash_block(parent, tokens[end - size : end])
+                found += bool(engine.pool.match([parent]))
+            return found
+
+        assert await node.hub.loop.call(cached) == 19 // size
 
 
 async def test_a_cancel_of_another_output_ends_nothing() -> None:
