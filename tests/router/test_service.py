@@ -485,7 +485,7 @@ async def test_what_can_not_be_tokenized_is_refused():
 
 @pytest.mark.parametrize("method", ["ListModels", "GetModel", "GetServerInfo"])
 async def test_what_a_newer_client_asks_is_refused_by_its_number_everywhere(method: str):
-    newer = {
+    newer: dict[str, Any] = {
         "ListModels": pb.ListModelsRequest,
         "GetModel": pb.GetModelRequest,
         "GetServerInfo": pb.GetServerInfoRequest,
