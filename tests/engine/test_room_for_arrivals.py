@@ -36,7 +36,7 @@ def test_who_was_preempted_comes_before_anybody_who_arrives() -> None:
     engine = make_engine(12, max_running=4)
     for number in range(3):
         engine.add(make_request(f"r{number}", prompt(8, number + 1), 30))
-    ear = step_until(engine, lambda: preempted(engine))
+    ear = step_until(engine, lambda: preempted(engine) and engine.pool.available > len(engine.scheduler.running))
     with pytest.raises(NoRoom):
         engine.reserve(arrival(1))
     step_until(engine, lambda: not preempted(engine) and engine.pool.available > 4, ear)
