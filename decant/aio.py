@@ -32,13 +32,14 @@ class AsyncClient:
         address: str | Sequence[str],
         *,
         tls: Tls | None = None,
+        token: str | None = None,
         call_seconds: float = 30.0,
         resume_seconds: float = 30.0,
     ) -> None:
         """As `decant.Client`."""
         self._call_seconds = call_seconds
         self._resume_seconds = resume_seconds
-        self._routers = AsyncRouters(targets(address), tls)
+        self._routers = AsyncRouters(targets(address), tls, token)
 
     async def generate(
         self,

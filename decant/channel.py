@@ -71,6 +71,15 @@ def targets(addresses: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(parts))
 
 
+def credentials_of(token: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata of every call: who asks. Raises ValueError, which doesn't repeat the token."""
+    if token is None:
+        return ()
+    if not token or not all("!" <= character <= "~" for character in token):
+        raise ValueError("token: printable ASCII without spaces, at least 1 character")
+    return (("authorization", f"Bearer {token}"),)
+
+
 def open_blocking(address: str, tls: Tls | None) -> grpc.Channel:
     """Raises OSError for a TLS file that can't be read."""
     if tls is None:

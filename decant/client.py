@@ -39,17 +39,20 @@ class Client:
         address: str | Sequence[str],
         *,
         tls: Tls | None = None,
+        token: str | None = None,
         call_seconds: float = 30.0,
         resume_seconds: float = 30.0,
     ) -> None:
-        """Connects when first asked; plaintext without `tls`. `call_seconds` bounds every call that writes nothing,
+        """Connects when first asked; plaintext without `tls`. `token` is the secret of who asks, where the service
+        wants to know: sent with every call, and shown nowhere. `call_seconds` bounds every call that writes nothing,
         `resume_seconds` how long a stream that broke is tried to be gone on with; 0: not at all.
 
-        Raises ValueError without an address, OSError for a TLS file that can't be read.
+        Raises ValueError without an address and for a token that can't be sent, OSError for a TLS file that can't be
+        read.
         """
         self._call_seconds = call_seconds
         self._resume_seconds = resume_seconds
-        self._routers = Routers(targets(address), tls)
+        self._routers = Routers(targets(address), tls, token)
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **wanted: Unpack[Options]) -> Answer:
         """The whole answer at once. `timeout` is the request's deadline in seconds.

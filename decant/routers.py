@@ -15,7 +15,7 @@ from weakref import WeakSet
 import grpc
 from google.protobuf.message import Message
 
-from decant.channel import Tls, open_async, open_blocking
+from decant.channel import Tls, credentials_of, open_async, open_blocking
 from decant.tries import Tries
 from decant.turns import Turns
 from protos import inference_pb2 as pb
@@ -61,9 +61,11 @@ class Bell:
 class Routers:
     """For threads, which may share one."""
 
-    def __init__(self, addresses: tuple[str, ...], tls: Tls | None) -> None:
-        """Connects when first asked. Raises OSError for a TLS file that can't be read."""
+    def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None) -> None:
+        """Connects when first asked. Raises OSError for a TLS file that can't be read, ValueError for a token that
+        can't be sent."""
         self.addresses = addresses
+        self._metadata = credentials_of(token)
         self.turns = Turns(len(addresses))
         self._channels = [open_blocking(address, tls) for address in addresses]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
@@ -130,7 +132,7 @@ class Routers:
         with self._lock:  # a channel that is being closed takes no calls
             if self._is_closed:
                 raise closed_here()
-            return call(request, timeout=tries.remaining())
+            return call(request, timeout=tries.remaining(), metadata=self._metadata)
 
 
 class AsyncBell:
@@ -169,9 +171,11 @@ def typed_errors_until(bell: AsyncBell) -> Iterator[None]:
 class AsyncRouters:
     """For the tasks of one event loop."""
 
-    def __init__(self, addresses: tuple[str, ...], tls: Tls | None) -> None:
-        """Connects when first asked. Raises OSError for a TLS file that can't be read."""
+    def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None) -> None:
+        """Connects when first asked. Raises OSError for a TLS file that can't be read, ValueError for a token that
+        can't be sent."""
         self.addresses = addresses
+        self._metadata = credentials_of(token)
         self.turns = Turns(len(addresses))
         self._channels = [open_async(address, tls) for address in addresses]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
@@ -203,7 +207,8 @@ class AsyncRouters:
         """The call, where it is whose turn it is. Raises Cancelled when all is closed."""
         if self._is_closed:
             raise closed_here()
-        return getattr(self._stubs[tries.router], method)(request, timeout=tries.remaining())
+        call = getattr(self._stubs[tries.router], method)
+        return call(request, timeout=tries.remaining(), metadata=self._metadata)
 
     async def wait(self, tries: Tries, bell: AsyncBell, error: ServiceError) -> None:
         """Until the next try. Raises `error` where there is none, Cancelled when the bell rings."""

@@ -58,6 +58,7 @@ class Account:
         _log.info(
             "request ended",
             request_id=part(course.request.key.id),
+            tenant=part(course.request.key.tenant),
             model=course.request.work.model,
             user=part(course.request.payload.user) if course.request.payload.user else None,
             outcome=outcome,

@@ -18,6 +18,8 @@ from importlib.metadata import version
 
 from protos.state_pb2 import RouterRegistration
 from router.admission import Admission
+from router.credentials import Callers
+from router.credentials import load as load_callers
 from router.dispatch import Dispatcher
 from router.execution import Router
 from router.flush import Flusher
@@ -37,7 +39,7 @@ from runtime.metrics import Registry, RequestMetrics
 from runtime.model_files import ModelUnreadable
 from runtime.peer import default_id, new_peer
 from runtime.server import Server, serve
-from runtime.settings import Refused
+from runtime.settings import InvalidSettings, Refused
 from runtime.tls import channel_credentials
 from state.errors import StateError, StoreFault, StoreUnavailable
 from state.keys import Lifetimes
@@ -62,10 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.start("router", settings)
     try:
         models, store = load(settings.models), StoreSettings(settings.redis_url)
-    except (ModelUnreadable, ValueError) as error:
+        callers = load_callers(settings.credentials, models)
+    except (ModelUnreadable, InvalidSettings, ValueError) as error:
         return _refuse(error)
     try:
-        return 0 if shutdown.run(_serve(settings, models, store)) else 1
+        return 0 if shutdown.run(_serve(settings, models, callers, store)) else 1
     except (Refused, StateError) as error:
         return _refuse(error)
 
@@ -75,13 +78,13 @@ def _refuse(error: Exception) -> int:
     return 2
 
 
-async def _serve(settings: RouterSettings, models: Models, where: StoreSettings) -> bool:
+async def _serve(settings: RouterSettings, models: Models, callers: Callers, where: StoreSettings) -> bool:
     """Whether every call ended by itself. Raises Refused, StoreFault."""
     async with Store(where) as store, AsyncExitStack() as stack:
         process = Process(settings, models, store)
         stack.push_async_callback(process.close)
         ended = await serve(
-            [process.service.service()],
+            [process.service.service(callers)],
             settings,
             process.readiness,
             process.registry,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from protos import inference_pb2 as pb
 from router.limits import check_sampling
 from router.templates import ChatTemplate
 from router.text import UnsupportedDecoder, Words, words_of
-from runtime.errors import InvalidArgument, NotFound
+from runtime.errors import InvalidArgument, NotFound, PermissionDenied
 from runtime.model_files import ModelFiles, ModelUnreadable, find
 
 ENCODED_AT_ONCE = 2048
@@ -81,23 +81,32 @@ class ServedModel:
 
 
 class Models:
-    """The served models. The first is the default."""
+    """The served models. The first is the default. Those `withheld` are served too, but not to whoever finds them
+    here."""
 
-    def __init__(self, models: Iterable[ServedModel]) -> None:
+    def __init__(self, models: Iterable[ServedModel], withheld: Collection[str] = ()) -> None:
         listed = list(models)
+        self._withheld = frozenset(withheld)
         self.default = listed[0]
         self.by_id: Mapping[str, ServedModel] = MappingProxyType({model.id: model for model in listed})
         if len(self.by_id) < len(listed):
             raise ValueError(f"models: each id once, got {', '.join(model.id for model in listed)}")
 
     def find(self, name: str) -> ServedModel:
-        """The model of that id, the default for an empty one. Raises NotFound."""
+        """The model of that id, the default for an empty one. Raises NotFound, PermissionDenied."""
         if not name:
             return self.default
+        if name in self._withheld:
+            raise PermissionDenied(f"model {name}")
         try:
             return self.by_id[name]
         except KeyError:
             raise NotFound("model", name) from None
+
+    def only(self, ids: Collection[str]) -> Models:
+        """The models of these ids, in the same order, with all others withheld."""
+        kept = [model for id, model in self.by_id.items() if id in ids]
+        return Models(kept, self.by_id.keys() - set(ids))
 
 
 def load(sources: Iterable[str]) -> Models:

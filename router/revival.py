@@ -37,9 +37,10 @@ def reviver(models: Models, window_of: WindowOf) -> Revive:
     async def revive(found: StoredRequest) -> ValidRequest:
         asked = pb.GenerateRequest()
         asked.CopyFrom(found.payload)
+        asked.model = found.record.model  # no name meant the default of its time and tenant
         asked.sampling.seed = found.record.seed
         window = (lambda _: _NO_LIMIT) if found.ended else window_of
-        valid = await validate(asked, models, window, _deadline(found.record))
+        valid = await validate(asked, models, window, _deadline(found.record), found.key.tenant)
         return replace(valid, key=found.key, payload=found.payload, accepted_at=_accepted_at(found.record))
 
     return revive

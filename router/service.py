@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 
@@ -21,13 +21,13 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.account import Account, account_of
 from router.answer import Answer
+from router.credentials import Call, Callers, for_callers
 from router.limits import check_id, check_size
 from router.models import Models, ServedModel
 from router.reading import Reading, begin_behind
 from router.request import Course, Ended, ValidRequest
 from router.standing import Standing, generation
 from router.validation import (
-    TENANT,
     UNIMPLEMENTED_FIELDS,
     chat_tokens,
     check_known,
@@ -47,7 +47,8 @@ _ALREADY_FINISHED = pb.CancelGenerationResponse.STATUS_ALREADY_FINISHED
 _UNKNOWN = pb.CancelGenerationResponse.STATUS_UNKNOWN_REQUEST
 _LEFT = "left"
 
-_Context = grpc.aio.ServicerContext[Any, Any]
+_SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
+
 _Named = pb.ResumeStreamRequest | pb.GetGenerationRequest | pb.CancelGenerationRequest
 
 
@@ -86,8 +87,9 @@ class About:
     draining: Callable[[], bool]
 
 
-class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """``decant.v1.InferenceService``, but for what the interceptor does: errors become statuses there."""
+class InferenceService:
+    """``decant.v1.InferenceService``, but for what the interceptor does: errors become statuses there. Whoever calls
+    a method is known by then."""
 
     def __init__(self, models: Models, dispatcher: Dispatcher, about: About, metrics: RequestMetrics) -> None:
         self._models = models
@@ -95,39 +97,41 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._about = about
         self._metrics = {id: metrics.of(id) for id in models.by_id}
 
-    def service(self) -> Service:
+    def service(self, callers: Callers) -> Service:
         """As a server takes it; a draining one refuses new requests."""
+        known = for_callers(self, _SERVICE, callers)
         return Service(
-            pb.DESCRIPTOR.services_by_name["InferenceService"],
-            lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, server),
+            _SERVICE,
+            lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(known, server),
             entrances=frozenset({"Generate", "GenerateStream"}),
         )
 
     # ------------------------------------------------------------------------------------------ generating
 
-    async def GenerateStream(self, request: pb.GenerateRequest, context: _Context) -> None:  # noqa: N802
-        await self._stream(await self._begin(request, context), 0, context)
+    async def GenerateStream(self, request: pb.GenerateRequest, call: Call) -> None:  # noqa: N802
+        await self._stream(await self._begin(request, call), 0, call)
 
-    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> pb.GenerateResponse:  # noqa: N802
-        course = await self._begin(request, context)
+    async def Generate(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:  # noqa: N802
+        course = await self._begin(request, call)
         with self._followed(course) as follower:
             await begin_behind(course, 0)
             response, follower.ended = await Answer(course, self._model(course)).whole(follower.account)
         return response
 
-    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: _Context) -> None:  # noqa: N802
-        key = _key_of(request)
-        await self._stream(await self._dispatcher.resume(key), request.after_seq, context)
+    async def ResumeStream(self, request: pb.ResumeStreamRequest, call: Call) -> None:  # noqa: N802
+        key = _key_of(request, call)
+        await self._stream(await self._dispatcher.resume(key), request.after_seq, call)
 
-    async def _begin(self, request: pb.GenerateRequest, context: _Context) -> Course:
-        valid = await validate(request, self._models, self._dispatcher.window_of, Deadline.of(context))
+    async def _begin(self, request: pb.GenerateRequest, call: Call) -> Course:
+        tenant, deadline = call.tenant, Deadline.of(call.context)
+        valid = await validate(request, tenant.models, self._dispatcher.window_of, deadline, tenant.name)
         return await self._dispatcher.begin(valid)
 
-    async def _stream(self, course: Course, after_seq: int, context: _Context) -> None:
+    async def _stream(self, course: Course, after_seq: int, call: Call) -> None:
         with self._followed(course) as follower:
             await begin_behind(course, after_seq)
             answer = Answer(course, self._model(course), after_seq)
-            follower.ended = await answer.stream(context.write, follower.account)
+            follower.ended = await answer.stream(call.context.write, follower.account)
 
     def _model(self, course: Course) -> ServedModel:
         return self._models.by_id[course.request.work.model]
@@ -155,15 +159,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     # ------------------------------------------------------------------------------------------ coming back
 
-    async def GetGeneration(self, request: pb.GetGenerationRequest, context: _Context) -> pb.Generation:  # noqa: N802
-        standing = await self._dispatcher.look(_key_of(request))
+    async def GetGeneration(self, request: pb.GetGenerationRequest, call: Call) -> pb.Generation:  # noqa: N802
+        standing = await self._dispatcher.look(_key_of(request, call))
         return await generation(standing, self._model(standing.course))
 
     async def CancelGeneration(  # noqa: N802
-        self, request: pb.CancelGenerationRequest, context: _Context
+        self, request: pb.CancelGenerationRequest, call: Call
     ) -> pb.CancelGenerationResponse:
         try:
-            end = await self._dispatcher.cancel(_key_of(request))
+            end = await self._dispatcher.cancel(_key_of(request, call))
         except NotFound:
             return pb.CancelGenerationResponse(status=_UNKNOWN)
         status = _CANCELLED if isinstance(end, Cancelled) else _ALREADY_FINISHED
@@ -171,10 +175,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     # ------------------------------------------------------------------------------------------ words, models
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:  # noqa: N802
+    async def Tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:  # noqa: N802
         check_size(request)
         check_known(request)
-        model = self._models.find(request.model)
+        model = call.tenant.models.find(request.model)
         match request.WhichOneof("input"):
             case "messages":
                 if request.HasField("add_special_tokens"):
@@ -189,21 +193,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         tokens = [model.words.bytes_of(id).decode(errors="replace") for id in ids] if request.return_tokens else ()
         return pb.TokenizeResponse(count=len(ids), token_ids=ids, tokens=tokens)
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:  # noqa: N802
+    async def Detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:  # noqa: N802
         check_size(request)
         check_known(request)
-        model = self._models.find(request.model)
+        model = call.tenant.models.find(request.model)
         check_vocabulary("token_ids", request.token_ids, model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await model.decode(list(request.token_ids), skip_special_tokens=skip))
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:  # noqa: N802
+    async def ListModels(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:  # noqa: N802
         check_known(request)
-        return pb.ListModelsResponse(models=[self._described(model) for model in self._models.by_id.values()])
+        return pb.ListModelsResponse(models=[self._described(model) for model in call.tenant.models.by_id.values()])
 
-    async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.Model:  # noqa: N802
+    async def GetModel(self, request: pb.GetModelRequest, call: Call) -> pb.Model:  # noqa: N802
         check_known(request)
-        return self._described(self._models.find(request.model))
+        return self._described(call.tenant.models.find(request.model))
 
     def _described(self, model: ServedModel) -> pb.Model:
         """Lengths are 0 where only workers could tell them, and there are none."""
@@ -219,13 +223,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             has_chat_template=model.has_chat_template,
         )
 
-    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.ServerInfo:  # noqa: N802
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, call: Call) -> pb.ServerInfo:  # noqa: N802
         check_known(request)
         about = self._about
         return pb.ServerInfo(
             version=about.version,
             router_id=about.life.id,
-            default_model=self._models.default.id,
+            default_model=call.tenant.models.default.id,
             limits=about.limits,
             unimplemented_fields=UNIMPLEMENTED_FIELDS,
             state_store_available=about.store_available(),
@@ -241,10 +245,10 @@ class _Follower:
     ended: Ended | None = None
 
 
-def _key_of(request: _Named) -> RequestKey:
-    """Raises InvalidArgument for an id that no request has."""
+def _key_of(request: _Named, call: Call) -> RequestKey:
+    """Of the caller's own request. Raises InvalidArgument for an id that no request has."""
     check_known(request)
     if not request.request_id:
         raise InvalidArgument("request_id", "at least 1 byte", 0)
     check_id(request.request_id)
-    return RequestKey(TENANT, request.request_id)
+    return RequestKey(call.tenant.name, request.request_id)

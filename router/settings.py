@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from runtime.listening import ServerSettings
@@ -21,6 +23,9 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
     )
     models: tuple[str, ...] = Field(
         min_length=1, description="folders or hub names, each perhaps as ID=SOURCE; the first is the default"
+    )
+    credentials: Path | None = Field(
+        default=None, description="TOML file of the tenants that may ask; unset: everybody may"
     )
     queue_limit: int = Field(default=1024, ge=1, description="requests that may wait for a worker")
     max_active: int = Field(default=4096, ge=1, description="requests at work at once")

@@ -47,8 +47,6 @@ from runtime.errors import InvalidArgument, Unavailable, Unimplemented
 from runtime.fault import Reason
 from state.names import RequestKey
 
-TENANT = "default"
-"""Whose requests these are, as long as callers bring no credentials."""
 RETRY_SECONDS = 1.0
 
 WindowOf = Callable[[str], int | None]
@@ -65,10 +63,10 @@ UNIMPLEMENTED_FIELDS = tuple(_UNSUPPORTED)
 
 
 async def validate(
-    request: pb.GenerateRequest, models: Models, window_of: WindowOf, deadline: Deadline
+    request: pb.GenerateRequest, models: Models, window_of: WindowOf, deadline: Deadline, tenant: str
 ) -> ValidRequest:
-    """Raises InvalidArgument, Unimplemented, NotFound; Unavailable where only workers could say how long a sequence
-    of the model may be, and there are none."""
+    """Raises InvalidArgument, Unimplemented, NotFound, PermissionDenied; Unavailable where only workers could say how
+    long a sequence of the model may be, and there are none."""
     accepted_at = asyncio.get_running_loop().time()
     check_size(request)
     _check_supported(request)
@@ -91,11 +89,11 @@ async def validate(
         logprobs=wanted.logprobs,
         prompt_logprobs=wanted.prompt_logprobs,
         priority=request.priority,
-        salt=salt_of(TENANT, request.cache.cache_salt),
+        salt=salt_of(tenant, request.cache.cache_salt),
         bypass_prefix_cache=request.cache.bypass_prefix_cache,
     )
     return ValidRequest(
-        key=RequestKey(TENANT, id),
+        key=RequestKey(tenant, id),
         payload=_with_id(request, id),
         work=work,
         prompt_tokens=len(prompt),
@@ -105,7 +103,7 @@ async def validate(
         accepted_at=accepted_at,
         detach_ms=_detach_ms(request.stream),
         eos_token_ids=frozenset() if stopping.ignore_eos else model.eos_token_ids,
-        session=f"{TENANT}/{request.cache.session_id}" if request.cache.session_id else "",
+        session=f"{tenant}/{request.cache.session_id}" if request.cache.session_id else "",
         begin_text=partial(begin_text, model, wanted, stopping) if wanted.stops else None,
     )
 

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Protocol
 
 import grpc
 
-from runtime.fault import Fault, Quota, Reason, Resource, ResumePoint, Violation, from_trailers, message_text, part
+from runtime.fault import Fault, Reason, Resource, ResumePoint, Violation, from_trailers, message_text, part
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -105,7 +105,7 @@ class ServiceError(Exception):
 
 
 class _FieldError(ServiceError):
-    """An error about one field of a request."""
+    """An error about one field of a request, or one quota."""
 
     @property
     def violation(self) -> Violation:
@@ -186,13 +186,13 @@ class PermissionDenied(ServiceError):
         super().__init__(_fault(grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_ALLOWED, text))
 
 
-class QuotaExceeded(ServiceError):
-    """A share is used up: `subject` is whose, `quota` what of, as "requests in flight"."""
+class QuotaExceeded(_FieldError):
+    """A share is used up: `subject` is whose, `quota` what of, as "in_flight", and `value` what this would make."""
 
-    def __init__(self, subject: str, quota: str, limit: int, *, retry_after: float) -> None:
-        used = Quota(part(subject), f"{part(quota)}: at most {limit}")
-        fault = _fault(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUOTA_EXCEEDED, f"{used.subject}: {used.description}")
-        super().__init__(replace(fault, quota=used, retry_after=_seconds(retry_after)))
+    def __init__(self, subject: str, quota: str, limit: int, value: int, *, retry_after: float) -> None:
+        code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUOTA_EXCEEDED
+        fault = _field_fault(code, reason, quota, f"at most {limit}", value)
+        super().__init__(replace(fault, subject=part(subject), retry_after=_seconds(retry_after)))
 
 
 class QueueFull(ServiceError):

@@ -64,7 +64,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A field that breaks a limit, as BadRequest."""
+    """A field that breaks a limit, as BadRequest; a quota that is used up, as QuotaFailure."""
 
     field: str
     limit: str
@@ -80,14 +80,6 @@ class Resource:
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
-    """What is used up, as QuotaFailure."""
-
-    subject: str
-    description: str
-
-
-@dataclass(frozen=True, slots=True)
 class ResumePoint:
     """Where a stream can go on, as decant.v1.ResumePoint: the earliest ``after_seq``, and how many are certain."""
 
@@ -97,14 +89,17 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """All that an error says to the other side. ``code`` is gRPC's number, ``retry_after`` seconds."""
+    """All that an error says to the other side. ``code`` is gRPC's number, ``retry_after`` seconds.
+
+    ``subject``: whose quota the violation is of; None where it is of a field.
+    """
 
     code: int
     message: str
     reason: Reason = Reason.UNSPECIFIED
     violation: Violation | None = None
     resource: Resource | None = None
-    quota: Quota | None = None
+    subject: str | None = None
     retry_after: float | None = None
     resume: ResumePoint | None = None
 
@@ -164,11 +159,9 @@ def from_status(status: Status) -> Fault:
         code=status.code,
         message=status.message,
         reason=_reason(info),
-        violation=_violation(info, bad),
+        violation=_violation(info, bad, quota),
         resource=Resource(resource.resource_type, resource.resource_name) if resource else None,
-        quota=Quota(quota.violations[0].subject, quota.violations[0].description)
-        if quota and quota.violations
-        else None,
+        subject=quota.violations[0].subject if quota and quota.violations else None,
         retry_after=retry.retry_delay.ToMilliseconds() / 1000 if retry else None,
         resume=ResumePoint(resume.first_seq, resume.last_seq) if resume else None,
     )
@@ -180,18 +173,13 @@ def _details(fault: Fault) -> list[Message]:
     if fault.violation is not None:
         bad = fault.violation
         info.metadata.update({"field": bad.field, "limit": bad.limit, "value": bad.value})
-        text = f"{bad.limit}, got {bad.value}"
-        violations = [BadRequest.FieldViolation(field=bad.field, description=text, reason=fault.reason.value)]
-        details.append(BadRequest(field_violations=violations))
+        details.append(_told(bad, fault))
     if fault.resource is not None:
         details.append(
             ResourceInfo(
                 resource_type=fault.resource.kind, resource_name=fault.resource.name, description=fault.message
             )
         )
-    if fault.quota is not None:
-        used = QuotaFailure.Violation(subject=fault.quota.subject, description=fault.quota.description)
-        details.append(QuotaFailure(violations=[used]))
     if fault.retry_after is not None:
         delay = Duration()
         delay.FromMilliseconds(_milliseconds(fault.retry_after))
@@ -199,6 +187,16 @@ def _details(fault: Fault) -> list[Message]:
     if fault.resume is not None:
         details.append(pb.ResumePoint(first_seq=fault.resume.first_seq, last_seq=fault.resume.last_seq))
     return details
+
+
+def _told(bad: Violation, fault: Fault) -> Message:
+    text = f"{bad.limit}, got {bad.value}"
+    field = BadRequest.FieldViolation(field=bad.field, description=text, reason=fault.reason.value)
+    told: Message = BadRequest(field_violations=[field])
+    if fault.subject is not None:
+        used = QuotaFailure.Violation(subject=fault.subject, description=f"{bad.field}: {text}")
+        told = QuotaFailure(violations=[used])
+    return told
 
 
 def _find(status: Status, kind: type[_Detail]) -> _Detail | None:
@@ -222,8 +220,13 @@ def _reason(info: ErrorInfo | None) -> Reason:
         return Reason.UNSPECIFIED
 
 
-def _violation(info: ErrorInfo | None, bad: BadRequest | None) -> Violation | None:
-    """Field, limit and value apart stand in ErrorInfo; BadRequest says them to those who know only google.rpc."""
+def _violation(info: ErrorInfo | None, bad: BadRequest | None, quota: QuotaFailure | None) -> Violation | None:
+    """Field, limit and value apart stand in ErrorInfo; BadRequest or QuotaFailure say them to those who know only
+    google.rpc."""
+    if quota is not None and quota.violations:
+        about = info.metadata if info is not None else {}
+        limit = about.get("limit", quota.violations[0].description)
+        return Violation(about.get("field", ""), limit, about.get("value", ""))
     if bad is None or not bad.field_violations:
         return None
     first = bad.field_violations[0]

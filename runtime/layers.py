@@ -23,6 +23,8 @@ from runtime.fault import Violation, part
 from runtime.settings import PREFIX, InvalidSettings, Refused, Settings, flag_name, is_list, variable_name
 
 CONFIG = "config"
+OF_CLIENTS = frozenset({"DECANT_TOKEN"})
+"""Variables of the `decant` command, which may stand in the environment of any process."""
 
 _KUBERNETES_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP))?")
 
@@ -89,7 +91,8 @@ def _flags(kind: type[Settings], arguments: Sequence[str], program: str) -> dict
 
 def _variables(kind: type[Settings], environ: Mapping[str, str], ignore: Collection[str]) -> dict[str, Any]:
     names = {variable_name(name): name for name in (*kind.model_fields, CONFIG)}
-    unknown = [name for name in environ if name.startswith(PREFIX) and name not in names and name not in ignore]
+    others = OF_CLIENTS.union(ignore)
+    unknown = [name for name in environ if name.startswith(PREFIX) and name not in names and name not in others]
     if unknown:
         raise InvalidSettings([_unknown(name, names, _variable_kind(name)) for name in sorted(unknown)])
     return {names[name]: value for name, value in environ.items() if name in names}
@@ -101,11 +104,16 @@ def _variable_kind(name: str) -> str:
     return "variable"
 
 
-def _file(kind: type[Settings], path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises InvalidSettings."""
     try:
-        content = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidSettings([Violation(str(path), f"a readable TOML file: {error}", "")]) from None
+
+
+def _file(kind: type[Settings], path: Path) -> dict[str, Any]:
+    content = read_toml(path)
     unknown = [name for name in content if name not in kind.model_fields]
     if unknown:
         raise InvalidSettings([_unknown(f"{path}: {name}", kind.model_fields, "key") for name in unknown])

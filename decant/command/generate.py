@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -15,6 +16,9 @@ from google.protobuf.json_format import MessageToDict
 
 from decant import Cancelled, Client, Options, Prompt, ServiceError, Stream, Tls
 from decant.command.errors import CommandFailed
+
+TOKEN = "DECANT_TOKEN"
+"""The variable that holds the secret of who asks: command lines can be read by others."""
 
 
 @dataclass
@@ -61,9 +65,11 @@ def run(asking: Asking, prompt: Prompt, options: Options) -> str:
     Raises ServiceError; on KeyboardInterrupt the request is cancelled first.
     """
     try:
-        client = Client(asking.address, tls=asking.tls)
+        client = Client(asking.address, tls=asking.tls, token=os.environ.get(TOKEN) or None)
     except ValueError as error:
-        raise CommandFailed(f"--{error}", status=2) from None
+        parameter, _, limit = str(error).partition(":")
+        where = {"address": "--address", "token": TOKEN}[parameter]
+        raise CommandFailed(f"{where}:{limit}", status=2) from None
     except OSError as error:
         raise CommandFailed(f"{error.filename}: {error.strerror}") from None
     clock = Clock(time.monotonic())

@@ -46,6 +46,8 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
     was_cancelled: threading.Event = field(default_factory=threading.Event)
     call_ended: threading.Event = field(default_factory=threading.Event)
     time_left: float | None = None
+    authorized: list[tuple[str, list[str]]] = field(default_factory=list)
+    """Each call's method, and what it brought as its authorization."""
     breaks: deque[Break] = field(default_factory=deque)
     """For the next streams, one each; those after the last end well."""
     resumed: list[pb.ResumeStreamRequest] = field(default_factory=list)
@@ -132,6 +134,18 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
         return pb.ServerInfo(version="1", router_id="r")
 
 
+class Doorkeeper(grpc.aio.ServerInterceptor):
+    """Writes down who calls."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        brought = [str(value) for key, value in handler_call_details.invocation_metadata if key == "authorization"]
+        self._script.authorized.append((handler_call_details.method.rpartition("/")[2], brought))
+        return await continuation(handler_call_details)
+
+
 async def refuse(context: Any, error: ServiceError | grpc.StatusCode) -> NoReturn:
     if isinstance(error, grpc.StatusCode):
         await context.abort(error, "as gRPC says it")
@@ -206,7 +220,7 @@ def serving(script: Script, port: int = 0) -> Iterator[str]:
     readiness = Readiness()
 
     async def start() -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server()
+        server = grpc.aio.server(interceptors=[Doorkeeper(script)])
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(script, server)
         health_pb2_grpc.add_HealthServicer_to_server(HealthService(readiness, []), server)
         if script.is_ready:

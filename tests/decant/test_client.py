@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -391,3 +391,65 @@ async def test_tls_both_ways(tmp_path: Path) -> None:
             async with AsyncClient(address, tls=wrong) as client:
                 with pytest.raises(decant.Unavailable):
                     await client.server_info()
+
+
+TOKEN = "s3cret-of-acme"
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "Generate": lambda client: client.generate("x"),
+    "GenerateStream": lambda client: client.stream("x"),
+    "ResumeStream": lambda client: client.resume("r"),
+    "GetGeneration": lambda client: client.generation("r"),
+    "CancelGeneration": lambda client: client.cancel("r"),
+    "Tokenize": lambda client: client.tokenize("x"),
+    "Detokenize": lambda client: client.detokenize([5]),
+    "ListModels": lambda client: client.models(),
+    "GetModel": lambda client: client.model(),
+    "GetServerInfo": lambda client: client.server_info(),
+}
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_every_call_says_who_asks(script: Script, address: str, token: str | None) -> None:
+    script.known["r"] = pb.GenerateRequest(request_id="r")
+    with Client(address, token=token) as client:
+        for call in CALLS.values():
+            found = call(client)
+            if isinstance(found, decant.Stream):
+                assert [delta.text for delta in found] == ["a", "b", "c"]
+    brought = [f"Bearer {token}"] if token else []
+    ours = [call for call in script.authorized if call[0] in CALLS]
+    assert ours == [(method, brought) for method in CALLS]
+
+
+async def test_every_call_of_the_other_client_says_so_too(script: Script, address: str) -> None:
+    script.known["r"] = pb.GenerateRequest(request_id="r")
+    async with AsyncClient(address, token=TOKEN) as client:
+        for call in CALLS.values():
+            found = call(client)
+            if isinstance(found, decant.AsyncStream):
+                assert [delta.text async for delta in found] == ["a", "b", "c"]
+            else:
+                await found
+    ours = [call for call in script.authorized if call[0] in CALLS]
+    assert ours == [(method, [f"Bearer {TOKEN}"]) for method in CALLS]
+
+
+def test_calls_are_all_that_the_service_has() -> None:
+    assert set(CALLS) == set(pb.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name)
+
+
+@pytest.mark.parametrize("token", ["", "two words", "s3cret\n", "s\u00e9cret"])
+def test_a_token_that_cant_be_sent_is_refused_and_not_shown(token: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="token: printable ASCII") as refusal:
+            kind("127.0.0.1:1", token=token)
+        assert not token or token not in str(refusal.value)
+
+
+def test_a_token_is_shown_nowhere(script: Script, address: str) -> None:
+    script.refusal = decant.PermissionDenied("model x")
+    with Client(address, token=TOKEN) as client:
+        shown = [repr(client), repr(client._routers), str(vars(client))]
+        with pytest.raises(decant.PermissionDenied) as refusal:
+            client.generate("x")
+    assert TOKEN not in " ".join([*shown, str(refusal.value), repr(refusal.value)])

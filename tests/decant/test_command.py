@@ -207,3 +207,14 @@ def test_every_command_explains_itself() -> None:
         done = run(name, "--help")
         assert done.exit_code == 0
         assert name in done.stdout
+
+
+def test_the_secret_of_who_asks_comes_from_the_environment(script: Script, address: str) -> None:
+    for token, brought in (("s3cret", ["Bearer s3cret"]), ("", [])):
+        done = run("generate", "x", "--address", address, env={"DECANT_TOKEN": token})
+        assert done.exit_code == 0
+        assert script.authorized[-1][1] == brought
+    done = run("generate", "x", "--address", address, env={"DECANT_TOKEN": "two words"})
+    assert done.exit_code == 2
+    assert "DECANT_TOKEN: printable ASCII" in done.stderr
+    assert "two words" not in done.stderr

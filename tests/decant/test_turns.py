@@ -109,7 +109,7 @@ def test_whoever_is_well_goes_before_whoever_rests(steps: list[tuple[str, int, f
         (away(), True),
         (decant.Unavailable(Reason.DRAINING, "draining", retry_after=0.1), True),
         (decant.QueueFull(4, retry_after=1), True),
-        (decant.QuotaExceeded("t", "requests", 4, retry_after=1), True),
+        (decant.QuotaExceeded("t", "in_flight", 4, 5, retry_after=1), True),
         (decant.Unavailable(Reason.WORKERS_LOST, "lost", retry_after=0.1), True),
         (decant.Aborted(Reason.WORKERS_LOST, "lost", resume=ResumePoint(0, 3)), False),  # it is over
         (decant.Aborted(Reason.DRAINING, "draining", resume=ResumePoint(0, 3)), True),

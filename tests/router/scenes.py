@@ -12,6 +12,7 @@ import models as trained
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
 from protos.state_pb2 import RequestRecord
+from router.credentials import EVERYBODY
 from router.models import Models, ServedModel, served
 from router.request import Course, Ended, ValidRequest
 from router.standing import Standing
@@ -47,7 +48,7 @@ async def valid(
     if not {"token_ids", "messages", "prompt"} & fields.keys():
         fields["prompt"] = "def f(x):"
     request = pb.GenerateRequest(**fields)
-    return await validate(request, Models([served or tiny()]), window(workers_window), deadline)
+    return await validate(request, Models([served or tiny()]), window(workers_window), deadline, EVERYBODY)
 
 
 def write(course: Course, *tokens: int, end: Ended | ServiceError | None = None) -> None:

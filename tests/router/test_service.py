@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from router.credentials import Anybody, Call, Callers
 from router.limits import limits
 from router.models import Models
 from router.request import Course
@@ -74,10 +75,12 @@ def made(dispatcher: ScriptedDispatcher, registry: Registry, served: Models | No
 
 
 @asynccontextmanager
-async def scene(served: Models | None = None) -> AsyncIterator[Scene]:
+async def scene(served: Models | None = None, callers: Callers | None = None) -> AsyncIterator[Scene]:
+    """Anybody may call, unless it is said who."""
     dispatcher, registry = ScriptedDispatcher(), Registry(process=False)
-    service = made(dispatcher, registry, served)
-    server = Server([service.service()], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
+    served = served or Models([tiny()])
+    service = made(dispatcher, registry, served).service(callers or Anybody(served))
+    server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
     channel = open_channel(server.address, PeerTls())
@@ -209,8 +212,9 @@ async def test_a_write_that_fails_is_the_first_that_is_seen_of_a_client_that_lef
     dispatcher = ScriptedDispatcher()
     dispatcher.plan = lambda course: write(course, 5)
     service = made(dispatcher, Registry(process=False))
+    caller = Anybody(Models([tiny()])).tenant_of(())
     with pytest.raises(Gone):
-        await service.GenerateStream(asked(), Context())  # type: ignore[arg-type]
+        await service.GenerateStream(asked(), Call(caller, Context()))  # type: ignore[arg-type]
     assert dispatcher.lost.get_nowait() is dispatcher.courses.get_nowait()
 
 

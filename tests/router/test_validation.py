@@ -97,7 +97,7 @@ def set_to(request: pb.GenerateRequest, chain: tuple[FieldDescriptor, ...], valu
 
 async def outcome(request: pb.GenerateRequest) -> Any:
     try:
-        made = await validate(request, Models([model(chat=CHAT)]), window(None), Deadline())
+        made = await validate(request, Models([model(chat=CHAT)]), window(None), Deadline(), "default")
     except ServiceError as error:
         return type(error), str(error)
     key = None if made.id_made_up else made.key
@@ -131,7 +131,9 @@ async def test_what_is_refused_by_name_is_on_the_list_and_what_is_on_it_is_refus
     refused = set()
     for value in values(chain[-1]):
         try:
-            await validate(set_to(plain(), chain, value), Models([model(chat=CHAT)]), window(None), Deadline())
+            await validate(
+                set_to(plain(), chain, value), Models([model(chat=CHAT)]), window(None), Deadline(), "default"
+            )
         except Unimplemented as error:
             refused.add(error.field)
         except InvalidArgument:
@@ -153,7 +155,7 @@ async def test_a_field_of_a_newer_build_is_refused(where):
     inner: Any = getattr(request, where) if where else request
     inner.MergeFromString(b"\xa2\x06\x01x")  # field 100, a text
     with pytest.raises(Unimplemented, match="100"):
-        await validate(request, Models([tiny()]), window(None), Deadline())
+        await validate(request, Models([tiny()]), window(None), Deadline(), "default")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ async def test_an_empty_prompt_is_refused(fields):
 
 async def test_a_request_without_any_input_is_refused():
     with pytest.raises(InvalidArgument) as refused:
-        await validate(pb.GenerateRequest(), Models([tiny()]), window(None), Deadline())
+        await validate(pb.GenerateRequest(), Models([tiny()]), window(None), Deadline(), "default")
     assert refused.value.reason is Reason.EMPTY_PROMPT
 
 

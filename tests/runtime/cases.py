@@ -33,7 +33,7 @@ ERRORS: list[ServiceError] = [
     OutOfRange(3, 17, 40),
     Unauthenticated(),
     PermissionDenied("CancelGeneration"),
-    QuotaExceeded("tenant a", "requests in flight", 8, retry_after=1.5),
+    QuotaExceeded("tenant a", "in_flight", 8, 9, retry_after=1.5),
     QueueFull(256, retry_after=0.25),
     Unavailable(Reason.NO_WORKER, "no worker is ready for model m", retry_after=2),
     Unavailable(Reason.DRAINING, "this router is draining", retry_after=0),

@@ -6,6 +6,7 @@ from typing import Literal
 import pytest
 from pydantic import Field, SecretStr, ValidationError, model_validator
 
+from decant.command.generate import TOKEN
 from runtime.layers import load, load_or_exit
 from runtime.settings import InvalidSettings, Refused, Settings
 
@@ -136,3 +137,7 @@ def test_a_setting_without_a_default_is_asked_for() -> None:
 
     with pytest.raises(InvalidSettings, match="--model or DECANT_MODEL: is needed"):
         load(Needy, [], {})
+
+
+def test_what_is_the_commands_own_is_nobodys_mistake() -> None:
+    assert load(Whole, [], {TOKEN: "s3cret"}) == load(Whole, [], {})

@@ -14,7 +14,7 @@ import models
 from decant.command.errors import CommandFailed
 from decant.command.up import shares
 from router.settings import RouterSettings
-from runtime.layers import load
+from runtime.layers import OF_CLIENTS, load
 from runtime.listening import join_address
 from runtime.settings import PREFIX, Settings, variable_name
 from worker.settings import WorkerSettings
@@ -153,7 +153,7 @@ def _kv_bytes(options: UpOptions, workers: int) -> int:
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    known = _names(RouterSettings) | _names(WorkerSettings)
+    known = _names(RouterSettings) | _names(WorkerSettings) | OF_CLIENTS
     for name in sorted(environment):
         if name in _DIFFERS:
             raise CommandFailed(f"{name}: not for `decant up`: its processes differ in it", status=2)
