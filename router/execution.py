@@ -20,6 +20,7 @@ from protos.state_pb2 import RequestRecord
 from router.account import receipt_of, usage_of
 from router.admission import Admission, Admitted
 from router.attempt import Attempt
+from router.bookings import Bookings
 from router.failures import AttemptFailed, NoWorker
 from router.flush import Flusher, append_new
 from router.job import Job
@@ -62,6 +63,7 @@ class Router:
     pool: Pool
     requests: Requests
     flusher: Flusher
+    bookings: Bookings
     revive: Revive
     ended_s: float
     """How long an ended request is kept in the store."""
@@ -115,6 +117,7 @@ class Execution:
             self._job.holder = _holder(adopted) if self.owned.is_explained else None
             self._job.from_tokens = bool(adopted.entries)
             self._job.layout = _layout(adopted, router.pool)
+            router.bookings.hold(request.key)
             self.accepted.set_result(None)
 
     async def run(self) -> None:
@@ -158,6 +161,7 @@ class Execution:
         if self.is_recorded:
             self._record_end(end)
         else:
+            self._router.bookings.release(self._request.key, 0)
             self.settled()
 
     def come_back(self) -> Course:
@@ -208,12 +212,15 @@ class Execution:
                 self.owned.start_over(datetime.now(UTC))
             router.flusher.begin(self)
             return
+        if not router.flusher.is_away:
+            await router.bookings.book(request.key, request.prompt_tokens + request.work.stopping.max_tokens)
         self._admitted = await router.admission.enter(request.work.priority, request.deadline)
         if router.flusher.is_away:
             self._take_without_store("it is away")
         else:
             await self._record()
         self.is_recorded = True
+        router.bookings.hold(request.key)
         router.flusher.begin(self)
         self.accepted.set_result(None)
 
@@ -294,17 +301,21 @@ class Execution:
     def _record_end(self, end: Ended | ServiceError) -> None:
         owned, course, record = self.owned, self.course, self.owned.record
         if self.is_superseded:
+            self._router.bookings.forget(owned.key)
             self._router.flusher.forget(self)
             return
         self._router.flusher.begin(self)
         append_new(owned, course)
         if isinstance(end, ServiceError) and end.reason is Reason.DRAINING:
+            self._router.bookings.forget(owned.key)
             self._router.flusher.end(self)  # it stays open, for whoever takes it over
             return
         if course.certain is None:  # whoever reads it now has seen what is written
             record.ClearField("certain_seq")
         record.cached_tokens = course.cached_tokens
-        record.usage.CopyFrom(usage_of(course))
+        usage = usage_of(course)
+        self._router.bookings.release(owned.key, usage.total_tokens if course.tokens or self.is_taken_up else 0)
+        record.usage.CopyFrom(usage)
         record.receipt.CopyFrom(receipt_of(course, asyncio.get_running_loop().time()))
         state, finished = stored_as(end)
         if finished is not None:

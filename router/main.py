@@ -18,6 +18,7 @@ from importlib.metadata import version
 
 from protos.state_pb2 import RouterRegistration
 from router.admission import Admission
+from router.bookings import Bookings
 from router.credentials import Callers
 from router.credentials import load as load_callers
 from router.dispatch import Dispatcher
@@ -81,10 +82,10 @@ def _refuse(error: Exception) -> int:
 async def _serve(settings: RouterSettings, models: Models, callers: Callers, where: StoreSettings) -> bool:
     """Whether every call ended by itself. Raises Refused, StoreFault."""
     async with Store(where) as store, AsyncExitStack() as stack:
-        process = Process(settings, models, store)
+        process = Process(settings, models, callers, store)
         stack.push_async_callback(process.close)
         ended = await serve(
-            [process.service.service(callers)],
+            [process.service],
             settings,
             process.readiness,
             process.registry,
@@ -108,7 +109,7 @@ def _reached_at(host: str) -> str:
 class Process:
     """The parts of a router, on one event loop."""
 
-    def __init__(self, settings: RouterSettings, models: Models, store: Store) -> None:
+    def __init__(self, settings: RouterSettings, models: Models, callers: Callers, store: Store) -> None:
         self.readiness = Readiness()
         self.registry = Registry()
         self.peer = new_peer(settings.id or default_id("router"))
@@ -117,16 +118,26 @@ class Process:
         hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
         self.pool = Pool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens)
         self.flusher = Flusher(store.requests, settings.flush_ms)
+        self.bookings = Bookings(store.quotas, callers.limits)
         admission = Admission(settings.max_active, settings.queue_limit)
         revive = reviver(models, self.pool.window_of)
         router = Router(
-            self.peer, settings, admission, self.pool, store.requests, self.flusher, revive, Lifetimes().ended_s
+            peer=self.peer,
+            settings=settings,
+            admission=admission,
+            pool=self.pool,
+            requests=store.requests,
+            flusher=self.flusher,
+            bookings=self.bookings,
+            revive=revive,
+            ended_s=Lifetimes().ended_s,
         )
         self.dispatcher = Dispatcher(router)
         metrics = RequestMetrics(self.registry)
         metrics.running.set_function(lambda: self.dispatcher.running)
         metrics.waiting.set_function(lambda: self.dispatcher.waiting)
-        self.service = InferenceService(models, self.dispatcher, self._about(settings), metrics)
+        service = InferenceService(models, self.dispatcher, self._about(settings), metrics)
+        self.service = service.service(callers)
         self._settings = settings
         self._store = store
         self._ends = AsyncExitStack()
@@ -144,6 +155,8 @@ class Process:
         self._ends.push_async_callback(membership.close)
         self._keep("writing", self.flusher.start())
         self._ends.push_async_callback(self.flusher.close)
+        self._keep("bookings", self.bookings.start())
+        self._ends.push_async_callback(self.bookings.close)
         self._ends.push_async_callback(self.dispatcher.close)
         takeover = Takeover(self._store, self.dispatcher, Life.of(self.peer))
         self._keep("takeover", takeover.start())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from state import keys, scripts
 from state.client import Client
@@ -34,15 +35,24 @@ class Limits:
             raise ValueError(f"tokens_per_minute: from 1, got {self.tokens_per_minute}")
 
 
+class Used(NamedTuple):
+    """What a request used in the end, of prompt and output."""
+
+    key: RequestKey
+    tokens: int
+    limits: Limits
+
+
 class Quotas:
     def __init__(self, client: Client, lifetimes: Lifetimes) -> None:
+        self.renew_every_s = lifetimes.quota_lease_s / 4  # three renewals may be lost
         self._client = client
         self._lease_ms = round(lifetimes.quota_lease_s * 1000)
 
-    async def acquire(self, key: RequestKey, tokens: int, limits: Limits) -> None:
+    async def acquire(self, key: RequestKey, tokens: int, limits: Limits) -> bool:
         """Book a request and the tokens that it may use; for one that is booked already only the lease is renewed.
 
-        Raises QuotaExceeded, StoreUnavailable.
+        Returns whether it was not booked before. Raises QuotaExceeded, StoreUnavailable.
         """
         asked = (key.id, tokens, self._lease_ms, _or_none(limits.in_flight), _or_none(limits.tokens_per_minute))
         reply = await self._client.run(scripts.QUOTA_ACQUIRE.call(list(keys.quota(key.tenant)), *asked))
@@ -51,9 +61,10 @@ class Quotas:
         if reply[0] == b"tokens":
             limit = limits.tokens_per_minute or 0
             raise QuotaExceeded("tokens_per_minute", limit, reply[1] + tokens, reply[2] / 1000)
+        return bool(reply[1])
 
     async def renew(self, requests: Iterable[RequestKey]) -> None:
-        """Keep bookings alive, for all tenants in one round trip: several times within `quota_lease_s`.
+        """Keep bookings alive, for all tenants in one round trip: every `renew_every_s`.
 
         Raises StoreUnavailable.
         """
@@ -64,8 +75,11 @@ class Quotas:
 
     async def release(self, key: RequestKey, tokens: int, limits: Limits) -> None:
         """End a booking and charge `tokens`, what was used. Said again, nothing happens. Raises StoreUnavailable."""
-        said = (key.id, tokens, _or_none(limits.tokens_per_minute))
-        await self._client.run(scripts.QUOTA_RELEASE.call(list(keys.quota(key.tenant)), *said))
+        await self.release_all([Used(key, tokens, limits)])
+
+    async def release_all(self, ended: Iterable[Used]) -> None:
+        """`release` for each of these, in one round trip. Raises StoreUnavailable."""
+        await self._client.run_all([_releasing(*used) for used in ended])
 
     async def in_flight(self, tenant: str) -> int:
         """Bookings of a tenant, those whose lease just ran out perhaps included. Raises StoreUnavailable."""
@@ -75,6 +89,11 @@ class Quotas:
     def _renewing(self, tenant: str, ids: list[str]) -> Command:
         in_flight, charged, _ = keys.quota(tenant)
         return scripts.QUOTA_RENEW.call([in_flight, charged], self._lease_ms, *ids)
+
+
+def _releasing(key: RequestKey, tokens: int, limits: Limits) -> Command:
+    said = (key.id, tokens, _or_none(limits.tokens_per_minute))
+    return scripts.QUOTA_RELEASE.call(list(keys.quota(key.tenant)), *said)
 
 
 def _or_none(limit: int | None) -> int | str:

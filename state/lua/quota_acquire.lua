@@ -1,7 +1,7 @@
 -- Books a request in flight and its tokens, both or neither; a request that is booked is only renewed.
 -- The tenant's minute is one number: when it is full again. Each token moves that by 60 s / rate.
 -- KEYS in flight, charged, full_at   ARGV request, tokens, lease_ms, most in flight or '', tokens a minute or ''
--- Returns {'booked'}, {'in_flight', number now} or {'tokens', tokens of the minute in use, ms to wait}.
+-- Returns {'booked', 1 if it was not before}, {'in_flight', number now} or {'tokens', tokens of the minute in use, ms to wait}.
 
 local MINUTE = 60000000
 local request, tokens, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -14,7 +14,8 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_in_ms)) d
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now_in_ms)
 
-if not redis.call('ZSCORE', KEYS[1], request) then
+local new = not redis.call('ZSCORE', KEYS[1], request)
+if new then
   local running = redis.call('ZCARD', KEYS[1])
   if most and running >= most then
     return {'in_flight', running}
@@ -32,4 +33,4 @@ if not redis.call('ZSCORE', KEYS[1], request) then
 end
 redis.call('ZADD', KEYS[1], integer(now_in_ms + lease), request)
 keep(lease, KEYS[1], KEYS[2])
-return {'booked'}
+return {'booked', new and 1 or 0}

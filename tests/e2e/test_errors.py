@@ -9,20 +9,25 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import redis as sync_redis
 from google.protobuf.message import Message
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, ResourceInfo, RetryInfo
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, QuotaFailure, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from protos import inference_pb2 as pb
+from state import keys
 from state.private_redis import PrivateRedis
 from state.store import Store
 from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
-from tests.router.core import PATIENCE
+from tests.router.core import PATIENCE, until
 from tests.router.fake_worker import answer
+from tests.router.test_credentials import OTHER, SECRET, bearer, digest
+from tests.router.test_router_process import MODEL
 from tests.state.conftest import bare, server, store
 
 __all__ = ["bare", "server", "store"]
@@ -30,13 +35,10 @@ __all__ = ["bare", "server", "store"]
 pytestmark = pytest.mark.slow
 
 Code = grpc.StatusCode
-KINDS: tuple[type[Message], ...] = (ErrorInfo, BadRequest, ResourceInfo, RetryInfo, pb.ResumePoint)
+KINDS: tuple[type[Message], ...] = (ErrorInfo, BadRequest, QuotaFailure, ResourceInfo, RetryInfo, pb.ResumePoint)
 
 UNTESTED = {
     "UNSPECIFIED": "no error has it",
-    "NO_CREDENTIALS": "callers bring no credentials yet",
-    "NOT_ALLOWED": "callers bring no credentials yet",
-    "QUOTA_EXCEEDED": "tenants have no quota yet",
     "INTERNAL": "a bug, and none is known; tests/runtime/test_interceptor.py brings it about",
     "TAIL_UNCERTAIN": "wants workers that don't compute the same bits; tests/router/test_coming_back.py has them",
 }
@@ -273,3 +275,55 @@ async def test_a_router_that_drains(scene: Scene) -> None:
     assert refused.retry_ms > 0
     go_on(scene)
     assert await read(call) == answer(PROMPT, 5)
+
+
+TENANTS = f"""
+[tenants.acme]
+tokens = ["{digest(SECRET)}"]
+models = ["m"]
+max_in_flight = 1
+
+[tenants.umbrella]
+tokens = ["{digest(OTHER)}"]
+tokens_per_minute = 10
+"""
+
+
+@reason("NO_CREDENTIALS")
+@reason("NOT_ALLOWED")
+@reason("QUOTA_EXCEEDED")
+async def test_who_asks_and_how_much_he_may(
+    server: PrivateRedis, store: Store, bare: sync_redis.Redis, tmp_path: Path
+) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(TENANTS)
+    mine, others = bearer(SECRET), bearer(OTHER)
+    settings = ("--credentials", str(file), "--models", f"m={MODEL},n={MODEL}", "--resume-grace-ms", "0")
+    async with scripted(server, store, *settings) as scene:
+        for metadata in (None, bearer("guessed")):
+            unknown = await told(scene.stub.Generate(asked(5), metadata=metadata))
+            assert (unknown.code, unknown.reason) == (Code.UNAUTHENTICATED, "NO_CREDENTIALS")
+            assert list(unknown.details) == [ErrorInfo], "it isn't said why"
+        denied = await told(scene.stub.Generate(asked(5, model="n"), metadata=mine))
+        assert (denied.code, denied.reason) == (Code.PERMISSION_DENIED, "NOT_ALLOWED")
+
+        paused(scene, 2)
+        first = scene.stub.GenerateStream(asked(5, request_id="r"), timeout=PATIENCE, metadata=mine)
+        await first.read()
+        full = await told(scene.stub.Generate(asked(5), metadata=mine))
+        assert (full.code, full.reason) == (Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
+        (used,) = full.details[QuotaFailure].violations
+        assert (used.subject, used.description) == ("acme", "in_flight: at most 1, got 2")
+        assert dict(full.details[ErrorInfo].metadata) == {"field": "in_flight", "limit": "at most 1", "value": "2"}
+        assert full.retry_ms > 0
+        first.cancel()
+        await until(lambda: not bare.exists(keys.quota("acme")[0]))
+        go_on(scene)
+        assert await read(scene.stub.GenerateStream(asked(5), metadata=mine)) == answer(PROMPT, 5)
+
+        await scene.stub.Generate(asked(5, request_id="r"), metadata=others)
+        spent = await told(scene.stub.Generate(asked(5), metadata=others))
+        assert (spent.code, spent.reason) == (Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
+        assert spent.details[ErrorInfo].metadata["field"] == "tokens_per_minute"
+        assert 0 < spent.retry_ms <= 60_000
+        await until(lambda: not bare.exists(keys.quota("acme")[0], keys.quota("umbrella")[0]))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
 from router.admission import Admission
+from router.bookings import Bookings
 from router.dispatch import Dispatcher
 from router.execution import Router
 from router.flush import Flusher
@@ -25,6 +27,7 @@ from runtime.peer import new_peer
 from runtime.tls import PeerTls
 from state.names import RequestKey
 from state.owned import OwnedRequest, StoredRequest
+from state.quota import Limits
 from state.store import Store
 from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
 
@@ -127,7 +130,13 @@ async def until(condition: Callable[[], object], *workers: FakeWorker) -> None:
 
 @asynccontextmanager
 async def core(
-    store: Store, workers: Sequence[FakeWorker], *, id: str = "router", revive: Revive = revived, **settings: Any
+    store: Store,
+    workers: Sequence[FakeWorker],
+    *,
+    id: str = "router",
+    revive: Revive = revived,
+    quotas: Mapping[str, Limits] = MappingProxyType({}),
+    **settings: Any,
 ) -> AsyncIterator[Core]:
     """Checks at its end that nothing is left anywhere. Workers that are registered already are found."""
     registrations = [await store.workers.register(worker.facts) for worker in workers]
@@ -137,10 +146,12 @@ async def core(
     flusher = Flusher(store.requests, options["flush_ms"])
     checked = RouterSettings(**options)
     admission = Admission(checked.max_active, checked.queue_limit)
-    router = Router(peer, checked, admission, pool, store.requests, flusher, revive, 3600.0)
+    bookings = Bookings(store.quotas, quotas)
+    router = Router(peer, checked, admission, pool, store.requests, flusher, bookings, revive, 3600.0)
     dispatcher = Dispatcher(router)
     pool.start()
     flusher.start()
+    bookings.start()
     try:
         async with asyncio.timeout(PATIENCE):
             await pool.settled()
@@ -148,6 +159,7 @@ async def core(
         async with asyncio.timeout(PATIENCE):
             await dispatcher.drain()
         assert admission.active == 0
+        assert not bookings._held
         assert not pool._givers
         assert not pool._waiting
         for worker in list(pool._workers.values()):
@@ -156,6 +168,7 @@ async def core(
             assert worker.view.work.ours == worker.view.sequences.ours == 0
     finally:
         await dispatcher.close()
+        await bookings.close()
         await pool.close()
         await flusher.close()
     del registrations

@@ -44,6 +44,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--models", MODEL, "--redis-url", "http://x"), "url: begins with one of"),
         (("--models", MODEL, "--advertise", "nowhere"), "advertise: host:port"),
         (("--models", MODEL, "--peer-ca", "/no/such/file"), "peer_ca"),
+        (("--models", MODEL, "--credentials", "/no/such/file"), "/no/such/file: a readable TOML file"),
         (("--models", MODEL, "--queue-limt=3"), "did you mean --queue-limit?"),
     ],
 )
