@@ -14,8 +14,9 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_in_ms)) d
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now_in_ms)
 
-local new = not redis.call('ZSCORE', KEYS[1], request)
-if new then
+local new = 0
+if not redis.call('ZSCORE', KEYS[1], request) then
+  new = 1
   local running = redis.call('ZCARD', KEYS[1])
   if most and running >= most then
     return {'in_flight', running}
@@ -33,4 +34,4 @@ if new then
 end
 redis.call('ZADD', KEYS[1], integer(now_in_ms + lease), request)
 keep(lease, KEYS[1], KEYS[2])
-return {'booked', new and 1 or 0}
+return {'booked', new}

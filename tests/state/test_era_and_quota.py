@@ -51,8 +51,8 @@ async def test_no_more_than_the_limit_is_in_flight(store: Store) -> None:
 
 async def test_what_is_released_is_free_and_once_only(store: Store) -> None:
     limits = Limits(in_flight=1)
-    await store.quotas.acquire(key(1), 1, limits)
-    await store.quotas.acquire(key(1), 1, limits)
+    assert await store.quotas.acquire(key(1), 1, limits)
+    assert not await store.quotas.acquire(key(1), 1, limits), "it was booked before"
     await store.quotas.release(key(1), 1, limits)
     await store.quotas.acquire(key(2), 1, limits)
     await store.quotas.release(key(1), 1, limits)
