@@ -108,7 +108,15 @@ def test_spinning_is_switched_off_only_when_there_are_more_threads_than_cores() 
 
 
 def test_each_process_gets_the_variables_that_are_its_own() -> None:
-    made = plan({"DECANT_QUEUE_LIMIT": "3", "DECANT_BLOCK_SIZE": "32", "DECANT_LOG_LEVEL": "error", "HOME": "/h"})
+    made = plan(
+        {
+            "DECANT_QUEUE_LIMIT": "3",
+            "DECANT_BLOCK_SIZE": "32",
+            "DECANT_LOG_LEVEL": "error",
+            "HOME": "/h",
+            "DECANT_TOKEN": "s",
+        }
+    )
     router, worker = made.routers[0].environment, made.workers[0].environment
     assert router == {"DECANT_QUEUE_LIMIT": "3", "DECANT_LOG_LEVEL": "error", "HOME": "/h"}
     assert {name: worker[name] for name in worker if name != "GOMP_SPINCOUNT"} == {
