@@ -234,6 +234,28 @@ class Engine:
             raise InvalidRequest("computed", f"at least the {given} tokens of the request", sequence.computed)
         return export.seal(sequence, self._checksum)
 
+    def seal_running(self, id: str, sent: int) -> Seal | None:
+        """Park a running sequence and seal it, once no more than its last, unfilled block is left to be sent.
+
+        ``sent``: blocks of its export that went out. None: it runs on, for there are more, or it has not yet written a
+        token behind those that it came with. Raises UnknownSequence.
+        """
+        sequence, export = self._sequences.get(id), self._exports.get(id)
+        if sequence is None or export is None:
+            raise UnknownSequence(f"{id} is not alive here with an open export")
+        is_writing = sequence.holding is not None and sequence.remaining == 1
+        left = sequence.computed // self.pool.block_size - export.have - sent
+        if not is_writing or left > 0 or sequence.computed < len(sequence.request.token_ids):
+            return None
+        self.park(id)
+        return self.seal(id)
+
+    def withdraw(self, id: str) -> None:
+        """End an export as if nothing had been asked: a sequence that was parked for it runs on here."""
+        if id in self._parked:
+            self.resume(id)
+        self.release(id)
+
     def release(self, id: str) -> None:
         """End an export: give the lease back, and the parked sequence with it once it was sealed."""
         export = self._exports.pop(id, None)

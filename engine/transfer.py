@@ -140,6 +140,11 @@ class Arrival:
     def id(self) -> str:
         return self.sequence.id
 
+    @property
+    def room(self) -> int:
+        """Blocks from the start of the sequence on for which there is room."""
+        return len(self.sequence.holding.blocks) if self.sequence.holding else 0
+
     def write(self, index: int, data: bytes | bytearray | memoryview, total: int) -> None:
         """Verify one block and put it in its place; a block may come again. Raises TransferRejected."""
         if len(data) != self._store.block_bytes:

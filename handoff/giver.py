@@ -3,15 +3,20 @@
 Open ──> export ──> kv_run, kv_run ... (as blocks fill) ──> parked ──> seal ──> Release ──> freed
             │            acks renew the lease                             │
             └── the sequence ended first: closed                          └── lease over: freed
+
+A prompt that is read for another parks after its first token. A live sequence is written on here meanwhile, and parks
+at the first step at which no more than its last, unfilled block is left to be sent. When its fetch or its lease ends
+without a seal, it goes on here as if nothing had been asked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.engine import Engine
 from engine.errors import EngineError
@@ -35,6 +40,8 @@ class _Giving:
     """A sequence that has a ticket: what the engine told of it, how far its fetch has come, and whom to wake."""
 
     prompt_tokens: int
+    logprobs: Callable[[], Iterable[wire.TokenLogprobs]]
+    is_live: bool = False
     parked: bool = False
     ended: bool = False  # by itself or cancelled, or its ticket is over
     export: Export | None = None  # what may be sent: nothing of it is read once it is taken away
@@ -44,6 +51,7 @@ class _Giving:
     last: bytes | None = None  # the fetch ends with it
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # parked or ended
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to say
+    moved: asyncio.Event = field(default_factory=asyncio.Event)  # of a live one: it wrote, or some of it was sent
 
 
 class Giver:
@@ -57,9 +65,19 @@ class Giver:
         self._beat = beat
         self._giving: dict[str, _Giving] = {}
 
-    def issue(self, ticket: wire.Ticket, sequence: str, prompt_tokens: int) -> wire.Ticket:
-        """A ticket for the cache of a sequence that the engine was given with ``park_after``."""
-        self._giving[sequence] = _Giving(prompt_tokens)
+    def issue(
+        self,
+        ticket: wire.Ticket,
+        sequence: str,
+        prompt_tokens: int,
+        logprobs: Callable[[], Iterable[wire.TokenLogprobs]] = tuple,
+        *,
+        is_live: bool = False,
+    ) -> wire.Ticket:
+        """A ticket for the cache of a sequence: one that the engine was given with ``park_after``, or (``is_live``) any
+        other that it has. ``logprobs`` are asked for at the seal, of the output tokens that it speaks of.
+        """
+        self._giving[sequence] = _Giving(prompt_tokens, logprobs, is_live)
         return self.office.issue(ticket, sequence)
 
     def on_step(self, output: StepOutput) -> None:
@@ -70,6 +88,9 @@ class Giver:
             self._wake(name, parked=True)
         for ended in output.ended:
             self._wake(ended.id, ended=True)
+        for giving in self._giving.values():
+            if giving.is_live:
+                giving.moved.set()
 
     def _wake(self, name: str, *, parked: bool = False, ended: bool = False) -> None:
         giving = self._giving.get(name)
@@ -79,6 +100,7 @@ class Giver:
             giving.changed.set()
             if parked or ended:
                 giving.settled.set()
+                giving.moved.set()
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[bytes, None]:
         """One fetch, as ``KvSource.Fetch`` describes it, in encoded responses. A refusal is told as ``closed``."""
@@ -91,11 +113,18 @@ class Giver:
             return
         giving = self._giving[lease.sequence]
         async with AsyncExitStack() as stack:
+            if giving.is_live:
+                stack.callback(self._unless_sealed, lease)
             for job in (self._lead(lease, giving, opened.have), self._hear(lease, giving, incoming)):
                 stack.push_async_callback(_stop, asyncio.create_task(job))
             messages = await stack.enter_async_context(aclosing(self._say(lease, giving)))
             async for message in messages:
                 yield message
+
+    def _unless_sealed(self, lease: Lease) -> None:
+        """The fetch of a live sequence has ended. Without a seal nothing comes of its ticket."""
+        if not lease.sealed:
+            self.reclaim(lease.ticket.id, wire.Failure(cause=wire.CAUSE_PEER_LOST, detail="the fetch broke"))
 
     def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
         """Take back what a ticket holds; an open fetch is told why. Nothing happens where the ticket has ended."""
@@ -105,6 +134,9 @@ class Giver:
 
     async def release(self, request: wire.ReleaseRequest) -> None:
         """The taker is done, with the cache or without it: free what the ticket held. May be repeated."""
+        found = self.office.find(request.ticket)
+        if found is not None:
+            found.owned = request.outcome == wire.ReleaseRequest.OUTCOME_OWNED
         lease = self.office.close(request.ticket)
         if lease is not None:
             self._free(lease)
@@ -136,12 +168,25 @@ class Giver:
                 lambda engine: engine.export(name, have), undo=lambda engine, _: engine.release(name)
             )
             giving.changed.set()
+            if giving.is_live and (seal := await self._seal_live(name, giving)) is not None:
+                return _sealed(seal, giving)
             await giving.settled.wait()
         if giving.ended:
             giving.export = None
             return _closed(None)
-        seal = await self._loop.call(lambda engine: engine.seal(name))
-        return encode(wire.FetchResponse(seal=_seal(seal, giving.prompt_tokens)))
+        return _sealed(await self._loop.call(lambda engine: engine.seal(name)), giving)
+
+    async def _seal_live(self, name: str, giving: _Giving) -> EngineSeal | None:
+        """The seal of a live sequence, parked at the first step that allows it; None: it ended. Raises EngineError."""
+        while not giving.ended:
+            giving.moved.clear()
+            sent = giving.blocks
+            if giving.export is not None and sent >= len(giving.export.runs):
+                seal = await self._loop.call(partial(Engine.seal_running, id=name, sent=sent))
+                if seal is not None:
+                    return seal
+            await giving.moved.wait()
+        return None
 
     async def _say(self, lease: Lease, giving: _Giving) -> AsyncGenerator[bytes, None]:
         """Runs as blocks fill, beats in between, and the last word."""
@@ -156,6 +201,7 @@ class Giver:
                 yield _closed(lease.failure or _reclaimed("the ticket is over"))
                 return
             if giving.last is not None:
+                lease.sealed = giving.export is not None
                 yield giving.last
                 return
             try:
@@ -176,6 +222,7 @@ class Giver:
                 if giving.export is not export:
                     return
             giving.blocks += len(some)
+            giving.moved.set()
 
     def _holds(self, lease: Lease, giving: _Giving) -> bool:
         """Whether the ticket is still what keeps the blocks."""
@@ -205,7 +252,8 @@ class Giver:
             engine.release(lease.sequence)
             engine.cancel(lease.sequence)
 
-        self._loop.post(give_back)
+        goes_on = giving is not None and giving.is_live and not lease.sealed
+        self._loop.post((lambda engine: engine.withdraw(lease.sequence)) if goes_on else give_back)
 
 
 async def _stop(task: asyncio.Task[None]) -> None:
@@ -223,6 +271,9 @@ def _reclaimed(detail: str) -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_RECLAIMED, detail=detail)
 
 
-def _seal(seal: EngineSeal, prompt_tokens: int) -> wire.Seal:
+def _sealed(seal: EngineSeal, giving: _Giving) -> bytes:
+    """The last word of a fetch that is complete."""
     output = wire.Seal.Output(output=0, tokens=struct.pack(f"<{len(seal.output)}I", *seal.output))
-    return wire.Seal(computed=seal.computed, prompt_tokens=prompt_tokens, outputs=[output], sum=seal.sum)
+    output.logprobs.extend(giving.logprobs())
+    message = wire.Seal(computed=seal.computed, prompt_tokens=giving.prompt_tokens, outputs=[output], sum=seal.sum)
+    return encode(wire.FetchResponse(seal=message))

@@ -13,7 +13,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from engine.errors import EngineError, TransferRejected
+from engine.errors import EngineError, NoRoom, TransferRejected
 from engine.loop import EngineLoop
 from engine.transfer import Arrival
 from engine.transfer import Seal as EngineSeal
@@ -30,9 +30,13 @@ RELEASE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A sequence that is this worker's now. ``received`` counts bytes of cache; times in seconds."""
+    """A sequence that is this worker's now. ``received`` counts bytes of cache; times in seconds.
+
+    ``logprobs``: of output tokens that asked for them; an entry is its token's index in ``output``.
+    """
 
     output: tuple[int, ...]
+    logprobs: tuple[wire.TokenLogprobs, ...]
     received: int
     opened: float
     owned: float
@@ -72,9 +76,14 @@ class Taker:
         requests = fetch.requests(self._open(ticket, arrival), self._beat)
         try:
             async for received in heard(source.fetch(requests), f"giver {ticket.giver.id}"):
+                await self._make_room(arrival, received.response)
                 seal = fetch.hear(received)
                 if seal is not None:
-                    return await self._join(arrival, seal, unpacker.received, opened)
+                    output = await self._join(arrival, seal)
+                    logprobs = tuple(received.response.seal.outputs[0].logprobs)
+                    return Taken(output, logprobs, unpacker.received, opened, asyncio.get_running_loop().time())
+        except NoRoom as error:
+            raise HandoffFailed(wire.CAUSE_BUSY, f"it grew, and there is no room: {error}", self._peer) from error
         except TransferRejected as error:
             raise HandoffFailed(wire.CAUSE_CORRUPT, str(error)) from error
         except EngineError as error:
@@ -83,12 +92,20 @@ class Taker:
             raise HandoffFailed(wire.CAUSE_PEER_LOST, str(error), ticket.giver) from error
         raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch ended without a seal", ticket.giver)
 
-    async def _join(self, arrival: Arrival, seal: EngineSeal, received: int, opened: float) -> Taken:
+    async def _make_room(self, arrival: Arrival, response: wire.FetchResponse) -> None:
+        """A sequence that is written on while it is given grows beyond the room that its ticket asked for."""
+        run = response.kv_run
+        size = self._shape.block_size
+        filled = run.first_position // size + len(run.block_sums)
+        if filled > arrival.room and not arrival.closed:
+            await self._loop.call(lambda _: arrival.extend(filled * size - 1))
+
+    async def _join(self, arrival: Arrival, seal: EngineSeal) -> tuple[int, ...]:
         """Make the sequence exist. Should the caller be gone by then, it ends again at once."""
         await self._loop.call(
             lambda engine: engine.join(arrival, seal), undo=lambda engine, _: engine.cancel(arrival.id)
         )
-        return Taken(seal.output, received, opened, asyncio.get_running_loop().time())
+        return seal.output
 
     def _open(self, ticket: wire.Ticket, arrival: Arrival) -> wire.Open:
         return wire.Open(

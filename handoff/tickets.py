@@ -24,6 +24,8 @@ class Lease:
     timer: asyncio.TimerHandle
     opened: bool = False
     taker: wire.Peer | None = None
+    sealed: bool = False  # the seal was said: the taker may have it
+    owned: bool = False  # the taker said that the sequence is its own
     failure: wire.Failure | None = None  # set when it ended otherwise than by its taker's word
 
     def remaining_ms(self, now: float) -> int:
@@ -48,6 +50,12 @@ class TicketOffice:
         ticket.lease_ms = self.lease_ms
         self._leases[ticket.id] = Lease(ticket, sequence, self._timer(ticket.id))
         return ticket
+
+    def hold(self, id: bytes) -> None:
+        """Somebody holds this ticket and has not opened it yet: its time starts again. An open fetch renews by runs."""
+        lease = self._leases.get(id)
+        if lease is not None and not lease.opened:
+            self.renew(id)
 
     def renew(self, id: bytes) -> bool:
         """Start a lease's time again; False when there is no such lease (any more)."""

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NoReturn
 from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
 from router.failures import NO_ROOM, AttemptFailed, NoWorker, raised_by
+from router.following import Drains
 from router.job import Job
 from router.pool import Pool, Worker
 from router.prefill import PrefillOver
@@ -64,6 +65,7 @@ class Attempt:
         self._first_at: float | None = None  # when the first token was heard
         self._cached_at_taker = 0
         self._prefill_over = False
+        self._has_moved = False  # from the worker that joined it first
         self._taken_up = False  # by the taker: from now on only it matters
         self._end = job.pen.stopped or written_out(course)
         job.pen.tell_stopped = partial(self._tell, None, _Stopped())
@@ -97,6 +99,12 @@ class Attempt:
         return self._route.taker
 
     @property
+    def _heir(self) -> Worker | None:
+        """To whom it is on its way from the taker."""
+        heir = self._route.move.heir
+        return None if heir is None else heir.worker
+
+    @property
     def had_ticket(self) -> bool:
         """Whether its prompt was read, or nearly so: what failed is the handoff, or came after it."""
         return self._route.ticket is not None
@@ -125,7 +133,10 @@ class Attempt:
 
     # What the prefill worker says
 
-    def _hear_ticket(self, _: Worker, ticket: wire.Ticket) -> None:
+    def _hear_ticket(self, worker: Worker, ticket: wire.Ticket) -> None:
+        if worker is self.taker:
+            self._route.move_on(ticket)
+            return
         self._begun()
         self._reach(Generation.STATE_PREFILLING)
         self._route.hand_over(ticket)
@@ -165,13 +176,20 @@ class Attempt:
 
     # What the decode worker says
 
-    def _hear_taken_up(self, _: Worker, told: wire.TakenUp) -> None:
+    def _hear_taken_up(self, worker: Worker, told: wire.TakenUp) -> None:
+        if worker is self._heir:
+            self._route.move.opened()
+            return
         self._take_up(told.waited_us / 1e6)
         self._cached_at_taker = told.cached_tokens
         if not self.had_ticket and self._written == 0:
             self._course.cached_tokens = told.cached_tokens
 
-    def _hear_joined(self, _: Worker, joined: wire.Joined) -> None:
+    def _hear_joined(self, worker: Worker, joined: wire.Joined) -> None:
+        if worker is self._heir:
+            self._move()
+        if self._has_moved:
+            return
         self._join()
         path = self._course.path
         if joined.WhichOneof("path") == "handoff":
@@ -191,8 +209,13 @@ class Attempt:
         stood_still = 0.0 if self._first_at is None else self._now() - self._first_at
         self._costs.moved(self._tokens - self._cached_at_taker, min(seconds, stood_still))
 
-    def _hear_held(self, _: Worker, held: wire.Held) -> None:
+    def _hear_held(self, worker: Worker, held: wire.Held) -> None:
         """After a break: what was said meanwhile is made up for."""
+        if worker is self._heir:
+            self._hear_heir_held(held)
+            return
+        if worker is self.taker:
+            self._route.move.resumed(worker)
         if held.phase != wire.Held.PHASE_WAITING:
             self._take_up()
         if held.phase in (wire.Held.PHASE_RUNNING, wire.Held.PHASE_ENDED):
@@ -214,12 +237,35 @@ class Attempt:
         if self._course.path.decode_began_at is None:
             self._course.path.decode_began_at = self._now()
 
-    def _hear_ended(self, taker: Worker, ended: wire.Ended) -> None:
+    def _hear_ended(self, worker: Worker, ended: wire.Ended) -> None:
+        if worker is self._heir:
+            self._move()
         self._route.taker_over()
         self._join()
         self._end_with(ended.end)
         if self._end is None:  # it was cancelled there, and not by us
-            self._fail(None, wire.CAUSE_CANCELLED, f"{taker.life.id} ended it: {ended.end.reason}")
+            self._fail(None, wire.CAUSE_CANCELLED, f"{worker.life.id} ended it: {ended.end.reason}")
+
+    # What is said while it moves from its worker to another
+
+    def _hear_drains(self, worker: Worker, _: Drains) -> None:
+        if worker is self.taker:
+            self._route.drains()
+
+    def _hear_heir_held(self, held: wire.Held) -> None:
+        if held.phase != wire.Held.PHASE_WAITING:
+            self._route.move.opened()
+        if held.phase in (wire.Held.PHASE_RUNNING, wire.Held.PHASE_ENDED):
+            self._move()
+
+    def _move(self) -> None:
+        self._route.moved()
+        self._note_move()
+
+    def _note_move(self) -> None:
+        """Whoever adopts the request looks for it at its new worker."""
+        self._has_moved = True
+        self._job.note(self.giver, self.taker)
 
     # What either says, and the pen
 
@@ -227,12 +273,20 @@ class Attempt:
         self._end = self._job.pen.stopped
 
     def _hear_refused(self, worker: Worker, refused: wire.Refused) -> None:
-        if refused.failure.cause in NO_ROOM:
+        if worker is self._heir:
+            self._route.heir_failed(refused.failure)
+        elif refused.failure.cause in NO_ROOM:
             self._route.refused_by(worker)
         else:
             raise raised_by(refused.failure, worker.life)
 
     def _hear_failed(self, worker: Worker, failed: wire.Failed) -> None:
+        if worker is self._heir:
+            self._route.heir_failed(failed.failure)
+            return
+        if worker is self.taker and self._route.inherit():
+            self._note_move()
+            return
         if worker is self.taker:
             self._route.taker_over()
             if failed.failure.cause == wire.CAUSE_CANCELLED and self.giver is not None and not self._prefill_over:
@@ -275,6 +329,7 @@ class Attempt:
     _HEAR: ClassVar[dict[type, Callable[..., None]]] = {
         Woken: _hear_room,
         Lost: _hear_lost,
+        Drains: _hear_drains,
         _Stopped: _hear_stopped,
         PrefillOver: _hear_prefill_over,
         wire.Ticket: _hear_ticket,

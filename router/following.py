@@ -1,12 +1,15 @@
-"""A run at one worker, as this router follows it."""
+"""A run at one worker, as this router follows it, and who else hears what a session is told."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from protos import worker_pb2 as wire
 from router.writing import Pen
+
+if TYPE_CHECKING:
+    from router.sessions import Session
 
 RunKey = tuple[str, int, int]
 
@@ -15,11 +18,31 @@ def key_of(run: wire.Run) -> RunKey:
     return run.request, run.epoch, run.attempt
 
 
+class Drains:
+    """Told to each run of a worker, at every beat of one that drains."""
+
+
+class Watcher(Protocol):
+    """Who hears what concerns more than one run."""
+
+    def opened(self, session: Session) -> None:
+        """New work may go there; what the worker told of its cache it will tell again."""
+
+    def heard(self, session: Session, beat: wire.Beat) -> None:
+        """The worker told how it stands: there may be room."""
+
+
+class Guest(Protocol):
+    """Who depends on a worker without a run in its session."""
+
+    def lost(self, session: Session) -> None: ...
+
+
 class Following:
     """What a session must know of a run: where its tokens go, and who hears of the rest. One output.
 
-    ``tell`` hears TakenUp, Joined, Held, and one last word: Ended once every token is written, Failed, Refused or
-    Superseded.
+    ``tell`` hears TakenUp, Joined, Held, Ticket, Drains, and one last word: Ended once every token is written, Failed,
+    Refused or Superseded.
     """
 
     def __init__(self, first: wire.Start | wire.Adopt, pen: Pen, tell: Callable[[Any], None]) -> None:

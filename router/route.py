@@ -22,6 +22,7 @@ from protos.inference_pb2 import Generation
 from router.failures import AttemptFailed
 from router.following import Following
 from router.job import Job
+from router.moving import Move
 from router.placement import Need, first_place, taker
 from router.pool import Pool, Worker
 from router.prefill import PrefillCall
@@ -69,6 +70,7 @@ class Route:
         self._following: Following | None = None
         self._at_giver: Sent | None = None
         self._at_taker: Sent | None = None
+        self.move = Move(job, pool, self._run, tell)
 
     @property
     def waits_until(self) -> float | None:
@@ -162,7 +164,7 @@ class Route:
         self._job.course.path.prefill_worker = worker.life.id
         self._at_giver = worker.view.send(self._job.prefix, self._job.pen.position, computed=True)
         worker.session.guests.add(self)
-        work = self._work()
+        work = self._work(self._written)
         request = wire.PrefillRequest(
             run=self._run,
             router=self._router,
@@ -181,7 +183,7 @@ class Route:
         else:
             self._pool.claimed(ticket)
         self._at_taker = worker.view.send(self._job.prefix, self._job.pen.position, computed=ticket is None)
-        self._follow(worker, wire.Start(run=self._run, work=self._work(), ticket=ticket))
+        self._follow(worker, wire.Start(run=self._run, work=self._work(self._written), ticket=ticket))
 
     def _follow(self, worker: Worker, first: wire.Start | wire.Adopt) -> None:
         self.taker = worker
@@ -189,8 +191,8 @@ class Route:
         self._following = Following(first, self._job.pen, partial(self._tell, worker))
         worker.session.start(self._following)
 
-    def _work(self) -> wire.Work:
-        """The request's work as it stands now: tokens of earlier attempts, its age, what is left of its time."""
+    def _work(self, written: int) -> wire.Work:
+        """The request's work as it stands now: the first tokens ``written``, its age, what is left of its time."""
         course = self._job.course
         request = course.request
         work = wire.Work()
@@ -200,8 +202,44 @@ class Route:
         if left is not None:
             work.remaining_ms = left
         del work.outputs[:]
-        work.outputs.add(output=0, tokens=pack(course.tokens[: self._written]))
+        work.outputs.add(output=0, tokens=pack(course.tokens[:written]))
         return work
+
+    # To another worker, because its own drains
+
+    def drains(self) -> None:
+        """Its worker asks to be rid of it."""
+        if self.taker is not None and self._following is not None:
+            self.move.ask(self.taker)
+
+    def move_on(self, ticket: wire.Ticket) -> None:
+        """Its worker gave a ticket for the running sequence."""
+        assert self.taker is not None
+        self.move.begin(self.taker, ticket, self._work(len(self._job.course.tokens)))
+
+    def moved(self) -> None:
+        """Another worker has the sequence: it is the taker now."""
+        assert self.taker is not None
+        assert self._following is not None
+        self.taker.session.retire(self._following)
+        self._succeed()
+
+    def heir_failed(self, failure: wire.Failure) -> None:
+        """Whoever was to have it won't."""
+        assert self.taker is not None
+        self.move.failed(self.taker, failure)
+
+    def inherit(self) -> bool:
+        """Its worker is lost. False: nobody was about to have the whole sequence."""
+        if not self.move.is_open:
+            return False
+        self._succeed()
+        return True
+
+    def _succeed(self) -> None:
+        self.taker_over()
+        self.taker, self._following, self._at_taker = self.move.arrived()
+        self._job.course.path.decode_worker = self.taker.life.id
 
     # Waiting for room
 
@@ -280,6 +318,7 @@ class Route:
             cancel.end_position = self._job.pen.position
         if self.giver is not None and self._prefill is not None:
             self._leave_giver(self.giver, self._prefill, None if is_over else cancel)
+        self.move.close(cancel)
         if self.taker is not None and self._following is not None:
             self.taker.session.leave(self._following, cancel)
 

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc as services
 from router.calls import Broken, read, write
-from router.following import Following, RunKey, key_of
+from router.following import Drains, Following, Guest, RunKey, Watcher, key_of
 from router.writing import Trouble, unpack
 from runtime import logs
 from runtime.fault import Reason
@@ -49,22 +49,6 @@ when it is also older than GIVEN_UP_MS."""
 RETIRED_AT_ONCE = 256
 
 _log = logs.get(__name__)
-
-
-class Watcher(Protocol):
-    """Who hears what concerns more than one run."""
-
-    def opened(self, session: Session) -> None:
-        """New work may go there; what the worker told of its cache it will tell again."""
-
-    def heard(self, session: Session, beat: wire.Beat) -> None:
-        """The worker told how it stands: there may be room."""
-
-
-class Guest(Protocol):
-    """Who depends on a worker without a run in its session."""
-
-    def lost(self, session: Session) -> None: ...
 
 
 class Session:
@@ -124,6 +108,17 @@ class Session:
         if self._runs.get(following.key) is following:
             self._forget(following)
             self.cancel(cancel)
+
+    def retire(self, following: Following) -> None:
+        """Another worker has a run, with all its tokens: nothing more is heard of it here."""
+        if self._runs.get(following.key) is following:
+            self._forget(following)
+            self._retire(following.run)
+
+    def give(self, give: wire.Give) -> None:
+        """Ask for a ticket for a run, or withdraw that."""
+        if self.is_open:
+            self._say(wire.ToWorker(give=give))
 
     def cancel(self, cancel: wire.Cancel) -> None:
         """End whatever is there of a run."""
@@ -292,6 +287,8 @@ class Session:
                 self._pass_on(message.superseded, last=True)
             case "taken_up":
                 self._pass_on(message.taken_up)
+            case "ticket":
+                self._pass_on(message.ticket)
             case "prompt_logprobs":
                 self._explain(message.prompt_logprobs)
             case "refused":
@@ -344,6 +341,9 @@ class Session:
             _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=beat.step_age_ms)
             self._give_up()
         self._watcher.heard(self, beat)
+        if beat.load.draining:
+            for following in list(self._runs.values()):
+                following.tell(Drains())
 
     def _step_older_than(self, ms: int) -> bool:
         beat = self._beat

@@ -21,7 +21,6 @@ from runtime.peer import same_life, speaks
 from worker.decoding import Decoding
 from worker.hub import Hub
 from worker.session import RouterSession
-from worker.work import NOT_SUPPORTED, WorkRefused
 
 HELLO_SECONDS = 5.0
 """How long a call may say nothing before it is a session."""
@@ -44,7 +43,7 @@ class DecodeService(services.DecodeServicer):
             "cancel": self._decoding.cancel,
             "adopt": self._decoding.adopt,
             "resend": self._decoding.resend,
-            "give": self._give,
+            "give": self._decoding.give,
         }
 
     async def Session(  # noqa: N802 - the name on the wire
@@ -165,6 +164,9 @@ class DecodeService(services.DecodeServicer):
             for run in message.retire.runs:
                 if self._owns(session, run):
                     self._decoding.retire(run)
+        elif kind == "beat":
+            for ticket in message.beat.renew:
+                self._hub.giver.office.hold(ticket)
         elif kind in self._commands:
             command = getattr(message, kind)
             if self._owns(session, command.run):
@@ -178,11 +180,6 @@ class DecodeService(services.DecodeServicer):
         if refusal is not None:
             session.tell(wire.FromWorker(superseded=refusal))
         return refusal is None
-
-    def _give(self, session: RouterSession, give: wire.Give) -> None:
-        """A live sequence can't be given away by this build: it is decoded on."""
-        refusal = WorkRefused.because("give", NOT_SUPPORTED, f"output {give.output}", wire.CAUSE_UNSUPPORTED)
-        session.tell(wire.FromWorker(refused=wire.Refused(run=give.run, failure=refusal.failure)))
 
     def _beat(self, session: RouterSession) -> wire.Beat:
         beat = self._hub.beat()

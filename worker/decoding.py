@@ -14,8 +14,9 @@ import asyncio
 from collections.abc import Iterable
 from functools import partial
 
+from engine.engine import Engine
 from engine.errors import EngineStopped, InvalidRequest
-from engine.output import Ended, StepOutput, Token
+from engine.output import Ended, StepOutput
 from engine.request import FinishReason
 from engine.transfer import Arrival
 from handoff.taker import Taken
@@ -23,13 +24,14 @@ from protos import worker_pb2 as wire
 from worker import telling
 from worker.arrivals import Entrance, Outcome
 from worker.fetching import Fetching, why
-from worker.frames import Frame, again
+from worker.frames import again
+from worker.giving import Giving
 from worker.hub import Hub
 from worker.runs import HeldRun, Runs, key_of
 from worker.session import RouterSession
 from worker.starts import Starts
 from worker.telling import microseconds
-from worker.work import WorkRefused, end_reason
+from worker.work import WorkRefused, end_reason, logprobs_of
 
 
 class Decoding:
@@ -42,6 +44,7 @@ class Decoding:
         self._starts = Starts(hub, self.runs)
         self._entrance = Entrance(hub, self._settle)
         self._fetching = Fetching(hub)
+        self._giving = Giving(hub, self.runs, self._fail)
         hub.step_listeners.append(self._on_step)
         hub.crash_listeners.append(self._on_crash)
         hub.epochs.listeners.append(self._on_new_owner)
@@ -100,6 +103,26 @@ class Decoding:
             self._claim(held, session, resend.run)
             telling.repeated(held, [resend.next], self.step)
 
+    def give(self, session: RouterSession, give: wire.Give) -> None:
+        """Another worker is to go on with a run, or is not any more. Of one that has ended, that was told."""
+        held = self._known(session, give.run)
+        if held is None or give.output != held.output:
+            return
+        self._claim(held, session, give.run)
+        if give.withdrawn:
+            self._giving.withdraw(held)
+        elif held.end is None and held.ending is None:
+            self._give(held)
+
+    def _give(self, held: HeldRun) -> None:
+        if held.phase == wire.Held.PHASE_RUNNING:
+            self._giving.offer(held)
+        elif held.phase == wire.Held.PHASE_WAITING and (held.ticket is None or self._entrance.withdraw(held)):
+            self._hub.loop.post(lambda engine: engine.cancel(held.request.id))
+            self._refuse(held, wire.Failure(cause=wire.CAUSE_DRAINING, detail="it had not begun: start it elsewhere"))
+        else:
+            held.is_asked_for = True  # its cache is on its way here
+
     def retire(self, run: wire.Run) -> None:
         """Nobody needs a run any more."""
         held = self.runs.get(run)
@@ -144,6 +167,8 @@ class Decoding:
                 held.session.tell(wire.FromWorker(prompt_logprobs=message))
         telling.joined(held, held.position)
         telling.repeated(held, next, self.step)
+        if held.offered is not None and held.offered.run.epoch != held.run.epoch:
+            self._giving.withdraw(held)  # its new owner knows of no taker
 
     def detach(self, session: RouterSession) -> None:
         """A session broke: its runs go on as orphans, for one lease."""
@@ -220,6 +245,9 @@ class Decoding:
         """The sequence is ours. The answer came with its first step: what that told is caught up with."""
         held.phase = wire.Held.PHASE_RUNNING
         held.tokens.extend(taken.output[held.written_before :])
+        for entry in taken.logprobs:
+            if held.written_before <= entry.entry < len(taken.output):
+                held.logprobs[entry.entry] = logprobs_of(taken.output[entry.entry], entry)
         began = held.timeline.scheduled if held.timeline else None
         owned = taken.owned if began is None else min(began, taken.owned)
         path = wire.Joined.Handoff(handoff_us=microseconds(owned - taken.opened), bytes=taken.received)
@@ -227,13 +255,15 @@ class Decoding:
         held.joined = wire.Joined(handoff=path)
         early, held.early = held.early, []
         for token in early:
-            _note(held, token)
+            held.note(token)
         telling.joined(held, held.request.prompt_len + held.written_before)
         if held.session is not None:
             for frame in again(held, held.written_before, self.step):
                 held.session.tell(frame)
         if held.early_end is not None:
             self._ended(held, held.early_end)
+        elif held.is_asked_for:
+            self._giving.offer(held)
 
     def _refuse(self, held: HeldRun, failure: wire.Failure) -> None:
         """The engine does not take it."""
@@ -252,6 +282,10 @@ class Decoding:
             self._let_go(held)
         elif held.phase == wire.Held.PHASE_ARRIVING and held.fetch is not None:
             held.fetch.cancel()  # and ``_fetched`` lets go
+        elif held.offered is not None:  # after the seal the engine has no end to tell
+            self._giving.end(held, by_itself=False)
+            cancel = partial(Engine.cancel, id=held.request.id, keep=held.kept)
+            self._hub.loop.post(cancel, then=lambda: self._finish(held))
         elif held.ticket is None or held.phase == wire.Held.PHASE_RUNNING:
             self._hub.loop.post(lambda engine: engine.cancel(held.request.id, held.kept))  # which tells its end
         # else the engine is being asked for room, and ``_settle`` lets go
@@ -282,6 +316,7 @@ class Decoding:
             del held.tokens[held.cut :]
         held.phase = wire.Held.PHASE_ENDED
         held.end = wire.OutputEnd(output=held.output, reason=reason, end_position=held.position)
+        self._giving.end(held, by_itself=True)
         self.runs.silence(held)
         held.stop_clocks()
         if held.session is None:
@@ -296,6 +331,7 @@ class Decoding:
 
     def _forget(self, held: HeldRun) -> None:
         held.ending = held.ending or wire.OutputEnd.REASON_CANCELLED  # for an answer that is still on its way
+        self._giving.end(held, by_itself=False)
         self._part(held)
         self._entrance.withdraw(held)
         self.runs.remove(held)
@@ -314,46 +350,11 @@ class Decoding:
         for told in output.prompt_logprobs:
             if held := known.get(told.id):
                 telling.explained(held, told)
-        self._frame(output.tokens)
+        telling.written(known, output.tokens, self.step)
         for ended in output.ended:
             if held := known.get(ended.id):
                 self._ended(held, ended)
         self._entrance.on_step(output)
-
-    def _frame(self, tokens: Iterable[Token]) -> None:
-        """Note the step's tokens, and tell each session its own in one frame."""
-        frames: dict[RouterSession, Frame] = {}
-        known, running = self.runs.by_sequence, wire.Held.PHASE_RUNNING
-        for token in tokens:
-            held = known.get(token.id)
-            if held is None:
-                continue
-            if held.phase != running:
-                held.early.append(token)
-                continue
-            _note(held, token)
-            if not held.wrote:
-                self._wrote_first(held)
-            if held.session is not None:
-                frame = frames.get(held.session)
-                if frame is None:
-                    frame = frames[held.session] = Frame()
-                frame.slots.append(held.slot)
-                frame.positions.append(held.request.prompt_len + token.position)
-                frame.tokens.append(token.token)
-                if token.logprobs is not None:
-                    frame.explain(token.logprobs)
-        for session, frame in frames.items():
-            session.tell(frame.message(self.step))
-
-    def _wrote_first(self, held: HeldRun) -> None:
-        """A token, the first that a frame brings."""
-        held.wrote = True
-        timeline = held.timeline
-        if held.ticket is None and timeline and timeline.scheduled is not None and timeline.first_token is not None:
-            path = wire.Joined.FromTokens(prefill_us=microseconds(timeline.first_token - timeline.scheduled))
-            held.joined = wire.Joined(from_tokens=path)
-            telling.joined(held, held.position - 1)
 
     def _ended(self, held: HeldRun, ended: Ended) -> None:
         held.timeline = ended.timeline
@@ -382,10 +383,3 @@ class Decoding:
         for held in self.runs:
             self.drop(held)
         await self._fetching.close()
-
-
-def _note(held: HeldRun, token: Token) -> None:
-    """Keep a token that a step wrote."""
-    if token.logprobs is not None:
-        held.logprobs[len(held.tokens)] = token.logprobs
-    held.tokens.append(token.token)

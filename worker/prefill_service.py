@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import grpc
 
@@ -178,7 +179,8 @@ class PrefillService(services.PrefillServicer):
                 tokens=len(prompt.request.token_ids),
                 outputs=[prompt.output],
             )
-            prompt.ticket = self._hub.giver.issue(ticket, prompt.id, prompt.request.prompt_len)
+            logprobs = partial(_first_logprobs, prompt)
+            prompt.ticket = self._hub.giver.issue(ticket, prompt.id, prompt.request.prompt_len, logprobs)
             prompt.tell(ticket=prompt.ticket)
         self._admit()  # what it found in the cache makes room for others
 
@@ -293,6 +295,12 @@ def _first(prompt: Prompt, token: Token, ended: Ended | None) -> wire.FirstToken
         first.finished.reason = end_reason(ended.reason, prompt.stopping)
         first.finished.end_position = prompt.request.prompt_len + token.position + 1
     return first
+
+
+def _first_logprobs(prompt: Prompt) -> list[wire.TokenLogprobs]:
+    """Of the token that the seal speaks of."""
+    token = prompt.first
+    return [] if token is None or token.logprobs is None else [token_logprobs(token.position, token.logprobs)]
 
 
 def _microseconds(seconds: float) -> int:

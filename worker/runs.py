@@ -51,6 +51,8 @@ class HeldRun:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in ``tokens``
     prompt_logprobs: list[wire.PromptLogprobs] = field(default_factory=list)
     ticket: wire.Ticket | None = None
+    offered: wire.Ticket | None = None  # by which it is being given away, or was
+    is_asked_for: bool = False  # to be given away as soon as it runs
     fetch: asyncio.Task[Taken] | None = None
     early: list[Token] = field(default_factory=list)  # heard before the fetch said that the sequence is ours
     early_end: Ended | None = None
@@ -93,6 +95,12 @@ class HeldRun:
     def index_of(self, position: int) -> int:
         """The place in ``tokens`` of the one at ``position``, or the nearest place that there is."""
         return min(max(0, position - self.request.prompt_len), len(self.tokens))
+
+    def note(self, token: Token) -> None:
+        """Keep a token that a step wrote."""
+        if token.logprobs is not None:
+            self.logprobs[len(self.tokens)] = token.logprobs
+        self.tokens.append(token.token)
 
     def stop_clocks(self) -> None:
         """Neither deadline nor patience runs on."""

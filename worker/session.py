@@ -96,7 +96,7 @@ class RouterSession:
         loop = asyncio.get_running_loop()
         async for message in requests:
             self._heard = loop.time()
-            if not message.HasField("beat"):
+            if not message.HasField("beat") or message.beat.renew:
                 hear(self, message)
 
     async def _write(self, write: Write) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from engine.output import PromptLogprobs
+from engine.output import PromptLogprobs, Token
 from protos import worker_pb2 as wire
-from worker.frames import again
+from worker.frames import Frame, again
 from worker.runs import HeldRun
+from worker.session import RouterSession
 from worker.work import token_logprobs
 
 
@@ -32,6 +33,43 @@ def joined(held: HeldRun, position: int) -> None:
         message.run.CopyFrom(held.run)
         message.slots.add(slot=held.slot, output=held.output, position=position)
         held.session.tell(wire.FromWorker(joined=message))
+
+
+def written(known: Mapping[str, HeldRun], tokens: Iterable[Token], step: int) -> None:
+    """Note the tokens of a step, and tell each session its own in one frame. ``known``: runs by the engine's name."""
+    frames: dict[RouterSession, Frame] = {}
+    running = wire.Held.PHASE_RUNNING
+    for token in tokens:
+        held = known.get(token.id)
+        if held is None:
+            continue
+        if held.phase != running:
+            held.early.append(token)
+            continue
+        held.note(token)
+        if not held.wrote:
+            _wrote_first(held)
+        if held.session is not None:
+            frame = frames.get(held.session)
+            if frame is None:
+                frame = frames[held.session] = Frame()
+            frame.slots.append(held.slot)
+            frame.positions.append(held.request.prompt_len + token.position)
+            frame.tokens.append(token.token)
+            if token.logprobs is not None:
+                frame.explain(token.logprobs)
+    for session, frame in frames.items():
+        session.tell(frame.message(step))
+
+
+def _wrote_first(held: HeldRun) -> None:
+    """A token, the first that a frame brings."""
+    held.wrote = True
+    timeline = held.timeline
+    if held.ticket is None and timeline and timeline.scheduled is not None and timeline.first_token is not None:
+        path = wire.Joined.FromTokens(prefill_us=microseconds(timeline.first_token - timeline.scheduled))
+        held.joined = wire.Joined(from_tokens=path)
+        joined(held, held.position - 1)
 
 
 def explained(held: HeldRun, told: PromptLogprobs) -> None:

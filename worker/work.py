@@ -141,6 +141,12 @@ def token_logprobs(entry: int, logprobs: TokenLogprobs) -> wire.TokenLogprobs:
     )
 
 
+def logprobs_of(token: int, told: wire.TokenLogprobs) -> TokenLogprobs:
+    """What ``token_logprobs`` told of a token."""
+    top = tuple(zip(told.top_ids, told.top_logprobs, strict=True))
+    return TokenLogprobs(token, told.logprob, told.rank, top)
+
+
 def pack_tokens(ids: Iterable[int]) -> bytes:
     """Little-endian uint32. Raises OverflowError for what is none."""
     packed = array("I", ids)

@@ -143,6 +143,23 @@ async def test_answers_survive_the_loss_of_the_prefill_worker(server: PrivateRed
         assert receipt.prefill_worker == ""
 
 
+async def test_a_decode_worker_that_is_ended_hands_its_answers_on(server: PrivateRedis, store: Store) -> None:
+    async with deployment(server, store, p="prefill", d="decode", e="decode") as scene:
+        prompts = range(20, 28)
+        quiet = await asyncio.gather(*[scene.answer(prompt, 400) for prompt in prompts])
+        assert {receipt.decode_worker for _, receipt in quiet} == {"d", "e"}
+        again = [asyncio.ensure_future(scene.answer(prompt, 400)) for prompt in prompts]
+        await asyncio.sleep(1.0)  # in the middle of something, whatever it is: all of it takes 8 s at least
+        scene.workers["d"].send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE):
+            assert await scene.workers["d"].wait() == 0
+        assert not any(answer.done() for answer in again), "it waited for what it wrote"
+        answers = await asyncio.gather(*again)
+        assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]
+        assert {(receipt.decode_worker, receipt.attempts) for _, receipt in answers} == {("e", 1)}
+        await scene.until_clean("p", "e")
+
+
 async def test_when_the_only_decode_worker_is_lost_the_prefill_worker_decodes(
     server: PrivateRedis, store: Store
 ) -> None:

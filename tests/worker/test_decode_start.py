@@ -203,19 +203,6 @@ async def test_a_lower_epoch_is_superseded_and_a_higher_one_begins_anew() -> Non
         assert [run.epoch for run, *_ in node.decode.runs()] == [2]
 
 
-async def test_a_live_sequence_is_not_given_away_and_goes_on() -> None:
-    run, work = make_run(), make_work(8, 40)
-    async with routed() as (node, router):
-        node.device.seconds = 0.005
-        await router.start(run, work)
-        await router.wrote(run, 2)
-        await router.say(give=wire.Give(run=run, output=0))
-        refused = await router.word(run, "refused")
-        assert (refused.failure.cause, refused.failure.violation.field) == (wire.CAUSE_UNSUPPORTED, "give")
-        await router.word(run, "ended")
-        assert router.of(run).text(8) == alone(work)
-
-
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17])
 async def test_any_length_comes_over(length: int) -> None:
     run, work = make_run(), make_work(length, 6)
