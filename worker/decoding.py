@@ -11,7 +11,7 @@ happens on the event loop at once, so no two of these methods ever meet in the m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from engine.engine import Engine
@@ -267,6 +267,7 @@ class Decoding:
 
     def _refuse(self, held: HeldRun, failure: wire.Failure) -> None:
         """The engine does not take it."""
+        self.runs.leaving.discard(held)
         if self.runs.holds(held) and held.end is None:
             telling.refused(held, failure)
             self._forget(held)
@@ -287,12 +288,14 @@ class Decoding:
             cancel = partial(Engine.cancel, id=held.request.id, keep=held.kept)
             self._hub.loop.post(cancel, then=lambda: self._finish(held))
         elif held.ticket is None or held.phase == wire.Held.PHASE_RUNNING:
-            self._hub.loop.post(lambda engine: engine.cancel(held.request.id, held.kept))  # which tells its end
+            self._cancel(held, then=lambda: None)  # the engine tells its end
         # else the engine is being asked for room, and ``_settle`` lets go
 
     def drop(self, held: HeldRun) -> None:
         """End a run that nobody will ask for, and forget it."""
         self._part(held)
+        if held.end is None:
+            self.runs.leaving.add(held)
         self.end_early(held, wire.OutputEnd.REASON_CANCELLED)
         self.runs.remove(held)
 
@@ -300,7 +303,16 @@ class Decoding:
         """Free whatever is held for a cancelled run, here and at its giver, then tell its end."""
         if held.ticket is not None:  # a fetch that was cancelled may not have come so far as to say it
             self._fetching.give_up(held.ticket)
-        self._hub.loop.post(lambda engine: engine.cancel(held.request.id, held.kept), then=lambda: self._finish(held))
+        self._cancel(held, then=partial(self._finish, held))
+
+    def _cancel(self, held: HeldRun, then: Callable[[], object]) -> None:
+        """The engine lets go of it; then nothing is left here."""
+
+        def gone() -> None:
+            self.runs.leaving.discard(held)
+            then()
+
+        self._hub.loop.post(lambda engine: engine.cancel(held.request.id, held.kept), then=gone)
 
     def _forget_behind(self, held: HeldRun, position: int) -> None:
         """It had ended by itself before its owner found that it should have stopped there."""

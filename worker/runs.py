@@ -115,6 +115,8 @@ class Runs:
 
     def __init__(self) -> None:
         self.marks: dict[Key, tuple[int, asyncio.TimerHandle]] = {}
+        self.leaving: set[HeldRun] = set()
+        """Forgotten, and the engine has not let go of them yet: an audit finds here whose their blocks are."""
         self._runs: dict[Key, HeldRun] = {}
         self._stepping: dict[str, HeldRun] = {}
         self._empty = asyncio.Event()

@@ -22,6 +22,9 @@ from runtime.fault import Reason
 MAX_BEHIND = 10_000
 """Messages that a router may leave unread; then its session ends, and it can come back for what it lacks."""
 
+LAST_WRITE_SECONDS = 0.5
+"""For the write that is under way when a session ends. A router that reads nothing lets it take for ever."""
+
 Write = Callable[[wire.FromWorker], Awaitable[None]]
 
 _log = logs.get(__name__)
@@ -75,12 +78,16 @@ class RouterSession:
         self, requests: AsyncIterator[wire.ToWorker], write: Write, hear: Callable[[RouterSession, wire.ToWorker], None]
     ) -> None:
         """Until either side is through, or raises what ``end`` or ``hear`` brought."""
-        parts = (self._over.wait(), self._read(requests, hear), self._write(write), self._beats())
-        jobs: list[asyncio.Task[object]] = [asyncio.create_task(part) for part in parts]
+        writing = asyncio.create_task(self._write(write))
+        parts = (self._over.wait(), self._read(requests, hear), self._beats())
+        jobs: list[asyncio.Task[object]] = [writing, *[asyncio.create_task(part) for part in parts]]
         try:
             await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._over.set()
+            self._outgoing.put_nowait(None)
+            # Of a write that is cancelled gRPC never hears, and then the call's status may not go out either.
+            await asyncio.wait([writing], timeout=LAST_WRITE_SECONDS)
             for job in jobs:
                 job.cancel()
             await asyncio.wait(jobs)
@@ -101,7 +108,7 @@ class RouterSession:
 
     async def _write(self, write: Write) -> None:
         try:
-            while (message := await self._outgoing.get()) is not None:
+            while (message := await self._outgoing.get()) is not None and not self._over.is_set():
                 await write(message)
         except (grpc.aio.InternalError, grpc.aio.UsageError):
             return  # the router has gone

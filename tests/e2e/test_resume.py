@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import psutil
 import pytest
+import redis as sync_redis
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceServiceStub
 from runtime.errors import Aborted, Cancelled, ServiceError, Unavailable, from_call
 from runtime.fault import Reason
+from state import keys
+from state.names import RequestKey
 from state.private_redis import PrivateRedis
 from tests.e2e.asking import Answer, ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
@@ -231,21 +235,29 @@ async def test_detached_requests_of_a_router_that_dies_are_finished_by_the_other
 
 async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> None:
     """Router and decode worker die together; nobody else has what was shown since the journal was last written."""
-    slow = ("--flush-ms", "2000")
-    with deployment(routers=2, router=slow, worker=(*SMALL_KV, "--lease-ms", "3000")) as running:
+    with (
+        deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running,
+        sync_redis.Redis.from_url(running.redis.url, protocol=2) as bare,
+    ):
         first, one = open_stub(running.addresses[0])
         second, other = open_stub(running.addresses[1])
         async with first, second:
-            whole = await ask(other, request())
-            asking = request()
+            long, asking = request(), request()
+            long.stopping.max_tokens = asking.stopping.max_tokens = LONG
+            whole = await ask(other, long)
             call = one.GenerateStream(asking, timeout=PATIENCE_S)
             begun = await read(call, 5)
             named = pb.GetGenerationRequest(request_id=asking.request_id)
             while (await other.GetGeneration(named)).state != pb.Generation.STATE_DECODING:
                 begun += await read(call, begun[-1].seq + 1)
-            begun += await read(call, begun[-1].seq + 20)
-            running.routers[0].kill()
-            running.workers[1].process.kill()
+            bare.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
+            written = bare.strlen(keys.journal(RequestKey("default", asking.request_id))) // 4
+            begun += await read(call, max(begun[-1].seq, written) + 20)
+            for process in (running.routers[0], running.workers[1].process):
+                gone = psutil.Process(process.pid)
+                process.kill()
+                gone.wait(PATIENCE_S)
+            bare.execute_command("CLIENT", "UNPAUSE")
             seq = begun[-1].seq
             assert (await other.GetGeneration(named)).last_seq < seq, "the journal has it all: nothing is tried here"
             ended = await rest(other.ResumeStream(resumed(asking, seq), timeout=PATIENCE_S))

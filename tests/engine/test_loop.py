@@ -203,15 +203,20 @@ async def test_who_asks_during_a_step_waits_for_its_end_and_not_for_the_next() -
         assert (await scene.until_ended("a")).reason is FinishReason.LENGTH
 
 
-async def test_answers_come_before_the_step_that_came_with_them() -> None:
-    order: list[str] = []
-    loop = EngineLoop(make_engine(), lambda output: order.extend(token.id for token in output.tokens))
-    loop.start()
-    await loop.call(lambda engine: engine.add(make_request("a", max_tokens=1)))
-    loop.post(lambda engine: order.append("ran"), then=lambda: order.append("then"))
-    await asyncio.sleep(0.1)
-    await loop.stop()
-    assert order == ["a", "ran", "then"]
+async def test_answers_come_before_the_step_that_came_with_them_and_what_was_posted_is_told_after_it() -> None:
+    async with running() as scene:
+        let, told = threading.Event(), asyncio.Event()
+        scene.device.before = lambda: let.wait(20)
+        scene.loop.post(lambda engine: None, then=told.set)
+        await scene.add(make_request("a", max_tokens=1))  # returns, though its step does not
+        assert not scene.outputs
+        again = asyncio.Event()
+        scene.loop.post(lambda engine: None, then=again.set)
+        let.set()
+        async with asyncio.timeout(20):
+            await again.wait()
+        assert [token.id for output in scene.outputs for token in output.tokens] == ["a"]
+        assert told.is_set()
 
 
 # -- nothing polls ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -21,7 +22,10 @@ from worker.session import RouterSession
 async def refusal(node: Node, *words: wire.ToWorker) -> grpc.aio.AioRpcError:
     """How a session ends that begins with these words."""
     async with grpc.aio.insecure_channel(node.address) as channel:
-        call = services.DecodeStub(channel).Session(iter(words))
+        call = services.DecodeStub(channel).Session(timeout=20)
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            for word in words:
+                await call.write(word)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass
@@ -192,7 +196,7 @@ async def test_a_router_that_reads_nothing_for_long_loses_its_session(monkeypatc
 async def test_over_the_wire_too_a_router_that_reads_nothing_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_BEHIND", 50)
     run, work = make_run(), make_work(8, 480)
-    async with Node("d", lease_ms=300) as node, grpc.aio.insecure_channel(node.address) as channel:
+    async with Node("d", lease_ms=3000) as node, grpc.aio.insecure_channel(node.address) as channel:
         call = services.DecodeStub(channel).Session()
         await call.write(hello(node))
         await call.write(wire.ToWorker(start=wire.Start(run=run, work=work)))
