@@ -65,7 +65,7 @@ class DecodeService(services.DecodeServicer):
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.Held.Phase, str]]:
         """Of every run that is held: the run, its output, its phase, the engine's name of its sequence."""
-        for held in (*self._decoding.runs, *self._decoding.runs.leaving):
+        for held in dict.fromkeys((*self._decoding.runs, *self._decoding.runs.leaving)):
             yield held.run, held.output, held.phase, held.request.id
 
     @property

@@ -14,7 +14,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from engine.engine import Engine
 from engine.errors import EngineStopped, InvalidRequest
 from engine.output import Ended, StepOutput
 from engine.request import FinishReason
@@ -279,14 +278,14 @@ class Decoding:
         if held.end is not None or held.ending is not None:
             return
         held.ending = reason
+        self.runs.leaving.add(held)
         if self._entrance.withdraw(held):
             self._let_go(held)
         elif held.phase == wire.Held.PHASE_ARRIVING and held.fetch is not None:
             held.fetch.cancel()  # and ``_fetched`` lets go
         elif held.offered is not None:  # after the seal the engine has no end to tell
             self._giving.end(held, by_itself=False)
-            cancel = partial(Engine.cancel, id=held.request.id, keep=held.kept)
-            self._hub.loop.post(cancel, then=lambda: self._finish(held))
+            self._cancel(held, then=partial(self._finish, held))
         elif held.ticket is None or held.phase == wire.Held.PHASE_RUNNING:
             self._cancel(held, then=lambda: None)  # the engine tells its end
         # else the engine is being asked for room, and ``_settle`` lets go
@@ -294,8 +293,6 @@ class Decoding:
     def drop(self, held: HeldRun) -> None:
         """End a run that nobody will ask for, and forget it."""
         self._part(held)
-        if held.end is None:
-            self.runs.leaving.add(held)
         self.end_early(held, wire.OutputEnd.REASON_CANCELLED)
         self.runs.remove(held)
 

@@ -116,7 +116,7 @@ class Runs:
     def __init__(self) -> None:
         self.marks: dict[Key, tuple[int, asyncio.TimerHandle]] = {}
         self.leaving: set[HeldRun] = set()
-        """Forgotten, and the engine has not let go of them yet: an audit finds here whose their blocks are."""
+        """Ended early, and the engine has not let go of them yet. An audit finds here those that are forgotten."""
         self._runs: dict[Key, HeldRun] = {}
         self._stepping: dict[str, HeldRun] = {}
         self._empty = asyncio.Event()
