@@ -137,6 +137,7 @@ async def test_a_run_that_has_not_begun_is_sent_elsewhere_and_leaves_its_ticket(
     """From tokens, or waiting for room: its cache is there for whoever is asked next."""
     async with Node("p") as prefill, pair(running=1) as (old, new):
         first, waits = make_run("t/first"), make_run("t/waits")
+        old.node.device.seconds = 0.05  # the first is at work until it is cancelled
         await old.start(first, make_work(10, 300))
         await old.wrote(first, 1)
         work = make_work(30, 8, seed=3)
