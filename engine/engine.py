@@ -13,9 +13,10 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from engine.blocks import BlockPool, hash_block, root_hash
+from engine.costs import Forecast
 from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
 from engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, Token
-from engine.plan import Device, Row, StepResult, TokenLogprobs
+from engine.plan import Device, StepPlan, StepResult, TokenLogprobs
 from engine.policy import order_of
 from engine.request import FinishReason, Request
 from engine.scheduler import Limits, Scheduler
@@ -46,7 +47,8 @@ class Engine:
         self.device = device
         self.limits = limits
         self.pool = BlockPool(device.num_blocks, device.block_size)
-        self.scheduler = Scheduler(self.pool, limits)
+        self.forecast = Forecast(device.costs)
+        self.scheduler = Scheduler(self.pool, limits, self.forecast)
         self.steps = 0
         self.planned = 0  # tokens of the step under way, or of the last one
         self._clock = clock
@@ -122,17 +124,19 @@ class Engine:
         if plan.rows:
             started = self._clock()
             result = self.device.run(plan)
-            self._commit(plan.rows, result, started, output)
+            self._commit(plan, result, started, output)
             self.steps += 1
         output.num_tokens, output.available = plan.num_tokens, self.pool.available
         output.ended.extend(self._ended)
         self._ended = []
         return output
 
-    def _commit(self, rows: Sequence[Row], result: StepResult, started: float, output: StepOutput) -> None:
+    def _commit(self, plan: StepPlan, result: StepResult, started: float, output: StepOutput) -> None:
         now = self._clock()
+        if plan.num_tokens > len(plan.rows):  # a step whose size hung on what was said of its seconds
+            self.forecast.note(plan.work, now - started)
         sequences, commit, logprobs = self._sequences, self.scheduler.commit, result.logprobs
-        for index, (row, token) in enumerate(zip(rows, result.sampled, strict=True)):
+        for index, (row, token) in enumerate(zip(plan.rows, result.sampled, strict=True)):
             request = row.request
             sequence = sequences[request.id]
             if sequence.timeline.scheduled is None:

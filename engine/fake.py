@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from engine.costs import Costs
 from engine.draw import uniform
 from engine.errors import InvalidConfig
 from engine.plan import Row, StepPlan, StepResult, TokenLogprobs
@@ -60,6 +61,7 @@ class FakeDevice:
         self.block_bytes = block_size * SLOT_BYTES
         self.layout = f"fake-{block_size}-{vocab_size}"
         self.equal_bits = True
+        self.costs = Costs()
         self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))
         self._cost = cost
 

@@ -9,6 +9,7 @@ import torch
 from engine import checkpoint, linears, rope
 from engine.attention.paged import TILE
 from engine.checkpoint import DTYPES
+from engine.costs import Costs
 from engine.errors import InvalidConfig
 from engine.kv_layout import KvLayout
 from engine.kv_store import KvStore
@@ -50,7 +51,10 @@ class ModelConfig:
 
 @dataclass(slots=True)
 class ModelDevice:
-    """A served model with its blocks: the ``Device`` of an engine. ``verdict`` is what the probe found."""
+    """A served model with its blocks: the ``Device`` of an engine.
+
+    ``verdict`` is what the probe found; ``costs`` are unknown until ``warm_start`` measured them.
+    """
 
     store: KvStore
     runner: ModelRunner
@@ -61,6 +65,7 @@ class ModelDevice:
     equal_bits: bool
     verdict: Verdict
     model: torch.nn.Module = field(repr=False)
+    costs: Costs = field(default_factory=Costs)
 
     @property
     def num_blocks(self) -> int:

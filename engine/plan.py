@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple, Protocol
 
+from engine.costs import Costs, Work, chunk
 from engine.request import Request
 
 
@@ -26,12 +28,20 @@ class Row(NamedTuple):
     blocks: array[int]
     sample: bool
 
+    @property
+    def work(self) -> Work:
+        return chunk(self.start, self.end - self.start, explained=self.request.prompt_logprobs is not None)
+
 
 class StepPlan(NamedTuple):
     """One call of the model: ``num_tokens`` is the sum over rows, at most the token budget."""
 
     rows: tuple[Row, ...]
     num_tokens: int
+
+    @property
+    def work(self) -> Work:
+        return reduce(Work.plus, (row.work for row in self.rows), Work())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +109,11 @@ class Device(Runner, BlockBytes, Protocol):
     @property
     def layout(self) -> str:
         """Equal exactly when two devices can exchange blocks and promise the same bits."""
+        ...
+
+    @property
+    def costs(self) -> Costs:
+        """What its steps take, as far as it was measured."""
         ...
 
     @property

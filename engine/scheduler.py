@@ -1,7 +1,7 @@
 """The first law: a sequence has tokens, and a count of those whose KV is computed; a step spends a token budget
 to close the gap. There is no prefill phase and no decode phase.
 
-One step, with a budget of 12 and blocks enough::
+One step, with a budget of 12 tokens and blocks enough::
 
     running   A  [##########|.]                1   decodes first
               B  [######|.]                    1
@@ -11,6 +11,9 @@ One step, with a budget of 12 and blocks enough::
 
 Split prompts, prefix hits, recomputation after a preemption, and sequences that arrive with their KV are all the
 same case: ``computed`` starts elsewhere.
+
+The budget is one of tokens and of predicted seconds, whichever is spent first. Decodes are never cut; prompts beside
+them get what is left of the step's seconds, so that a chunk shrinks as its context grows, but at least a block.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from bisect import insort
 from dataclasses import dataclass
 
 from engine.blocks import BlockPool
+from engine.costs import Costs, Forecast, Work
 from engine.errors import InvalidConfig, NoRoom
 from engine.plan import Row, StepPlan
 from engine.sequence import Sequence
@@ -26,6 +30,9 @@ from engine.sequence import Sequence
 PROMPT_LOGPROB_CHUNK = 128
 """Most prompt tokens a step computes of a sequence whose every position needs logits (rows x vocabulary)."""
 
+ALONE = 4
+"""How much longer than beside decodes a step of prompts alone may take. No answer waits for it, but whoever comes
+does: new prompts, arrivals, cancels. Fewer, longer steps spend less on what each step costs."""
 
 _NONE = range(0)
 
@@ -38,26 +45,35 @@ class Limits:
     max_running     sequences that hold blocks to be stepped, and arrivals on their way to it; at most the token
                     budget, so decodes always fit
     window          longest sequence, in tokens
+    step_seconds    predicted seconds that a step with decodes in it is filled up to: an answer's longest wait for
+                    its next token; without decodes ``ALONE`` times as many
     """
 
     token_budget: int = 512
     max_running: int = 256
     window: int = 2048
+    step_seconds: float = 0.25
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_running", "window"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(name, "at least 1", getattr(self, name))
+        if not self.step_seconds > 0:
+            raise InvalidConfig("step_seconds", "above 0", self.step_seconds)
         if self.max_running > self.token_budget:
             raise InvalidConfig("max_running", f"at most the token budget {self.token_budget}", self.max_running)
 
 
 class Scheduler:
-    """Waiting and running sequences over one pool. Plain integers: no clock, no device, no log."""
+    """Waiting and running sequences over one pool. Plain numbers: no clock, no device, no log.
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    ``forecast`` says what a step takes; without one, nothing does and the token budget rules alone.
+    """
+
+    def __init__(self, pool: BlockPool, limits: Limits, forecast: Forecast | None = None) -> None:
         self.pool = pool
         self.limits = limits
+        self.forecast = forecast or Forecast(Costs())
         self.waiting: list[Sequence] = []  # both sorted by ``order``, most urgent first
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -80,21 +96,19 @@ class Scheduler:
         self._grow_running()
         rows: list[Row] = []
         prompts: list[Sequence] = []
+        pairs = 0
         for sequence in self.running:  # decodes always fit: never more run than the budget has tokens
             tokens, computed = sequence.tokens, sequence.computed
             if computed == len(tokens) - 1 and sequence.holding:
                 rows.append(Row(sequence.request, tokens, computed, computed + 1, sequence.holding.blocks, True))
+                pairs += computed + 1
             else:
                 prompts.append(sequence)
-        budget = self.limits.token_budget - len(rows)
-        for sequence in prompts:
-            if budget:
-                rows.append(_row(sequence, budget))
-                budget -= rows[-1].end - rows[-1].start
-        while budget and (admitted := self._admit_next(promised)):
-            rows.append(_row(admitted, budget))
-            budget -= rows[-1].end - rows[-1].start
-        return StepPlan(tuple(rows), self.limits.token_budget - budget)
+        budget = _Budget(self.limits, self.forecast, Work(len(rows), len(rows), pairs), self.pool.block_size)
+        rows.extend(budget.spend(sequence) for sequence in prompts if budget.left)
+        while budget.left and (admitted := self._admit_next(promised)):
+            rows.append(budget.spend(admitted))
+        return StepPlan(tuple(rows), budget.work.tokens)
 
     def commit(self, sequence: Sequence, end: int) -> range:
         """Count the tokens up to ``end`` as computed; publish and return the blocks that this filled."""
@@ -159,14 +173,39 @@ class Scheduler:
         return self.pool.match(sequence.hashes(self.pool.block_size, len(sequence.tokens) - 1))
 
 
-def _row(sequence: Sequence, budget: int) -> Row:
-    """The next tokens of a running sequence that fit the budget."""
-    assert sequence.holding is not None
-    request = sequence.request
-    most = budget if request.prompt_logprobs is None else min(budget, PROMPT_LOGPROB_CHUNK)
-    end = sequence.computed + min(sequence.remaining, most)
-    sample = end == len(sequence.tokens)
-    return Row(request, sequence.tokens, sequence.computed, end, sequence.holding.blocks, sample)
+class _Budget:
+    """What is left of a step for prompts, after its decodes: tokens, and seconds as far as they can be said."""
+
+    def __init__(self, limits: Limits, forecast: Forecast, decodes: Work, block_size: int) -> None:
+        self.work = decodes
+        self._limits = limits
+        self._forecast = forecast
+        self._seconds = limits.step_seconds if decodes.tokens else limits.step_seconds * ALONE
+        self._least = block_size  # for the first prompt, so that prompts go on however long decodes take
+        self._over = False
+
+    @property
+    def left(self) -> bool:
+        """Whether another prompt gets anything: nobody behind one that was cut does."""
+        return not self._over and self.work.tokens < self._limits.token_budget
+
+    def spend(self, sequence: Sequence) -> Row:
+        """The next tokens of a running sequence that fit, at least one."""
+        assert sequence.holding is not None
+        request, start = sequence.request, sequence.computed
+        explained = request.prompt_logprobs is not None
+        tokens = self._limits.token_budget - self.work.tokens
+        wanted = min(sequence.remaining, tokens, PROMPT_LOGPROB_CHUNK if explained else tokens)
+        end = start + min(wanted, max(self._fitting(start, wanted, explained=explained), self._least))
+        row = Row(request, sequence.tokens, start, end, sequence.holding.blocks, end == len(sequence.tokens))
+        self.work = self.work.plus(row.work)
+        self._over = end - start < wanted or not self._fitting(0, 1)
+        self._least = 1
+        return row
+
+    def _fitting(self, context: int, most: int, *, explained: bool = False) -> int:
+        seconds = self._seconds - self._forecast.seconds(self.work)
+        return self._forecast.fitting(seconds, context, most, explained=explained)
 
 
 def _order(sequence: Sequence) -> tuple[float, int]:

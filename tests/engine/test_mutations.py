@@ -14,6 +14,7 @@ import pytest
 
 from engine import blocks, transfer
 from engine.blocks import BlockPool, Holding
+from engine.costs import Forecast
 from engine.engine import Engine
 from engine.fake import FakeDevice
 from engine.plan import Row, StepPlan
@@ -142,9 +143,10 @@ def spend_one_token_too_many(patch: Patch) -> None:
 
 
 def run_one_too_many(patch: Patch) -> None:
-    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits) -> None:
+    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits, forecast: Forecast) -> None:
         most = limits.max_running + 1
-        original(scheduler, pool, replace(limits, max_running=most, token_budget=max(most, limits.token_budget)))
+        limits = replace(limits, max_running=most, token_budget=max(most, limits.token_budget))
+        original(scheduler, pool, limits, forecast)
 
     original = Scheduler.__init__
     patch.setattr(Scheduler, "__init__", init)

@@ -1,0 +1,89 @@
+"""What a step takes in seconds, said before it is run, and how much of a prompt fits in what is left of one.
+
+    seconds = fixed + token x tokens + logits x rows of logits + pair x (query, key) pairs
+
+                  keys: context      chunk
+    queries of   [############## | #         ]     A chunk of n tokens behind c computed ones has
+    the chunk    [############## | # #       ]     n c + n (n + 1) / 2 pairs: the same seconds hold
+                 [############## | # # #     ]     fewer tokens, the longer the context.
+
+Plain numbers: no clock, no device. ``warm_start`` measures the costs of a device, ``Forecast`` keeps them true.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_GAIN = 0.2
+_MOST_AT_ONCE = 1.5
+"""A step that took more than so many times what was said, or less than its inverse, counts as if it were that."""
+
+
+class Work(NamedTuple):
+    """What a step, or a row of one, computes: ``logits`` rows of the output head, ``pairs`` of a query and a key."""
+
+    tokens: int = 0
+    logits: int = 0
+    pairs: int = 0
+
+    def plus(self, other: Work) -> Work:
+        return Work(self.tokens + other.tokens, self.logits + other.logits, self.pairs + other.pairs)
+
+
+def chunk(context: int, tokens: int, *, explained: bool = False) -> Work:
+    """``tokens`` of one sequence behind ``context`` computed ones. Its last one counts as sampled, for that is not
+    known before it is cut; ``explained``: each has its logits made."""
+    return Work(tokens, tokens if explained else 1, tokens * context + tokens * (tokens + 1) // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds for a step, a token, a row of logits and a (query, key) pair. Nothing is known of a device whose costs
+    are all nought: then every chunk fits."""
+
+    fixed: float = 0.0
+    token: float = 0.0
+    logits: float = 0.0
+    pair: float = 0.0
+
+    def seconds(self, work: Work) -> float:
+        """Of a step of that much work."""
+        return self.fixed + self.token * work.tokens + self.logits * work.logits + self.pair * work.pairs
+
+    def fitting(self, seconds: float, context: int, most: int, *, explained: bool = False) -> int:
+        """The most tokens of one chunk behind ``context`` that take at most ``seconds`` more; from 0 to ``most``."""
+        left = seconds - (0.0 if explained else self.logits)
+        if left <= 0:
+            return 0
+        # half x n^2 + slope x n = left, solved so that no term cancels and nought may stand anywhere
+        half = self.pair / 2
+        slope = self.token + (self.logits if explained else 0.0) + self.pair * context + half
+        divisor = slope + math.sqrt(slope * slope + 4 * half * left)
+        return most if 2 * left >= most * divisor else int(2 * left / divisor)
+
+
+class Forecast:
+    """A device's costs, times how much slower or faster than said its steps have been of late.
+
+    One number moves a fifth of the way to each step that is noted, by at most 8 %: a machine that stood still for
+    seconds counts as one slow step, one that became half as fast is known after ten.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.factor = 1.0
+
+    def seconds(self, work: Work) -> float:
+        return self.factor * self.costs.seconds(work)
+
+    def fitting(self, seconds: float, context: int, most: int, *, explained: bool = False) -> int:
+        return self.costs.fitting(seconds / self.factor, context, most, explained=explained)
+
+    def note(self, work: Work, seconds: float) -> None:
+        """A step of that work took so long."""
+        said = self.seconds(work)
+        if said > 0:
+            off = min(max(seconds / said, 1 / _MOST_AT_ONCE), _MOST_AT_ONCE)
+            self.factor *= off**_GAIN

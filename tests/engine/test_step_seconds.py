@@ -1,0 +1,163 @@
+"""Steps are filled by what they are said to take: prompts beside answers get what is left, and always go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.costs import Costs
+from engine.engine import Engine
+from engine.errors import InvalidConfig
+from engine.fake import FakeDevice
+from engine.plan import StepPlan, StepResult
+from engine.scheduler import ALONE, PROMPT_LOGPROB_CHUNK, Limits
+from tests.engine.properties import nothing_is_held
+from tests.engine.scenes import BLOCK, make_request, prompt, run
+
+WINDOW = 2048
+STEP = 0.25
+COSTS = Costs(fixed=0.02, token=0.001, logits=0.002, pair=2e-6)
+
+
+class Timed(FakeDevice):
+    """Keeps its plans, and a clock that each step moves on by what it costs times ``slower``."""
+
+    def __init__(self, costs: Costs, slower: float = 1.0) -> None:
+        super().__init__(num_blocks=4 * WINDOW // BLOCK, block_size=BLOCK, window=WINDOW)
+        self.costs = costs
+        self.slower = slower
+        self.now = 0.0
+        self.plans: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        self.now += self.slower * self.costs.seconds(plan.work)
+        return super().run(plan)
+
+
+def make(costs: Costs = COSTS, *, budget: int = 512, slower: float = 1.0) -> tuple[Engine, Timed]:
+    device = Timed(costs, slower)
+    limits = Limits(token_budget=budget, max_running=8, window=WINDOW, step_seconds=STEP)
+    return Engine(device, limits, clock=lambda: device.now), device
+
+
+def begin(engine: Engine, device: Timed, decodes: int) -> None:
+    """So many that write to the end of the test; then the plans before are forgotten."""
+    run(engine, *(make_request(f"d{n}", prompt(4, n + 1), 1500) for n in range(decodes)), steps=decodes + 1)
+    device.plans.clear()
+
+
+def chunks(device: Timed, id: str) -> list[int]:
+    """The tokens of a sequence's prompt in each step that had some."""
+    rows = [row for plan in device.plans for row in plan.rows if row.request.id == id]
+    return [row.end - row.start for row in rows if row.start < row.request.prompt_len]
+
+
+def until_written(engine: Engine, id: str) -> None:
+    for _ in range(2000):
+        if any(token.id == id for token in engine.step().tokens):
+            return
+    raise AssertionError(f"{id} never wrote")
+
+
+@pytest.mark.parametrize("decodes", [1, 7])
+def test_a_long_prompt_keeps_answers_waiting_no_longer_than_a_step(decodes: int) -> None:
+    engine, device = make()
+    begin(engine, device, decodes)
+    engine.add(make_request("long", prompt(1800, 50), 1))
+    until_written(engine, "long")
+    seconds = [COSTS.seconds(plan.work) for plan in device.plans]
+    assert max(seconds) <= STEP
+    assert min(seconds[:-1]) > STEP - COSTS.token - WINDOW * COSTS.pair - COSTS.logits, "the time there is, is used"
+    sizes = chunks(device, "long")[:-1]
+    assert all(later < sooner for sooner, later in pairwise(sizes)), sizes
+
+
+def test_prompts_alone_have_more_time_but_not_any() -> None:
+    engine, device = make(Costs(token=0.002, pair=2e-6), budget=2048)
+    engine.add(make_request("long", prompt(1800, 50), 1))
+    until_written(engine, "long")
+    seconds = [device.costs.seconds(plan.work) for plan in device.plans]
+    assert STEP < max(seconds) <= ALONE * STEP
+
+
+def test_the_token_budget_caps_what_would_fit_in_the_time() -> None:
+    engine, device = make(Costs(token=1e-9), budget=64)
+    begin(engine, device, 3)
+    engine.add(make_request("long", prompt(200, 50), 1))
+    until_written(engine, "long")
+    assert chunks(device, "long") == [61, 61, 61, 17]
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_prompts_go_on_by_a_block_where_decodes_alone_take_too_long(prompts: int) -> None:
+    engine, device = make(Costs(fixed=10.0, token=1.0))
+    begin(engine, device, 2)
+    for n in range(prompts):
+        engine.add(make_request(f"p{n}", prompt(2 * BLOCK, 50 + n), 1))
+    until_written(engine, f"p{prompts - 1}")
+    for n in range(prompts):
+        assert chunks(device, f"p{n}") == [BLOCK, BLOCK]
+    assert all(plan.num_tokens - 2 <= BLOCK for plan in device.plans), "one block for all of them, not one for each"
+
+
+def test_nobody_overtakes_a_prompt_that_was_cut_by_time() -> None:
+    """Behind its long context a token costs more than what is left; at the beginning of another prompt it would not."""
+    engine, device = make(Costs(token=0.001, pair=1e-4))
+    begin(engine, device, 1)
+    engine.add(make_request("first", prompt(1000, 50), 1))
+    engine.add(make_request("second", prompt(1000, 60), 1))
+    until_written(engine, "first")
+    assert chunks(device, "first")
+    assert chunks(device, "second")[:-1] == [], "it began before the first was through"
+
+
+def test_tokens_whose_logits_are_all_made_count_as_such() -> None:
+    engine, device = make(Costs(token=0.001, logits=0.01))
+    begin(engine, device, 1)
+    engine.add(make_request("told", prompt(100, 50), 1, prompt_logprobs=0))
+    until_written(engine, "told")
+    assert max(chunks(device, "told")) < PROMPT_LOGPROB_CHUNK
+    assert max(COSTS.seconds(plan.work) for plan in device.plans) <= STEP
+
+
+def test_a_device_that_is_slower_than_measured_is_found_out() -> None:
+    engine, device = make(slower=3.0)
+    begin(engine, device, 4)
+    for n in range(4):
+        engine.add(make_request(f"p{n}", prompt(1800, 50 + n), 1))
+    until_written(engine, "p3")
+    seconds = [3.0 * COSTS.seconds(plan.work) for plan in device.plans]
+    assert seconds[0] > 2 * STEP
+    assert max(seconds[-10:]) <= 1.1 * STEP
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    costs=st.builds(Costs, st.floats(0, 0.3), st.floats(0, 0.05), st.floats(0, 0.05), st.floats(0, 1e-3)),
+    lengths=st.lists(st.integers(2, 120), min_size=1, max_size=8),
+    budget=st.integers(8, 64),
+)
+def test_with_any_costs_everybody_ends_and_every_step_keeps_both_limits(
+    costs: Costs, lengths: Sequence[int], budget: int
+) -> None:
+    engine, device = make(costs, budget=budget)
+    ear = run(engine, *(make_request(f"r{n}", prompt(length, n + 1), 6) for n, length in enumerate(lengths)))
+    assert all(ear[f"r{n}"].ended for n in range(len(lengths)))
+    nothing_is_held(engine)
+    for plan in device.plans:
+        assert plan.num_tokens <= budget
+        decodes = [row for row in plan.rows if row.sample and row.end - row.start == 1]
+        allowed = STEP if decodes else ALONE * STEP
+        assert plan.num_tokens - len(decodes) <= BLOCK or costs.seconds(plan.work) <= allowed * 1.001
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_step_of_no_time_is_refused(seconds: float) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        Limits(step_seconds=seconds)
+    assert refused.value.field == "step_seconds"
