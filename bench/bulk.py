@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.costs import Costs
 from engine.engine import Engine
 from engine.loop import EngineLoop
 from engine.output import StepOutput
@@ -52,6 +53,7 @@ class Bulk:
     eos_token_ids: frozenset[int] = frozenset()
     layout = "bulk"
     equal_bits = True
+    costs = Costs()
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

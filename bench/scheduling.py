@@ -30,6 +30,7 @@ from rich.table import Table
 from bench import machine
 from bench.metrics import distribution
 from engine import runner as runner_module
+from engine.costs import Costs
 from engine.engine import Engine
 from engine.kv_layout import KvLayout, LayerSpec
 from engine.kv_store import KvStore
@@ -56,6 +57,7 @@ class NullDevice:
     eos_token_ids: frozenset[int] = frozenset()
     layout = "null"
     equal_bits = True
+    costs = Costs()
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
