@@ -1,13 +1,16 @@
 """A measurement in a process of its own, so that memory, threads and caches are its own.
 
-parent                                  python -m bench.child KIND
-  job, one JSON object  ── stdin ──>    serves it
+parent                                  python -m bench.child MODULE
+  job, one JSON object  ── stdin ──>    MODULE.measure(job, tell)
   {"progress": 0.25}    <── stdout ──   as often as there is news
   {"result": {...}}     <── stdout ──   last
+
+What stands here needs nothing but the standard library: a baseline's own environment runs it too.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from bench.workloads import Item
@@ -52,16 +56,21 @@ class ChildFailed(RuntimeError):
     """A measurement's process ended without a result; the message has the end of its stderr."""
 
 
-def run(kind: str, job: Job, tell: Tell) -> dict[str, Any]:
-    """The result of ``job`` by a fresh process. Raises ChildFailed."""
+def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[str, Any]:
+    """The result of ``job`` by a fresh process, of another environment's ``python`` if need be. Raises ChildFailed."""
     env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
+        if python is not None:
+            # This package and no other beside it: another environment has its own of everything else.
+            (Path(folder) / "bench").symlink_to(Path(__file__).resolve().parent)
+            env["PYTHONPATH"] = folder
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench.child", kind],
+            [str(python or sys.executable), "-m", "bench.child", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             env=env,
+            cwd=folder if python else None,
             text=True,
         )
         try:
@@ -71,7 +80,7 @@ def run(kind: str, job: Job, tell: Tell) -> dict[str, Any]:
             process.wait()
         if result is None:
             errors.seek(0)
-            raise ChildFailed(f"{kind} ended without a result:\n{errors.read()[-2000:]}")
+            raise ChildFailed(f"{module} ended without a result:\n{errors.read()[-2000:]}")
         return result
 
 
@@ -100,7 +109,8 @@ def main() -> None:
         channel.flush()
 
     job = Job.from_json(sys.stdin.read())
-    send({"result": _serve(sys.argv[1], job, lambda share: send({"progress": share}))})
+    module = importlib.import_module(sys.argv[1])
+    send({"result": module.measure(job, lambda share: send({"progress": share}))})
 
 
 def _channel() -> TextIO:
@@ -108,26 +118,6 @@ def _channel() -> TextIO:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return channel
-
-
-def _serve(kind: str, job: Job, tell: Tell) -> dict[str, Any]:
-    import torch
-
-    torch.set_num_threads(job.threads)
-    match kind:
-        case "limits":
-            from bench import machine
-
-            return machine.limits(job.dtype)
-        case "decant":
-            from bench import ours
-
-            return ours.serve(job, tell)
-        case "static":
-            from bench import static
-
-            return static.serve(job, tell)
-    raise ValueError(f"nothing is measured as {kind}")
 
 
 if __name__ == "__main__":

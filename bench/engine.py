@@ -1,9 +1,11 @@
-"""The engine beside transformers' ``generate`` with static batches, in one run.
+"""The engine beside what the machine allows, and beside what users would run instead, in one run.
 
-    python -m bench.engine --model qwen2.5-0.5b --workload exponential --json OUT.json
+    python -m bench.engine --model qwen2.5-0.5b --baselines all --runs 5 --json OUT.json --plot OUT.svg
+    python -m bench.engine --model qwen2.5-0.5b --workload exponential
 
-Each contender runs in a process of its own, with the same dtype and threads, in alternation. The report goes to
-standard error, the JSON to OUT (``-``: standard output).
+The first measures the whole table of limits, the second one workload. Each contender runs in a process of its own,
+with the same dtype and threads, in alternation. The report goes to standard error, the JSON to OUT (``-``: standard
+output).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,65 +22,120 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from bench import child, machine, report, shapes, workloads
+from bench import child, contenders, machine, medians, report, shapes, table, workloads
 from bench.child import Job, Tell
+from bench.contenders import BASELINES, CONTENDERS, OURS, Unavailable
 from bench.workloads import GENERATORS, InvalidWorkload, Item
 
-CONTENDERS = {"none": ("decant",), "static": ("decant", "static")}
-"""--baseline -> who runs."""
+
+class Bench:
+    """Measures one model on this machine, with progress shown. All methods raise ChildFailed."""
+
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        self.folder = checkpoint(args.model)
+        self.job = Job(
+            model=str(self.folder),
+            dtype=args.dtype,
+            threads=args.threads,
+            token_budget=args.token_budget,
+            kv_bytes=args.kv_bytes,
+            batch_size=args.batch_size,
+            static_batches=args.static_batches,
+        )
+        self.unavailable: dict[str, str] = {}
+        self._args = args
+        self._console = console
+        self.limits = self._part("bench.machine", "reads and products alone") if args.limits else None
+
+    def whole(self) -> dict[str, Any]:
+        """Everything that the table of limits is made of, and the table."""
+        steps = [self._part("bench.steps", f"single steps, run {n + 1}") for n in range(self._args.runs)]
+        result = {
+            "limits": self.limits,
+            "steps": medians.of(steps),
+            "waste": self._part("bench.waste", "partly filled blocks"),
+            "workloads": {name: self.workload(name) for name in GENERATORS},
+            "kv_bytes": self.job.kv_bytes,
+        }
+        return result | {"lines": [line.as_json() for line in table.lines(result)]}
+
+    def workload(self, name: str) -> dict[str, Any]:
+        """Every contender ``runs`` times, in alternation; of each the run of median throughput, and all runs.
+
+        A baseline that fails once is left out from then on; ``unavailable`` has the reason. Raises InvalidWorkload.
+        """
+        items = items_of(name, self.folder, self._args.seed)
+        job, runs = replace(self.job, items=tuple(items)), dict[str, list[dict[str, Any]]]()
+        with self._progress() as progress:
+            for index in range(self._args.runs):
+                for who in (OURS, *self._args.baselines):
+                    if who not in self.unavailable:
+                        task = progress.add_task(_title(who, name, index, self._args.runs), total=1.0)
+                        runs.setdefault(who, []).extend(self._run(who, job, progress, task))
+        figures = {who: medians.run_of_median(of) for who, of in runs.items() if of}
+        result: dict[str, Any] = {"num_prompts": len(items), "contenders": figures, "allowed": None}
+        if self.limits:
+            last = max(item.arrival_s for item in items)
+            result["allowed"] = table.allowed(table.rates_of(self.limits), figures[OURS], last)
+        return result | _ratio(figures)
+
+    def _run(self, who: str, job: Job, progress: Progress, task: TaskID) -> Iterable[dict[str, Any]]:
+        """One run; of a baseline that can't be measured none."""
+        description = progress.tasks[task].description
+
+        def say(line: str) -> None:
+            progress.update(task, description=f"{description}: {line[:80]}")
+
+        try:
+            found = [contenders.run(CONTENDERS[who], job, _into(progress, task, description), say)]
+        except Unavailable as reason:
+            self.unavailable[who] = str(reason)
+            self._console.print(f"{CONTENDERS[who].title} is left out: {reason}", style="yellow", markup=False)
+            found = []
+        progress.update(task, description=description, completed=1.0)
+        return found
+
+    def _part(self, module: str, title: str) -> dict[str, Any]:
+        with self._progress() as progress:
+            task = progress.add_task(title, total=1.0)
+            result = child.run(module, self.job, _into(progress, task, title))
+            progress.update(task, completed=1.0)
+        return result
+
+    def _progress(self) -> Progress:
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        return Progress(*columns, console=self._console)
 
 
-def measure(job: Job, contenders: Sequence[str], runs: int, console: Console) -> dict[str, Any]:
-    """Every contender ``runs`` times, in alternation; of each the run of median throughput, and all runs."""
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        for index in range(runs):
-            for name in contenders:
-                task = progress.add_task(f"{report.NAMES[name]}, run {index + 1} of {runs}", total=1.0)
-                results[name].append(child.run(name, job, _into(progress, task)))
-                progress.update(task, completed=1.0)
-    return {name: _median_run(of) for name, of in results.items()}
+def _into(progress: Progress, task: TaskID, description: str) -> Tell:
+    return lambda share: progress.update(task, completed=share, description=description)
 
 
-def _into(progress: Progress, task: TaskID) -> Tell:
-    return lambda share: progress.update(task, completed=share)
+def _title(who: str, workload: str, index: int, runs: int) -> str:
+    return f"{Path(workload).name}: {CONTENDERS[who].title}, run {index + 1} of {runs}"
 
 
-def _median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run of (lower) median output throughput; ``runs`` keeps what each one gave."""
-    ordered = sorted(runs, key=lambda run: run["output_throughput"])
-    chosen = ordered[(len(ordered) - 1) // 2]
-    brief = [{key: value for key, value in run.items() if key != "requests"} for run in runs]
-    return {**chosen, "peak_rss_gb": max(run["peak_rss_bytes"] for run in runs) / 1e9, "runs": brief}
+def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Ours over static batches, if they ran."""
+    if "static" not in figures:
+        return {}
+    ours, theirs = figures[OURS], figures["static"]
+    keys = ("output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
+    return {"ratio": {key: ours[key] / theirs[key] if theirs[key] else None for key in keys}}
 
 
 def bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The whole result, as it is written. Raises ChildFailed, InvalidWorkload."""
-    folder = checkpoint(args.model)
-    job = Job(
-        model=str(folder),
-        dtype=args.dtype,
-        threads=args.threads,
-        items=tuple(items_of(args.workload, folder, args.seed)),
-        token_budget=args.token_budget,
-        kv_bytes=args.kv_bytes,
-        batch_size=args.batch_size,
-        static_batches=args.static_batches,
-    )
-    result: dict[str, Any] = {"machine": machine.facts(), "model_id": args.model, "workload": args.workload}
-    result |= {"date": result["machine"]["date"], "num_prompts": len(job.items), "dtype": job.dtype}
-    result |= {"threads": job.threads, "token_budget": job.token_budget}
-    if args.limits:
-        with console.status("reads and products alone"):
-            result["limits"] = child.run("limits", replace(job, items=()), lambda _: None)
-    contenders = measure(job, CONTENDERS[args.baseline], args.runs, console)
-    result["contenders"] = contenders
-    if "static" in contenders:
-        ours, theirs = contenders["decant"], contenders["static"]
-        keys = ("output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
-        result["ratio"] = {key: ours[key] / theirs[key] if theirs[key] else None for key in keys}
-    return result
+    """The whole result, as it is written. Raises ChildFailed, InvalidWorkload, FileNotFoundError."""
+    facts, measuring = machine.facts(), Bench(args, console)
+    job = measuring.job
+    result: dict[str, Any] = {"machine": facts, "model_id": args.model, "workload": args.workload}
+    result |= {"date": facts["date"], "dtype": job.dtype, "threads": job.threads, "token_budget": job.token_budget}
+    if args.workload is None:
+        result |= measuring.whole()
+    else:
+        result |= {"limits": measuring.limits} if measuring.limits else {}
+        result |= measuring.workload(args.workload)
+    return result | {"runs": args.runs, "unavailable": measuring.unavailable}
 
 
 def checkpoint(model: str) -> Path:
@@ -105,21 +162,33 @@ def items_of(workload: str, folder: Path, seed: int) -> list[Item]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description="the engine beside static batches")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine", description="the engine beside the machine's limits and other engines"
+    )
     parser.add_argument("--model", required=True, help=f"a folder, or a shape: {', '.join(shapes.SHAPES)}")
-    parser.add_argument("--workload", required=True, help=f"a .jsonl file, or one of {', '.join(GENERATORS)}")
+    parser.add_argument(
+        "--workload", help=f"a .jsonl file, or one of {', '.join(GENERATORS)}; without it the whole table of limits"
+    )
     parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
     parser.add_argument("--threads", type=_positive, default=machine.usable_cores())
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--token-budget", type=_positive, default=512, help="tokens that a step computes")
     parser.add_argument("--kv-bytes", type=_positive, default=1 << 30, help="memory for the engine's blocks")
-    parser.add_argument("--runs", type=_positive, default=1, help="of each contender, in alternation")
-    parser.add_argument("--baseline", choices=list(CONTENDERS), default="static")
+    parser.add_argument(
+        "--runs", type=_positive, help="of each contender, in alternation (default: 5, one workload: 1)"
+    )
+    parser.add_argument(
+        "--baselines", type=_baselines, default=("static",), help=f"all, none, or some of {','.join(BASELINES)}"
+    )
     parser.add_argument("--batch-size", type=_positive, default=8, help="of a static batch")
     parser.add_argument("--static-batches", type=int, default=5, help="run so many and predict the others; 0: run all")
     parser.add_argument("--seed", type=int, default=0, help="of a generated workload")
     parser.add_argument("--no-limits", dest="limits", action="store_false", help="don't measure reads and products")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.workload is None and not args.limits:
+        parser.error("--no-limits: the table of limits needs them; name a --workload")
+    args.runs = args.runs or (5 if args.workload is None else 1)
+    return args
 
 
 def _positive(text: str) -> int:
@@ -127,6 +196,16 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"at least 1, got {value}")
     return value
+
+
+def _baselines(text: str) -> tuple[str, ...]:
+    if text in ("all", "none"):
+        return BASELINES if text == "all" else ()
+    names = tuple(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in BASELINES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"all, none, or some of {', '.join(BASELINES)}, got {', '.join(unknown)}")
+    return names
 
 
 def main() -> int:

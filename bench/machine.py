@@ -1,4 +1,4 @@
-"""The machine that a figure was taken on, and the two limits that nothing on it can pass."""
+"""The machine that a figure was taken on, and the two rates that nothing on it can pass."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from bench.child import Job, Tell
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """What decides how fast a CPU multiplies."""
@@ -54,25 +57,17 @@ def _cpuinfo() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def peak_rss() -> int:
-    """Most bytes of memory that this process ever held.
+def measure(job: Job, _tell: Tell) -> dict[str, Any]:
+    """Read bandwidth and product rate with the job's threads, the best of ``TRIES`` each."""
+    import torch
 
-    From /proc: getrusage would count what the parent held when it started us.
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return psutil.Process().memory_info().rss
-
-
-def limits(dtype: str) -> dict[str, Any]:
-    """Read bandwidth and product rate with the threads that torch has now, the best of ``TRIES`` each."""
+    torch.set_num_threads(job.threads)
     short = psutil.virtual_memory().available < 6 << 30
     size = (1 if short else 2) << 30
     return {
         "read_bandwidth_gb_s": read_bandwidth(size) / 1e9,
         "read_buffer_bytes": size,
-        "product_rate_gflop_s": product_rate(dtype) / 1e9,
+        "product_rate_gflop_s": product_rate(job.dtype) / 1e9,
         "product_shape": list(PRODUCT),
         "tries": TRIES,
     }
@@ -87,16 +82,17 @@ def read_bandwidth(size: int) -> float:
 
 
 def product_rate(dtype: str, shape: tuple[int, int, int] = PRODUCT) -> float:
-    """Floating point operations per second of one packed linear layer, as the engine runs it."""
+    """Floating point operations per second of one packed linear layer: the engine's, or oneDNN's if that is faster."""
     import torch
 
-    from engine.linears import PackedLinear
+    from engine.products import OneDnn, prepare
 
     rows, inner, columns = shape
-    linear = PackedLinear(torch.randn(columns, inner, dtype=getattr(torch, dtype)), None)
-    x = torch.randn(rows, inner, dtype=getattr(torch, dtype))
+    weight = torch.randn(columns, inner, dtype=getattr(torch, dtype))
+    x = torch.randn(rows, inner, dtype=weight.dtype)
     with torch.inference_mode():
-        return 2 * rows * inner * columns / _best(lambda: linear(x))
+        fastest = min(_best(partial(pack(weight, None), x)) for pack in (prepare, OneDnn))
+    return 2 * rows * inner * columns / fastest
 
 
 def _best(call: Callable[[], object]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,8 @@ class Served:
 
 
 def summarise(served: Sequence[Served]) -> dict[str, Any]:
-    """Throughput from the first sending to the last token, and the distributions in milliseconds."""
+    """Throughput from the first sending to the last token, the distributions in milliseconds, this process's peak
+    memory, and each request."""
     duration = max(one.tokens[-1] for one in served) - min(one.sent for one in served)
     inputs, outputs = sum(one.input_len for one in served), sum(len(one.tokens) for one in served)
     summary: dict[str, Any] = {
@@ -58,7 +60,36 @@ def summarise(served: Sequence[Served]) -> dict[str, Any]:
     summary |= distribution("tpot", [one.tpot for one in served if one.tpot is not None])
     summary |= distribution("itl", [gap for one in served for gap in one.itls])
     summary |= distribution("e2el", [one.e2el for one in served])
-    return summary
+    return {**summary, **_disturbed(served), "peak_rss_bytes": peak_rss(), "requests": details(served)}
+
+
+def _disturbed(served: Sequence[Served]) -> dict[str, float | None]:
+    """What came of the last to come, if one came later than the others: its TTFT, and the longest gap of the others
+    from then on (None: they were done)."""
+    last = max(served, key=lambda one: one.sent)
+    if last.sent == min(one.sent for one in served):
+        return {}
+    gaps = [gap for one in served if one is not last for gap in _gaps_after(one.tokens, last.sent)]
+    return {"last_ttft_ms": last.ttft * 1e3, "max_itl_after_last_ms": max(gaps) * 1e3 if gaps else None}
+
+
+def _gaps_after(tokens: Sequence[float], since: float) -> list[float]:
+    return [after - before for before, after in pairwise(tokens) if after > since]
+
+
+def peak_rss() -> int:
+    """Most bytes of memory that this process ever held; 0 where the platform doesn't tell.
+
+    From /proc: getrusage would count what the parent held when it started us.
+    """
+    return resident("VmHWM")
+
+
+def resident(field: str = "VmRSS") -> int:
+    """Bytes of memory that this process holds (VmRSS), or held at most (VmHWM); 0 where the platform doesn't tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def details(served: Sequence[Served]) -> list[dict[str, Any]]:

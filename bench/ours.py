@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from bench.child import Job, Tell
-from bench.machine import peak_rss
-from bench.metrics import Served, details, distribution, summarise
+from bench.limits import Step, Weights
+from bench.metrics import Served, distribution, summarise
 from bench.workloads import Item
 from engine.engine import Engine
-from engine.model import ModelConfig, ModelDevice, load
+from engine.linears import FixedRows, PackedExperts, PackedLinear
+from engine.model import ModelConfig, load
 from engine.output import StepOutput
+from engine.plan import Device
 from engine.request import FinishReason, Request, StopParams
 from engine.scheduler import Limits
 
@@ -22,52 +26,82 @@ WARM_UP = (96, 4)
 """Prompt and output tokens of the request that is served before anything is timed."""
 
 
+class Stopwatch:
+    """Seconds spent within calls of some modules, summed until it is cleared."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.seconds = 0.0
+        self._entered = 0.0
+        hooks = [
+            (module.register_forward_pre_hook(self.enter), module.register_forward_hook(self.leave))
+            for module in modules
+        ]
+        self._hooks = [hook for pair in hooks for hook in pair]
+
+    def enter(self, *_: object) -> None:
+        self._entered = time.perf_counter()
+
+    def leave(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._entered
+
+    def take(self) -> float:
+        """The seconds since it was last asked."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+
 class Meter:
-    """Steps an engine and notes of every step the seconds, those within the model's call, and the batch."""
+    """Steps an engine; notes of every step the seconds, those within the model's call, and what it computed."""
 
     def __init__(self, engine: Engine, model: torch.nn.Module) -> None:
         self.steps: list[float] = []
         self.models: list[float] = []
-        self.rows: list[int] = []
+        self.schedule: list[Step] = []
         self._engine = engine
-        self._entered = 0.0
-        self._inside = 0.0
-        model.register_forward_pre_hook(self._enter)
-        model.register_forward_hook(self._leave)
+        self._model = Stopwatch([model])
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Time counts from now, and nothing is noted yet."""
+        self.steps, self.models, self.schedule = [], [], []
+        self._began = time.perf_counter()
+
+    def now(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self._began
 
     def step(self) -> StepOutput:
-        self._inside = 0.0
-        began = time.perf_counter()
+        self._model.take()
+        began = self.now()
         output = self._engine.step()
         if output.num_tokens:
-            self.steps.append(time.perf_counter() - began)
-            self.models.append(self._inside)
-            self.rows.append(len(output.tokens))
+            ended = self.now()
+            self.steps.append(ended - began)
+            self.models.append(self._model.take())
+            self.schedule.append(Step(ended, output.num_tokens, len(output.tokens)))
         return output
-
-    def clear(self) -> None:
-        self.steps, self.models, self.rows = [], [], []
 
     def summary(self) -> dict[str, Any]:
         """Times of a step, all, in the model, and outside it (scheduling, laying out, sampling)."""
         outside = [step - model for step, model in zip(self.steps, self.models, strict=True)]
         return {
             "steps": len(self.steps),
-            "mean_batch": sum(self.rows) / max(1, len(self.steps)),
+            "mean_batch": sum(step.rows for step in self.schedule) / max(1, len(self.steps)),
             **distribution("step", self.steps),
             **distribution("model", self.models),
             **distribution("outside_model", outside),
+            "schedule": self.schedule,
         }
 
-    def _enter(self, *_: object) -> None:
-        self._entered = time.perf_counter()
 
-    def _leave(self, *_: object) -> None:
-        self._inside += time.perf_counter() - self._entered
-
-
-def serve(job: Job, tell: Tell) -> dict[str, Any]:
+def measure(job: Job, tell: Tell) -> dict[str, Any]:
     """Load the checkpoint, warm up, serve the workload."""
+    torch.set_num_threads(job.threads)
     began = time.perf_counter()
     device = load(ModelConfig(job.model, dtype=job.dtype, device="cpu", kv_bytes=job.kv_bytes))
     engine = make_engine(device, job.token_budget)
@@ -75,13 +109,32 @@ def serve(job: Job, tell: Tell) -> dict[str, Any]:
     loaded = time.perf_counter() - began
     warm = Item("warm-up", [token % device.vocab_size for token in range(WARM_UP[0])], WARM_UP[1], 0.0)
     run(meter, engine, [warm], lambda _: None)
-    meter.clear()
     served = run(meter, engine, job.items, tell)
-    extra = {"load_seconds": loaded, "peak_rss_bytes": peak_rss(), "preemptions": engine.load().preemptions}
-    return {**summarise(served), **meter.summary(), **extra, "requests": details(served)}
+    held = weights(device.model)
+    extra = {
+        "load_seconds": loaded,
+        "preemptions": engine.load().preemptions,
+        "weights": None if held is None else asdict(held),
+    }
+    return {**summarise(served), **meter.summary(), **extra}
 
 
-def make_engine(device: ModelDevice, token_budget: int) -> Engine:
+def layers(model: torch.nn.Module) -> list[PackedLinear]:
+    """Linear layers, in order; the head is the last."""
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+def weights(model: Any) -> Weights | None:
+    """What a step of the model reads; None of a model that reads only some of it, as one with experts does."""
+    if any(isinstance(module, PackedExperts | FixedRows) for module in model.modules()):
+        return None
+    head = model.get_output_embeddings().weight
+    elements = sum(layer.weight.numel() for layer in layers(model))
+    table = model.get_input_embeddings().weight
+    return Weights(elements - head.numel(), head.numel(), table.numel(), head.dtype.itemsize)
+
+
+def make_engine(device: Device, token_budget: int) -> Engine:
     """An engine that serves as long sequences as model and memory allow."""
     window = min(device.window, device.num_blocks * device.block_size)
     return Engine(device, Limits(token_budget, min(256, token_budget), window))
@@ -92,16 +145,16 @@ def run(meter: Meter, engine: Engine, items: tuple[Item, ...] | list[Item], tell
     waiting = deque(sorted(items, key=lambda item: item.arrival_s))
     tokens: dict[str, list[float]] = {item.id: [] for item in items}
     total, done = sum(item.output_len for item in items), 0
-    began = time.perf_counter()
+    meter.begin()
     while waiting or engine.has_work:
-        now = time.perf_counter() - began
+        now = meter.now()
         while waiting and waiting[0].arrival_s <= now:
             engine.add(request(waiting.popleft()))
         if not engine.has_work:
             time.sleep(waiting[0].arrival_s - now)
             continue
         output = meter.step()
-        now = time.perf_counter() - began
+        now = meter.now()
         for token in output.tokens:
             tokens[token.id].append(now)
         for ended in output.ended:

@@ -1,18 +1,18 @@
-"""The report of ``bench.engine`` for people: one table, one bar for each contender."""
+"""The report of ``bench.engine`` for people: tables, and one bar for each contender."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
+from bench.contenders import CONTENDERS, OURS
+
 BAR = 40
 """Columns of the longest bar."""
-
-NAMES = {"decant": "Decant", "static": "transformers, static batches"}
 
 LINES = (
     ("output tokens/s", "output_throughput", "{:.1f}"),
@@ -25,6 +25,8 @@ LINES = (
     ("ITL median, ms", "median_itl_ms", "{:,.1f}"),
     ("ITL p99, ms", "p99_itl_ms", "{:,.1f}"),
     ("ITL longest, ms", "max_itl_ms", "{:,.0f}"),
+    ("ITL longest once the last came, ms", "max_itl_after_last_ms", "{:,.0f}"),
+    ("TTFT of the last to come, ms", "last_ttft_ms", "{:,.0f}"),
     ("E2E median, ms", "median_e2el_ms", "{:,.0f}"),
     ("E2E p99, ms", "p99_e2el_ms", "{:,.0f}"),
     ("steps", "steps", "{:,}"),
@@ -35,23 +37,74 @@ LINES = (
     ("peak memory, GB", "peak_rss_gb", "{:.2f}"),
 )
 
+PARTS = {
+    "linears": "linear layers",
+    "attention": "attention",
+    "other": "norms, rotary, activation, other",
+    "outside": "outside the model",
+}
+
 
 def show(result: Mapping[str, Any], console: Console) -> None:
     """Print a result of ``bench.engine``."""
-    contenders = result["contenders"]
-    console.print(
-        Panel(
-            Group(_table(contenders), "", *_bars(contenders), "", *_notes(result)),
-            title=f"{result['model_id']}, {result['workload']}, {result['dtype']}, {result['threads']} threads",
+    parts: list[RenderableType] = []
+    if "lines" in result:
+        parts += [limits_table(result["lines"]), "", profile_table(result["steps"]), ""]
+    for name, workload in result.get("workloads", {result["workload"]: result}).items():
+        parts += [f"[bold]{name}[/bold]", _contenders(workload["contenders"]), "", *_bars(workload), ""]
+    title = f"{result['model_id']}, {result['dtype']}, {result['threads']} threads"
+    console.print(Panel(Group(*parts, *_notes(result)), title=title))
+
+
+def limits_table(lines: list[Mapping[str, Any]]) -> Table:
+    """What was measured beside what the machine allows."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "measured", "limit", "of the limit", "goal", "met"):
+        table.add_column(heading, justify="left" if heading == "" else "right")
+    table.add_column("the limit, or the goal")
+    for line in lines:
+        unit = line["unit"]
+        table.add_row(
+            line["name"],
+            _figure(line["measured"], unit),
+            _figure(line["limit"], unit),
+            _percent(line["share"]),
+            _percent(line["share_goal"]) or (f"at most {_figure(line['most'], unit)}" if line["most"] else ""),
+            {None: "", True: "yes", False: "no"}[line["met"]],
+            line["note"],
         )
-    )
+    return table
 
 
-def _table(contenders: Mapping[str, Mapping[str, Any]]) -> Table:
+def profile_table(steps: Mapping[str, Any]) -> Table:
+    """Where the time of a step goes."""
+    table = Table(box=None, pad_edge=False, title="where a step's time goes", title_justify="left")
+    table.add_column("")
+    for title in (*PARTS.values(), "profiled"):
+        table.add_column(title, justify="right")
+    cases = {**steps["cases"], f"prompt {steps['prompt']['tokens']:,}": steps["prompt"]}
+    for name, case in cases.items():
+        profile, whole = case["profile"], sum(case["profile"].values())
+        table.add_row(name, *(_percent(profile[part] / whole) for part in PARTS), _figure(1e3 * whole, "ms"))
+    return table
+
+
+def _figure(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    digits = 0 if value >= 1000 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} {unit}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def _contenders(contenders: Mapping[str, Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in contenders:
-        table.add_column(NAMES.get(name, name), justify="right")
+        table.add_column(CONTENDERS[name].title, justify="right")
     for label, key, form in LINES:
         values = [figures.get(key) for figures in contenders.values()]
         if any(value is not None for value in values):
@@ -59,31 +112,25 @@ def _table(contenders: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def _bars(contenders: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _bars(workload: Mapping[str, Any]) -> list[str]:
     """Output tokens per second, drawn to one scale."""
-    rates = {name: figures["output_throughput"] for name, figures in contenders.items()}
-    width = max(len(NAMES.get(name, name)) for name in rates)
-    highest = max(rates.values())
+    rates = {CONTENDERS[name].title: of["output_throughput"] for name, of in workload["contenders"].items()}
+    if workload["allowed"]:
+        rates["what the machine allows"] = workload["allowed"]["output_throughput"]
+    width, highest = max(len(title) for title in rates), max(rates.values())
     return [
-        f"{NAMES.get(name, name):{width}} {'█' * max(1, round(BAR * rate / highest))} {rate:.1f} tok/s"
-        for name, rate in rates.items()
+        f"{title:{width}} {'█' * max(1, round(BAR * rate / highest))} {rate:.1f} tok/s" for title, rate in rates.items()
     ]
 
 
 def _notes(result: Mapping[str, Any]) -> list[str]:
-    notes = []
-    if "ratio" in result:
-        notes.append(f"Decant writes {result['ratio']['output_throughput']:.2f} times as many tokens a second.")
-    static = result["contenders"].get("static")
-    if static and static["measured_batches"] < static["batches"]:
-        measured, whole = static["measured_batches"], static["batches"]
+    notes = [f"{CONTENDERS[name].title} was left out: {reason}" for name, reason in result["unavailable"].items()]
+    for name, workload in result.get("workloads", {result["workload"]: result}).items():
+        notes += _static_notes(name, workload)
+    if result["runs"] > 1:
         notes.append(
-            f"{measured} of {whole} static batches were run; the others are predicted from them, by their padded"
-            " prompt tokens and by their steps."
+            f"A contender's figures are those of its run of median throughput, of {result['runs']} in alternation."
         )
-    runs = max(len(figures["runs"]) for figures in result["contenders"].values())
-    if runs > 1:
-        notes.append(f"Figures are those of the run of median throughput, of {runs} runs in alternation.")
     if "limits" in result:
         limits = result["limits"]
         notes.append(
@@ -96,4 +143,18 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         f"{machine['cpu']} ({' '.join(flags)}), {machine['cores']} cores, load {machine['load_average'][0]:.1f}"
         f" at the start, torch {machine['torch']}, transformers {machine['transformers']}."
     )
+    return notes
+
+
+def _static_notes(name: str, workload: Mapping[str, Any]) -> list[str]:
+    static = workload["contenders"].get("static")
+    if static is None:
+        return []
+    ours = workload["contenders"][OURS]["output_throughput"]
+    notes = [f"{name}: {ours / static['output_throughput']:.2f} times the tokens of static batches."]
+    if static["measured_batches"] < static["batches"]:
+        notes.append(
+            f"{name}: {static['measured_batches']} of {static['batches']} static batches were run; the others are"
+            " predicted from them, by their padded prompt tokens and by their steps."
+        )
     return notes

@@ -51,7 +51,6 @@ ROUND = 100
 class NullDevice:
     """Blocks without bytes, and the same token for every row at no cost."""
 
-    block_size = BLOCK_SIZE
     block_bytes = 0
     vocab_size = VOCABULARY
     eos_token_ids: frozenset[int] = frozenset()
@@ -59,9 +58,10 @@ class NullDevice:
     equal_bits = True
     costs = Costs()
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         self.num_blocks = num_blocks
-        self.window = num_blocks * BLOCK_SIZE
+        self.block_size = block_size
+        self.window = num_blocks * block_size
 
     def run(self, plan: StepPlan) -> StepResult:
         return StepResult([7 if row.sample else None for row in plan.rows])

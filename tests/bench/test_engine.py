@@ -12,7 +12,7 @@ import pytest
 from bench import machine, workloads
 from bench.workloads import Item
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,14 +30,14 @@ KEYS = {
 }
 
 
-def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str | Path, timeout: float = 800) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "bench.engine", *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "GOMP_SPINCOUNT": "0"},
+        env={**os.environ, "GOMP_SPINCOUNT": "0", "COLUMNS": "200"},
         text=True,
         capture_output=True,
-        timeout=200,
+        timeout=timeout,
     )
 
 

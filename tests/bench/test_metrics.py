@@ -2,8 +2,8 @@
 
 import pytest
 
+from bench.baselines.static import Pace
 from bench.metrics import Served, details, summarise
-from bench.static import Pace
 from bench.workloads import Item
 
 TWO = [

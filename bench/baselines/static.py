@@ -18,8 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.child import Job, Tell
-from bench.machine import peak_rss
-from bench.metrics import Served, details, summarise
+from bench.metrics import Served, summarise
 from bench.workloads import Item
 
 PAD = 0
@@ -46,8 +45,9 @@ class Pace:
         return [first + step * index for index in range(_longest(batch))]
 
 
-def serve(job: Job, tell: Tell) -> dict[str, Any]:
+def measure(job: Job, tell: Tell) -> dict[str, Any]:
     """Load the checkpoint, warm up, serve the workload."""
+    torch.set_num_threads(job.threads)
     began = time.perf_counter()
     dtype = getattr(torch, job.dtype)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, use_safetensors=True)
@@ -56,8 +56,7 @@ def serve(job: Job, tell: Tell) -> dict[str, Any]:
     loaded = time.perf_counter() - began
     generate(model, WARM_UP, lambda _: None)
     served, counts = run(model, job, tell)
-    extra = {"load_seconds": loaded, "peak_rss_bytes": peak_rss()}
-    return {**summarise(served), **counts, **extra, "requests": details(served)}
+    return {**summarise(served), **counts, "load_seconds": loaded}
 
 
 def run(model: PreTrainedModel, job: Job, tell: Tell) -> tuple[list[Served], dict[str, Any]]:

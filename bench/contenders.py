@@ -1,0 +1,49 @@
+"""Who is measured: the engine, and what users would run instead, in an environment where they can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from bench import child
+from bench.baselines import environment
+from bench.child import Job, Tell
+
+
+class Contender(NamedTuple):
+    """``module`` measures it, in an environment with what ``requirements`` says; None: in this one."""
+
+    title: str
+    module: str
+    requirements: Path | None = None
+
+
+OURS = "decant"
+CONTENDERS: Mapping[str, Contender] = MappingProxyType(
+    {
+        OURS: Contender("Decant", "bench.ours"),
+        "static": Contender("transformers, static batches", "bench.baselines.static"),
+    }
+)
+BASELINES = tuple(name for name in CONTENDERS if name != OURS)
+
+
+class Unavailable(RuntimeError):
+    """A baseline that can't be measured here; the message is the reason, in a line."""
+
+
+def run(contender: Contender, job: Job, tell: Tell, say: Callable[[str], None]) -> dict[str, Any]:
+    """One run; ``say`` hears what is being installed. Raises ChildFailed of ours, Unavailable of others."""
+    if contender == CONTENDERS[OURS]:
+        return child.run(contender.module, job, tell)
+    try:
+        python = None if contender.requirements is None else environment.python(contender.requirements, say)
+        return child.run(contender.module, job, tell, python)
+    except (child.ChildFailed, environment.NotInstallable) as error:
+        raise Unavailable(_last_line(str(error))) from error
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no word of why")[:300]

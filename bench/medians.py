@@ -1,0 +1,29 @@
+"""Several runs become one set of figures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LONG = ("requests", "schedule", "weights")
+"""What only the chosen run keeps."""
+
+
+def of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures of the same names in every run, however nested: numbers are medians, the rest is the first run's."""
+    return {key: _median([run[key] for run in runs]) for key in runs[0]}
+
+
+def _median(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        return of(values)
+    return statistics.median(values) if isinstance(values[0], float) else values[0]
+
+
+def run_of_median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The run of (lower) median output throughput; ``runs`` keeps what each one gave."""
+    ordered = sorted(runs, key=lambda run: run["output_throughput"])
+    chosen = ordered[(len(ordered) - 1) // 2]
+    brief = [{key: value for key, value in run.items() if key not in LONG} for run in runs]
+    return {**chosen, "peak_rss_gb": max(run["peak_rss_bytes"] for run in runs) / 1e9, "runs": brief}

@@ -1,0 +1,184 @@
+"""Single kinds of step, by a real engine: what each takes, what its linear layers would take alone, where time goes.
+
+A decode needs sequences that have their context. Computing it would take longer than all that is measured here, so
+the steps with prompts are answered without the model: what lies in the blocks has no influence on speed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from random import Random
+from typing import Any, NamedTuple, cast
+
+import torch
+from transformers import AttentionInterface
+
+from bench.child import Job, Tell
+from bench.metrics import resident
+from bench.ours import Meter, Stopwatch, layers, make_engine, weights
+from engine.attention import NAME
+from engine.errors import InvalidConfig
+from engine.linears import PackedLinear
+from engine.model import ModelConfig, ModelDevice, load
+from engine.plan import Device, StepPlan, StepResult
+from engine.request import Request, StopParams
+
+
+class Case(NamedTuple):
+    """Decodes of so many sequences at so much context."""
+
+    sequences: int
+    context: int
+
+
+CASES = {"decode 1": Case(1, 128), "decode 8": Case(8, 256), "decode 64": Case(64, 256)}
+PROMPT = 1750
+"""Tokens of the one prompt."""
+
+WARM_UP, STEPS, PROFILED = 2, 10, 4
+"""Decodes before anything is timed, decodes that are timed, and those of which a profile is made."""
+
+
+class Prompted:
+    """A device whose prompts are read in no time; decodes are the real device's."""
+
+    def __init__(self, device: ModelDevice) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if any(row.end - row.start > 1 for row in plan.rows):
+            return StepResult([0 if row.sample else None for row in plan.rows])
+        return self._device.run(plan)
+
+
+class Profile:
+    """Where a step's seconds go: linear layers, attention, the rest of the model, and outside it.
+
+    It costs a few microseconds per layer, so it is made of other steps than those that are timed.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._watches = {"model": Stopwatch([model]), "linears": Stopwatch(layers(model)), "attention": Stopwatch([])}
+
+    def of(self, call: Callable[[], object]) -> dict[str, float]:
+        """Seconds of each part of one call."""
+        for watch in self._watches.values():
+            watch.take()
+        began = time.perf_counter()
+        with self._attention():
+            call()
+        whole = time.perf_counter() - began
+        spent = {name: watch.take() for name, watch in self._watches.items()}
+        model = spent.pop("model")
+        return {**spent, "other": model - sum(spent.values()), "outside": whole - model}
+
+    def close(self) -> None:
+        for watch in self._watches.values():
+            watch.remove()
+
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        """Attention is a function, not a module: meanwhile one that keeps time stands in its place."""
+        plain, watch = AttentionInterface()[NAME], self._watches["attention"]
+
+        def timed(*args: Any, **options: Any) -> Any:
+            watch.enter()
+            try:
+                return plain(*args, **options)
+            finally:
+                watch.leave()
+
+        AttentionInterface.register(NAME, timed)
+        try:
+            yield
+        finally:
+            AttentionInterface.register(NAME, plain)
+
+
+def measure(job: Job, tell: Tell) -> dict[str, Any]:
+    """Every case, the prompt, and what holding the model takes. Raises InvalidConfig when blocks are too few."""
+    torch.set_num_threads(job.threads)
+    before = resident()
+    device = load(ModelConfig(job.model, dtype=job.dtype, device="cpu", kv_bytes=job.kv_bytes))
+    held, counted = resident() - before, weights(device.model)
+    if counted is None:
+        raise InvalidConfig("model", "one whose steps read all of its weights", job.model)
+    device.store.blocks.fill_(1)  # memory that was never written costs nothing to read
+    cases = {}
+    for place, (name, case) in enumerate(CASES.items()):
+        cases[name] = _decode(device, job, case)
+        tell((place + 1) / (len(CASES) + 1))
+    return {"cases": cases, "prompt": _prompt(device, job), "weights": asdict(counted), "held_bytes": held}
+
+
+def _decode(device: ModelDevice, job: Job, case: Case) -> dict[str, Any]:
+    """Median seconds of a step, of its linear layers one after the other, and its profile."""
+    engine = make_engine(cast(Device, Prompted(device)), job.token_budget)
+    written = 1 + WARM_UP + STEPS + PROFILED
+    needed = case.sequences * (case.context + written + device.block_size)
+    if needed > device.num_blocks * device.block_size:
+        raise InvalidConfig("kv_bytes", f"room for {needed} tokens", device.num_blocks * device.block_size)
+    for index in range(case.sequences):
+        engine.add(_request(f"s{index}", case.context, written + 1, device.vocab_size))
+    while any(sequence.remaining > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    seconds = [_timed(engine.step) for _ in range(WARM_UP + STEPS)][WARM_UP:]
+    profile = Profile(device.model)
+    parts = [profile.of(engine.step) for _ in range(PROFILED)]
+    profile.close()
+    return {
+        "seconds": statistics.median(seconds),
+        "sequences": case.sequences,
+        "context": case.context,
+        "products_seconds": _products(layers(device.model), case.sequences),
+        "profile": {part: statistics.median(each[part] for each in parts) for part in parts[0]},
+    }
+
+
+def _prompt(device: ModelDevice, job: Job) -> dict[str, Any]:
+    """Seconds of a prompt from the first step to its first token, where they went, and the steps it took."""
+    engine = make_engine(device, job.token_budget)
+    meter, profile = Meter(engine, device.model), Profile(device.model)
+    engine.add(_request("prompt", PROMPT, 1, device.vocab_size))
+    meter.begin()
+    parts = []
+    while engine.scheduler.running or engine.scheduler.waiting:
+        parts.append(profile.of(meter.step))
+    profile.close()
+    return {
+        "tokens": PROMPT,
+        "seconds": sum(meter.steps),
+        "schedule": meter.schedule,
+        "profile": {part: sum(each[part] for each in parts) for part in parts[0]},
+    }
+
+
+@torch.inference_mode()
+def _products(linears: Sequence[PackedLinear], rows: int) -> float:
+    """Median seconds of all linear layers, one after the other, and nothing else."""
+    inputs = [torch.randn(rows, layer.weight.shape[1], dtype=layer.weight.dtype) for layer in linears]
+
+    def run() -> None:
+        for layer, x in zip(linears, inputs, strict=True):
+            layer(x)
+
+    return statistics.median([_timed(run) for _ in range(1 + STEPS)][1:])
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _request(id: str, prompt: int, written: int, vocab_size: int) -> Request:
+    rng = Random(id)
+    tokens = tuple(rng.randrange(vocab_size) for _ in range(prompt))
+    return Request(id, tokens, stop=StopParams(max_tokens=written, ignore_eos=True))

@@ -1,0 +1,145 @@
+"""The table of limits: what was measured, what the machine allows, how near that is, and the goal.
+
+decode, 1 sequence        measured ms    bytes of the weights / read bandwidth
+decode, 8                                the packed products alone, one after the other
+decode, 64                               operations / product rate
+a prompt                  s              the same, over its steps
+workloads                 tok/s          the same, over the steps that the engine took
+mixed                     s              the same, over the steps since the prompt came
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bench.limits import Rates, Step, Weights
+
+RATE_OF_GOALS = 1e12
+"""Operations a second of the machine that the goals in seconds are for; elsewhere they scale with the product rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row. ``limit`` is in the unit of ``measured``; None where nothing is known.
+
+    share_goal   the least share of the limit that is to be reached
+    most         the most that ``measured`` may be, here; ``note`` tells more of it
+    """
+
+    name: str
+    unit: str
+    measured: float | None
+    limit: float | None = None
+    share_goal: float | None = None
+    most: float | None = None
+    note: str = ""
+
+    @property
+    def share(self) -> float | None:
+        """Of the limit that is reached: 1 is all that the machine allows. More is better of rates, less of others."""
+        if not self.measured or not self.limit:
+            return None
+        return self.measured / self.limit if self.unit == "tok/s" else self.limit / self.measured
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; None without one, or without what it takes to tell."""
+        if self.share_goal is not None:
+            return None if self.share is None else self.share >= self.share_goal
+        if self.most is not None:
+            return None if self.measured is None else self.measured <= self.most
+        return None
+
+    def as_json(self) -> dict[str, Any]:
+        names = ("name", "unit", "measured", "limit", "share", "share_goal", "most", "note", "met")
+        return {name: getattr(self, name) for name in names}
+
+
+def allowed(rates: Rates, figures: Mapping[str, Any], last_sent: float) -> dict[str, float] | None:
+    """What the machine allows a run of the engine: tokens a second and, where a request came last (``last_sent``
+    seconds in), its TTFT and the longest step from then on. None of a model whose weights are not all read."""
+    if figures["weights"] is None:
+        return None
+    weights, steps = Weights(**figures["weights"]), [Step(*step) for step in figures["schedule"]]
+    least = {"output_throughput": figures["total_output_tokens"] / rates.all_seconds(weights, steps)}
+    if "last_ttft_ms" not in figures:
+        return least
+    after = [step for step in steps if step.ended > last_sent]
+    first = last_sent + figures["last_ttft_ms"] / 1e3
+    return least | {
+        "last_ttft_ms": 1e3 * rates.all_seconds(weights, (step for step in after if step.ended <= first)),
+        "longest_step_ms": 1e3 * max(rates.seconds(weights, step.tokens, step.rows) for step in after),
+    }
+
+
+def rates_of(limits: Mapping[str, Any]) -> Rates:
+    """The rates in the result of ``bench.machine``."""
+    return Rates(limits["read_bandwidth_gb_s"] * 1e9, limits["product_rate_gflop_s"] * 1e9)
+
+
+def lines(result: Mapping[str, Any]) -> list[Line]:
+    """The rows of a whole result of ``bench.engine``."""
+    rates, weights = rates_of(result["limits"]), Weights(**result["steps"]["weights"])
+    return [
+        *_steps(rates, weights, result["steps"]),
+        *_workloads(result["workloads"]),
+        *_mixed(rates, result["workloads"]["mixed"]),
+        *_memory(weights, result),
+    ]
+
+
+def _steps(rates: Rates, weights: Weights, steps: Mapping[str, Any]) -> Iterator[Line]:
+    cases, prompt = steps["cases"], steps["prompt"]
+    limits = {
+        "decode 1": (1e3 * weights.bytes_read(1) / rates.bandwidth, 0.90, "weight bytes / bandwidth"),
+        "decode 8": (1e3 * cases["decode 8"]["products_seconds"], 20 / 27, "packed products alone"),
+        "decode 64": (1e3 * rates.seconds(weights, 64, 64), 0.60, "operations / product rate"),
+    }
+    for name, (limit, goal, note) in limits.items():
+        case = cases[name]
+        title = f"{name.replace(' ', ', ')} at {case['context']} tokens"
+        yield Line(title, "ms", 1e3 * case["seconds"], limit, goal, note=note)
+    least = rates.all_seconds(weights, (Step(*step) for step in prompt["schedule"]))
+    title = f"prompt of {prompt['tokens']:,} tokens"
+    yield Line(f"{title}, linear layers", "s", prompt["profile"]["linears"], least, 0.65, note="time within them alone")
+    yield Line(f"{title}, whole", "s", prompt["seconds"], least, 0.65, note="attention counts as none in the limit")
+
+
+def _workloads(workloads: Mapping[str, Any]) -> Iterator[Line]:
+    for name, goal in (("exponential", 0.85), ("long-prompts", 0.77)):
+        ours = workloads[name]["contenders"]["decant"]
+        yield Line(name, "tok/s", ours["output_throughput"], _get(workloads[name], "output_throughput"), goal)
+
+
+def _mixed(rates: Rates, mixed: Mapping[str, Any]) -> Iterator[Line]:
+    ours, scale = mixed["contenders"]["decant"], RATE_OF_GOALS / rates.products
+    for name, key, limit, goal in (
+        ("longest gap", "max_itl_after_last_ms", "longest_step_ms", 0.3),
+        ("the prompt's TTFT", "last_ttft_ms", "last_ttft_ms", 4.0),
+    ):
+        measured, least = ours[key], _get(mixed, limit)
+        note = f"{goal:g} s at {RATE_OF_GOALS / 1e9:,.0f} GFLOP/s"
+        yield Line(f"mixed, {name}", "s", _milli(measured), _milli(least), most=goal * scale, note=note)
+
+
+def _memory(weights: Weights, result: Mapping[str, Any]) -> Iterator[Line]:
+    waste = result["waste"]
+    note = f"blocks of {waste['block_size']}, {waste['context']:.0f} tokens of context on average"
+    yield Line("KV memory lost to partly filled blocks", "%", 100 * waste["lost"], most=4.0, note=note)
+    held = result["steps"]["held_bytes"]
+    yield Line(
+        "weights in memory", "GB", held / 1e9, weights.held / 1e9, 0.90, note="once, and the table of a tied head"
+    )
+    peak = max(workload["contenders"]["decant"]["peak_rss_gb"] for workload in result["workloads"].values())
+    yield Line("peak memory", "GB", peak, note=f"with {result['kv_bytes'] / 1e9:.2f} GB for blocks")
+
+
+def _get(workload: Mapping[str, Any], key: str) -> float | None:
+    limit: float | None = (workload["allowed"] or {}).get(key)
+    return limit
+
+
+def _milli(value: float | None) -> float | None:
+    return None if value is None else value / 1e3

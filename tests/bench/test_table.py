@@ -1,0 +1,58 @@
+"""The whole table on a tiny shape: every row is there, and what it stands on adds up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.test_engine import bench
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("table") / "out.json"
+    run = bench("--model", tiny, "--threads", "1", "--runs", "1", "--baselines", "none", "--json", out)
+    assert run.returncode == 0, run.stderr
+    assert "prompt of 1,750" in " ".join(run.stderr.split())
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def test_every_row_was_measured(measured: dict[str, Any]) -> None:
+    rows = {line["name"]: line for line in measured["lines"]}
+    assert len(rows) == 12
+    for name, line in rows.items():
+        if name != "mixed, longest gap":  # a fast machine may be done before the prompt comes
+            assert line["measured"] > 0, name
+    for name in ("decode, 1 at 128 tokens", "decode, 8 at 256 tokens", "exponential", "long-prompts"):
+        assert rows[name]["share"] > 0
+
+
+def test_weights_are_counted_as_the_shape_has_them(measured: dict[str, Any]) -> None:
+    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128
+    assert measured["steps"]["weights"] == {"body": 2 * layer, "head": 512 * 64, "table": 512 * 64, "itemsize": 2}
+
+
+def test_a_profile_adds_up_and_has_no_negative_part(measured: dict[str, Any]) -> None:
+    prompt = measured["steps"]["prompt"]
+    for case in (*measured["steps"]["cases"].values(), prompt):
+        assert set(case["profile"]) == {"linears", "attention", "other", "outside"}
+        assert all(seconds > 0 for seconds in case["profile"].values())
+    assert sum(prompt["profile"].values()) >= prompt["seconds"]
+    assert sum(tokens for _, tokens, _ in prompt["schedule"]) == 1750
+
+
+def test_half_a_block_is_lost_to_each_sequence(measured: dict[str, Any]) -> None:
+    waste = measured["waste"]
+    assert 400 < waste["context"] < 600
+    assert waste["lost"] * waste["context"] == pytest.approx(waste["block_size"] / 2, rel=0.15)
+
+
+def test_the_steps_of_a_workload_compute_every_token_once(measured: dict[str, Any]) -> None:
+    ours = measured["workloads"]["exponential"]["contenders"]["decant"]
+    assert sum(rows for _, _, rows in ours["schedule"]) == ours["total_output_tokens"]
+    computed = ours["total_input_tokens"] + ours["total_output_tokens"] - ours["completed"]
+    assert sum(tokens for _, tokens, _ in ours["schedule"]) == computed
