@@ -20,7 +20,8 @@
 
 namespace decant {
 
-constexpr long WIDTH = 16;  // columns of a panel
+constexpr long WIDTH = 16;    // columns of a panel
+constexpr long PIECE = 1024;  // steps of a panel that stay in the first level cache
 
 struct Two { __m256 first, second; };
 
@@ -65,46 +66,83 @@ struct BFloat16 {
     }
 };
 
-// ROWS rows through PANELS panels: 2 * ROWS * PANELS chains, which must fit into sixteen registers with their factors.
+// ROWS rows through PANELS panels for `count` of the `inner` steps: 2 * ROWS * PANELS chains, which must fit into sixteen
+// registers with their factors. With `begun` they go on from the sums in `out`.
 template <class T, int ROWS, int PANELS>
-inline void tile(const float* x, long inner, const typename T::Word* panels, float* out, long stride) {
-    Two chains[ROWS][PANELS];
-    for (auto& row : chains)
-        for (Two& chain : row) chain = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (long k = 0; k < inner; k++)
+inline void tile(const float* x, long inner, long count, const typename T::Word* panels, float* out, long stride,
+                 bool begun) {
+    __m256 chains[ROWS][PANELS][2];
+    #pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+        #pragma GCC unroll 8
+        for (int p = 0; p < PANELS; p++) {
+            const float* from = out + r * stride + p * WIDTH;
+            chains[r][p][0] = begun ? _mm256_loadu_ps(from) : _mm256_setzero_ps();
+            chains[r][p][1] = begun ? _mm256_loadu_ps(from + 8) : _mm256_setzero_ps();
+        }
+    for (long k = 0; k < count; k++)
+        #pragma GCC unroll 8
         for (int p = 0; p < PANELS; p++) {
             Two factors = T::load(panels + (p * inner + k) * T::STEP);
+            #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 __m256 value = _mm256_broadcast_ss(x + r * inner + k);
-                chains[r][p].first = _mm256_fmadd_ps(value, factors.first, chains[r][p].first);
-                chains[r][p].second = _mm256_fmadd_ps(value, factors.second, chains[r][p].second);
+                chains[r][p][0] = _mm256_fmadd_ps(value, factors.first, chains[r][p][0]);
+                chains[r][p][1] = _mm256_fmadd_ps(value, factors.second, chains[r][p][1]);
             }
         }
+    #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
+        #pragma GCC unroll 8
         for (int p = 0; p < PANELS; p++) {
-            _mm256_storeu_ps(out + r * stride + p * WIDTH, chains[r][p].first);
-            _mm256_storeu_ps(out + r * stride + p * WIDTH + 8, chains[r][p].second);
+            _mm256_storeu_ps(out + r * stride + p * WIDTH, chains[r][p][0]);
+            _mm256_storeu_ps(out + r * stride + p * WIDTH + 8, chains[r][p][1]);
         }
 }
 
+// A few rows, PANELS panels at a time: all of it is read once.
 template <class T, int ROWS, int PANELS>
-inline void through(const float* x, long inner, const typename T::Word* panels, long count, float* out, long stride) {
-    long p = 0;
-    for (; p + PANELS <= count; p += PANELS)
-        tile<T, ROWS, PANELS>(x, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride);
-    for (; p < count; p++) tile<T, ROWS, 1>(x, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride);
+inline void few(const float* x, long inner, const typename T::Word* panels, long count, float* out, long stride) {
+    long p = 0, together = count / PANELS * PANELS;
+    for (; p < together; p += PANELS)
+        tile<T, ROWS, PANELS>(x, inner, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride, false);
+    for (; p < count; p++)
+        tile<T, ROWS, 1>(x, inner, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride, false);
+}
+
+// Many rows, by one panel: a piece of it stays in the first level cache while all of them pass by, in groups of three to
+// six that are as equal as can be.
+template <class T>
+inline void many(const float* x, long rows, long inner, const typename T::Word* panel, float* out, long stride) {
+    long groups = (rows + 5) / 6;
+    for (long k = 0; k < inner; k += PIECE) {
+        long count = std::min(PIECE, inner - k);
+        for (long g = 0; g < groups; g++) {
+            long first = rows * g / groups;
+            const float* from = x + first * inner + k;
+            const auto* factors = panel + k * T::STEP;
+            float* to = out + first * stride;
+            switch (rows * (g + 1) / groups - first) {
+                case 6: tile<T, 6, 1>(from, inner, count, factors, to, stride, k > 0); break;
+                case 5: tile<T, 5, 1>(from, inner, count, factors, to, stride, k > 0); break;
+                case 4: tile<T, 4, 1>(from, inner, count, factors, to, stride, k > 0); break;
+                default: tile<T, 3, 1>(from, inner, count, factors, to, stride, k > 0);
+            }
+        }
+    }
 }
 
 // x [rows, inner] times `count` panels -> out [rows, count * WIDTH], rows `stride` apart. The fewer rows, the more panels
-// at once: about eight chains hide the latency of a fused multiply-add.
+// at once: at least eight chains hide the latency of a fused multiply-add.
 template <class T>
 inline void multiply(const float* x, long rows, long inner, const typename T::Word* panels, long count, float* out,
                      long stride) {
-    for (; rows >= 4; rows -= 4, x += 4 * inner, out += 4 * stride)
-        through<T, 4, 1>(x, inner, panels, count, out, stride);
-    if (rows == 3) through<T, 3, 1>(x, inner, panels, count, out, stride);
-    if (rows == 2) through<T, 2, 2>(x, inner, panels, count, out, stride);
-    if (rows == 1) through<T, 1, 4>(x, inner, panels, count, out, stride);
+    if (rows == 1) few<T, 1, 4>(x, inner, panels, count, out, stride);
+    else if (rows == 2) few<T, 2, 2>(x, inner, panels, count, out, stride);
+    else if (rows == 3) few<T, 3, 2>(x, inner, panels, count, out, stride);
+    else
+        for (long p = 0; p < count; p++)
+            many<T>(x, rows, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride);
 }
 
 }  // namespace decant
