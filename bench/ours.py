@@ -14,6 +14,7 @@ from bench.child import Job, Tell
 from bench.limits import Step, Weights
 from bench.metrics import Served, distribution, summarise
 from bench.workloads import Item
+from engine import warm_start
 from engine.engine import Engine
 from engine.linears import FixedRows, PackedExperts, PackedLinear
 from engine.model import ModelConfig, load
@@ -104,6 +105,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     torch.set_num_threads(job.threads)
     began = time.perf_counter()
     device = load(ModelConfig(job.model, dtype=job.dtype, device="cpu", kv_bytes=job.kv_bytes))
+    device.costs = warm_start.measure(device)
     engine = make_engine(device, job.token_budget)
     meter = Meter(engine, device.model)
     loaded = time.perf_counter() - began

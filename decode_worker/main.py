@@ -1,8 +1,8 @@
 """A decode worker: takes caches over and writes answers.
 
 It is a worker like any other, and reads prompts itself where that is shorter than moving a cache, or where no prefill
-worker is left. What differs is policy: its steps are small, so that a prompt that is read here never keeps the answers
-beside it waiting for long.
+worker is left. What differs is what it is given: beside answers steps are short, so that a prompt that is read here
+never keeps them waiting for long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class DecodeSettings(WorkerSettings):
     """How a decode worker runs."""
 
     port: int = Field(default=50071, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    token_budget: int = Field(default=512, ge=1, description="tokens in a step")
 
 
 KIND = Kind(wire.ROLE_DECODE, "decode_worker", DecodeSettings)

@@ -33,6 +33,11 @@ PROMPT_LOGPROB_CHUNK = 128
 ALONE = 4
 """How much longer than beside decodes a step of prompts alone may take. No answer waits for it, but whoever comes
 does: new prompts, arrivals, cancels. Fewer, longer steps spend less on what each step costs."""
+TOKEN_BUDGET = 512
+"""Tokens in a step of a device of which nothing is known."""
+
+LEAST_BUDGET, MOST_BUDGET = 64, 2048
+"""Between these a budget is chosen where something is. A longer step is no more efficient."""
 
 _NONE = range(0)
 
@@ -49,7 +54,7 @@ class Limits:
                     its next token; without decodes ``ALONE`` times as many
     """
 
-    token_budget: int = 512
+    token_budget: int = TOKEN_BUDGET
     max_running: int = 256
     window: int = 2048
     step_seconds: float = 0.25
@@ -62,6 +67,14 @@ class Limits:
             raise InvalidConfig("step_seconds", "above 0", self.step_seconds)
         if self.max_running > self.token_budget:
             raise InvalidConfig("max_running", f"at most the token budget {self.token_budget}", self.max_running)
+
+
+def choose_token_budget(costs: Costs, step_seconds: float) -> int:
+    """A power of two: the most tokens of a prompt's beginning that a step of prompts alone has the time for."""
+    if costs == Costs():
+        return TOKEN_BUDGET
+    fitting = costs.fitting(ALONE * step_seconds - costs.fixed, 0, MOST_BUDGET)
+    return max(LEAST_BUDGET, 1 << fitting.bit_length() >> 1)
 
 
 class Scheduler:
@@ -109,6 +122,12 @@ class Scheduler:
         while budget.left and (admitted := self._admit_next(promised)):
             rows.append(budget.spend(admitted))
         return StepPlan(tuple(rows), budget.work.tokens)
+
+    @property
+    def longest_chunk(self) -> int:
+        """How many tokens a step computes that has nothing but the beginning of a long prompt."""
+        limits, size = self.limits, self.pool.block_size
+        return _Budget(limits, self.forecast, Work(), size).share(0, limits.token_budget)
 
     def commit(self, sequence: Sequence, end: int) -> range:
         """Count the tokens up to ``end`` as computed; publish and return the blocks that this filled."""
@@ -196,12 +215,16 @@ class _Budget:
         explained = request.prompt_logprobs is not None
         tokens = self._limits.token_budget - self.work.tokens
         wanted = min(sequence.remaining, tokens, PROMPT_LOGPROB_CHUNK if explained else tokens)
-        end = start + min(wanted, max(self._fitting(start, wanted, explained=explained), self._least))
+        end = start + self.share(start, wanted, explained=explained)
         row = Row(request, sequence.tokens, start, end, sequence.holding.blocks, end == len(sequence.tokens))
         self.work = self.work.plus(row.work)
         self._over = end - start < wanted or not self._fitting(0, 1)
         self._least = 1
         return row
+
+    def share(self, context: int, wanted: int, *, explained: bool = False) -> int:
+        """How many tokens the next chunk gets, of ``wanted`` that the token budget has room for."""
+        return min(wanted, max(self._fitting(context, wanted, explained=explained), self._least))
 
     def _fitting(self, context: int, most: int, *, explained: bool = False) -> int:
         seconds = self._seconds - self._forecast.seconds(self.work)

@@ -1,7 +1,7 @@
 """A prefill worker: reads prompts, tells the first token, and gives the cache away.
 
-It is a worker like any other, and writes whole answers where no decode worker is left. What differs is policy: its
-steps are larger, for nobody here waits for the next token of an answer, and fewer steps read a prompt sooner.
+It is a worker like any other, and writes whole answers where no decode worker is left. What differs is what
+it is given: where nobody waits for an answer's next token, steps are longer, and fewer steps read a prompt sooner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class PrefillSettings(WorkerSettings):
     """How a prefill worker runs."""
 
     port: int = Field(default=50061, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    token_budget: int = Field(default=1024, ge=1, description="tokens in a step")
 
 
 KIND = Kind(wire.ROLE_PREFILL, "prefill_worker", PrefillSettings)

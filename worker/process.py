@@ -1,8 +1,8 @@
 """A worker's process, of either role, from its settings to its end.
 
-listen ── load the model ── engine, hub, services ── one warm-up ── register ── ready
-   (a thread: the loop turns, and calls are refused by name)                      │
-end <── leave the directory <── runs are gone, sessions end <── draining <── SIGTERM
+listen ── load and measure the model ── engine, hub, services ── one warm-up ── register ── ready
+   (a thread: the loop turns, and calls are refused by name)                                  │
+end <── leave the directory <── runs are gone, sessions end <── draining <────────────── SIGTERM
 end with 1 <── an engine that crashed, another life under this name
 """
 
@@ -43,6 +43,7 @@ from worker.audit import AuditService
 from worker.decode_service import DecodeService
 from worker.hub import Hub, Identity, Terms
 from worker.late import LateService
+from worker.loading import limits_of, load_model
 from worker.metrics import WorkerMetrics
 from worker.prefill_service import PrefillService
 from worker.registration import Registrar
@@ -114,30 +115,6 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
         )
 
 
-def load_model(settings: WorkerSettings) -> Device:
-    """The model on its device. Raises ModelRefused, InvalidConfig. The one place that brings torch into a worker."""
-    import torch
-    from transformers.utils import logging
-
-    from engine import native
-    from engine.model import ModelConfig, load
-
-    logging.disable_progress_bar()
-    torch.set_num_threads(settings.threads)  # before the first operation: it holds for threads that begin later
-    _log.info("loading", model=settings.model, kernels=native.kind(), threads=settings.threads)
-    return load(
-        ModelConfig(
-            model=settings.model,
-            revision=settings.model_revision,
-            dtype=settings.dtype,
-            device=settings.device,
-            window=settings.window,
-            kv_bytes=settings.kv_bytes,
-            block_size=settings.block_size,
-        )
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """What a drain has to do with."""
@@ -176,9 +153,9 @@ class Worker:
         settings = self._settings
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
         device = await asyncio.to_thread(self._load_device, settings)
-        engine = Engine(device, _limits(settings, device), checksum=checksum)
+        engine = Engine(device, limits_of(settings, device), checksum=checksum)
         hub = await self._make_hub(engine, files, server)
-        await _first_steps(hub, settings.token_budget)
+        await _first_steps(hub)
         hub.crash_listeners.append(self._crashed)
         WorkerMetrics(self.registry, hub)
         prefill, decode = self._open(hub)
@@ -259,7 +236,7 @@ class Worker:
 
 def _check(settings: WorkerSettings) -> None:
     """What can be refused before the model is loaded. Raises Refused, InvalidConfig."""
-    Limits(settings.token_budget, settings.max_running)
+    Limits(settings.token_budget or settings.max_running, settings.max_running)
     try:
         StoreSettings(settings.redis_url)
     except ValueError as error:
@@ -270,13 +247,7 @@ def _check(settings: WorkerSettings) -> None:
         raise Refused("advertise", "host:port", settings.advertise)
 
 
-def _limits(settings: WorkerSettings, device: Device) -> Limits:
-    """The window that was asked for, else the model's or what the KV memory holds, whichever is less."""
-    window = settings.window or min(device.window, device.num_blocks * device.block_size)
-    return Limits(settings.token_budget, settings.max_running, window)
-
-
-async def _first_steps(hub: Hub, token_budget: int) -> None:
+async def _first_steps(hub: Hub) -> None:
     """The largest step and the smallest, before anyone waits for them: memory is laid out, and how long they take is
     known. Raises EngineStopped, ModelRefused."""
     ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -285,11 +256,13 @@ async def _first_steps(hub: Hub, token_budget: int) -> None:
         for end in output.ended:
             ended.set_result(end.detail if end.reason is FinishReason.FAILED else "")
 
-    length = max(1, min(token_budget, hub.window - 1))
-    prompt = Request("warm-up", (0,) * length, stop=StopParams(2, ignore_eos=True), use_prefix_cache=False)
+    def begin(engine: Engine) -> None:
+        prompt = (0,) * max(1, min(engine.scheduler.longest_chunk, hub.window - 1))
+        engine.add(Request("warm-up", prompt, stop=StopParams(2, ignore_eos=True), use_prefix_cache=False))
+
     hub.step_listeners.append(hear)
     hub.crash_listeners.append(ended.set_exception)
-    await hub.loop.call(lambda engine: engine.add(prompt))
+    await hub.loop.call(begin)
     if detail := await ended:
         raise ModelRefused(hub.model, f"its first step failed: {detail}")
     hub.step_listeners.remove(hear)

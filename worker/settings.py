@@ -29,8 +29,15 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
     window: int | None = Field(default=None, ge=2, description="longest sequence in tokens; unset: model's or memory's")
     kv_bytes: int = Field(default=1 << 30, ge=1, description="memory for the KV cache")
     block_size: int = Field(default=16, ge=1, le=128, description="tokens in a block, a power of two")
-    token_budget: int = Field(default=512, ge=1, description="tokens in a step")
+    step_ms: int = Field(
+        default=250, ge=1, le=60_000, description="a step with answers in it is filled with prompts up to so long"
+    )
+    token_budget: int | None = Field(
+        default=None, ge=1, description="most tokens in a step; unset: what a step has the time for, as measured"
+    )
     max_running: int = Field(default=256, ge=1, description="sequences in a batch")
     max_waiting: int = Field(default=1024, ge=1, description="runs that may wait for room or their turn")
-    threads: int = Field(default=1, ge=1, description="CPU threads of the engine: no more than cores that are its own")
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of the engine; unset: as many of its cores as are fastest"
+    )
     lease_ms: int = Field(default=10_000, ge=1_000, description="how long a ticket keeps its blocks unless renewed")

@@ -26,6 +26,8 @@ PATIENCE_S = 120.0
 """For anything that a busy machine does slowly."""
 
 SMALL_KV = ("--kv-bytes", str(64 << 20))
+ONE_THREAD = ("--threads", "1")
+"""Of each worker: they share the machine's cores, so none of them are its own."""
 
 
 class Process:
@@ -193,11 +195,11 @@ def deployment(
         for index in range(prefill + decode):
             module = "prefill_worker" if index < prefill else "decode_worker"
             reached = ("--advertise", between[index].address) if index < len(between) else ()
-            arguments = (*common, "--model", model, "--dtype", dtype, *worker, *reached)
+            arguments = (*common, *ONE_THREAD, "--model", model, "--dtype", dtype, *worker, *reached)
             made.workers.append(Worker(stack.enter_context(Process(module, *arguments))))
         if another:
             id, _, folder = another.partition("=")
-            arguments = (*common, "--model", folder, "--model-id", id, "--dtype", dtype, *worker)
+            arguments = (*common, *ONE_THREAD, "--model", folder, "--model-id", id, "--dtype", dtype, *worker)
             made.workers.append(Worker(stack.enter_context(Process("decode_worker", *arguments))))
         for one in made.workers:
             one.address = one.process.until("serving")["address"]

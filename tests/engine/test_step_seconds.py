@@ -12,35 +12,18 @@ from hypothesis import strategies as st
 from engine.costs import Costs
 from engine.engine import Engine
 from engine.errors import InvalidConfig
-from engine.fake import FakeDevice
-from engine.plan import StepPlan, StepResult
 from engine.scheduler import ALONE, PROMPT_LOGPROB_CHUNK, Limits
 from tests.engine.properties import nothing_is_held
 from tests.engine.scenes import BLOCK, make_request, prompt, run
+from tests.engine.timed import Timed
 
 WINDOW = 2048
 STEP = 0.25
 COSTS = Costs(fixed=0.02, token=0.001, logits=0.002, pair=2e-6)
 
 
-class Timed(FakeDevice):
-    """Keeps its plans, and a clock that each step moves on by what it costs times ``slower``."""
-
-    def __init__(self, costs: Costs, slower: float = 1.0) -> None:
-        super().__init__(num_blocks=4 * WINDOW // BLOCK, block_size=BLOCK, window=WINDOW)
-        self.costs = costs
-        self.slower = slower
-        self.now = 0.0
-        self.plans: list[StepPlan] = []
-
-    def run(self, plan: StepPlan) -> StepResult:
-        self.plans.append(plan)
-        self.now += self.slower * self.costs.seconds(plan.work)
-        return super().run(plan)
-
-
 def make(costs: Costs = COSTS, *, budget: int = 512, slower: float = 1.0) -> tuple[Engine, Timed]:
-    device = Timed(costs, slower)
+    device = Timed(costs, slower, window=WINDOW, room=4 * WINDOW)
     limits = Limits(token_budget=budget, max_running=8, window=WINDOW, step_seconds=STEP)
     return Engine(device, limits, clock=lambda: device.now), device
 

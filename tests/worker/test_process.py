@@ -273,6 +273,8 @@ def test_metrics_are_told_on_the_admin_port(run: Run) -> None:
         (("--redis-url", "http://x"), "--redis-url: begins with one of"),
         (("--model", "/nowhere/at all"), "--model: /nowhere/at all: no folder"),
         (("--threads", "0"), "--threads"),
+        (("--step-ms", "0"), "--step-ms"),
+        (("--token-budget", "0"), "--token-budget"),
         (("--block-sise=16",), "did you mean --block-size?"),
     ],
 )
@@ -308,6 +310,10 @@ async def test_a_worker_serves_the_tiny_model(run: Run, redis: PrivateRedis, mod
         assert facts.role == role
         (event,) = prefill(channel, seen.worker, handoff=False)
         assert event.first.tokens[0].HasField("finished")
+    measured = worker.until("measured")
+    assert measured["token_ms"] > 0
+    assert 1 <= measured["threads"] <= len(os.sched_getaffinity(0))
+    assert measured["token_budget"] >= 256, "a token for each sequence of a batch"
     assert worker.terminate() == (0, "")
 
 

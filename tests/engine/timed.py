@@ -1,0 +1,27 @@
+"""A device with a clock of its own."""
+
+from __future__ import annotations
+
+from engine.costs import Costs
+from engine.fake import FakeDevice
+from engine.plan import StepPlan, StepResult
+from tests.engine.scenes import BLOCK
+
+
+class Timed(FakeDevice):
+    """Keeps its plans; each step moves ``now`` on by its costs times ``slower``."""
+
+    def __init__(self, costs: Costs, slower: float = 1.0, *, window: int = 2048, room: int = 8192) -> None:
+        super().__init__(num_blocks=room // BLOCK, block_size=BLOCK, window=window)
+        self.costs = costs
+        self.slower = slower
+        self.now = 0.0
+        self.plans: list[StepPlan] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        self.now += self.slower * self.costs.seconds(plan.work)
+        return super().run(plan)

@@ -1,0 +1,56 @@
+"""What a worker takes for granted is what it was told; the rest is what its device and its machine have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decode_worker.main import DecodeSettings
+from engine.costs import Costs
+from engine.fake import FakeDevice
+from engine.scheduler import TOKEN_BUDGET, choose_token_budget
+from worker.loading import limits_of, own_cores
+
+SLOW = Costs(fixed=0.05, token=0.004, pair=1e-6)
+
+
+def device(costs: Costs) -> FakeDevice:
+    made = FakeDevice(num_blocks=64, block_size=16)
+    made.costs = costs
+    return made
+
+
+def settings(**given: int) -> DecodeSettings:
+    return DecodeSettings(model="any", max_running=4, **given)  # type: ignore[arg-type]
+
+
+def test_the_token_budget_is_chosen_from_what_was_measured_unless_it_is_told() -> None:
+    assert limits_of(settings(), device(SLOW)).token_budget == choose_token_budget(SLOW, 0.25) == 128
+    assert limits_of(settings(step_ms=500), device(SLOW)).token_budget == 256
+    assert limits_of(settings(token_budget=77), device(SLOW)).token_budget == 77
+    assert limits_of(settings(), device(Costs())).token_budget == TOKEN_BUDGET
+
+
+def test_a_step_has_a_token_for_each_sequence_of_a_batch_however_slow_the_machine() -> None:
+    many = DecodeSettings(model="any", max_running=300)
+    assert limits_of(many, device(SLOW)).token_budget == 300
+
+
+def test_the_time_of_a_step_is_what_was_told() -> None:
+    assert limits_of(settings(), device(SLOW)).step_seconds == 0.25
+    assert limits_of(settings(step_ms=80), device(SLOW)).step_seconds == 0.08
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("100000 100000", 1), ("150000 100000", 1), ("50000 100000", 1)])
+def test_no_more_cores_than_the_control_group_has_time_for(tmp_path: Path, quota: str, cores: int) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(quota)
+    assert own_cores(file) == cores
+
+
+@pytest.mark.parametrize("text", ["max 100000", ""])
+def test_without_a_limit_all_cores_that_it_may_run_on(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(text)
+    assert own_cores(file) == own_cores(tmp_path / "no such file") >= 1
