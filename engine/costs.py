@@ -32,6 +32,9 @@ class Work(NamedTuple):
         return Work(self.tokens + other.tokens, self.logits + other.logits, self.pairs + other.pairs)
 
 
+NO_WORK = Work()
+
+
 def chunk(context: int, tokens: int, *, explained: bool = False) -> Work:
     """``tokens`` of one sequence behind ``context`` computed ones. Its last one counts as sampled, for that is not
     known before it is cut; ``explained``: each has its logits made."""
@@ -65,25 +68,34 @@ class Costs:
 
 
 class Forecast:
-    """A device's costs, times how much slower or faster than said its steps have been of late.
+    """A device's costs, and how far off they have been of late: ``factor`` for all, ``own`` once more for decodes.
 
-    One number moves a fifth of the way to each step that is noted, by at most 8 %: a machine that stood still for
-    seconds counts as one slow step, one that became half as fast is known after ten.
+        said = factor x (own x decodes + what prompts add)
+
+    A step with prompts moves the first number, one of decodes alone the second: a fifth of the way, by at most 8 %. A
+    machine that stood still for seconds counts as one slow step, one that became half as fast is known after ten.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.factor = 1.0
+        self.factor = self.own = 1.0
 
-    def seconds(self, work: Work) -> float:
-        return self.factor * self.costs.seconds(work)
+    def seconds(self, decodes: Work, prompts: Work = NO_WORK) -> float:
+        """Of a step of that much work."""
+        base = self.costs.seconds(decodes)
+        return self.factor * (self.own * base + self.costs.seconds(decodes.plus(prompts)) - base)
 
     def fitting(self, seconds: float, context: int, most: int, *, explained: bool = False) -> int:
+        """As ``Costs.fitting``."""
         return self.costs.fitting(seconds / self.factor, context, most, explained=explained)
 
-    def note(self, work: Work, seconds: float) -> None:
+    def note(self, decodes: Work, prompts: Work, seconds: float) -> None:
         """A step of that work took so long."""
-        said = self.seconds(work)
-        if said > 0:
-            off = min(max(seconds / said, 1 / _MOST_AT_ONCE), _MOST_AT_ONCE)
-            self.factor *= off**_GAIN
+        said = self.seconds(decodes, prompts)
+        if said <= 0:
+            return
+        off = min(max(seconds / said, 1 / _MOST_AT_ONCE), _MOST_AT_ONCE) ** _GAIN
+        if prompts.tokens:
+            self.factor *= off
+        else:
+            self.own *= off

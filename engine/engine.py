@@ -133,8 +133,7 @@ class Engine:
 
     def _commit(self, plan: StepPlan, result: StepResult, started: float, output: StepOutput) -> None:
         now = self._clock()
-        if plan.num_tokens > len(plan.rows):  # a step whose size hung on what was said of its seconds
-            self.forecast.note(plan.work, now - started)
+        self.forecast.note(plan.decodes, plan.prompts, now - started)
         sequences, commit, logprobs = self._sequences, self.scheduler.commit, result.logprobs
         for index, (row, token) in enumerate(zip(plan.rows, result.sampled, strict=True)):
             request = row.request

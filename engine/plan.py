@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import NamedTuple, Protocol
 
-from engine.costs import Costs, Work, chunk
+from engine.costs import NO_WORK, Costs, Work, chunk
 from engine.request import Request
 
 
@@ -34,14 +34,20 @@ class Row(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One call of the model: ``num_tokens`` is the sum over rows, at most the token budget."""
+    """One call of the model: ``num_tokens`` is the sum over rows, at most the token budget.
+
+    ``decodes`` and ``prompts`` are what its seconds were foretold from.
+    """
 
     rows: tuple[Row, ...]
     num_tokens: int
+    decodes: Work = NO_WORK
+    prompts: Work = NO_WORK
 
     @property
     def work(self) -> Work:
-        return reduce(Work.plus, (row.work for row in self.rows), Work())
+        """All of it, counted from the rows."""
+        return reduce(Work.plus, (row.work for row in self.rows), NO_WORK)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from bisect import insort
 from dataclasses import dataclass
 
 from engine.blocks import BlockPool
-from engine.costs import Costs, Forecast, Work
+from engine.costs import NO_WORK, Costs, Forecast, Work
 from engine.errors import InvalidConfig, NoRoom
 from engine.plan import Row, StepPlan
 from engine.sequence import Sequence
@@ -121,13 +121,13 @@ class Scheduler:
         rows.extend(budget.spend(sequence) for sequence in prompts if budget.left)
         while budget.left and (admitted := self._admit_next(promised)):
             rows.append(budget.spend(admitted))
-        return StepPlan(tuple(rows), budget.work.tokens)
+        return StepPlan(tuple(rows), budget.tokens, budget.decodes, budget.prompts)
 
     @property
     def longest_chunk(self) -> int:
         """How many tokens a step computes that has nothing but the beginning of a long prompt."""
         limits, size = self.limits, self.pool.block_size
-        return _Budget(limits, self.forecast, Work(), size).share(0, limits.token_budget)
+        return _Budget(limits, self.forecast, NO_WORK, size).share(0, limits.token_budget)
 
     def commit(self, sequence: Sequence, end: int) -> range:
         """Count the tokens up to ``end`` as computed; publish and return the blocks that this filled."""
@@ -196,7 +196,8 @@ class _Budget:
     """What is left of a step for prompts, after its decodes: tokens, and seconds as far as they can be said."""
 
     def __init__(self, limits: Limits, forecast: Forecast, decodes: Work, block_size: int) -> None:
-        self.work = decodes
+        self.decodes = decodes
+        self.prompts = NO_WORK
         self._limits = limits
         self._forecast = forecast
         self._seconds = limits.step_seconds if decodes.tokens else limits.step_seconds * ALONE
@@ -204,20 +205,25 @@ class _Budget:
         self._over = False
 
     @property
+    def tokens(self) -> int:
+        """Spent so far."""
+        return self.decodes.tokens + self.prompts.tokens
+
+    @property
     def left(self) -> bool:
         """Whether another prompt gets anything: nobody behind one that was cut does."""
-        return not self._over and self.work.tokens < self._limits.token_budget
+        return not self._over and self.tokens < self._limits.token_budget
 
     def spend(self, sequence: Sequence) -> Row:
         """The next tokens of a running sequence that fit, at least one."""
         assert sequence.holding is not None
         request, start = sequence.request, sequence.computed
         explained = request.prompt_logprobs is not None
-        tokens = self._limits.token_budget - self.work.tokens
+        tokens = self._limits.token_budget - self.tokens
         wanted = min(sequence.remaining, tokens, PROMPT_LOGPROB_CHUNK if explained else tokens)
         end = start + self.share(start, wanted, explained=explained)
         row = Row(request, sequence.tokens, start, end, sequence.holding.blocks, end == len(sequence.tokens))
-        self.work = self.work.plus(row.work)
+        self.prompts = self.prompts.plus(row.work)
         self._over = end - start < wanted or not self._fitting(0, 1)
         self._least = 1
         return row
@@ -227,7 +233,7 @@ class _Budget:
         return min(wanted, max(self._fitting(context, wanted, explained=explained), self._least))
 
     def _fitting(self, context: int, most: int, *, explained: bool = False) -> int:
-        seconds = self._seconds - self._forecast.seconds(self.work)
+        seconds = self._seconds - self._forecast.seconds(self.decodes, self.prompts)
         return self._forecast.fitting(seconds, context, most, explained=explained)
 
 

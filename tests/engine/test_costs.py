@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.costs import Costs, Forecast, Work, chunk
+from engine.costs import NO_WORK, Costs, Forecast, Work, chunk
 
 COSTS = st.builds(
     Costs,
@@ -66,35 +64,56 @@ def test_nothing_is_known_of_costs_of_nought() -> None:
 
 # -- kept true --------------------------------------------------------------------------------------------------
 
-STEP = Work(256, 1, 40_000)
+DECODES, PROMPT = Work(8, 8, 4_000), Work(248, 1, 36_000)
 SAID = Costs(0.03, 0.001, 0.001, 1e-7)
 
 
-@pytest.mark.parametrize("truth", [0.25, 0.8, 1.0, 1.3, 4.0])
-def test_a_forecast_comes_to_what_steps_take(truth: float) -> None:
+def taken(truth: Costs, decodes: Work, prompts: Work) -> float:
+    return truth.seconds(decodes.plus(prompts))
+
+
+def teach(forecast: Forecast, truth: Costs, times: int = 60) -> None:
+    """Steps with prompts and steps without, in turn."""
+    for _ in range(times):
+        forecast.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
+        forecast.note(DECODES, NO_WORK, truth.seconds(DECODES))
+
+
+def slower(times: float) -> Costs:
+    return Costs(SAID.fixed * times, SAID.token * times, SAID.logits * times, SAID.pair * times)
+
+
+@pytest.mark.parametrize("truth", [slower(0.25), slower(0.8), SAID, slower(1.3), slower(4), Costs(0.2, 3e-4, 0.01, 0)])
+def test_a_forecast_comes_to_what_steps_take_with_prompts_and_without(truth: Costs) -> None:
     forecast = Forecast(SAID)
-    for _ in range(60):
-        forecast.note(STEP, truth * SAID.seconds(STEP))
-    assert forecast.seconds(STEP) == pytest.approx(truth * SAID.seconds(STEP), rel=0.02)
-    assert forecast.fitting(0.25, 0, 4096) == SAID.fitting(0.25 / forecast.factor, 0, 4096)
+    teach(forecast, truth, 150)
+    assert forecast.seconds(DECODES, PROMPT) == pytest.approx(taken(truth, DECODES, PROMPT), rel=0.03)
+    assert forecast.seconds(DECODES) == pytest.approx(truth.seconds(DECODES), rel=0.03)
+
+
+def test_steps_with_prompts_alone_tell_enough() -> None:
+    """Though decodes were measured ten times too slow, and no step is without prompts."""
+    truth, forecast = SAID, Forecast(Costs(0.3, 0.001, 0.01, 1e-7))
+    for _ in range(100):
+        forecast.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
+    assert forecast.seconds(DECODES, PROMPT) == pytest.approx(taken(truth, DECODES, PROMPT), rel=0.03)
 
 
 def test_a_machine_that_stood_still_is_forgotten_in_a_few_steps() -> None:
     forecast = Forecast(SAID)
     usual = forecast.fitting(0.25, 1000, 4096)
-    forecast.note(STEP, 10.0)
+    forecast.note(DECODES, PROMPT, 10.0)
     assert forecast.fitting(0.25, 1000, 4096) > 0.85 * usual
     for _ in range(5):
-        forecast.note(STEP, SAID.seconds(STEP))
+        forecast.note(DECODES, PROMPT, taken(SAID, DECODES, PROMPT))
     assert forecast.fitting(0.25, 1000, 4096) > 0.96 * usual
 
 
-@given(st.lists(st.floats(0, 100), max_size=200))
-def test_whatever_is_noted_some_tokens_fit_again_once_steps_are_as_said(noted: list[float]) -> None:
+@given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=100))
+def test_whatever_is_noted_steps_as_said_set_it_right(noted: list[tuple[float, bool]]) -> None:
     forecast = Forecast(SAID)
-    for seconds in noted:
-        forecast.note(STEP, seconds)
-    assert math.isfinite(forecast.factor)
-    for _ in range(len(noted) + 40):
-        forecast.note(STEP, SAID.seconds(STEP))
-    assert forecast.factor == pytest.approx(1.0, rel=0.05)
+    for seconds, alone in noted:
+        forecast.note(DECODES, NO_WORK if alone else PROMPT, seconds)
+    teach(forecast, SAID, len(noted) + 60)
+    assert forecast.seconds(DECODES, PROMPT) == pytest.approx(taken(SAID, DECODES, PROMPT), rel=0.05)
+    assert forecast.seconds(DECODES) == pytest.approx(SAID.seconds(DECODES), rel=0.05)

@@ -119,6 +119,21 @@ def test_a_device_that_is_slower_than_measured_is_found_out() -> None:
     assert max(seconds[-10:]) <= 1.1 * STEP
 
 
+def test_decodes_that_were_measured_far_too_slow_do_not_keep_prompts_from_going_on() -> None:
+    """What a warm start on a busy machine said: no fixed part, and all of it many times too much."""
+    engine, device = make(Costs(token=0.07, logits=0.2))
+    device.truth = COSTS
+    begin(engine, device, 4)
+    for _ in range(50):
+        engine.step()
+    for n in range(4):
+        engine.add(make_request(f"p{n}", prompt(1800, 50 + n), 1))
+    until_written(engine, "p3")
+    seconds = [COSTS.seconds(plan.work) for plan in device.plans]
+    assert max(seconds) <= 1.3 * STEP
+    assert min(seconds[-11:-1]) > 0.8 * STEP
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     costs=st.builds(Costs, st.floats(0, 0.3), st.floats(0, 0.05), st.floats(0, 0.05), st.floats(0, 1e-3)),

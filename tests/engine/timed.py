@@ -9,11 +9,11 @@ from tests.engine.scenes import BLOCK
 
 
 class Timed(FakeDevice):
-    """Keeps its plans; each step moves ``now`` on by its costs times ``slower``."""
+    """Keeps its plans; each step moves ``now`` on by ``truth``, which its costs are unless told, times ``slower``."""
 
     def __init__(self, costs: Costs, slower: float = 1.0, *, window: int = 2048, room: int = 8192) -> None:
         super().__init__(num_blocks=room // BLOCK, block_size=BLOCK, window=window)
-        self.costs = costs
+        self.costs = self.truth = costs
         self.slower = slower
         self.now = 0.0
         self.plans: list[StepPlan] = []
@@ -23,5 +23,5 @@ class Timed(FakeDevice):
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
-        self.now += self.slower * self.costs.seconds(plan.work)
+        self.now += self.slower * self.truth.seconds(plan.work)
         return super().run(plan)
