@@ -13,10 +13,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -52,8 +55,18 @@ class Job:
         return cls(**{**raw, "items": tuple(Item(*item) for item in raw["items"])})
 
 
+SILENCE_S = 1800.0
+"""A child that says nothing for so long is ended."""
+
+
 class ChildFailed(RuntimeError):
-    """A measurement's process ended without a result; the message has the end of its stderr."""
+    """A measurement's process ended without a result; the message has the end of its stderr, ``reason`` is a line."""
+
+    def __init__(self, module: str, status: int, errors: str) -> None:
+        last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
+        ended = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self.reason = (last or ended if status >= 0 else ended)[:300]
+        super().__init__(f"{module} {ended} and gave no result:\n{errors[-2000:]}")
 
 
 def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[str, Any]:
@@ -75,29 +88,47 @@ def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[s
         )
         try:
             result = _converse(process, job, tell)
+            if result is None:
+                with suppress(subprocess.TimeoutExpired):  # it said its last: how it ended is a moment away
+                    process.wait(10)
         finally:
             process.kill()
-            process.wait()
+            status = process.wait()
         if result is None:
             errors.seek(0)
-            raise ChildFailed(f"{module} ended without a result:\n{errors.read()[-2000:]}")
+            raise ChildFailed(module, status, errors.read())
         return result
 
 
 def _converse(process: subprocess.Popen[str], job: Job, tell: Tell) -> dict[str, Any] | None:
     assert process.stdin is not None
-    assert process.stdout is not None
     try:
         process.stdin.write(json.dumps(asdict(job)))
         process.stdin.close()
     except BrokenPipeError:
         return None
-    for line in process.stdout:
+    for line in _lines(process):
         message: Mapping[str, Any] = json.loads(line)
         if "result" in message:
             return dict(message["result"])
         tell(message["progress"])
     return None
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    """What the child says, to its end, or to its silence."""
+    assert process.stdout is not None
+    line = "\n"
+    while line:
+        watchdog = threading.Timer(SILENCE_S, process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            line = process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if line:
+            yield line
 
 
 def main() -> None:

@@ -21,10 +21,14 @@ class Contender(NamedTuple):
 
 
 OURS = "decant"
+_NEEDS = Path(environment.__file__).parent
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
         OURS: Contender("Decant", "bench.ours"),
         "static": Contender("transformers, static batches", "bench.baselines.static"),
+        "continuous": Contender("transformers, continuous batching", "bench.baselines.continuous"),
+        "vllm": Contender("vLLM", "bench.baselines.vllm", _NEEDS / "vllm.txt"),
+        "openvino": Contender("OpenVINO GenAI", "bench.baselines.openvino", _NEEDS / "openvino.txt"),
     }
 )
 BASELINES = tuple(name for name in CONTENDERS if name != OURS)
@@ -41,9 +45,7 @@ def run(contender: Contender, job: Job, tell: Tell, say: Callable[[str], None]) 
     try:
         python = None if contender.requirements is None else environment.python(contender.requirements, say)
         return child.run(contender.module, job, tell, python)
-    except (child.ChildFailed, environment.NotInstallable) as error:
-        raise Unavailable(_last_line(str(error))) from error
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no word of why")[:300]
+    except environment.NotInstallable as error:
+        raise Unavailable(f"it can't be installed: {error}") from error
+    except child.ChildFailed as error:
+        raise Unavailable(error.reason) from error

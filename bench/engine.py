@@ -22,9 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from bench import child, contenders, machine, medians, report, shapes, table, workloads
+from bench import child, contenders, machine, medians, plot, report, shapes, table, workloads
 from bench.child import Job, Tell
-from bench.contenders import BASELINES, CONTENDERS, OURS, Unavailable
+from bench.contenders import BASELINES, OURS, Unavailable
 from bench.workloads import GENERATORS, InvalidWorkload, Item
 
 
@@ -87,10 +87,12 @@ class Bench:
             progress.update(task, description=f"{description}: {line[:80]}")
 
         try:
-            found = [contenders.run(CONTENDERS[who], job, _into(progress, task, description), say)]
+            found = [contenders.run(contenders.CONTENDERS[who], job, _into(progress, task, description), say)]
         except Unavailable as reason:
             self.unavailable[who] = str(reason)
-            self._console.print(f"{CONTENDERS[who].title} is left out: {reason}", style="yellow", markup=False)
+            self._console.print(
+                f"{contenders.CONTENDERS[who].title} is left out: {reason}", style="yellow", markup=False
+            )
             found = []
         progress.update(task, description=description, completed=1.0)
         return found
@@ -112,7 +114,7 @@ def _into(progress: Progress, task: TaskID, description: str) -> Tell:
 
 
 def _title(who: str, workload: str, index: int, runs: int) -> str:
-    return f"{Path(workload).name}: {CONTENDERS[who].title}, run {index + 1} of {runs}"
+    return f"{Path(workload).name}: {contenders.CONTENDERS[who].title}, run {index + 1} of {runs}"
 
 
 def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -170,6 +172,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--workload", help=f"a .jsonl file, or one of {', '.join(GENERATORS)}; without it the whole table of limits"
     )
     parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
+    parser.add_argument("--plot", metavar="OUT.svg", type=_svg, help="where a picture of the workloads goes")
     parser.add_argument("--threads", type=_positive, default=machine.usable_cores())
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--token-budget", type=_positive, default=512, help="tokens that a step computes")
@@ -198,6 +201,12 @@ def _positive(text: str) -> int:
     return value
 
 
+def _svg(text: str) -> Path:
+    if not text.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"a name that ends in .svg, got {text}")
+    return Path(text)
+
+
 def _baselines(text: str) -> tuple[str, ...]:
     if text in ("all", "none"):
         return BASELINES if text == "all" else ()
@@ -218,6 +227,8 @@ def main() -> int:
         return 1
     if args.json != "-":
         report.show(result, console)
+    if args.plot:
+        args.plot.write_text(plot.svg(result))
     text = json.dumps(result, indent=1) + "\n"
     if args.json == "-":
         sys.stdout.write(text)

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from bench.contenders import CONTENDERS, OURS
+from bench.table import workloads_of
 
 BAR = 40
 """Columns of the longest bar."""
@@ -50,7 +51,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     parts: list[RenderableType] = []
     if "lines" in result:
         parts += [limits_table(result["lines"]), "", profile_table(result["steps"]), ""]
-    for name, workload in result.get("workloads", {result["workload"]: result}).items():
+    for name, workload in workloads_of(result).items():
         parts += [f"[bold]{name}[/bold]", _contenders(workload["contenders"]), "", *_bars(workload), ""]
     title = f"{result['model_id']}, {result['dtype']}, {result['threads']} threads"
     console.print(Panel(Group(*parts, *_notes(result)), title=title))
@@ -125,7 +126,7 @@ def _bars(workload: Mapping[str, Any]) -> list[str]:
 
 def _notes(result: Mapping[str, Any]) -> list[str]:
     notes = [f"{CONTENDERS[name].title} was left out: {reason}" for name, reason in result["unavailable"].items()]
-    for name, workload in result.get("workloads", {result["workload"]: result}).items():
+    for name, workload in workloads_of(result).items():
         notes += _static_notes(name, workload)
     if result["runs"] > 1:
         notes.append(

@@ -79,6 +79,12 @@ def rates_of(limits: Mapping[str, Any]) -> Rates:
     return Rates(limits["read_bandwidth_gb_s"] * 1e9, limits["product_rate_gflop_s"] * 1e9)
 
 
+def workloads_of(result: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The workloads of a result of ``bench.engine``, by name: all of them, or the one that was asked for."""
+    found: Mapping[str, Mapping[str, Any]] | None = result.get("workloads")
+    return {result["workload"]: result} if found is None else found
+
+
 def lines(result: Mapping[str, Any]) -> list[Line]:
     """The rows of a whole result of ``bench.engine``."""
     rates, weights = rates_of(result["limits"]), Weights(**result["steps"]["weights"])

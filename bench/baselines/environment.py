@@ -21,7 +21,7 @@ from bench.shapes import cache_folder
 
 
 class NotInstallable(RuntimeError):
-    """What a baseline needs could not be installed; the message ends with pip's reason."""
+    """What a baseline needs could not be installed; the message is pip's reason, in a line."""
 
 
 def python(requirements: Path, say: Callable[[str], None]) -> Path:
@@ -54,5 +54,5 @@ def _install(interpreter: Path, requirements: Path, say: Callable[[str], None]) 
         pip.kill()
         pip.wait()
     if failed:
-        errors = [line for line in told if line.startswith("ERROR")] or list(told)
-        raise NotInstallable(f"{requirements.stem} can't be installed:\n" + "\n".join(errors))
+        errors = [line for line in told if line.startswith("ERROR")] or list(told) or ["pip said nothing"]
+        raise NotInstallable(errors[-1][:300])

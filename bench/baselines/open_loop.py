@@ -1,0 +1,52 @@
+"""Drives a server in this process: every request at its time, whatever is still unanswered."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from bench.child import Tell
+from bench.metrics import Served
+from bench.workloads import Item
+
+WARM_UP = (Item("warm-up", list(range(96)), 4, 0.0),)
+"""Served before anything is timed."""
+
+
+class Server(Protocol):
+    """What takes requests up and answers them step by step."""
+
+    def add(self, item: Item) -> None:
+        """Take a request up: greedy, exactly as long as it says."""
+        ...
+
+    def step(self) -> Iterable[str]:
+        """Go on for a while; the id of a request for each token that it got. Waits while there is nothing to tell."""
+        ...
+
+
+def drive(server: Server, items: Sequence[Item], tell: Tell) -> list[Served]:
+    """All items, answered; seconds count from the start."""
+    waiting = deque(sorted(items, key=lambda item: item.arrival_s))
+    tokens: dict[str, list[float]] = {item.id: [] for item in items}
+    left, total, began = Counter[str](), sum(item.output_len for item in items), time.perf_counter()
+    while waiting or left:
+        now = time.perf_counter() - began
+        while waiting and waiting[0].arrival_s <= now:
+            item = waiting.popleft()
+            left[item.id] = item.output_len
+            server.add(item)
+        if not left:
+            time.sleep(waiting[0].arrival_s - now)
+            continue
+        for id in server.step():
+            tokens[id].append(time.perf_counter() - began)
+            left[id] -= 1
+        left = +left
+        tell(sum(map(len, tokens.values())) / total)
+    for item in items:
+        if len(tokens[item.id]) != item.output_len:
+            raise RuntimeError(f"{item.id}: {len(tokens[item.id])} tokens, {item.output_len} were asked for")
+    return [Served(item.id, len(item.prompt_token_ids), item.arrival_s, tokens[item.id]) for item in items]

@@ -1,0 +1,89 @@
+"""OpenVINO GenAI as a contender: its continuous batching pipeline, step by step, on the CPU.
+
+The checkpoint is exported once, without a tokenizer, and kept beside the environments in the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+
+from bench.baselines.open_loop import WARM_UP, drive
+from bench.child import Job, Tell
+from bench.metrics import summarise
+from bench.shapes import cache_folder
+from bench.workloads import Item
+
+
+class Server:
+    """Requests are numbers here; a handle has the tokens that came since it was read."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self._handles: dict[str, Any] = {}
+        self._count = 0
+
+    def add(self, item: Item) -> None:
+        config = genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = item.output_len
+        config.do_sample = False
+        config.ignore_eos, config.eos_token_id, config.stop_token_ids = True, 0, {0}
+        ids = ov.Tensor(np.array([item.prompt_token_ids], np.int64))
+        self._handles[item.id] = self._pipeline.add_request(self._count, ids, config)
+        self._count += 1
+
+    def step(self) -> Iterator[str]:
+        self._pipeline.step()
+        for id, handle in list(self._handles.items()):
+            while handle.can_read():
+                for output in handle.read().values():
+                    yield from [id] * len(output.generated_ids)
+            if handle.get_status() != genai.GenerationStatus.RUNNING:
+                del self._handles[id]
+
+
+def measure(job: Job, tell: Tell) -> dict[str, Any]:
+    """Load the checkpoint, warm up, serve the workload."""
+    exported = _export(Path(job.model))
+    began = time.perf_counter()
+    scheduling = genai.SchedulerConfig()
+    scheduling.max_num_batched_tokens = job.token_budget
+    scheduling.max_num_seqs = min(256, job.token_budget)
+    scheduling.cache_size = max(1, job.kv_bytes >> 30)
+    scheduling.dynamic_split_fuse = True
+    scheduling.enable_prefix_caching = False
+    precision = {"bfloat16": "bf16", "float32": "f32"}[job.dtype]
+    properties = {"INFERENCE_NUM_THREADS": job.threads, "INFERENCE_PRECISION_HINT": precision}
+    server = Server(genai.ContinuousBatchingPipeline(exported, scheduling, "CPU", properties))
+    loaded = time.perf_counter() - began
+    drive(server, WARM_UP, lambda _: None)
+    served = drive(server, job.items, tell)
+    return {**summarise(served), "load_seconds": loaded}
+
+
+def _export(model: Path) -> Path:
+    """The folder of the exported checkpoint, made unless it is there and as new as the weights."""
+    newest = max(file.stat().st_mtime_ns for file in model.glob("*.safetensors"))
+    folder = cache_folder().parent / "openvino" / f"{model.name}-{newest:x}"
+    if folder.is_dir():
+        return folder
+    from optimum.exporters.openvino import main_export
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Made aside and moved when whole, as checkpoints are.
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        main_export(str(model), aside, task="text-generation-with-past", stateful=True)
+        os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder

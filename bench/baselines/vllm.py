@@ -1,0 +1,72 @@
+"""vLLM as a contender: its engine in this process, step by step, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from bench.baselines.open_loop import WARM_UP, drive
+from bench.child import Job, Tell
+from bench.metrics import summarise
+from bench.workloads import Item
+
+
+class Server:
+    """vLLM tells all of a request's tokens again with every step; new ones are counted."""
+
+    def __init__(self, engine: Any, sampling: Any) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._told: dict[str, int] = {}
+
+    def add(self, item: Item) -> None:
+        self._told[item.id] = 0
+        exactly = {"max_tokens": item.output_len, "min_tokens": item.output_len, "ignore_eos": True}
+        options = self._sampling(temperature=0.0, detokenize=False, **exactly)
+        self._engine.add_request(item.id, {"prompt_token_ids": item.prompt_token_ids}, options)
+
+    def step(self) -> Iterator[str]:
+        for output in self._engine.step():
+            written = len(output.outputs[0].token_ids)
+            for _ in range(self._told[output.request_id], written):
+                yield output.request_id
+            self._told[output.request_id] = written
+
+
+def measure(job: Job, tell: Tell) -> dict[str, Any]:
+    """Load the checkpoint, warm up, serve the workload."""
+    # Read while vLLM is imported: one process, no more threads than are asked for, memory as the engine's, no network.
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, job.kv_bytes >> 30)),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(_cores(job.threads)),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    began = time.perf_counter()
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=job.model,
+            dtype=job.dtype,
+            skip_tokenizer_init=True,
+            max_num_batched_tokens=job.token_budget,
+            max_num_seqs=min(256, job.token_budget),
+            enable_chunked_prefill=True,
+            enable_prefix_caching=False,
+        )
+    )
+    loaded = time.perf_counter() - began
+    server = Server(engine, SamplingParams)
+    drive(server, WARM_UP, lambda _: None)
+    served = drive(server, job.items, tell)
+    return {**summarise(served), "load_seconds": loaded}
+
+
+def _cores(count: int) -> Iterator[str]:
+    """One worker's cores: the first that this process may use."""
+    yield ",".join(map(str, sorted(os.sched_getaffinity(0))[:count]))

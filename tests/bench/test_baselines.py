@@ -1,0 +1,133 @@
+"""A baseline that can't be measured is told of, and the others go on."""
+
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench import child, contenders, engine, workloads
+from bench.baselines import environment
+from bench.baselines.open_loop import drive
+from bench.child import ChildFailed, Job
+from bench.contenders import CONTENDERS, Contender
+from bench.workloads import Item
+
+WORKS = """
+    from bench.metrics import Served, summarise
+
+    def measure(job, tell):
+        print("chatter of a library")
+        tell(0.5)
+        return summarise([Served(item.id, 1, 0.0, [1.0] * item.output_len) for item in job.items])
+"""
+RAISES = """
+    def measure(job, tell):
+        raise RuntimeError(f"no such thing as {job.dtype} here")
+"""
+DIES = """
+    import os, signal, sys
+
+    def measure(job, tell):
+        print("a warning of no weight", file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGILL)
+"""
+JOB = Job("nowhere", "bfloat16", 1, (Item("a", [1, 2], 3, 0.0),))
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"works": WORKS, "raises": RAISES, "dies": DIES}.items():
+        (tmp_path / f"baseline_{name}.py").write_text(textwrap.dedent(text))
+    root = Path(engine.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("raises", "RuntimeError: no such thing as bfloat16 here"), ("dies", "ended by SIGILL")]
+)
+def test_the_reason_is_a_line(scripts: None, name: str, reason: str) -> None:
+    with pytest.raises(ChildFailed) as caught:
+        child.run(f"baseline_{name}", JOB, lambda _: None)
+    assert caught.value.reason == reason
+
+
+def test_a_silent_one_is_ended(scripts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "baseline_hangs.py").write_text("import signal\n\ndef measure(job, tell):\n    signal.pause()\n")
+    monkeypatch.setattr(child, "SILENCE_S", 0.5)
+    with pytest.raises(ChildFailed) as caught:
+        child.run("baseline_hangs", JOB, lambda _: None)
+    assert caught.value.reason == "ended by SIGKILL"
+
+
+@pytest.mark.slow
+def test_the_others_go_on(scripts: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = {name: Contender(name, f"baseline_{name}") for name in ("raises", "works", "dies")}
+    monkeypatch.setattr(contenders, "CONTENDERS", {**CONTENDERS, **fakes})
+    path = tmp_path / "w.jsonl"
+    workloads.write(JOB.items, path)
+    args = engine.parse(["--model", str(tiny), "--workload", str(path), "--no-limits", "--runs", "2", "--threads", "1"])
+    args.baselines = tuple(fakes)
+    result = engine.bench(args, Console(file=sys.stderr))
+    assert set(result["contenders"]) == {"decant", "works"}
+    assert [len(result["contenders"][who]["runs"]) for who in ("decant", "works")] == [2, 2]
+    assert set(result["unavailable"]) == {"raises", "dies"}
+
+
+@pytest.mark.slow
+def test_what_cannot_be_installed_is_unavailable_and_leaves_nothing_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "cache_folder", lambda: tmp_path / "bench")
+    requirements = tmp_path / "needs.txt"
+    requirements.write_text("./no-such-folder-of-a-package\n")
+    heard: list[str] = []
+    contender = Contender("needs what isn't there", "baseline_works", requirements)
+    with pytest.raises(contenders.Unavailable, match="it can't be installed: ERROR"):
+        contenders.run(contender, JOB, lambda _: None, heard.append)
+    assert any("ERROR" in line for line in heard)
+    assert not list(tmp_path.glob("baselines/*/complete"))
+
+
+class Scripted:
+    """Answers every request it has with ``burst`` tokens a step."""
+
+    def __init__(self, burst: int) -> None:
+        self.added: list[str] = []
+        self._left: dict[str, int] = {}
+        self._burst = burst
+
+    def add(self, item: Item) -> None:
+        self.added.append(item.id)
+        self._left[item.id] = item.output_len
+
+    def step(self) -> Iterable[str]:
+        told = [id for id, left in self._left.items() for _ in range(min(self._burst, left))]
+        for id in told:
+            self._left[id] -= 1
+        return told
+
+
+@pytest.mark.parametrize("burst", [1, 3])
+def test_an_open_loop_sends_each_at_its_time_and_counts_every_token(burst: int) -> None:
+    items = [Item("late", [1, 2], 2, 0.05), Item("first", [1], 5, 0.0)]
+    shares: list[float] = []
+    server = Scripted(burst)
+    late, first = drive(server, items, shares.append)
+    assert server.added == ["first", "late"]
+    assert (late.id, len(late.tokens), first.id, len(first.tokens)) == ("late", 2, "first", 5)
+    assert late.tokens[0] >= late.sent == 0.05
+    assert shares[-1] == 1.0
+
+
+def test_a_token_too_many_is_no_result() -> None:
+    class Generous(Scripted):
+        def step(self) -> Iterable[str]:
+            told: list[Any] = [*super().step(), "a"]
+            return told
+
+    with pytest.raises(RuntimeError, match="a: "):
+        drive(Generous(1), [Item("a", [1], 2, 0.0), Item("b", [1], 3, 0.0)], lambda _: None)
