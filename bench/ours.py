@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 
 from bench.child import Job, Tell
 from bench.limits import Step, Weights
-from bench.metrics import Served, distribution, summarise
+from bench.metrics import distribution, summarise
+from bench.open_loop import WARM_UP, drive
 from bench.workloads import Item
 from engine import warm_start
 from engine.engine import Engine
@@ -22,9 +22,6 @@ from engine.output import StepOutput
 from engine.plan import Device
 from engine.request import FinishReason, Request, StopParams
 from engine.scheduler import Limits
-
-WARM_UP = (96, 4)
-"""Prompt and output tokens of the request that is served before anything is timed."""
 
 
 class Stopwatch:
@@ -100,6 +97,24 @@ class Meter:
         }
 
 
+class Server:
+    """The engine, as ``open_loop`` drives it."""
+
+    def __init__(self, engine: Engine, meter: Meter) -> None:
+        self._engine = engine
+        self._meter = meter
+
+    def add(self, item: Item) -> None:
+        self._engine.add(request(item))
+
+    def step(self) -> list[str]:
+        output = self._meter.step()
+        for ended in output.ended:
+            if ended.reason is not FinishReason.LENGTH:
+                raise RuntimeError(f"{ended.id} ended by {ended.reason.value} {ended.detail}")
+        return [token.id for token in output.tokens]
+
+
 def measure(job: Job, tell: Tell) -> dict[str, Any]:
     """Load the checkpoint, warm up, serve the workload."""
     torch.set_num_threads(job.threads)
@@ -109,9 +124,10 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     engine = make_engine(device, job.token_budget)
     meter = Meter(engine, device.model)
     loaded = time.perf_counter() - began
-    warm = Item("warm-up", [token % device.vocab_size for token in range(WARM_UP[0])], WARM_UP[1], 0.0)
-    run(meter, engine, [warm], lambda _: None)
-    served = run(meter, engine, job.items, tell)
+    server = Server(engine, meter)
+    drive(server, WARM_UP, lambda _: None)
+    meter.begin()
+    served = drive(server, job.items, tell)
     held = weights(device.model)
     extra = {
         "load_seconds": loaded,
@@ -140,31 +156,6 @@ def make_engine(device: Device, token_budget: int) -> Engine:
     """An engine that serves as long sequences as model and memory allow."""
     window = min(device.window, device.num_blocks * device.block_size)
     return Engine(device, Limits(token_budget, min(256, token_budget), window))
-
-
-def run(meter: Meter, engine: Engine, items: tuple[Item, ...] | list[Item], tell: Tell) -> list[Served]:
-    """Send every item at its time, whatever is still unanswered; seconds count from the start."""
-    waiting = deque(sorted(items, key=lambda item: item.arrival_s))
-    tokens: dict[str, list[float]] = {item.id: [] for item in items}
-    total, done = sum(item.output_len for item in items), 0
-    meter.begin()
-    while waiting or engine.has_work:
-        now = meter.now()
-        while waiting and waiting[0].arrival_s <= now:
-            engine.add(request(waiting.popleft()))
-        if not engine.has_work:
-            time.sleep(waiting[0].arrival_s - now)
-            continue
-        output = meter.step()
-        now = meter.now()
-        for token in output.tokens:
-            tokens[token.id].append(now)
-        for ended in output.ended:
-            if ended.reason is not FinishReason.LENGTH:
-                raise RuntimeError(f"{ended.id} ended by {ended.reason.value} {ended.detail}")
-        done += len(output.tokens)
-        tell(done / total)
-    return [Served(item.id, len(item.prompt_token_ids), item.arrival_s, tokens[item.id]) for item in items]
 
 
 def request(item: Item) -> Request:

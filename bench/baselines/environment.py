@@ -39,7 +39,7 @@ def python(requirements: Path, say: Callable[[str], None]) -> Path:
 
 
 def _install(interpreter: Path, requirements: Path, say: Callable[[str], None]) -> None:
-    install = ["-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--requirement"]
+    install = ["-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-compile", "--requirement"]
     pip = subprocess.Popen(
         [interpreter, *install, requirements], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

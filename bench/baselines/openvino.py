@@ -17,9 +17,9 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from bench.baselines.open_loop import WARM_UP, drive
 from bench.child import Job, Tell
 from bench.metrics import summarise
+from bench.open_loop import WARM_UP, drive
 from bench.shapes import cache_folder
 from bench.workloads import Item
 
@@ -77,12 +77,14 @@ def _export(model: Path) -> Path:
     if folder.is_dir():
         return folder
     from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Made aside and moved when whole, as checkpoints are.
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        main_export(str(model), aside, task="text-generation-with-past", stateful=True)
+        # A configuration, if an empty one: without any, large models would be quantized.
+        main_export(str(model), aside, task="text-generation-with-past", ov_config=OVConfig())
         os.rename(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from bench.baselines.open_loop import WARM_UP, drive
 from bench.child import Job, Tell
 from bench.metrics import summarise
+from bench.open_loop import WARM_UP, drive
 from bench.workloads import Item
 
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from bench import child, contenders, engine, workloads
 from bench.baselines import environment
-from bench.baselines.open_loop import drive
 from bench.child import ChildFailed, Job
 from bench.contenders import CONTENDERS, Contender
+from bench.open_loop import drive
 from bench.workloads import Item
 
 WORKS = """
