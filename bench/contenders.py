@@ -34,6 +34,11 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
 BASELINES = tuple(name for name in CONTENDERS if name != OURS)
 
 
+def title_of(name: str) -> str:
+    """What people call a contender."""
+    return CONTENDERS[name].title
+
+
 class Unavailable(RuntimeError):
     """A baseline that can't be measured here; the message is the reason, in a line."""
 

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from bench import child, contenders, machine, medians, plot, report, shapes, table, workloads
 from bench.child import Job, Tell
-from bench.contenders import BASELINES, OURS, Unavailable
+from bench.contenders import BASELINES, OURS, Unavailable, title_of
 from bench.workloads import GENERATORS, InvalidWorkload, Item
 
 
@@ -90,9 +90,7 @@ class Bench:
             found = [contenders.run(contenders.CONTENDERS[who], job, _into(progress, task, description), say)]
         except Unavailable as reason:
             self.unavailable[who] = str(reason)
-            self._console.print(
-                f"{contenders.CONTENDERS[who].title} is left out: {reason}", style="yellow", markup=False
-            )
+            self._console.print(f"{title_of(who)} is left out: {reason}", style="yellow", markup=False)
             found = []
         progress.update(task, description=description, completed=1.0)
         return found
@@ -114,7 +112,7 @@ def _into(progress: Progress, task: TaskID, description: str) -> Tell:
 
 
 def _title(who: str, workload: str, index: int, runs: int) -> str:
-    return f"{Path(workload).name}: {contenders.CONTENDERS[who].title}, run {index + 1} of {runs}"
+    return f"{Path(workload).name}: {title_of(who)}, run {index + 1} of {runs}"
 
 
 def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 from xml.sax.saxutils import escape
 
-from bench.contenders import CONTENDERS, OURS
+from bench.contenders import OURS, title_of
 from bench.table import workloads_of
 
 WIDTH, MARGIN = 780, 24
@@ -71,7 +71,7 @@ def svg(result: Mapping[str, Any]) -> str:
     for name, workload in workloads_of(result).items():
         _panel(drawing, name, workload)
     for who, reason in result["unavailable"].items():
-        drawing.line(f"{CONTENDERS[who].title} was left out: {reason[:80]}", 11)
+        drawing.line(f"{title_of(who)} was left out: {reason[:80]}", 11)
     return drawing.svg()
 
 
@@ -86,7 +86,7 @@ def _panel(drawing: Drawing, name: str, workload: Mapping[str, Any]) -> None:
     top = drawing.y
     for who, rate in rates.items():
         colour = OURS_COLOUR if who == OURS else OTHERS_COLOUR
-        drawing.bar(CONTENDERS[who].title, scale * rate, f"{rate:.1f}", colour)
+        drawing.bar(title_of(who), scale * rate, f"{rate:.1f}", colour)
     if limit:
         x = MARGIN + LABELS + scale * limit
         drawing.rule(x, top - 4)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from bench.contenders import CONTENDERS, OURS
+from bench.contenders import OURS, title_of
 from bench.table import workloads_of
 
 BAR = 40
@@ -52,9 +53,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     if "lines" in result:
         parts += [limits_table(result["lines"]), "", profile_table(result["steps"]), ""]
     for name, workload in workloads_of(result).items():
-        parts += [f"[bold]{name}[/bold]", _contenders(workload["contenders"]), "", *_bars(workload), ""]
+        parts += [f"[bold]{escape(name)}[/bold]", _contenders(workload["contenders"]), "", *_bars(workload), ""]
     title = f"{result['model_id']}, {result['dtype']}, {result['threads']} threads"
-    console.print(Panel(Group(*parts, *_notes(result)), title=title))
+    console.print(Panel(Group(*parts, *map(escape, _notes(result))), title=escape(title)))
 
 
 def limits_table(lines: list[Mapping[str, Any]]) -> Table:
@@ -105,7 +106,7 @@ def _contenders(contenders: Mapping[str, Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in contenders:
-        table.add_column(CONTENDERS[name].title, justify="right")
+        table.add_column(title_of(name), justify="right")
     for label, key, form in LINES:
         values = [figures.get(key) for figures in contenders.values()]
         if any(value is not None for value in values):
@@ -115,7 +116,7 @@ def _contenders(contenders: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _bars(workload: Mapping[str, Any]) -> list[str]:
     """Output tokens per second, drawn to one scale."""
-    rates = {CONTENDERS[name].title: of["output_throughput"] for name, of in workload["contenders"].items()}
+    rates = {title_of(name): of["output_throughput"] for name, of in workload["contenders"].items()}
     if workload["allowed"]:
         rates["what the machine allows"] = workload["allowed"]["output_throughput"]
     width, highest = max(len(title) for title in rates), max(rates.values())
@@ -125,7 +126,7 @@ def _bars(workload: Mapping[str, Any]) -> list[str]:
 
 
 def _notes(result: Mapping[str, Any]) -> list[str]:
-    notes = [f"{CONTENDERS[name].title} was left out: {reason}" for name, reason in result["unavailable"].items()]
+    notes = [f"{title_of(name)} was left out: {reason}" for name, reason in result["unavailable"].items()]
     for name, workload in workloads_of(result).items():
         notes += _static_notes(name, workload)
     if result["runs"] > 1:

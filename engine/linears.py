@@ -122,12 +122,17 @@ def _pack_each(experts: Any, name: str) -> nn.ModuleList:
 
 
 def pack(model: nn.Module) -> None:
-    """Replace every module of a CPU model that multiplies rows by a weight with one that keeps rows apart."""
+    """Replace every module of a CPU model that multiplies rows by a weight with one that keeps rows apart.
+
+    What is left of the weights is copied: a view of a mapped file keeps all of the file's pages in memory.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             packed = _packed(child)
             if packed is not None:
                 setattr(parent, name, packed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _stacks(module: nn.Module) -> bool:

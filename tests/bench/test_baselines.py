@@ -3,13 +3,14 @@
 import sys
 import textwrap
 from collections.abc import Iterable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from bench import child, contenders, engine, workloads
+from bench import child, contenders, engine, report, workloads
 from bench.baselines import environment
 from bench.child import ChildFailed, Job
 from bench.contenders import CONTENDERS, Contender
@@ -25,8 +26,10 @@ WORKS = """
         return summarise([Served(item.id, 1, 0.0, [1.0] * item.output_len) for item in job.items])
 """
 RAISES = """
+    import sys
+
     def measure(job, tell):
-        raise RuntimeError(f"no such thing as {job.dtype} here")
+        sys.exit(f"[rank0]: no such thing as {job.dtype} here")
 """
 DIES = """
     import os, signal, sys
@@ -47,7 +50,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("raises", "RuntimeError: no such thing as bfloat16 here"), ("dies", "ended by SIGILL")]
+    ("name", "reason"), [("raises", "[rank0]: no such thing as bfloat16 here"), ("dies", "ended by SIGILL")]
 )
 def test_the_reason_is_a_line(scripts: None, name: str, reason: str) -> None:
     with pytest.raises(ChildFailed) as caught:
@@ -75,6 +78,9 @@ def test_the_others_go_on(scripts: None, tiny: Path, tmp_path: Path, monkeypatch
     assert set(result["contenders"]) == {"decant", "works"}
     assert [len(result["contenders"][who]["runs"]) for who in ("decant", "works")] == [2, 2]
     assert set(result["unavailable"]) == {"raises", "dies"}
+    told = Console(record=True, width=200, file=StringIO())
+    report.show(result, told)
+    assert "raises was left out: [rank0]: no such thing as bfloat16 here" in told.export_text()
 
 
 @pytest.mark.slow
