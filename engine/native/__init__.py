@@ -1,8 +1,9 @@
 """What is written in C++, for CPUs with AVX2; compiled at install where there is a compiler.
 
-tile.h        rows times panels: the inner loop of both
+tile.h        rows times panels: the inner loop of the next two
 product.h     linear layers (``engine/products.py``)
 attention.h   attention over blocks (``engine/attention/native.py``)
+small.h       norms and gated activations (``engine/small.py``), in the lanes of lanes.h
 """
 
 from __future__ import annotations

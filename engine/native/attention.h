@@ -15,6 +15,7 @@
 #include <limits>
 #include <vector>
 
+#include "lanes.h"
 #include "tile.h"
 
 namespace decant {
@@ -48,31 +49,6 @@ struct Call {
     int64_t query_token, query_head, key_token, key_head, value_token, value_head, heads;
     float scaling, softcap;     // softcap 0: none
 };
-
-// e^x for x <= 0, within 2 ulp; nought below -87 (Cody and Waite's reduction, Cephes' polynomial).
-inline __m256 exponential(__m256 x) {
-    __m256 low = _mm256_set1_ps(-87.0f);
-    __m256 gone = _mm256_cmp_ps(x, low, _CMP_LT_OQ);
-    x = _mm256_max_ps(low, x);  // in this order: what is no number stays none
-    __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
-    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
-    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-    __m256 p = _mm256_set1_ps(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
-    p = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
-    __m256i scale = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-    return _mm256_andnot_ps(gone, _mm256_mul_ps(p, _mm256_castsi256_ps(scale)));
-}
-
-inline float exponential(float x) { return _mm256_cvtss_f32(exponential(_mm256_set1_ps(x))); }
-
-// Of eight lanes, always in this order.
-inline float sum(__m256 v) {
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
-}
 
 template <class T>
 class Attention {

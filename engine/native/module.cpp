@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "product.h"
+#include "small.h"
 
 namespace {
 
@@ -55,10 +56,43 @@ PyObject* py_attend(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+PyObject* py_rms_norm(PyObject*, PyObject* args) {
+    int half, threads;
+    unsigned long long x, weight, out;
+    long rows, width;
+    float eps;
+    if (!PyArg_ParseTuple(args, "pKKKllfi", &half, &x, &weight, &out, &rows, &width, &eps, &threads)) return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    if (half)
+        rms_norm(pointer<const uint16_t>(x), pointer<const uint16_t>(weight), pointer<uint16_t>(out), rows, width, eps,
+                 threads);
+    else
+        rms_norm(pointer<const float>(x), pointer<const float>(weight), pointer<float>(out), rows, width, eps, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject* py_gate(PyObject*, PyObject* args) {
+    int half, threads;
+    unsigned long long open, up, out;
+    long rows, width, stride;
+    if (!PyArg_ParseTuple(args, "pKKKllli", &half, &open, &up, &out, &rows, &width, &stride, &threads)) return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    if (half)
+        gate(pointer<const uint16_t>(open), pointer<const uint16_t>(up), pointer<uint16_t>(out), rows, width, stride,
+             threads);
+    else
+        gate(pointer<const float>(open), pointer<const float>(up), pointer<float>(out), rows, width, stride, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 PyMethodDef METHODS[] = {
     {"pack", py_pack, METH_VARARGS, nullptr},
     {"multiply", py_multiply, METH_VARARGS, nullptr},
     {"attend", py_attend, METH_VARARGS, nullptr},
+    {"rms_norm", py_rms_norm, METH_VARARGS, nullptr},
+    {"gate", py_gate, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

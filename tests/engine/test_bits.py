@@ -70,6 +70,7 @@ def device(request: pytest.FixtureRequest, small: str) -> Iterator[ModelDevice]:
         if kernels == "torch":
             patch.setattr("engine.attention.choice.KERNELS", None)
             patch.setattr("engine.products._PANELS", None)
+            patch.setattr("engine.small.KERNELS", None)
         yield load(ModelConfig(path, dtype=dtype, kv_bytes=8 << 20))
 
 

@@ -1,0 +1,66 @@
+// Eight numbers at a time.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "tile.h"
+
+namespace decant {
+
+inline __m256 wide(const float* at) { return _mm256_loadu_ps(at); }
+
+inline __m256 wide(const uint16_t* at) {
+    __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+}
+
+inline void keep(float* at, __m256 values) { _mm256_storeu_ps(at, values); }
+
+// Rounded as ``narrow`` does.
+inline void keep(uint16_t* at, __m256 values) {
+    __m256i words = _mm256_castps_si256(values);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(words, 16), _mm256_set1_epi32(1));
+    words = _mm256_srli_epi32(_mm256_add_epi32(words, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i none = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    words = _mm256_blendv_epi8(words, _mm256_set1_epi32(0x7fc0), none);
+    __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at), halves);
+}
+
+// As if it had been written and read again.
+inline __m256 rounded(const float*, __m256 values) { return values; }
+
+inline __m256 rounded(const uint16_t*, __m256 values) {
+    alignas(16) uint16_t halves[8];
+    keep(halves, values);
+    return wide(halves);
+}
+
+// e^x for x <= 0, within 2 ulp; nought below -87 (Cody and Waite's reduction, Cephes' polynomial).
+inline __m256 exponential(__m256 x) {
+    __m256 low = _mm256_set1_ps(-87.0f);
+    __m256 gone = _mm256_cmp_ps(x, low, _CMP_LT_OQ);
+    x = _mm256_max_ps(low, x);  // in this order: what is no number stays none
+    __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
+    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
+    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+    __m256 p = _mm256_set1_ps(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
+    p = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
+    __m256i scale = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_andnot_ps(gone, _mm256_mul_ps(p, _mm256_castsi256_ps(scale)));
+}
+
+inline float exponential(float x) { return _mm256_cvtss_f32(exponential(_mm256_set1_ps(x))); }
+
+// Of eight lanes, always in this order.
+inline float sum(__m256 v) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+}  // namespace decant

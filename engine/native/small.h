@@ -1,0 +1,82 @@
+// Small operations of a model, each in one pass over its rows. See engine/small.py.
+//
+// A row is computed by itself, eight numbers at a time; what is left of it goes through the same eight lanes, filled up
+// with noughts. So its bits depend neither on the rows beside it nor on where it lies.
+#pragma once
+
+#include <cmath>
+
+#include "lanes.h"
+
+namespace decant {
+
+constexpr long WORTH_SHARING = 1 << 15;  // numbers that are worth waking a thread for
+
+template <class Row>
+inline void each_row(long rows, long width, long threads, const Row& row) {
+    threads = std::clamp(rows * width / WORTH_SHARING, 1L, std::min(rows, threads));
+    #pragma omp parallel for num_threads(threads) schedule(static)
+    for (long r = 0; r < rows; r++) row(r);
+}
+
+// Calls `eight(at, count)` for every eight numbers of a row; `count` is less than eight for the last ones.
+template <class Eight>
+inline void by_eight(long width, const Eight& eight) {
+    for (long at = 0; at < width; at += 8) eight(at, std::min(8L, width - at));
+}
+
+template <class E>
+inline __m256 some(const E* at, long count) {
+    if (count == 8) return wide(at);
+    E padded[8] = {};
+    std::copy_n(at, count, padded);
+    return wide(padded);
+}
+
+template <class E>
+inline void keep_some(E* at, __m256 values, long count) {
+    if (count == 8) return keep(at, values);
+    E padded[8];
+    keep(padded, values);
+    std::copy_n(padded, count, at);
+}
+
+// x / sqrt(mean(x^2) + eps), rounded, times the weight (RMSNorm, Zhang and Sennrich 2019).
+template <class E>
+void rms_norm(const E* x, const E* weight, E* out, long rows, long width, float eps, long threads) {
+    each_row(rows, width, threads, [=](long r) {
+        const E* from = x + r * width;
+        E* to = out + r * width;
+        __m256 squares = _mm256_setzero_ps();
+        by_eight(width, [&](long at, long count) {
+            __m256 values = some(from + at, count);
+            squares = _mm256_fmadd_ps(values, values, squares);
+        });
+        __m256 scale = _mm256_set1_ps(1.0f / std::sqrt(sum(squares) / float(width) + eps));
+        by_eight(width, [&](long at, long count) {
+            __m256 values = rounded(from, _mm256_mul_ps(some(from + at, count), scale));
+            keep_some(to + at, _mm256_mul_ps(values, some(weight + at, count)), count);
+        });
+    });
+}
+
+// x / (1 + e^-x), from an exponential that can't grow too large.
+inline __m256 silu(__m256 x) {
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 e = exponential(_mm256_or_ps(x, sign));  // of -|x|
+    __m256 above = _mm256_blendv_ps(_mm256_set1_ps(1.0f), e, x);  // e where x is below nought
+    return _mm256_div_ps(_mm256_mul_ps(x, above), _mm256_add_ps(_mm256_set1_ps(1.0f), e));
+}
+
+// silu(gate), rounded, times up (SwiGLU, Shazeer 2020); rows of both `stride` numbers apart.
+template <class E>
+void gate(const E* gate, const E* up, E* out, long rows, long width, long stride, long threads) {
+    each_row(rows, width, threads, [=](long r) {
+        by_eight(width, [&](long at, long count) {
+            __m256 open = rounded(gate, silu(some(gate + r * stride + at, count)));
+            keep_some(out + r * width + at, _mm256_mul_ps(open, some(up + r * stride + at, count)), count);
+        });
+    });
+}
+
+}  // namespace decant
