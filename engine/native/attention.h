@@ -150,17 +150,44 @@ private:
         }
     }
 
-    // Keys [base, base + count) as panels; noughts behind them.
+    // Keys and values [base, base + count) as panels; noughts behind them.
     void lay_out(const Item& item, long base, long count, Scratch& scratch) const {
-        std::fill_n(scratch.keys, TILE * (cache.key_dim + panels * WIDTH), 0.0f);
+        if (count < TILE || cache.key_dim % 8 || cache.value_dim % WIDTH)
+            std::fill_n(scratch.keys, TILE * (cache.key_dim + panels * WIDTH), 0.0f);
+        const Element *keys[TILE], *values[TILE];
         for (long j = 0; j < count; j++) {
-            const Element* key = slot(item.sequence, base + j, cache.keys, cache.key_dim, item.kv_head);
-            float* column = scratch.keys + j / WIDTH * cache.key_dim * WIDTH + j % WIDTH;
-            for (long d = 0; d < cache.key_dim; d++) column[d * WIDTH] = T::read(key[d]);
-            const Element* value = slot(item.sequence, base + j, cache.values, cache.value_dim, item.kv_head);
-            for (long d = 0; d < cache.value_dim; d++)
-                scratch.values[(d / WIDTH * TILE + j) * WIDTH + d % WIDTH] = T::read(value[d]);
+            keys[j] = slot(item.sequence, base + j, cache.keys, cache.key_dim, item.kv_head);
+            values[j] = slot(item.sequence, base + j, cache.values, cache.value_dim, item.kv_head);
         }
+        long j = 0;
+        for (; j + 8 <= count; j += 8) lay_out_keys(keys + j, j, scratch.keys);
+        for (; j < count; j++)
+            for (long d = 0; d < cache.key_dim; d++) *key_place(j, d, scratch.keys) = T::read(keys[j][d]);
+        for (j = 0; j < count; j++) {
+            long d = 0;
+            for (; d + 8 <= cache.value_dim; d += 8) keep(value_place(j, d, scratch.values), wide(values[j] + d));
+            for (; d < cache.value_dim; d++) *value_place(j, d, scratch.values) = T::read(values[j][d]);
+        }
+    }
+
+    // Eight keys, from the j-th of a tile.
+    void lay_out_keys(const Element* const* from, long j, float* keys) const {
+        long d = 0;
+        for (; d + 8 <= cache.key_dim; d += 8) {
+            __m256 rows[8];
+            for (int n = 0; n < 8; n++) rows[n] = wide(from[n] + d);
+            transpose(rows, key_place(j, d, keys), WIDTH);
+        }
+        for (; d < cache.key_dim; d++)
+            for (int n = 0; n < 8; n++) *key_place(j + n, d, keys) = T::read(from[n][d]);
+    }
+
+    float* key_place(long j, long d, float* keys) const {
+        return keys + (j / WIDTH * cache.key_dim + d) * WIDTH + j % WIDTH;
+    }
+
+    static float* value_place(long j, long d, float* values) {
+        return values + (d / WIDTH * TILE + j) * WIDTH + d % WIDTH;
     }
 
     // A row's scores become weights; what it has so far fades as its maximum grows.

@@ -29,6 +29,25 @@ inline void keep(uint16_t* at, __m256 values) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(at), halves);
 }
 
+// Eight rows of eight become eight columns, each `apart` numbers behind the one before.
+inline void transpose(const __m256 (&rows)[8], float* out, long apart) {
+    __m256 pairs[8], fours[8];
+    for (int n = 0; n < 4; n++) {
+        pairs[2 * n] = _mm256_unpacklo_ps(rows[2 * n], rows[2 * n + 1]);
+        pairs[2 * n + 1] = _mm256_unpackhi_ps(rows[2 * n], rows[2 * n + 1]);
+    }
+    for (int n = 0; n < 8; n += 4) {
+        fours[n] = _mm256_shuffle_ps(pairs[n], pairs[n + 2], 0x44);
+        fours[n + 1] = _mm256_shuffle_ps(pairs[n], pairs[n + 2], 0xee);
+        fours[n + 2] = _mm256_shuffle_ps(pairs[n + 1], pairs[n + 3], 0x44);
+        fours[n + 3] = _mm256_shuffle_ps(pairs[n + 1], pairs[n + 3], 0xee);
+    }
+    for (int n = 0; n < 4; n++) {
+        _mm256_storeu_ps(out + n * apart, _mm256_permute2f128_ps(fours[n], fours[n + 4], 0x20));
+        _mm256_storeu_ps(out + (n + 4) * apart, _mm256_permute2f128_ps(fours[n], fours[n + 4], 0x31));
+    }
+}
+
 // As if it had been written and read again.
 inline __m256 rounded(const float*, __m256 values) { return values; }
 
