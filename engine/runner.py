@@ -117,7 +117,7 @@ class _Reading:
             return sampled, {}
         rows = [self._rows[index] for index in drawing]
         last = [self._stops[index] - 1 for index in drawing]
-        scores = (self._logits if len(last) == len(self._logits) else self._logits[last]).float()
+        scores = self._logits if len(last) == len(self._logits) else self._logits[last]
         tokens = sample(rows, scores, eos)
         for index, token in zip(drawing, tokens, strict=True):
             sampled[self._order[index]] = token
@@ -125,7 +125,7 @@ class _Reading:
         if not told:
             return sampled, {}
         counts = [rows[at].request.logprobs or 0 for at in told]
-        entries = token_logprobs(scores[told], [tokens[at] for at in told], counts)
+        entries = token_logprobs(scores[told].float(), [tokens[at] for at in told], counts)
         return sampled, {self._order[drawing[at]]: entry for at, entry in zip(told, entries, strict=True)}
 
 

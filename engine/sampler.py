@@ -15,19 +15,32 @@ from engine.request import SamplingParams
 
 _OFF = float("-inf")
 
+PIECE = 1024
+"""Scores of which one maximum is found at a time."""
+
 
 def sample(rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int]) -> list[int]:
-    """One token for each row; logits [n, vocabulary] float32 are not changed. Source of the draw: ``draw.uniform``."""
+    """One token for each row; logits [n, vocabulary] are not changed. Source of the draw: ``draw.uniform``."""
     if all([row.request.plain for row in rows]):  # noqa: C419 - half the time of a generator, every step
-        return logits.argmax(-1).tolist()
-    scores = logits.clone()
+        return _likeliest(logits).tolist()
+    scores = logits.to(torch.float32, copy=True)
     for index, row in enumerate(rows):
         _adjust(row, scores[index], eos)
-    greedy = scores.argmax(-1)
+    greedy = _likeliest(scores)
     drawn = [index for index, row in enumerate(rows) if not row.request.sampling.greedy]
     if drawn:
         greedy[drawn] = _draw([rows[index] for index in drawn], scores[drawn])
     return greedy.tolist()
+
+
+def _likeliest(scores: torch.Tensor) -> torch.Tensor:
+    """The place of the highest of scores [n, vocabulary]: [n]. The highest of pieces first, and then within one, for
+    torch finds a maximum many times as fast as the place of one."""
+    padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % PIECE), value=_OFF)
+    pieces = padded.unflatten(-1, (-1, PIECE))
+    piece = pieces.amax(-1).argmax(-1)
+    places: torch.Tensor = piece * PIECE + pieces[torch.arange(len(piece), device=piece.device), piece].argmax(-1)
+    return places
 
 
 def _adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:

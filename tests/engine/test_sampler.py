@@ -413,3 +413,13 @@ def test_logits_that_are_not_finite_fail_their_own_sequence_and_no_other(folder)
 
 def _greedy(prompts: dict[str, tuple[int, ...]]) -> list[Request]:
     return [tiny.greedy(id, tokens, 10) for id, tokens in prompts.items()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [1, 1023, 1024, 1025, 5000])
+def test_the_likeliest_is_the_first_of_the_highest(vocabulary: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(200, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(dtype)
+    logits[:50] = logits[:50].round()  # many are the highest
+    logits[50] = float("-inf")
+    rows = [row({"temperature": 0.0}) for _ in range(200)]
+    assert sample(rows, logits, EOS) == [(one == one.max()).nonzero()[0].item() for one in logits]
