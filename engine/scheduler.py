@@ -13,7 +13,8 @@ Split prompts, prefix hits, recomputation after a preemption, and sequences that
 same case: ``computed`` starts elsewhere.
 
 The budget is one of tokens and of predicted seconds, whichever is spent first. Decodes are never cut; prompts beside
-them get what is left of the step's seconds, so that a chunk shrinks as its context grows, but at least a block.
+them get what is left of the step's seconds, so that a chunk shrinks as its context grows, but at least as long as the
+decodes take, and at least a block.
 """
 
 from __future__ import annotations
@@ -200,8 +201,9 @@ class _Budget:
         self.prompts = NO_WORK
         self._limits = limits
         self._forecast = forecast
-        self._seconds = limits.step_seconds if decodes.tokens else limits.step_seconds * ALONE
-        self._least = block_size  # for the first prompt, so that prompts go on however long decodes take
+        alone = limits.step_seconds * ALONE
+        self._seconds = max(limits.step_seconds, 2 * forecast.seconds(decodes)) if decodes.tokens else alone
+        self._least = block_size  # for the first prompt, so that prompts go on however dear they are
         self._over = False
 
     @property
