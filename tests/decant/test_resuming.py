@@ -47,6 +47,16 @@ async def read_async(address: str) -> Any:
     return stream
 
 
+async def test_a_name_stands_for_its_addresses(two: Two) -> None:
+    """As a headless Service's does; here the one that every machine knows."""
+    two.reset([Break(2, LOST)])
+    port = two.address.split(",")[0].rpartition(":")[2]
+    name = f"dns:///localhost:{port}"
+    is_read = [await asyncio.to_thread(read, name), await read_async(name)]
+    assert [stream.resumed_at for stream in is_read] == [[name], []]
+    assert two.routers[1].asked == []
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "name", None) or kind.label)
 @pytest.mark.parametrize("after", range(MESSAGES + 1))
 async def test_a_break_after_any_message_changes_nothing(some: Two, after: int, kind: Any) -> None:
