@@ -21,7 +21,7 @@
 namespace decant {
 
 constexpr long WIDTH = 16;    // columns of a panel
-constexpr long PIECE = 1024;  // steps of a panel that stay in the first level cache
+constexpr long PIECE = 512;   // steps of a panel that stay in the first level cache
 
 struct Two { __m256 first, second; };
 
@@ -67,8 +67,9 @@ struct BFloat16 {
 };
 
 // ROWS rows through PANELS panels for `count` of the `inner` steps: 2 * ROWS * PANELS chains, which must fit into sixteen
-// registers with their factors. With `begun` they go on from the sums in `out`.
-template <class T, int ROWS, int PANELS>
+// registers with their factors. With `begun` they go on from the sums in `out`; AHEAD, what lies behind these factors is
+// called for meanwhile.
+template <class T, int ROWS, int PANELS, bool AHEAD = false>
 inline void tile(const float* x, long inner, long count, const typename T::Word* panels, float* out, long stride,
                  bool begun) {
     __m256 chains[ROWS][PANELS][2];
@@ -83,6 +84,7 @@ inline void tile(const float* x, long inner, long count, const typename T::Word*
     for (long k = 0; k < count; k++)
         #pragma GCC unroll 8
         for (int p = 0; p < PANELS; p++) {
+            if (AHEAD) _mm_prefetch(reinterpret_cast<const char*>(panels + (k + count) * T::STEP), _MM_HINT_T1);
             Two factors = T::load(panels + (p * inner + k) * T::STEP);
             #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
@@ -110,26 +112,28 @@ inline void few(const float* x, long inner, const typename T::Word* panels, long
         tile<T, ROWS, 1>(x, inner, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride, false);
 }
 
+template <class T, bool AHEAD>
+inline void group(const float* x, long rows, long inner, long count, const typename T::Word* factors, float* out,
+                  long stride, bool begun) {
+    switch (rows) {
+        case 6: return tile<T, 6, 1, AHEAD>(x, inner, count, factors, out, stride, begun);
+        case 5: return tile<T, 5, 1, AHEAD>(x, inner, count, factors, out, stride, begun);
+        case 4: return tile<T, 4, 1, AHEAD>(x, inner, count, factors, out, stride, begun);
+        default: return tile<T, 3, 1, AHEAD>(x, inner, count, factors, out, stride, begun);
+    }
+}
+
 // Many rows, by one panel: a piece of it stays in the first level cache while all of them pass by, in groups of three to
-// six that are as equal as can be.
+// six that are as equal as can be. While the last one does, memory brings the next piece.
 template <class T>
 inline void many(const float* x, long rows, long inner, const typename T::Word* panel, float* out, long stride) {
     long groups = (rows + 5) / 6;
-    for (long k = 0; k < inner; k += PIECE) {
-        long count = std::min(PIECE, inner - k);
+    for (long k = 0; k < inner; k += PIECE)
         for (long g = 0; g < groups; g++) {
-            long first = rows * g / groups;
-            const float* from = x + first * inner + k;
-            const auto* factors = panel + k * T::STEP;
-            float* to = out + first * stride;
-            switch (rows * (g + 1) / groups - first) {
-                case 6: tile<T, 6, 1>(from, inner, count, factors, to, stride, k > 0); break;
-                case 5: tile<T, 5, 1>(from, inner, count, factors, to, stride, k > 0); break;
-                case 4: tile<T, 4, 1>(from, inner, count, factors, to, stride, k > 0); break;
-                default: tile<T, 3, 1>(from, inner, count, factors, to, stride, k > 0);
-            }
+            long first = rows * g / groups, some = rows * (g + 1) / groups - first, count = std::min(PIECE, inner - k);
+            auto pass = g + 1 < groups ? group<T, false> : group<T, true>;
+            pass(x + first * inner + k, some, inner, count, panel + k * T::STEP, out + first * stride, stride, k > 0);
         }
-    }
 }
 
 // x [rows, inner] times `count` panels -> out [rows, count * WIDTH], rows `stride` apart. The fewer rows, the more panels
