@@ -113,14 +113,15 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     device.store.blocks.fill_(1)  # memory that was never written costs nothing to read
     cases = {}
     for place, (name, case) in enumerate(CASES.items()):
-        cases[name] = _decode(device, job, case)
+        cases[name] = _decode(device, case)
         tell((place + 1) / (len(CASES) + 1))
     return {"cases": cases, "prompt": _prompt(device, job), "weights": asdict(counted), "held_bytes": held}
 
 
-def _decode(device: ModelDevice, job: Job, case: Case) -> dict[str, Any]:
+def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
     """Median seconds of a step, of its linear layers one after the other, and its profile."""
-    engine = make_engine(cast(Device, Prompted(device)), job.token_budget)
+    # All prompts in one step: none of the sequences is through before all decode.
+    engine = make_engine(cast(Device, Prompted(device)), case.sequences * case.context)
     written = 1 + WARM_UP + STEPS + PROFILED
     needed = case.sequences * (case.context + written + device.block_size)
     if needed > device.num_blocks * device.block_size:
@@ -133,6 +134,8 @@ def _decode(device: ModelDevice, job: Job, case: Case) -> dict[str, Any]:
     profile = Profile(device.model)
     parts = [profile.of(engine.step) for _ in range(PROFILED)]
     profile.close()
+    if len(engine.scheduler.running) != case.sequences:
+        raise RuntimeError(f"{len(engine.scheduler.running)} of {case.sequences} sequences decoded to the end")
     return {
         "seconds": statistics.median(seconds),
         "sequences": case.sequences,

@@ -13,8 +13,8 @@ Split prompts, prefix hits, recomputation after a preemption, and sequences that
 same case: ``computed`` starts elsewhere.
 
 The budget is one of tokens and of predicted seconds, whichever is spent first. Decodes are never cut; prompts beside
-them get what is left of the step's seconds, so that a chunk shrinks as its context grows, but at least as long as the
-decodes take, and at least a block.
+them get what is left of the step's seconds, so that a chunk shrinks as its context grows, but at least three times as
+long as the decodes take, and at least a block.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ PROMPT_LOGPROB_CHUNK = 128
 ALONE = 4
 """How much longer than beside decodes a step of prompts alone may take. No answer waits for it, but whoever comes
 does: new prompts, arrivals, cancels. Fewer, longer steps spend less on what each step costs."""
+BESIDE = 4
+"""Where decodes alone take long, a step may take so many times as long as they do: else prompts creep beside them, few
+sequences decode at a time, and every step that reads the weights for few is dear."""
 TOKEN_BUDGET = 512
 """Tokens in a step of a device of which nothing is known."""
 
@@ -202,7 +205,7 @@ class _Budget:
         self._limits = limits
         self._forecast = forecast
         alone = limits.step_seconds * ALONE
-        self._seconds = max(limits.step_seconds, 2 * forecast.seconds(decodes)) if decodes.tokens else alone
+        self._seconds = max(limits.step_seconds, BESIDE * forecast.seconds(decodes)) if decodes.tokens else alone
         self._least = block_size  # for the first prompt, so that prompts go on however dear they are
         self._over = False
 
