@@ -128,8 +128,10 @@ def test_a_device_that_is_slower_than_measured_is_found_out() -> None:
     until_written(engine, "p3")
     seconds = [3.0 * COSTS.seconds(plan.work) for plan in device.plans]
     assert seconds[0] > 2 * STEP
-    allowed = [max(STEP, BESIDE * 3.0 * COSTS.seconds(plan.decodes)) for plan in device.plans]
-    assert all(took <= 1.1 * most for took, most in zip(seconds[-10:], allowed[-10:], strict=True))
+    forecast = engine.scheduler.forecast
+    for plan, took in zip(device.plans[-10:], seconds[-10:], strict=True):
+        assert forecast.seconds(plan.decodes, plan.prompts) == pytest.approx(took, rel=0.1)
+        assert took <= 1.1 * max(STEP, BESIDE * forecast.seconds(plan.decodes))
 
 
 def test_decodes_that_were_measured_far_too_slow_do_not_keep_prompts_from_going_on() -> None:
