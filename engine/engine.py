@@ -9,8 +9,7 @@ reserve ──> arrival ──> join: running
 from __future__ import annotations
 
 import time
-from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.blocks import BlockPool, hash_block, root_hash
 from engine.costs import Forecast
@@ -18,7 +17,7 @@ from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
 from engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, Token
 from engine.plan import Device, StepPlan, StepResult, TokenLogprobs
 from engine.policy import order_of
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, Request, check_tokens
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence as EngineSequence
 from engine.transfer import Arrival, Checksum, Export, Seal, default_checksum, sum_block
@@ -376,7 +375,7 @@ class Engine:
         named = {"token_ids": request.token_ids, "stop_token_ids": request.stop.stop_token_ids}
         named["logit_bias"] = tuple(request.sampling.logit_bias)
         for field, tokens in named.items():
-            _check_tokens(field, tokens, vocabulary)
+            check_tokens(field, tokens, vocabulary)
         written = len(request.token_ids) - request.prompt_len
         if request.stop.max_tokens is not None and written >= request.stop.max_tokens:
             raise InvalidRequest("max_tokens", f"more than the {written} tokens already written", written)
@@ -388,17 +387,6 @@ class Engine:
         if sequence is None or id in self._parked or sequence.holding is None:
             raise UnknownSequence(f"{id} is not running here")
         return sequence
-
-
-def _check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
-    """Raises InvalidRequest with the first that is no whole number below ``vocabulary``."""
-    try:
-        fine = max(array("Q", tokens), default=0) < vocabulary
-    except (TypeError, OverflowError):
-        fine = False
-    if not fine:
-        worst = next((token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)), None)
-        raise InvalidRequest(field, f"token ids from 0 to {vocabulary - 1}", worst)
 
 
 def lease_owner(id: str) -> str:

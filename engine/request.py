@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from array import array
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import InvalidRequest
@@ -150,3 +151,14 @@ class Request:
                 _whole(name, value, 0, MAX_LOGPROBS)
         if self.park_after is not None:
             _whole("park_after", self.park_after, 1, 2**31 - 1)
+
+
+def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
+    """Raises InvalidRequest with the first that is no whole number below ``vocabulary``."""
+    try:
+        fine = max(array("Q", tokens), default=0) < vocabulary
+    except (TypeError, OverflowError):
+        fine = False
+    if not fine:
+        worst = next((token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)), None)
+        raise InvalidRequest(field, f"token ids from 0 to {vocabulary - 1}", worst)
