@@ -54,8 +54,8 @@ class Limits:
     max_running     sequences that hold blocks to be stepped, and arrivals on their way to it; at most the token
                     budget, so decodes always fit
     window          longest sequence, in tokens
-    step_seconds    predicted seconds that a step with decodes in it is filled up to: an answer's longest wait for
-                    its next token; without decodes ``ALONE`` times as many
+    step_seconds    predicted seconds that a step with decodes in it is filled up to, or ``BESIDE`` times what those
+                    take: an answer's longest wait for its next token; without decodes ``ALONE`` times as many
     """
 
     token_budget: int = TOKEN_BUDGET

@@ -1,6 +1,6 @@
 """A model's small operations, compiled: a norm, a gated activation, each in one pass instead of ten.
 
-On a CPU a decode step of a small model spends a fifth of its time in operations that compute next to nothing, each of
+A decode step of a small model on a CPU spends much of its time in operations that compute next to nothing, each of
 which is called, finds memory and writes it. A module is replaced only where it does what ours does: that is looked up
 in nothing, but tried, on rows of small, usual and large numbers. The bits of a row are its own in either.
 """

@@ -30,7 +30,10 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
     kv_bytes: int = Field(default=1 << 30, ge=1, description="memory for the KV cache")
     block_size: int = Field(default=16, ge=1, le=128, description="tokens in a block, a power of two")
     step_ms: int = Field(
-        default=250, ge=1, le=60_000, description="a step with answers in it is filled with prompts up to so long"
+        default=250,
+        ge=1,
+        le=60_000,
+        description="a step with answers in it is filled with prompts up to so long, or four times the answers alone",
     )
     token_budget: int | None = Field(
         default=None, ge=1, description="most tokens in a step; unset: what a step has the time for, as measured"
