@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -85,11 +86,20 @@ class Scene:
         return next(ended for output in self.outputs for ended in output.ended if ended.id == id)
 
     async def stays_asleep(self) -> bool:
-        """Whether nothing is stepped for a while, after what is under way."""
-        await asyncio.sleep(0.05)
-        before = self.steps
-        await asyncio.sleep(0.15)
-        return self.steps == before
+        """Whether nothing is stepped and the thread takes no time for a while, after what is under way."""
+        for _ in range(40):
+            before = self._spent()
+            await asyncio.sleep(0.05)
+            if self._spent() == before:
+                await asyncio.sleep(0.15)
+                return self._spent() == before
+        return False
+
+    def _spent(self) -> tuple[int, float]:
+        """Steps, and seconds that the engine's thread had of the processor: who looks now and then has some."""
+        thread = self.loop._thread.ident
+        assert thread is not None
+        return self.steps, time.clock_gettime(time.pthread_getcpuclockid(thread))
 
     def text(self, id: str) -> list[int]:
         return [token.token for output in self.outputs for token in output.tokens if token.id == id]
@@ -189,8 +199,8 @@ async def test_who_asks_during_a_step_waits_for_its_end_and_not_for_the_next() -
             begun.set()
             assert let.acquire(timeout=20)
 
-        await scene.add(make_request(max_tokens=3))
         scene.device.before = wait
+        await scene.add(make_request(max_tokens=3))  # answered before its first step
         assert await asyncio.to_thread(begun.wait, 20)
         asking = asyncio.create_task(scene.loop.call(lambda engine: engine.steps))
         await asyncio.sleep(0)
@@ -317,6 +327,20 @@ async def test_a_crash_answers_what_ran_and_refuses_what_waits() -> None:
     assert await asyncio.wait_for(held, 20)
     await fails_as_stopped(lambda: waiting)
     assert not ran
+    await scene.loop.stop()
+
+
+async def test_what_was_posted_is_told_to_be_over_though_its_step_crashes() -> None:
+    scene = Scene()
+    scene.device.crash_at = 1
+    scene.loop.start()
+    over, never = asyncio.Event(), asyncio.Event()
+    scene.loop.post(lambda engine: engine.add(make_request()), then=over.set)
+    async with asyncio.timeout(20):
+        await over.wait()
+        await scene.until(lambda: bool(scene.crashes))
+        scene.loop.post(lambda engine: engine.cancel("a"), then=never.set)
+        await never.wait()
     await scene.loop.stop()
 
 
