@@ -53,6 +53,12 @@ def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> No
         assert fine, f"{behind.id} is more urgent than {ahead.id} and stands behind it"
 
 
+def nobody_is_behind_one_that_was_cut(plan: StepPlan) -> None:
+    """Only the last row may leave tokens to be computed: whatever cut it, there was nothing left for others."""
+    for row in plan.rows[:-1]:
+        assert row.end == len(row.tokens), f"somebody stands behind {row.request.id}, which was cut"
+
+
 def running_keeps_the_limit(engine: Engine) -> None:
     running, most = len(engine.scheduler.running), engine.limits.max_running
     assert running <= most, f"{running} run, at most {most} may"

@@ -14,11 +14,11 @@ import pytest
 
 from engine import blocks, transfer
 from engine.blocks import BlockPool, Holding
-from engine.costs import Forecast
+from engine.costs import Costs, Forecast
 from engine.engine import Engine
 from engine.fake import FakeDevice
 from engine.plan import Row, StepPlan
-from engine.scheduler import Limits, Scheduler
+from engine.scheduler import Limits, Scheduler, _Budget
 from engine.sequence import Sequence as EngineSequence
 from engine.transfer import Arrival, BlockRun, Export, Seal, sum_block
 from tests.engine import world
@@ -140,6 +140,31 @@ def spend_one_token_too_many(patch: Patch) -> None:
 
     original = Scheduler.schedule
     patch.setattr(Scheduler, "schedule", schedule)
+
+
+def fill_by_time_alone(patch: Patch) -> None:
+    """Where seconds are known, tokens are not counted."""
+
+    def spend(budget: _Budget, sequence: EngineSequence) -> Row:
+        limits = budget._limits
+        if budget._forecast.costs != Costs():
+            budget._limits = replace(limits, token_budget=10**6)
+        row = original(budget, sequence)
+        budget._limits = limits
+        return row
+
+    original = _Budget.spend
+    patch.setattr(_Budget, "spend", spend)
+
+
+def go_on_behind_one_that_was_cut(patch: Patch) -> None:
+    def spend(budget: _Budget, sequence: EngineSequence) -> Row:
+        row = original(budget, sequence)
+        budget._over = False
+        return row
+
+    original = _Budget.spend
+    patch.setattr(_Budget, "spend", spend)
 
 
 def run_one_too_many(patch: Patch) -> None:
@@ -343,6 +368,8 @@ FAULTS: dict[Callable[[Patch], None], str] = {
     hash_without_the_parent: "stands for two|sequences that differ",
     publish_too_early: "published before it was filled",
     spend_one_token_too_many: "exceed the budget",
+    fill_by_time_alone: "exceed the budget",
+    go_on_behind_one_that_was_cut: "which was cut",
     run_one_too_many: "exceed|run, at most",
     admit_the_shortest: "overtook|more urgent",
     preempt_the_most_urgent: "more urgent",

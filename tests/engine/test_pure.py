@@ -120,7 +120,8 @@ def test_a_hash_stands_for_all_tokens_before_it_and_the_salt() -> None:
 
 def test_a_block_is_not_confused_with_a_shorter_or_wider_one() -> None:
     root = root_hash(b"")
-    assert len({hash_block(root, tokens) for tokens in ((1,), (1, 0), (0, 1), (256,), (1, 2))}) == 5
+    blocks = [(), (0,), (1,), (1, 0), (0, 1), (1, 2), *((2**bits,) for bits in (8, 16, 31))]
+    assert len({hash_block(root, tokens) for tokens in blocks}) == len(blocks)
 
 
 def test_the_chain_of_a_sequence_grows_with_it() -> None:

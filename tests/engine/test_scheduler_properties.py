@@ -19,13 +19,14 @@ from hypothesis.stateful import (
 )
 
 from engine.blocks import BlockPool, Holding
+from engine.costs import Costs
 from engine.engine import Engine
 from engine.errors import NoRoom
 from engine.policy import STEPS_PER_PRIORITY
 from engine.request import FinishReason
 from tests.engine import properties
 from tests.engine.scenes import Ear, make_engine, make_request, prompt, run
-from tests.engine.world import WINDOW, World, make_world_request, play
+from tests.engine.world import COSTS, WINDOW, World, make_world_request, play
 
 ANY = st.integers(0, 99)
 QUICK = settings(deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
@@ -50,9 +51,9 @@ REQUESTS = st.builds(
 class Lives(RuleBasedStateMachine):
     """Every action of a ``World``, in any order; its properties are the invariant."""
 
-    @initialize(budget=st.sampled_from([1, 3, 6, 16]), max_running=st.sampled_from([1, 2, 4]))
-    def begin(self, budget: int, max_running: int) -> None:
-        self.world = World(budget=budget, max_running=max_running)
+    @initialize(budget=st.sampled_from([1, 3, 6, 16]), running=st.sampled_from([1, 2, 4]), costs=st.sampled_from(COSTS))
+    def begin(self, budget: int, running: int, costs: Costs) -> None:
+        self.world = World(budget, running, costs)
 
     @rule(where=st.integers(0, 1), request=REQUESTS)
     def add(self, where: int, request: Any) -> None:

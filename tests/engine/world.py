@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from engine.costs import Costs
 from engine.engine import Engine
 from engine.errors import InvalidRequest, NoRoom
 from engine.fake import FakeDevice
@@ -23,6 +24,8 @@ BLOCKS = 8
 WINDOW = BLOCKS * BLOCK
 VOCABULARY = 64
 EOS = frozenset({3, 5})
+COSTS = (Costs(), Costs(token=0.1, pair=0.002))
+"""Nothing is known of a step, so that the token budget rules alone; or a few tokens take all the time of one."""
 MEMORY: dict[str, Heard] = {}
 """Texts of requests, for they are needed again and again."""
 
@@ -36,6 +39,7 @@ class Watched(FakeDevice):
     def run(self, plan: StepPlan) -> StepResult:
         properties.plan_keeps_the_limits(self.engine, plan)
         properties.plan_is_in_order(self.engine, plan, self.ran)
+        properties.nobody_is_behind_one_that_was_cut(plan)
         return super().run(plan)
 
 
@@ -65,9 +69,9 @@ class Move:
 class World:
     """The actions. ``n`` picks one of what can be acted on."""
 
-    def __init__(self, budget: int = 6, max_running: int = 4) -> None:
+    def __init__(self, budget: int = 6, max_running: int = 4, costs: Costs = COSTS[0]) -> None:
         limits = Limits(token_budget=max(budget, max_running), max_running=max_running, window=WINDOW)
-        self.engines = [self._engine(limits), self._engine(limits)]
+        self.engines = [self._engine(limits, costs), self._engine(limits, costs)]
         self.ear = Ear()
         self.contents = [properties.Contents(), properties.Contents()]
         self.requests: dict[str, Request] = {}
@@ -77,9 +81,10 @@ class World:
         self.joined = 0
 
     @staticmethod
-    def _engine(limits: Limits) -> Engine:
+    def _engine(limits: Limits, costs: Costs) -> Engine:
         device = _device(Watched, BLOCKS)
         assert isinstance(device, Watched)
+        device.costs = costs
         device.engine = Engine(device, limits, clock=ticking())
         return device.engine
 
@@ -272,7 +277,7 @@ def random_request(rng: random.Random) -> Request:
 def play(seed: int, actions: int = 80) -> World:
     """A random script on a fresh world, checked after every action and at its end."""
     rng = random.Random(seed)
-    world = World(budget=rng.choice([1, 3, 6, 16]), max_running=rng.choice([1, 2, 4]))
+    world = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2])
     choices: list[tuple[Callable[[], object], int]] = [
         (lambda: world.add(rng.randrange(2), random_request(rng)), 4),
         (lambda: world.step(rng.randrange(2)), 10),
