@@ -193,13 +193,12 @@ def unload(engine: Engine, id: str, have: int = 0) -> Cargo:
 
 
 def deliver(engine: Engine, request: Request, cargo: Cargo) -> None:
-    """Room, all blocks that lack here, the seal. An arrival that fails leaves nothing behind."""
+    """Room, all blocks, the seal. An arrival that fails leaves nothing behind."""
     arrival = engine.reserve(replace(request, park_after=None))
     try:
         arrival.extend(request.prompt_len + len(cargo.seal.output))
-        for index, data, total in cargo.runs:
-            if index >= arrival.have:
-                arrival.write(index, data, total)
+        for block in cargo.runs:
+            arrival.write(*block)
         engine.join(arrival, cargo.seal)
     finally:
         arrival.abort()

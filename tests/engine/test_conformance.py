@@ -183,9 +183,26 @@ def test_the_instants_of_a_sequence_are_in_order(make: MakeDevice) -> None:
     engine.add(make_request("never"))
     engine.cancel("never")
     run(engine, ear=ear)
-    for heard in ear.heard.values():
-        assert heard.ended is not None
-        instants_are_in_order(heard.ended.timeline, len(heard.tokens))
+    ends = {id: heard.ended.timeline for id, heard in ear.heard.items() if heard.ended}
+    assert ends.keys() == ear.heard.keys()
+    for id, timeline in ends.items():
+        instants_are_in_order(timeline, len(ear[id].tokens))
+    last = ends.pop("never")
+    assert all(timeline.finished and timeline.finished < last.added for timeline in ends.values())
+
+
+def test_a_sequence_begins_once_however_often_it_is_preempted(make: MakeDevice) -> None:
+    engine = engine_of(make, num_blocks=12, budget=16)
+    for request in SCENE:
+        engine.add(replace(request, stop=StopParams(max_tokens=16)))
+    begun, ended = list[tuple[str, float | None]](), list[tuple[str, float | None]]()
+    while engine.has_work:
+        output = engine.step()
+        begun += [(told.id, told.timeline.scheduled) for told in output.begun]
+        ended += [(told.id, told.timeline.scheduled) for told in output.ended]
+    assert engine.load().preemptions
+    assert sorted(begun) == sorted(ended)
+    assert len(begun) == len(SCENE)
 
 
 # -- log-probabilities ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from engine.engine import Engine
 from engine.errors import InvalidRequest, NoRoom, TransferRejected, UnknownSequence
 from engine.output import Filled
+from engine.plan import Device
 from engine.request import FinishReason, Request, SamplingParams, StopParams
 from engine.transfer import Arrival, Seal, default_checksum, sum_block, sum_seal
 from tests.engine.conftest import MakeDevice
@@ -194,28 +195,50 @@ def _change(cargo: Cargo, **seal: object) -> Cargo:
     return replace(cargo, seal=replace(cargo.seal, **seal))  # type: ignore[arg-type]
 
 
-BROKEN: dict[str, Callable[[Cargo], Cargo]] = {
-    "a byte is flipped": lambda c: replace(c, runs=[(c.runs[0][0], _flip(c.runs[0][1]), c.runs[0][2]), *c.runs[1:]]),
-    "a sum is another's": lambda c: replace(c, runs=[(*c.runs[0][:2], c.runs[1][2]), *c.runs[1:]]),
-    "two are swapped": lambda c: replace(c, runs=[(1, *c.runs[0][1:]), (0, *c.runs[1][1:]), *c.runs[2:]]),
-    "a block is cut short": lambda c: replace(c, runs=[(0, c.runs[0][1][:-1], c.runs[0][2]), *c.runs[1:]]),
-    "a block is too long": lambda c: replace(c, runs=[(0, c.runs[0][1] + b"\0", c.runs[0][2]), *c.runs[1:]]),
-    "a block is empty": lambda c: replace(c, runs=[(0, b"", c.runs[0][2]), *c.runs[1:]]),
-    "the first is missing": lambda c: replace(c, runs=c.runs[1:]),
-    "the last is missing": lambda c: replace(c, runs=c.runs[:-1]),
-    "all are missing": lambda c: replace(c, runs=[]),
-    "one has a place before the first": lambda c: replace(c, runs=[(-1, *c.runs[0][1:]), *c.runs[1:]]),
-    "one is beyond the seal": lambda c: replace(
-        c, runs=[*c.runs, (6, c.runs[0][1], sum_block(default_checksum, 6, c.runs[0][1]))]
+BROKEN: dict[str, tuple[str, Callable[[Cargo], Cargo]]] = {
+    "a byte is flipped": (
+        "bytes of block 0",
+        lambda c: replace(c, runs=[(c.runs[0][0], _flip(c.runs[0][1]), c.runs[0][2]), *c.runs[1:]]),
     ),
-    "the seal's sum is flipped": lambda c: _change(c, sum=c.seal.sum ^ 1),
-    "the seal says fewer tokens": lambda c: _change(c, computed=c.seal.computed - 1),
-    "the seal says more tokens": lambda c: _change(c, computed=c.seal.computed + 1),
-    "the seal's text is changed": lambda c: _change(c, output=(c.seal.output[0] ^ 1, *c.seal.output[1:])),
-    "the seal's text is cut": lambda c: _change(c, output=c.seal.output[:-1]),
-    "the seal has no text": lambda c: _change(c, output=()),
-    "the seal is of a shorter text": lambda c: _change(c, output=c.seal.output[:-1], computed=c.seal.computed - 1),
+    "a sum is another's": (
+        "bytes of block 0",
+        lambda c: replace(c, runs=[(*c.runs[0][:2], c.runs[1][2]), *c.runs[1:]]),
+    ),
+    "two are swapped": (
+        "bytes of block 1",
+        lambda c: replace(c, runs=[(1, *c.runs[0][1:]), (0, *c.runs[1][1:]), *c.runs[2:]]),
+    ),
+    "a block is cut short": (
+        "block 0 has",
+        lambda c: replace(c, runs=[(0, c.runs[0][1][:-1], c.runs[0][2]), *c.runs[1:]]),
+    ),
+    "a block is too long": (
+        "block 0 has",
+        lambda c: replace(c, runs=[(0, c.runs[0][1] + b"\0", c.runs[0][2]), *c.runs[1:]]),
+    ),
+    "a block is empty": ("block 0 has 0", lambda c: replace(c, runs=[(0, b"", c.runs[0][2]), *c.runs[1:]])),
+    "the first is missing": (r"blocks \[0\] missing", lambda c: replace(c, runs=c.runs[1:])),
+    "the last is missing": (r"blocks \[5\] missing", lambda c: replace(c, runs=c.runs[:-1])),
+    "all are missing": (r"blocks \[0, .* missing", lambda c: replace(c, runs=[])),
+    "one is beyond the seal": (
+        r"blocks \[\] missing, 7 here",
+        lambda c: replace(c, runs=[*c.runs, (6, c.runs[0][1], sum_block(default_checksum, 6, c.runs[0][1]))]),
+    ),
+    "the seal's sum is flipped": ("agree with its sum", lambda c: _change(c, sum=c.seal.sum ^ 1)),
+    "the seal says fewer tokens": ("does not speak", lambda c: _change(c, computed=c.seal.computed - 1)),
+    "the seal says more tokens": ("does not speak", lambda c: _change(c, computed=c.seal.computed + 1)),
+    "the seal's text is changed": (
+        "agree with its sum",
+        lambda c: _change(c, output=(c.seal.output[0] ^ 1, *c.seal.output[1:])),
+    ),
+    "the seal's text is cut": ("does not speak", lambda c: _change(c, output=c.seal.output[:-1])),
+    "the seal has no text": ("does not speak", lambda c: _change(c, output=())),
+    "the seal is of a shorter text": (
+        "agree with its sum",
+        lambda c: _change(c, output=c.seal.output[:-1], computed=c.seal.computed - 1),
+    ),
 }
+"""What is done to a cargo, and the words of the check that finds it."""
 
 
 @pytest.mark.parametrize("fault", BROKEN)
@@ -223,15 +246,42 @@ def test_what_does_not_agree_never_becomes_a_sequence(make: MakeDevice, fault: s
     """It is refused, nothing is left of it, and the next attempt is not misled by what came before."""
     giver, _ = parked_giver(make)
     taker = engine_of(make)
-    ear = run(taker, make_request("other", 9), steps=2)
-    with pytest.raises(TransferRejected):
-        deliver(taker, MOVED, BROKEN[fault](unload(giver, "moved")))
+    ear = run(taker, make_request("other", prompt(9, 4)), steps=2)
+    found_by, change = BROKEN[fault]
+    with pytest.raises(TransferRejected, match=found_by):
+        deliver(taker, MOVED, change(unload(giver, "moved")))
     taker.check_integrity()
     run(taker, ear=ear)
     nothing_is_held(taker)
     assert "moved" not in ear.heard
     again = replace(MOVED, park_after=None)
     told_as_alone(run(taker, again)["moved"], expected(make))
+
+
+def test_a_block_that_is_here_already_is_not_written_over_and_none_goes_beyond_the_room(make: MakeDevice) -> None:
+    giver, _ = parked_giver(make)
+    cargo, taker = unload(giver, "moved"), engine_of(make)
+    run(taker, make_request("before", MOVED.token_ids[:9], 1))
+    arrival = taker.reserve(MOVED)
+    assert (arrival.have, arrival.room) == (2, 6)
+    data = cargo.runs[3][1]
+    for index in (0, 1, 6):
+        with pytest.raises(TransferRejected, match=f"no room for block {index}"):
+            arrival.write(index, data, sum_block(default_checksum, index, data))
+    arrival.abort()
+    nothing_is_held(taker)
+    told_as_alone(run(taker, replace(MOVED, park_after=None))["moved"], expected(make))
+
+
+def test_a_byte_that_flips_between_its_computing_and_its_export_is_noticed(make: MakeDevice) -> None:
+    """The sum was made when the block was filled."""
+    giver, _ = parked_giver(make)
+    holding = giver._sequences["moved"].holding
+    assert holding is not None
+    giver.device.write(holding.blocks[1], _flip(bytes(giver.device.read(holding.blocks[1]))))
+    with pytest.raises(TransferRejected, match="block 1"):
+        deliver(engine_of(make), MOVED, unload(giver, "moved"))
+    nothing_is_held(giver)
 
 
 def test_the_same_block_may_come_again_and_no_other_in_its_place(make: MakeDevice) -> None:
@@ -272,6 +322,33 @@ def test_blocks_may_be_written_by_another_thread_beside_the_steps(make: MakeDevi
     nothing_is_held(taker)
     told_as_alone(ear["other"], expected(make, other))
     told_as_alone(run(taker, replace(MOVED, park_after=None))["moved"], expected(make))
+
+
+def test_a_block_is_not_freed_under_a_copy(make: MakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, _ = parked_giver(make)
+    cargo, taker = unload(giver, "moved"), engine_of(make)
+    arrival, kind = taker.reserve(MOVED), type(taker.device)
+    original = kind.write
+    begun, let = threading.Event(), threading.Event()
+
+    def write(device: Device, block: int, data: bytes) -> None:
+        begun.set()
+        assert let.wait(20)
+        original(device, block, data)
+
+    monkeypatch.setattr(kind, "write", write)
+    copying = threading.Thread(target=arrival.write, args=cargo.runs[0])
+    closing = threading.Thread(target=arrival.abort)
+    copying.start()
+    assert begun.wait(20)
+    closing.start()
+    closing.join(0.1)
+    held = taker.load().held_blocks
+    let.set()
+    for thread in (copying, closing):
+        thread.join(20)
+    assert held == 6, "it closes only after the copy"
+    nothing_is_held(taker)
 
 
 def test_blocks_that_came_before_a_break_are_a_prefix_for_the_next_attempt(make: MakeDevice) -> None:

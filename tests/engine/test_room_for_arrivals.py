@@ -28,6 +28,19 @@ def test_a_block_is_left_for_each_sequence_that_runs(running: int) -> None:
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("running", [1, 2, 3])
+def test_nor_does_a_prompt_that_waits_take_the_last_blocks_of_those_that_run(running: int, beyond: int) -> None:
+    engine = make_engine(24)
+    for number in range(running):
+        engine.add(make_request(f"r{number}", prompt(6, number + 1), 40))
+    step_until(engine, lambda: len(engine.scheduler.running) == running)
+    most = engine.pool.available - running
+    engine.add(make_request("waits", prompt((most + beyond) * BLOCK, 9), 4))
+    engine.step()
+    assert engine.load().waiting == beyond
+
+
 def preempted(engine: Engine) -> bool:
     return any(waiting.timeline.scheduled is not None for waiting in engine.scheduler.waiting)
 

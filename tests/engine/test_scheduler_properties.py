@@ -25,7 +25,7 @@ from engine.errors import NoRoom
 from engine.policy import STEPS_PER_PRIORITY
 from engine.request import FinishReason
 from tests.engine import properties
-from tests.engine.scenes import Ear, make_engine, make_request, prompt, run
+from tests.engine.scenes import Ear, make_engine, make_request, prompt, run, step_until
 from tests.engine.world import COSTS, WINDOW, World, make_world_request, play
 
 ANY = st.integers(0, 99)
@@ -247,6 +247,18 @@ def test_the_least_urgent_makes_room_and_loses_nothing() -> None:
     properties.nothing_is_held(engine)
 
 
+def test_who_was_preempted_keeps_its_place_before_those_who_came_later() -> None:
+    engine = make_engine(8)
+    engine.add(make_request("a", prompt(10), 20))
+    engine.add(make_request("b", prompt(10, 2), 20))
+    step_until(engine, lambda: engine.load().waiting == 1)
+    engine.add(make_request("c", prompt(10, 3), 1))
+    engine.add(make_request("d", prompt(10, 4), 1, priority=1))
+    assert [sequence.id for sequence in engine.scheduler.waiting] == ["d", "b", "c"]
+    run(engine)
+    properties.nothing_is_held(engine)
+
+
 def test_a_step_tells_how_many_blocks_an_allocation_could_get() -> None:
     engine = make_engine(8)
     engine.add(make_request("a", prompt(9), 8))
@@ -312,3 +324,26 @@ def test_a_cached_prefix_is_used_again_and_only_by_the_same_salt() -> None:
         assert engine.step().num_tokens == computed
         engine.cancel(id)
         engine.step()
+
+
+def test_who_wants_no_prefix_cache_leaves_nothing_there_and_takes_nothing_from_it() -> None:
+    engine = make_engine()
+    run(engine, make_request("a", 12, use_prefix_cache=False))
+    assert engine.load().cached_blocks == 0
+    run(engine, make_request("b", 12))
+    assert engine.load().cached_blocks
+    engine.add(make_request("c", 12, use_prefix_cache=False))
+    assert engine.step().num_tokens == 12
+
+
+def test_a_prefix_that_was_used_again_is_evicted_after_one_that_was_not() -> None:
+    pool = BlockPool(3, 4)
+    digests = [bytes([n]) * 16 for n in range(2)]
+    for digest in digests:
+        holding = pool.allocate("first", 1)
+        pool.publish(holding.blocks[0], digest)
+        holding.release()
+    pool.allocate("again", 0, pool.match(digests[:1])).release()
+    pool.allocate("other", 2)
+    assert pool.match(digests[:1])
+    assert not pool.match(digests[1:])
