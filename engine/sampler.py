@@ -15,14 +15,28 @@ from engine.request import SamplingParams
 
 _OFF = float("-inf")
 
+_HIGHEST = torch.finfo(torch.float32).max
+
 PIECE = 1024
-"""Scores of which one maximum is found at a time."""
+"""Scores of which one maximum, or one sum, is found at a time."""
+
+AT_ONCE = 1 << 18
+"""Scores that go through all operations together on a CPU: what its caches hold. Rows of more are read from memory,
+and their temporaries mapped anew, by each operation."""
 
 
 def sample(rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int]) -> list[int]:
     """One token for each row; logits [n, vocabulary] are not changed. Source of the draw: ``draw.uniform``."""
     if all([row.request.plain for row in rows]):  # noqa: C419 - half the time of a generator, every step
         return _likeliest(logits).tolist()
+    count = max(1, AT_ONCE // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
+    tokens: list[int] = []
+    for first in range(0, len(rows), count):
+        tokens += _sample(rows[first : first + count], logits[first : first + count], eos)
+    return tokens
+
+
+def _sample(rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int]) -> list[int]:
     scores = logits.to(torch.float32, copy=True)
     for index, row in enumerate(rows):
         _adjust(row, scores[index], eos)
@@ -36,11 +50,17 @@ def sample(rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int]) -> li
 def _likeliest(scores: torch.Tensor) -> torch.Tensor:
     """The place of the highest of scores [n, vocabulary]: [n]. The highest of pieces first, and then within one, for
     torch finds a maximum many times as fast as the place of one."""
-    padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % PIECE), value=_OFF)
-    pieces = padded.unflatten(-1, (-1, PIECE))
+    pieces = _pieces(scores, _OFF)
     piece = pieces.amax(-1).argmax(-1)
     places: torch.Tensor = piece * PIECE + pieces[torch.arange(len(piece), device=piece.device), piece].argmax(-1)
     return places
+
+
+def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:
+    """[n, vocabulary] -> [n, pieces, PIECE], the last one filled up."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % PIECE), value=filler)
+    pieces: torch.Tensor = padded.unflatten(-1, (-1, PIECE))
+    return pieces
 
 
 def _adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:
@@ -59,7 +79,8 @@ def _penalise(sampling: SamplingParams, tokens: Sequence[int], prompt: int, scor
     seen = torch.tensor(sorted(set(tokens)), device=scores.device)
     before = scores[seen]
     penalty = sampling.repetition_penalty
-    scores[seen] = torch.where(before > 0, before / penalty, before * penalty)
+    changed = torch.where(before > 0, before / penalty, before * penalty)
+    scores[seen] = changed.clamp(-_HIGHEST, _HIGHEST)  # a reward may be without bounds, a score must be a number
     if len(tokens) > prompt:
         written, counts = torch.tensor(tokens[prompt:], device=scores.device).unique(return_counts=True)
         scores[written] -= sampling.presence_penalty + sampling.frequency_penalty * counts
@@ -72,18 +93,33 @@ def _draw(rows: Sequence[Row], scores: torch.Tensor) -> torch.Tensor:
     def column(of: Callable[[SamplingParams], float]) -> torch.Tensor:
         return torch.tensor([of(p) for p in params], dtype=scores.dtype, device=scores.device)[:, None]
 
-    scores = scores / column(lambda p: p.temperature)
+    # The highest is 0, so that no temperature takes it beyond what a float holds.
+    scores = (scores - scores.amax(-1, keepdim=True)).div_(column(lambda p: p.temperature))
     _keep_top_k([p.top_k for p in params], scores)
     probabilities = torch.softmax(scores, -1)
     _keep_top_p([p.top_p for p in params], probabilities)
-    highest = probabilities.amax(-1, keepdim=True)
-    probabilities = probabilities.masked_fill(probabilities < column(lambda p: p.min_p) * highest, 0.0)
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    if any(p.min_p for p in params):
+        highest = probabilities.amax(-1, keepdim=True)
+        probabilities.masked_fill_(probabilities < column(lambda p: p.min_p) * highest, 0.0)
     numbers = [
         uniform(p.seed, p.output_index, row.end - row.request.prompt_len) for p, row in zip(params, rows, strict=True)
     ]
-    targets = torch.tensor(numbers, dtype=torch.float64, device=scores.device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True).flatten().clamp(max=scores.shape[-1] - 1)
+    return _inverse(probabilities, torch.tensor(numbers, dtype=torch.float64, device=scores.device)[:, None])
+
+
+def _inverse(shares: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Where the running sum of shares [n, vocabulary] passes the part ``numbers`` [n, 1] of their sum: [n]. In which
+    piece first, and then within it, for a sum is many times as fast as a running one."""
+    pieces = _pieces(shares, 0.0)
+    sums = pieces.sum(-1)
+    ends = sums.cumsum(-1, dtype=torch.float64)
+    targets = numbers * ends[:, -1:]
+    piece = torch.searchsorted(ends, targets, right=True).clamp(max=ends.shape[-1] - 1)
+    mass = sums.gather(1, piece)
+    part = (targets - (ends.gather(1, piece) - mass)) / mass
+    within = pieces[torch.arange(len(piece), device=piece.device), piece[:, 0]].cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(within, part * within[:, -1:], right=True)
+    return (piece * PIECE + place).flatten().clamp(max=shares.shape[-1] - 1)
 
 
 def _keep_top_k(ks: Sequence[int], scores: torch.Tensor) -> None:
@@ -91,17 +127,22 @@ def _keep_top_k(ks: Sequence[int], scores: torch.Tensor) -> None:
     for index, k in enumerate(ks):
         if 0 < k < scores.shape[-1]:
             lowest = scores[index].topk(k).values[-1]
-            scores[index].masked_fill_(scores[index] < lowest, _OFF)
+            scores[index] = torch.where(scores[index] < lowest, _OFF, scores[index])
 
 
 def _keep_top_p(ps: Sequence[float], probabilities: torch.Tensor) -> None:
-    """Leave the fewest likeliest tokens of each row that together reach p, in place."""
+    """Leave the fewest likeliest tokens of each row that together reach p, in place.
+
+    All that are less likely than half of 1 - p over their number are never as much as 1 - p together: only the others,
+    few of them, are sorted.
+    """
     for index, p in enumerate(ps):
         if p < 1.0:
-            ordered, _ = probabilities[index].sort(descending=True)
+            row = probabilities[index]
+            ordered, _ = row[row >= (1 - p) / (2 * len(row))].sort(descending=True)
             before = ordered.cumsum(-1, dtype=torch.float64) - ordered
             lowest = ordered[before < p].min()
-            probabilities[index].masked_fill_(probabilities[index] < lowest, 0.0)
+            row.mul_(row >= lowest)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:

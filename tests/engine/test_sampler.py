@@ -20,7 +20,7 @@ from engine.model import ModelConfig, ModelDevice, load
 from engine.output import Ended, PromptLogprobs, Token
 from engine.plan import Row
 from engine.request import FinishReason, Request, SamplingParams, StopParams
-from engine.sampler import sample, token_logprobs
+from engine.sampler import AT_ONCE, PIECE, sample, token_logprobs
 from engine.scheduler import Limits
 from tests.engine import tiny
 
@@ -76,9 +76,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def logits_of(seed: int, count: int = 1) -> torch.Tensor:
+def logits_of(seed: int, count: int = 1, vocabulary: int = VOCAB) -> torch.Tensor:
     """Random logits under which the tokens that stand in the rows are likely, so that penalties matter."""
-    logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
+    logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(seed)) * 1.5
     logits[:, list({*PROMPT, *OUTPUT})] += 2.0
     return logits
 
@@ -106,10 +106,10 @@ def exact(drawn: Row, logits: torch.Tensor) -> np.ndarray:
     for token in set(output):
         scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * list(output).count(token)
     if sampling.temperature == 0:
-        alone: np.ndarray = np.eye(VOCAB)[scores.argmax()]
+        alone: np.ndarray = np.eye(len(scores))[scores.argmax()]
         return alone
     scores /= sampling.temperature
-    if 0 < sampling.top_k < VOCAB:
+    if 0 < sampling.top_k < len(scores):
         scores[scores < np.sort(scores)[-sampling.top_k]] = -np.inf
     shares: np.ndarray = np.exp(scores - scores.max())
     shares /= shares.sum()
@@ -191,6 +191,38 @@ def test_a_draw_is_the_inverse_of_the_exact_cumulative_distribution(name, monkey
         assert (np.array(got) == wanted)[clear].all()
 
 
+@pytest.mark.parametrize("vocabulary", [PIECE, 4 * PIECE + 300])
+@pytest.mark.parametrize("name", [*RANDOM, "nearly all", "many"])
+def test_a_draw_from_a_large_vocabulary_is_that_inverse_too(vocabulary, name, monkeypatch):
+    """Where sums are made in pieces. The likeliest stand in one of them, and one has nothing that may be drawn."""
+    mix = {**RANDOM, "nearly all": {"top_p": 0.9999}, "many": {"top_k": 900, "top_p": 0.999}}[name]
+    logits = logits_of(11, 1, vocabulary)
+    logits[0, -200:] += 3.0
+    logits[0, vocabulary // 4 : vocabulary // 2] -= 200.0
+    shares = exact(row(mix), logits[0])
+    cumulative = np.cumsum(shares)
+    numbers = np.linspace(0.00005, 0.99995, 500)
+    monkeypatch.setattr(engine.sampler, "uniform", lambda seed, *_: numbers[seed])
+    rows = [row(mix, seed=at) for at in range(len(numbers))]
+    got = np.array(sample(rows, logits.expand(len(rows), -1), EOS))
+    assert shares[got].all()
+    clear = np.abs(cumulative[np.clip(got, 1, None) - [[1], [0]]] - numbers).min(0) > 1e-5
+    assert clear.mean() > 0.5
+    assert (got == np.searchsorted(cumulative, numbers, side="right"))[clear].all()
+
+
+@pytest.mark.parametrize("narrow", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "mix", [{"repetition_penalty": 1e-42}, {"temperature": 1e-5, "logit_bias": {2: 100.0}}], ids=str
+)
+def test_what_is_rewarded_beyond_measure_is_drawn(mix, narrow):
+    """Scores that a float could not hold are the highest that it can."""
+    rows = [row({**mix, **narrow}, seed=seed) for seed in range(100)]
+    logits = logits_of(0).abs() * 1e4
+    drawn = set(sample(rows, logits.expand(100, -1), EOS))
+    assert drawn == ({*PROMPT, *OUTPUT} if "repetition_penalty" in mix else {int(logits[0].argmax())})
+
+
 @pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
 def test_only_repetition_looks_at_the_prompt(name):
     """Token 5 and 11 stand in the prompt alone."""
@@ -210,14 +242,17 @@ def test_equal_logits_at_the_edge_of_top_k_are_all_kept():
 # -- company ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_of_a_mixed_batch_gets_the_token_it_gets_alone():
+@pytest.mark.parametrize("vocabulary", [VOCAB, 3000])
+def test_a_row_of_a_mixed_batch_gets_the_token_it_gets_alone(vocabulary):
+    """However many rows go through the sampler's operations together."""
     rows = [
         row(mix, output=OUTPUT[:written], min_tokens=least, seed=seed)
         for seed, (mix, written, least) in enumerate(itertools.product(MIXES.values(), (0, 1, 5), (0, 3)))
     ]
-    logits = logits_of(5, len(rows))
+    logits = logits_of(5, len(rows), vocabulary)
     together = sample(rows, logits.clone(), EOS)
     assert together == [sample([one], logits[at : at + 1].clone(), EOS)[0] for at, one in enumerate(rows)]
+    assert vocabulary == VOCAB or len(rows) > AT_ONCE // vocabulary
     backwards = sample(rows[::-1], logits.flip(0), EOS)
     assert together == backwards[::-1]
 
