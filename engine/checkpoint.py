@@ -59,9 +59,10 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise InvalidConfig("device", "auto, cpu, cuda or cuda:N", name) from None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+    found = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
+    if (device.index or 0) >= found:
         raise InvalidConfig("device", "a device of this machine", name)
     return device
 
@@ -131,13 +132,14 @@ class Checkpoint:
         return model
 
     def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
-        """End tokens, from the generation config if it names any."""
+        """End tokens, from the generation config if it names any. One that the vocabulary lacks is never drawn."""
         generation = getattr(model, "generation_config", None)
         named = generation.eos_token_id if generation is not None else None
         named = self.config.get_text_config().eos_token_id if named is None else named
         if named is None:
             return frozenset()
-        return frozenset([named] if isinstance(named, int) else named)
+        vocabulary = range(self.config.get_text_config().vocab_size)
+        return frozenset(token for token in ([named] if isinstance(named, int) else named) if token in vocabulary)
 
 
 def open(path: str, revision: str | None = None) -> Checkpoint:
@@ -148,7 +150,7 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     with refusing(path, "its configuration can't be read" if local else "no folder, and no hub name within reach"):
         raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
         kind = raw.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         needs = "it wants code of its own to be run" if "auto_map" in raw else "transformers has no code for it"
         raise ModelRefused(f"{kind or 'an unnamed model type'} ({path})", f"{needs}; no remote code is run here")
     with refusing(f"{kind} ({path})", "its configuration is not one of that type"):

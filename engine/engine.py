@@ -17,7 +17,7 @@ from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
 from engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, Token
 from engine.plan import Device, StepPlan, StepResult, TokenLogprobs
 from engine.policy import order_of
-from engine.request import FinishReason, Request, check_tokens
+from engine.request import FinishReason, Request, check_some_left, check_tokens
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence as EngineSequence
 from engine.transfer import Arrival, Checksum, Export, Seal, default_checksum, sum_block
@@ -376,6 +376,7 @@ class Engine:
         named["logit_bias"] = tuple(request.sampling.logit_bias)
         for field, tokens in named.items():
             check_tokens(field, tokens, vocabulary)
+        check_some_left(request.stop, self.device.eos_token_ids, vocabulary)
         written = len(request.token_ids) - request.prompt_len
         if request.stop.max_tokens is not None and written >= request.stop.max_tokens:
             raise InvalidRequest("max_tokens", f"more than the {written} tokens already written", written)

@@ -35,6 +35,12 @@ class InvalidConfig(_OutOfLimit):
     """A setting refused at start."""
 
 
+def check_whole(field: str, value: object, least: int) -> None:
+    """Raises InvalidConfig for anything but a whole number from ``least`` on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidConfig(field, f"a whole number, at least {least}", value)
+
+
 class ModelRefused(EngineError):
     """A checkpoint that this engine will not serve, with what it is and what differed."""
 

@@ -10,7 +10,7 @@ from engine import checkpoint, linears, rope, small
 from engine.attention.paged import TILE
 from engine.checkpoint import DTYPES
 from engine.costs import Costs
-from engine.errors import InvalidConfig
+from engine.errors import InvalidConfig, check_whole
 from engine.kv_layout import KvLayout
 from engine.kv_store import KvStore
 from engine.plan import StepPlan, StepResult
@@ -41,12 +41,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise InvalidConfig("dtype", f"auto or one of {', '.join(DTYPES)}", self.dtype)
+        check_whole("block_size", self.block_size, least=1)
         if self.block_size not in (1, 2, 4, 8, 16, 32, 64, TILE):
             raise InvalidConfig("block_size", f"a power of two of at most {TILE}", self.block_size)
-        if self.window is not None and self.window < 1:
-            raise InvalidConfig("window", "at least 1", self.window)
-        if self.kv_bytes < 1:
-            raise InvalidConfig("kv_bytes", "at least one block", self.kv_bytes)
+        if self.window is not None:
+            check_whole("window", self.window, least=1)
+        check_whole("kv_bytes", self.kv_bytes, least=1)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 from engine.errors import InvalidRequest
@@ -25,6 +25,11 @@ _LEAST_TEMPERATURE = 1e-5
 def _within(name: str, value: float, low: float, high: float) -> None:
     if not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
         raise InvalidRequest(name, f"a number from {low:g} to {high:g}", value)
+
+
+def _above_zero(name: str, value: float, high: float) -> None:
+    if not isinstance(value, int | float) or not 0.0 < value <= high:
+        raise InvalidRequest(name, f"above 0 and at most {high:g}", value)
 
 
 def _whole(name: str, value: int, low: int, high: int) -> None:
@@ -70,10 +75,10 @@ class SamplingParams:
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("seed", self.seed, 0, 2**64 - 1)
         _whole("output_index", self.output_index, 0, 2**32 - 1)
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequest("top_p", "above 0 and at most 1", self.top_p)
-        if not 0.0 < self.repetition_penalty <= 10.0:
-            raise InvalidRequest("repetition_penalty", "above 0 and at most 10", self.repetition_penalty)
+        _above_zero("top_p", self.top_p, 1.0)
+        _above_zero("repetition_penalty", self.repetition_penalty, 10.0)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest("logit_bias", "token ids with a number each", self.logit_bias)
         for token, bias in self.logit_bias.items():
             _within(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
@@ -99,6 +104,8 @@ class StopParams:
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if not isinstance(self.stop_token_ids, Set):
+            raise InvalidRequest("stop_token_ids", "a set of token ids", self.stop_token_ids)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens)
 
@@ -162,3 +169,11 @@ def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
     if not fine:
         worst = next((token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)), None)
         raise InvalidRequest(field, f"token ids from 0 to {vocabulary - 1}", worst)
+
+
+def check_some_left(stop: StopParams, eos: Set[int], vocabulary: int) -> None:
+    """Raises InvalidRequest where all of ``vocabulary`` is forbidden until ``min_tokens`` are written."""
+    forbidden = stop.stop_token_ids if stop.ignore_eos else eos | stop.stop_token_ids
+    if stop.min_tokens and len(forbidden) >= vocabulary:
+        limit = f"at most {vocabulary - 1} with the model's own end tokens, for min_tokens forbids them"
+        raise InvalidRequest("stop_token_ids", limit, len(forbidden))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from engine.blocks import BlockPool
 from engine.costs import NO_WORK, Costs, Forecast, Work
-from engine.errors import InvalidConfig, NoRoom
+from engine.errors import InvalidConfig, NoRoom, check_whole
 from engine.plan import Row, StepPlan
 from engine.sequence import Sequence
 
@@ -65,8 +65,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_running", "window"):
-            if getattr(self, name) < 1:
-                raise InvalidConfig(name, "at least 1", getattr(self, name))
+            check_whole(name, getattr(self, name), least=1)
         if not self.step_seconds > 0:
             raise InvalidConfig("step_seconds", "above 0", self.step_seconds)
         if self.max_running > self.token_budget:

@@ -283,6 +283,7 @@ OUT_OF_RANGE: list[tuple[str, dict[str, Any]]] = [
     ("token_ids", {"token_ids": prompt(WINDOW + 1)}),
     ("token_ids", {"token_ids": prompt(WINDOW), "prompt_tokens": 5, "stop": StopParams()}),
     ("stop_token_ids", {"stop": StopParams(stop_token_ids=frozenset({VOCABULARY}))}),
+    ("stop_token_ids", {"stop": StopParams(min_tokens=2, stop_token_ids=frozenset(range(VOCABULARY)))}),
     ("logit_bias", {"sampling": SamplingParams(logit_bias={VOCABULARY: 1.0})}),
     ("logit_bias", {"sampling": SamplingParams(logit_bias={-1: 1.0})}),
     ("max_tokens", {"token_ids": prompt(9), "prompt_tokens": 1, "stop": StopParams(max_tokens=8)}),
@@ -324,15 +325,17 @@ def test_an_id_is_taken_once_and_free_again_after_its_end_was_told(make: MakeDev
     [
         ("temperature", SamplingParams, [-0.1, math.nan, math.inf, 101.0, "hot"]),
         ("top_k", SamplingParams, [-1, 1.5, True]),
-        ("top_p", SamplingParams, [0.0, 1.1, -1.0, math.nan]),
+        ("top_p", SamplingParams, [0.0, 1.1, -1.0, math.nan, None, "1"]),
         ("min_p", SamplingParams, [-0.1, 1.1, math.nan]),
-        ("repetition_penalty", SamplingParams, [0.0, -1.0, 11.0, math.nan]),
+        ("repetition_penalty", SamplingParams, [0.0, -1.0, 11.0, math.nan, None]),
         ("presence_penalty", SamplingParams, [-2.1, 2.1, math.nan]),
         ("frequency_penalty", SamplingParams, [-2.1, 2.1, math.nan]),
+        ("logit_bias", SamplingParams, [None, [(1, 2.0)]]),
         ("seed", SamplingParams, [-1, 2**64, 0.5]),
         ("output_index", SamplingParams, [-1, 2**32]),
         ("max_tokens", StopParams, [0, -1, 1.5, 2**31]),
         ("min_tokens", StopParams, [-1, 1.5]),
+        ("stop_token_ids", StopParams, [None, 5, [5]]),
         ("prompt_tokens", make_request, [0, 7]),
         ("priority", make_request, [1001, -1001, 0.5]),
         ("logprobs", make_request, [-1, 21]),
@@ -363,6 +366,8 @@ def test_other_values_that_can_not_be_asked_for() -> None:
 def test_limits_that_can_not_be_kept_are_refused() -> None:
     for field, make_bad in (
         ("token_budget", lambda: Limits(token_budget=0)),
+        ("token_budget", lambda: Limits(token_budget=math.nan)),  # type: ignore[arg-type]
+        ("step_seconds", lambda: Limits(step_seconds=math.nan)),
         ("max_running", lambda: Limits(token_budget=4, max_running=5)),
         ("window", lambda: Engine(make_device(64), Limits(window=WINDOW + 1))),
         ("window", lambda: Engine(make_device(8), Limits(window=33))),

@@ -15,9 +15,12 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from engine import checkpoint
+from engine.checkpoint import choose_device
 from engine.engine import Engine
 from engine.errors import InvalidConfig, ModelRefused
 from engine.model import ModelConfig, ModelDevice, load
+from engine.request import Request, StopParams
 from engine.scheduler import Limits
 from tests.engine import tiny
 
@@ -172,6 +175,12 @@ def test_code_in_a_folder_is_never_run(kind, copy):
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("kind", [None, 3, ["llama"], ""])
+def test_a_kind_that_is_no_name_is_refused(kind, copy):
+    with pytest.raises(ModelRefused, match="transformers has no code for it"):
+        serve(edit(copy, model_type=kind))
+
+
 def test_an_unknown_architecture_is_refused_by_name(copy):
     with pytest.raises(ModelRefused, match=r"a_kind_of_its_own.*transformers has no code for it"):
         serve(edit(copy, model_type="a_kind_of_its_own"))
@@ -239,14 +248,19 @@ def test_an_unreachable_hub_name_is_refused_soon(monkeypatch):
         ("dtype", "float16", "no fast float16"),
         ("window", tiny.WINDOW + 1, f"at most the checkpoint's {tiny.WINDOW}"),
         ("window", 0, "at least 1"),
+        ("window", 12.5, "a whole number"),
         ("kv_bytes", 100, "at least one block of 8192 bytes"),
-        ("kv_bytes", 0, "at least one block"),
-        ("kv_bytes", -1, "at least one block"),
+        ("kv_bytes", 0, "at least 1"),
+        ("kv_bytes", -1, "at least 1"),
+        ("kv_bytes", 2e9, "a whole number"),
         ("device", "tpu", "cuda:N"),
+        ("device", None, "cuda:N"),
         ("device", "meta", "of this machine"),
         ("device", "cuda:99", "of this machine"),
+        ("device", "cpu:1", "of this machine"),
         ("block_size", 24, "power of two"),
         ("block_size", 256, "at most 128"),
+        ("block_size", 16.0, "a whole number"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_names_field_limit_and_value(field, value, limit, llama):
@@ -254,6 +268,37 @@ def test_a_setting_that_cannot_be_honoured_names_field_limit_and_value(field, va
         serve(llama, **{"dtype": "float32", field: value})
     assert (refused.value.field, refused.value.value) == (field, value)
     assert limit in refused.value.limit
+
+
+@pytest.mark.parametrize(("name", "there"), [("cuda", True), ("cuda:1", True), ("cuda:2", False)])
+def test_a_device_is_one_of_those_that_the_machine_has(name, there, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto") == torch.device("cuda")
+    if there:
+        assert choose_device(name) == torch.device(name)
+    else:
+        with pytest.raises(InvalidConfig, match="of this machine, got 'cuda:2'"):
+            choose_device(name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_float16_is_for_cuda(device, copy):
+    source = checkpoint.open(str(edit(copy, dtype="float16")))
+    chosen = source.choose_dtype("auto", torch.device(device))
+    assert chosen == (torch.float16 if device == "cuda" else torch.bfloat16)
+    if device == "cuda":
+        assert source.choose_dtype("float16", torch.device(device)) == torch.float16
+
+
+def test_an_end_token_that_the_vocabulary_lacks_is_none(copy):
+    """It would have to be forbidden where there is no place for it, and ends nothing."""
+    (copy / "generation_config.json").unlink()
+    device = serve(edit(copy, eos_token_id=[-1, 7, tiny.VOCAB]), dtype="float32")
+    assert device.eos_token_ids == {7}
+    stop = StopParams(max_tokens=4, min_tokens=3)
+    run = tiny.run(Engine(device, Limits(window=64)), [Request("r", (1, 2), stop=stop)])
+    assert len(run.tokens["r"]) in (3, 4)
 
 
 def test_a_checkpoint_in_another_dtype_is_refused_until_one_is_named(copy):
