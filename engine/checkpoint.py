@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine import native
+from engine import native, rope
 from engine.errors import InvalidConfig, ModelRefused
 from engine.kv_layout import KvLayout
 
@@ -98,15 +98,18 @@ class Checkpoint:
         return dtype
 
     def choose_window(self, window: int | None) -> int:
-        """The served window: what the checkpoint was made for, or less. Raises InvalidConfig, ModelRefused."""
+        """The served window: what the checkpoint was made for, or less; where its rotary scaling grows with the length,
+        as much more as that is for, when asked. Raises InvalidConfig, ModelRefused.
+        """
         text = self.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
         if most is None:
             if window is None:
                 raise ModelRefused(self.name, "it names no max_position_embeddings; give a window")
             return window
-        if window is not None and window > most:
-            raise InvalidConfig("window", f"at most the checkpoint's {most} positions", window)
+        reach = rope.reach(text, most)
+        if window is not None and window > reach:
+            raise InvalidConfig("window", f"at most the checkpoint's {reach} positions", window)
         return window or int(most)
 
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -14,6 +14,12 @@ import torch
 _MOVING = ("dynamic", "longrope")
 
 
+def reach(config: Any, positions: int) -> int:
+    """How long a window may be for a text ``config`` that was made for ``positions``."""
+    scaling = getattr(config, "rope_parameters", None) or {}
+    return int(positions * scaling.get("factor", 1.0)) if scaling.get("rope_type") == "dynamic" else positions
+
+
 def freeze(model: torch.nn.Module, window: int) -> None:
     """Fix every length-dependent rotary embedding of ``model`` at the frequencies of ``window`` positions."""
     for module in map(_untyped, model.modules()):

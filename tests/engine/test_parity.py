@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +98,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subjec
     def subject(name: str) -> Subject:
         if name not in made:
             folder = tiny.save(tiny.config(name), tmp_path_factory.mktemp(name))
-            device = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM))
+            device = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, window=tiny.WINDOW))
             model = tiny.reference(folder)
             rope.freeze(model, device.window)  # the served window decides the scaling, for short prompts too
             written = {id: tiny.generate(model, tokens, COUNT) for id, tokens in PROMPTS.items()}
@@ -107,7 +109,8 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subjec
 
 
 def engine_on(device: ModelDevice, budget: int = 64, max_running: int = 16) -> Engine:
-    return Engine(device, Limits(token_budget=budget, max_running=min(budget, max_running), window=device.window))
+    window = min(device.window, device.num_blocks * device.block_size)
+    return Engine(device, Limits(token_budget=budget, max_running=min(budget, max_running), window=window))
 
 
 def all_prompts(**options) -> list[Request]:
@@ -155,7 +158,7 @@ def test_preemption_and_recomputation_write_what_generate_writes(name, subjects,
             str(subject.folder),
             dtype="float32",
             device="cpu",
-            window=128,
+            window=tiny.WINDOW,
             kv_bytes=8 * subject.device.block_bytes,
         )
     )
@@ -181,8 +184,8 @@ def test_those_who_stay_write_on_when_others_are_cancelled(name, subjects, tally
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_writes_in_company_what_it_writes_alone(name, subjects):
-    subject = subjects(name)
-    device = load(ModelConfig(str(subject.folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM))
+    config = ModelConfig(str(subjects(name).folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM, window=tiny.WINDOW)
+    device = load(config)
     assert device.verdict.exact
     together = tiny.run(engine_on(device, 19), all_prompts(use_prefix_cache=False))
     for request in all_prompts(use_prefix_cache=False):
@@ -237,6 +240,24 @@ def test_longrope_is_frozen_by_the_served_window(subjects):
     assert tuple(run.tokens["p37"]) != subjects("phi3_longrope").written["p37"].tokens
     beyond = tiny.run(engine_on(subjects("phi3_longrope").device), [tiny.greedy("p90", PROMPTS["p90"], COUNT)])
     assert tuple(beyond.tokens["p90"]) == tiny.generate(moving, PROMPTS["p90"], COUNT).tokens
+
+
+def test_dynamic_scaling_is_frozen_by_the_served_window(subjects, tmp_path):
+    """As far as the checkpoint was made for it is none; four times as far it is, for any length, another base."""
+    subject = subjects("llama_dynamic_rope")
+    short = load(ModelConfig(str(subject.folder), dtype="float32", device="cpu", kv_bytes=ROOM))
+    assert (short.window, subject.device.window) == (tiny.WINDOW // 4, tiny.WINDOW)
+    run = tiny.run(engine_on(short, 32), [tiny.greedy("p37", PROMPTS["p37"], COUNT)])
+    assert tuple(run.tokens["p37"]) == tiny.generate(tiny.reference(subject.folder), PROMPTS["p37"], COUNT).tokens
+    assert tuple(run.tokens["p37"]) != subject.written["p37"].tokens
+    base = 10000.0 * (4 * 4 - 3) ** (16 / 14)  # of heads of 16, scaled by 4 for 4 times the length
+    folder = Path(shutil.copytree(subject.folder, tmp_path / "still"))
+    made = json.loads((folder / "config.json").read_text())
+    made["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
+    (folder / "config.json").write_text(json.dumps(made))
+    still = tiny.reference(folder)
+    for id, tokens in PROMPTS.items():
+        assert tiny.generate(still, tokens, COUNT).tokens == subject.written[id].tokens
 
 
 def test_generation_stops_at_the_checkpoints_own_end_token(subjects, tmp_path):

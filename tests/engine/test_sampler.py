@@ -213,7 +213,7 @@ def test_a_draw_from_a_large_vocabulary_is_that_inverse_too(vocabulary, name, mo
 
 @pytest.mark.parametrize("narrow", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
 @pytest.mark.parametrize(
-    "mix", [{"repetition_penalty": 1e-42}, {"temperature": 1e-5, "logit_bias": {2: 100.0}}], ids=str
+    "mix", [{"repetition_penalty": 1e-42, "temperature": 0.5}, {"temperature": 1e-5, "logit_bias": {2: 100.0}}], ids=str
 )
 def test_what_is_rewarded_beyond_measure_is_drawn(mix, narrow):
     """Scores that a float could not hold are the highest that it can."""

@@ -80,7 +80,10 @@ SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama_mqa": ("llama", {"num_key_value_heads": 1}),
     "llama_dynamic_rope": (
         "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+            "max_position_embeddings": WINDOW // 4,
+        },
     ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
