@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine import rope
+from engine import checkpoint, rope
 from engine.attention.views import Kind
 from engine.engine import Engine
+from engine.kv_store import KvStore
 from engine.model import ModelConfig, ModelDevice, load
+from engine.probe import learn
 from engine.request import FinishReason, Request, StopParams
+from engine.runner import ModelRunner
 from engine.scheduler import Limits
 from tests.engine import tiny
 
@@ -134,6 +137,25 @@ def test_any_chunking_writes_what_generate_writes(name, budget, subjects, tally)
     assert max(step.num_tokens for step in run.steps) <= BUDGETS[budget]
     for id, written in subject.written.items():
         tally.compare(f"{name}, budget {budget}, {id}", run.tokens[id], written)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_models_own_layers_and_plain_products_write_what_generate_writes(name, subjects, tally, monkeypatch):
+    """What runs on CUDA: nothing packed, nothing compiled by us, attention in torch's operations."""
+    subject = subjects(name)
+    monkeypatch.setattr("engine.attention.choice.KERNELS", None)
+    source, layout = checkpoint.open(str(subject.folder)), subject.device.store.layout
+    model = source.read(torch.float32, torch.device("cpu"))
+    rope.freeze(model, subject.device.window)
+    views, specs = learn(model, source.name, subject.device.window)
+    assert specs == layout.layers
+    store = KvStore(layout, subject.device.num_blocks, torch.float32, torch.device("cpu"))
+    device = replace(subject.device, model=model, store=store, runner=ModelRunner(model, store, views, frozenset()))
+    assert not any(type(module).__module__.startswith("engine.") for module in model.modules())
+    for budget in (7, 4096):
+        run = tiny.run(engine_on(device, budget), all_prompts(use_prefix_cache=budget == 7))
+        for id, written in subject.written.items():
+            tally.compare(f"{name}, plain, budget {budget}, {id}", run.tokens[id], written)
 
 
 @pytest.mark.parametrize("name", NAMES)
