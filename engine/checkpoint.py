@@ -17,7 +17,16 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from engine import native, rope
 from engine.errors import InvalidConfig, ModelRefused
@@ -115,7 +124,7 @@ class Checkpoint:
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         """Weights into transformers' own causal model; parts for other media are left empty. Raises ModelRefused."""
         with refusing(self.name, "transformers can't load it"):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = _auto_class(self.config).from_pretrained(
                 self.path,
                 revision=self.revision,
                 config=self.config,
@@ -172,6 +181,12 @@ def _check_folder(path: str, folder: Path) -> None:
         pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(kind))
         found = f"only {', '.join(pickles)}, and pickles can run code" if pickles else "no weights"
         raise ModelRefused(path, f"safetensors are needed; the folder has {found}")
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """Who knows the model of a configuration: most multimodal ones are not listed among the causal models."""
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
 def _drop_other_media(model: PreTrainedModel) -> None:

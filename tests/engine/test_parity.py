@@ -245,11 +245,13 @@ def test_keys_and_values_may_differ_in_width(subjects):
     assert spec.key_dim != spec.value_dim
 
 
-def test_a_vision_tower_is_freed(subjects):
-    subject = subjects("gemma3")
-    vision = [name for name, _ in subject.model.named_parameters() if "vision_tower" in name]
-    assert vision
-    assert not [name for name, _ in subject.device.model.named_parameters() if "vision_tower" in name]
+@pytest.mark.parametrize(
+    ("name", "tower"), [("gemma3", "vision_tower"), ("llava", "vision_tower"), ("qwen2_5_vl", "visual")]
+)
+def test_a_vision_tower_is_freed(name, tower, subjects):
+    subject = subjects(name)
+    assert [name for name, _ in subject.model.named_parameters() if tower in name]
+    assert not [name for name, _ in subject.device.model.named_parameters() if tower in name]
 
 
 def test_longrope_is_frozen_by_the_served_window(subjects):

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.engine import Engine
@@ -171,6 +178,35 @@ SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "llava": (
+        "llava",
+        {
+            "text_config": {**_BASE, "model_type": "llama"},
+            "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+            "image_token_index": VOCAB - 1,
+        },
+    ),
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        {
+            "text_config": {
+                **_BASE,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "fullatt_block_indexes": [0],
+            },
+            "image_token_id": VOCAB - 1,
+            "video_token_id": VOCAB - 2,
+            "vision_start_token_id": VOCAB - 3,
+            "vision_end_token_id": VOCAB - 4,
+        },
+    ),
 }
 
 
@@ -181,6 +217,10 @@ def config(name: str, **changes: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(kind, **{**base, **own, **changes})
 
 
+def _auto_class(made: PreTrainedConfig) -> Any:
+    return AutoModelForCausalLM if made.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+
+
 def kinds() -> list[str]:
     """Every model type that transformers has a causal model for."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -189,7 +229,7 @@ def kinds() -> list[str]:
 def save(made: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint with random weights of this configuration, as safetensors in ``folder``."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32)
+    model = _auto_class(made).from_config(made, attn_implementation="eager", dtype=torch.float32)
     enliven(model, seed)
     model.generation_config = GenerationConfig(eos_token_id=made.get_text_config().eos_token_id)
     model.to(dtype).save_pretrained(folder)
@@ -260,7 +300,8 @@ class Written:
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The checkpoint in transformers' own hands."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    kind = _auto_class(AutoConfig.from_pretrained(folder))
+    model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.eval()
     model.generation_config = GenerationConfig()
     return model
