@@ -150,7 +150,8 @@ class Checkpoint:
         named = self.config.get_text_config().eos_token_id if named is None else named
         if named is None:
             return frozenset()
-        vocabulary = range(self.config.get_text_config().vocab_size)
+        embeddings: Any = model.get_input_embeddings()
+        vocabulary = range(embeddings.num_embeddings)
         return frozenset(token for token in ([named] if isinstance(named, int) else named) if token in vocabulary)
 
 

@@ -154,6 +154,14 @@ def test_pickled_weights_are_refused_unread(copy):
     assert not (copy / "ran").exists()
 
 
+def test_pickled_weights_beside_other_safetensors_are_refused_unread(copy):
+    (copy / "model.safetensors").rename(copy / "adapter.safetensors")
+    (copy / "pytorch_model.bin").write_bytes(_bomb(copy / "ran"))
+    with pytest.raises(ModelRefused, match=r"no file named model\.safetensors"):
+        serve(copy)
+    assert not (copy / "ran").exists()
+
+
 def _bomb(mark: Path) -> bytes:
     """A pickle that makes a folder when it is loaded."""
     return b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR."
