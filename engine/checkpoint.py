@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -78,7 +79,7 @@ def choose_device(name: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that may be opened; its weights are not read yet."""
+    """A checkpoint that may be opened; its weights are not read yet. ``revision``: of a hub name, the commit."""
 
     path: str
     revision: str | None
@@ -161,6 +162,7 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     if local:
         _check_folder(path, Path(path))
     with refusing(path, "its configuration can't be read" if local else "no folder, and no hub name within reach"):
+        revision = revision if local else _commit(path, revision)
         raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
         kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -171,6 +173,11 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     if config.is_encoder_decoder:
         raise ModelRefused(f"{kind} ({path})", "it is an encoder with a decoder; only decoders alone are served")
     return Checkpoint(path, revision, config)
+
+
+def _commit(name: str, revision: str | None) -> str:
+    """What a hub name stands for now: all that is read later is read of that commit."""
+    return Path(hf_hub_download(name, "config.json", revision=revision)).parent.name
 
 
 def _check_folder(path: str, folder: Path) -> None:
@@ -225,7 +232,7 @@ def _identity(source: Checkpoint) -> Iterable[str]:
     """Which weights: a hub commit, or for a folder its configuration, tensor headers and samples of every file."""
     folder = Path(source.path)
     if not folder.is_dir():
-        yield f"{source.path}@{getattr(source.config, '_commit_hash', None) or source.revision}"
+        yield f"{source.path}@{source.revision}"
         return
     yield hashlib.blake2b((folder / "config.json").read_bytes()).hexdigest()
     for file in sorted(folder.glob("*.safetensors")):

@@ -246,6 +246,37 @@ def test_an_unreachable_hub_name_is_refused_soon(monkeypatch):
     assert time.monotonic() - began < 10
 
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache of the hub in which ``org/tiny`` has two commits, the second one its main branch."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--tiny"
+    for seed, commit in enumerate("ab"):
+        tiny.save(tiny.config("llama"), repository / "snapshots" / (commit * 40), seed=seed)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("b" * 40)
+    return repository
+
+
+def test_a_hub_name_is_served_and_stands_for_the_commit_that_it_was(hub):
+    main, first, second = (serve("org/tiny", revision=revision) for revision in (None, "a" * 40, "b" * 40))
+    assert main.layout == second.layout != first.layout
+    (hub / "refs" / "main").write_text("a" * 40)
+    assert serve("org/tiny").layout == first.layout
+    with pytest.raises(ModelRefused, match=r"org/tiny.*no hub name within reach"):
+        serve("org/tiny", revision="another")
+
+
+def test_pickled_weights_of_a_hub_name_are_refused_unread(hub, tmp_path):
+    snapshot = hub / "snapshots" / ("b" * 40)
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "pytorch_model.bin").write_bytes(_bomb(tmp_path / "ran"))
+    with pytest.raises(ModelRefused, match=r"no file named|model\.safetensors"):
+        serve("org/tiny")
+    assert not (tmp_path / "ran").exists()
+
+
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
