@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ import models
 from bench import shapes
 from engine.engine import Engine
 from engine.flat import FlatRows
+from engine.kv_store import KvStore
 from engine.linears import PackedLinear
 from engine.model import ModelConfig, ModelDevice, load
 from engine.plan import Row
@@ -192,24 +194,24 @@ class Tap(ModelRunner):
         return logits
 
 
-def engine_on(path: str, dtype: str, blocks: int, limits: Limits) -> tuple[Engine, Tap]:
-    elements = BLOCK * 4 * 2 * (16 + 16)  # slots, layers, kv heads, key and value width
-    itemsize = 2 if dtype == "bfloat16" else 4
-    device = load(ModelConfig(path, dtype=dtype, window=512, kv_bytes=blocks * elements * itemsize))
-    assert device.num_blocks == blocks
-    device.runner = Tap(device)
-    return Engine(device, limits), device.runner
+def engine_on(device: ModelDevice, blocks: int, limits: Limits) -> tuple[Engine, Tap]:
+    """An engine with a store of its own over a model that is loaded once."""
+    store = KvStore(device.store.layout, blocks, device.store.dtype, torch.device("cpu"))
+    runner = ModelRunner(device.model, store, device.runner._views, frozenset())
+    own = dataclasses.replace(device, store=store, runner=runner, eos_token_ids=frozenset())
+    own.runner = tap = Tap(own)
+    return Engine(own, limits), tap
 
 
-def requests(vocabulary: int) -> list[Request]:
+def requests(vocabulary: int, lengths: Sequence[int] = (90, 3, 150, 40, 64, 31), written: int = 24) -> list[Request]:
     return [
         Request(
             f"r{index}",
             tuple(tokens(length, index, vocabulary)),
             sampling=SamplingParams(temperature=0.8 * (index % 2), seed=index),
-            stop=StopParams(max_tokens=24),
+            stop=StopParams(max_tokens=written),
         )
-        for index, length in enumerate([90, 3, 150, 40, 64, 31])
+        for index, length in enumerate(lengths)
     ]
 
 
@@ -219,35 +221,42 @@ def run(engine: Engine) -> None:
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_preemption_and_recomputation_do_not_change_a_bit(small: str, dtype: str) -> None:
-    calm, expected = engine_on(small, dtype, 100, Limits(token_budget=512, max_running=8, window=512))
-    tight, got = engine_on(small, dtype, 32, Limits(token_budget=48, max_running=8, window=512))
-    for request in requests(512):
+def preemption_changes_nothing(device: ModelDevice, blocks: int, budget: int, asked: Sequence[Request]) -> None:
+    window = min(device.window, blocks * BLOCK)
+    calm, expected = engine_on(device, 100, Limits(token_budget=512, max_running=8, window=window))
+    tight, got = engine_on(device, blocks, Limits(token_budget=budget, max_running=8, window=window))
+    for request in asked:
         calm.add(request)
         tight.add(request)
     run(calm)
     run(tight)
     assert tight.scheduler.preemptions > 0
+    written = {key for key in expected.seen if key[1] >= len(asked[int(key[0][1:])].token_ids)}
+    assert len(written) == sum((request.stop.max_tokens or 0) - 1 for request in asked)
     common = expected.seen.keys() & got.seen.keys()
-    assert common >= {key for key in expected.seen if key[1] >= len(requests(512)[int(key[0][1:])].token_ids)}
+    assert common >= written
     assert all(torch.equal(expected.seen[key], got.seen[key]) for key in common)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_handed_over_cache_gives_the_same_bits(small: str, dtype: str) -> None:
-    limits = Limits(token_budget=48, max_running=8, window=512)
-    whole, expected = engine_on(small, dtype, 100, limits)
-    giver, _ = engine_on(small, dtype, 100, limits)
-    taker, got = engine_on(small, dtype, 100, limits)
-    request = requests(512)[2]
+def a_handoff_changes_nothing(device: ModelDevice, request: Request) -> None:
+    limits = Limits(token_budget=48, max_running=8, window=min(device.window, 512))
+    (whole, expected), (giver, _), (taker, got) = (engine_on(device, 100, limits) for _ in range(3))
     whole.add(request)
     run(whole)
     hand_over(giver, taker, request)
     run(taker)
     later = {key for key in expected.seen if key[1] >= len(request.token_ids)}
-    assert len(later) == 23
+    assert len(later) == (request.stop.max_tokens or 0) - 1
+    assert not {key for key in got.seen if key[1] < len(request.token_ids)}, "nothing is computed again"
     assert all(torch.equal(expected.seen[key], got.seen[key]) for key in later)
+
+
+def test_preemption_and_recomputation_do_not_change_a_bit(device: ModelDevice) -> None:
+    preemption_changes_nothing(device, 32, 48, requests(device.vocab_size))
+
+
+def test_a_handed_over_cache_gives_the_same_bits(device: ModelDevice) -> None:
+    a_handoff_changes_nothing(device, requests(device.vocab_size)[2])
 
 
 def hand_over(giver: Engine, taker: Engine, request: Request) -> None:
@@ -287,6 +296,9 @@ def test_the_law_holds_at_the_shape_of_qwen_half_a_billion(
         assert torch.equal(bench.chunked(0, 48), apart[0])
         assert torch.equal(bench.chunked(2, 7), apart[2])
         assert torch.equal(bench.chunked(4, 1), apart[4])
+        asked = requests(device.vocab_size, (40, 64), 12)
+        preemption_changes_nothing(device, 8, 48, asked)
+        a_handoff_changes_nothing(device, asked[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

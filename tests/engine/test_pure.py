@@ -18,7 +18,7 @@ from scipy import stats
 
 from engine.blocks import hash_block, root_hash
 from engine.draw import uniform
-from engine.fake import CANDIDATES, FakeDevice, candidates
+from engine.fake import CANDIDATES, FakeDevice, candidates, slot_bytes
 from engine.kv_layout import KvLayout, LayerSpec
 from engine.plan import Row, StepPlan
 from engine.policy import STEPS_PER_PRIORITY, order_of
@@ -213,6 +213,12 @@ def test_a_flipped_byte_in_a_held_block_changes_the_fakes_next_tokens(slot: int)
     text = run(engine, ear=ear)["a"].text
     assert text[:2] == calm[:2]
     assert text[2] != calm[2]
+
+
+def test_a_slot_of_the_fake_tells_of_its_token_its_place_and_the_slot_before_it() -> None:
+    first, other = slot_bytes(1, 0, b""), slot_bytes(2, 0, b"")
+    slots = [slot_bytes(5, 3, first), slot_bytes(6, 3, first), slot_bytes(5, 4, first), slot_bytes(5, 3, other)]
+    assert len({first, other, *slots}) == 6
 
 
 def test_the_fakes_text_depends_on_every_token_and_its_place() -> None:
