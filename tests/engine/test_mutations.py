@@ -112,6 +112,12 @@ def hash_without_the_parent(patch: Patch) -> None:
     patch.setattr("engine.sequence.hash_block", hash_block)
 
 
+def mix_the_salts(patch: Patch) -> None:
+    """What one tenant computed is found by another."""
+    original = blocks.root_hash
+    patch.setattr("engine.sequence.root_hash", lambda salt: original(b""))
+
+
 # -- faults in the scheduler ------------------------------------------------------------------------------------
 
 
@@ -165,6 +171,19 @@ def go_on_behind_one_that_was_cut(patch: Patch) -> None:
 
     original = _Budget.spend
     patch.setattr(_Budget, "spend", spend)
+
+
+def give_a_sequence_two_rows(patch: Patch) -> None:
+    def schedule(scheduler: Scheduler, promised: int = 0) -> StepPlan:
+        plan, limits = original(scheduler, promised), scheduler.limits
+        first = plan.rows[0] if plan.rows else None
+        total = plan.num_tokens + (first.end - first.start if first else 0)
+        if first is None or total > limits.token_budget or len(plan.rows) == limits.max_running:
+            return plan
+        return plan._replace(rows=(first, *plan.rows), num_tokens=total)
+
+    original = Scheduler.schedule
+    patch.setattr(Scheduler, "schedule", schedule)
 
 
 def run_one_too_many(patch: Patch) -> None:
@@ -366,10 +385,12 @@ FAULTS: dict[Callable[[Patch], None], str] = {
     hand_out_a_held_block: "lists a block twice|is shared|shares a block",
     keep_the_hash_of_an_evicted_block: "published|free block has a hash|does not hold|is shared",
     hash_without_the_parent: "stands for two|sequences that differ",
+    mix_the_salts: "stands for two|sequences that differ",
     publish_too_early: "published before it was filled",
     spend_one_token_too_many: "exceed the budget",
     fill_by_time_alone: "exceed the budget",
     go_on_behind_one_that_was_cut: "which was cut",
+    give_a_sequence_two_rows: "two rows",
     run_one_too_many: "exceed|run, at most",
     admit_the_shortest: "overtook|more urgent",
     preempt_the_most_urgent: "more urgent",

@@ -326,6 +326,17 @@ def test_a_cached_prefix_is_used_again_and_only_by_the_same_salt() -> None:
         engine.step()
 
 
+def test_two_that_begin_alike_hold_the_same_blocks_and_each_its_own_end() -> None:
+    engine = make_engine()
+    for id in ("a", "b"):
+        engine.add(make_request(id, 10, 20))
+        engine.step()
+    one, other = (list(sequence.holding.blocks) for sequence in engine.scheduler.running if sequence.holding)
+    assert one[:2] == other[:2]
+    assert not set(one[2:]) & set(other[2:])
+    assert engine.load().held_blocks == len({*one, *other})
+
+
 def test_who_wants_no_prefix_cache_leaves_nothing_there_and_takes_nothing_from_it() -> None:
     engine = make_engine()
     run(engine, make_request("a", 12, use_prefix_cache=False))
