@@ -7,6 +7,7 @@ k, v    [ slot 0 .. block_size - 1 ][ kv head ][ head dim ]
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 
@@ -23,7 +24,7 @@ class LayerSpec:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KvLayout:
     """All layers of a block of ``block_size`` tokens, ``itemsize`` bytes an element."""
 
@@ -31,7 +32,7 @@ class KvLayout:
     block_size: int
     itemsize: int
 
-    @property
+    @cached_property
     def block_elements(self) -> int:
         return self.block_size * sum(layer.slot_elements for layer in self.layers)
 
@@ -39,7 +40,7 @@ class KvLayout:
     def block_bytes(self) -> int:
         return self.block_elements * self.itemsize
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each layer's keys begin in a block, in elements."""
         sizes = (self.block_size * layer.slot_elements for layer in self.layers)

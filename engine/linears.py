@@ -32,13 +32,16 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self._width = weight.shape[0]
         self._product = prepare(_widen(weight.detach()), None if bias is None else _widen(bias.detach()))
         self.weight = torch.empty_like(weight, device="meta")  # dtype and shape, for callers that look at them
+        self._dtype, self._width = weight.dtype, len(weight)
+        self._is_wider = bool(self._width % LANES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self._product(x.reshape(-1, x.shape[-1]).to(self.weight.dtype))
-        return rows[:, : self._width].to(x.dtype).view(*x.shape[:-1], self._width)
+        if x.dtype != self._dtype:
+            return self.forward(x.to(self._dtype)).to(x.dtype)
+        out = self._product(x)
+        return out[..., : self._width] if self._is_wider else out
 
 
 def _widen(weight: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from engine.native import KERNELS
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""rows [T, in] -> [T, out], in the weight's dtype."""
+"""x [..., in] -> [..., out], both in the weight's dtype."""
 
 PANEL = 16
 """Outputs that stand side by side in memory."""
@@ -38,28 +38,23 @@ class Panels:
     """Our own product. ``out`` is a multiple of PANEL."""
 
     def __init__(self, module: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        outputs, inner = weight.shape
-        if outputs % PANEL:
-            raise ValueError(f"outputs: a multiple of {PANEL}, got {outputs}")
+        self._outputs, self._inner = weight.shape
+        if self._outputs % PANEL:
+            raise ValueError(f"outputs: a multiple of {PANEL}, got {self._outputs}")
         self._multiply = module.multiply
         self._half = weight.dtype == torch.bfloat16
         weight = weight.detach().contiguous()
         self._weight = torch.zeros_like(weight)  # as many bytes in another order, aligned to 64 of them
-        module.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), outputs, inner)
+        module.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), *weight.shape)
         self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        outputs, inner = self._weight.shape
-        rows = rows.contiguous()
-        out = rows.new_empty(len(rows), outputs)
-        self._multiply(
-            self._half,
-            rows.data_ptr(),
-            self._weight.data_ptr(),
-            0 if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
-            *(len(rows), inner, outputs // PANEL, torch.get_num_threads()),
-        )
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self._outputs)
+        rows, panels = x.numel() // self._inner, self._outputs // PANEL
+        addresses = x.data_ptr(), *self._addresses, out.data_ptr()
+        self._multiply(self._half, *addresses, rows, self._inner, panels, torch.get_num_threads())
         return out
 
 
@@ -73,10 +68,10 @@ class OneDnn:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self._dtype).contiguous(), None)
         self._bias = None if bias is None else bias.detach().to(self._dtype)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        count, dtype = len(rows), rows.dtype
-        rows = rows.to(self._dtype)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(self._dtype)
+        count = len(rows)
         if count == 1:  # one row alone is the one case that takes another kernel (float32, AVX512)
             rows = rows.expand(2, -1).contiguous()
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-        return out[:count].to(dtype)
+        return out[:count].to(x.dtype).view(*x.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""A model's small operations, compiled: a norm, a gated activation, each in one pass instead of ten.
+"""A model's small operations, compiled: a norm, a gated activation, a rotation, each in one pass instead of ten.
 
 A decode step of a small model on a CPU spends much of its time in operations that compute next to nothing, each of
 which is called, finds memory and writes it. A module is replaced only where it does what ours does: that is looked up
@@ -7,8 +7,9 @@ in nothing, but tried, on rows of small, usual and large numbers. The bits of a 
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +23,10 @@ TRIED_ON = (1e-2, 1.0, 30.0)
 ROOM = {torch.bfloat16: 2**-11, torch.float32: 1e-5}
 """How far ours may be from a module's answer, in parts of its length: less than one rounding more would bring."""
 
+ROTATION = "apply_rotary_pos_emb"
+Rotate: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(query, key, cos, sin, ...) -> query and key, turned."""
+
 
 class RmsNorm(nn.Module):
     """x [..., width] -> the same: each row by its root mean square, rounded, times weight [width]."""
@@ -29,12 +34,14 @@ class RmsNorm(nn.Module):
     def __init__(self, kernels: ModuleType, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
         self._kernel = kernels.rms_norm
-        self.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+        self._weight = weight.detach().contiguous()
+        self.weight = nn.Parameter(self._weight, requires_grad=False)
         self.eps = eps
         self.width, self.dtype = len(weight), weight.dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, weight = x.contiguous(), self.weight.to(x.dtype)
+        x = x.contiguous()
+        weight = self._weight if x.dtype == self.dtype else self._weight.to(x.dtype)
         out, width = torch.empty_like(x), x.shape[-1]
         half = x.dtype == torch.bfloat16
         rows, threads = x.numel() // width, torch.get_num_threads()
@@ -61,10 +68,52 @@ class GatedMlp(nn.Module):
         return result
 
 
+class Rotation:
+    """What attention modules of transformers call by the name ROTATION: query and key [1, heads, T, width] by cos and
+    sin [1, T, width]. What is not laid out like this, ``theirs`` turns."""
+
+    def __init__(self, kernels: ModuleType, theirs: Rotate) -> None:
+        self._kernel = kernels.rotate
+        self._theirs = theirs
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if more or named or not all(_is_plain(x, cos, sin) for x in (query, key)):
+            return self._theirs(query, key, cos, sin, *more, **named)
+        return self._turned(query, cos, sin), self._turned(key, cos, sin)
+
+    def _turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """In the order in which a linear layer wrote it: a token's heads side by side."""
+        _, heads, tokens, width = x.shape
+        out = x.new_empty(1, tokens, heads, width)
+        addresses = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+        apart = x.stride(2), x.stride(1)
+        threads = torch.get_num_threads()
+        self._kernel(x.dtype == torch.bfloat16, *addresses, tokens, heads, width, *apart, threads)
+        return out.transpose(1, 2)
+
+
+def _is_plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether a rotation is of one sequence, over its whole width, in one dtype, and lies as the kernel reads it."""
+    return (
+        (1, *x.shape[2:]) == cos.shape == sin.shape
+        and len(x) == 1
+        and x.shape[3] % 2 == 0
+        and x.stride(3) == 1
+        and x.dtype == cos.dtype == sin.dtype
+        and x.dtype in ROOM
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    )
+
+
 def fuse(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace the modules of a packed CPU model that do what ours do, in ``dtype`` as all of the model."""
     if KERNELS is None or dtype not in ROOM:
         return
+    for module in model.modules():
+        _turn(KERNELS, module, dtype)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             ours = _norm(KERNELS, child) or _mlp(KERNELS, child)
@@ -90,6 +139,34 @@ def _mlp(kernels: ModuleType, module: nn.Module) -> GatedMlp | None:
     if not (isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and isinstance(down, PackedLinear)):
         return None
     return GatedMlp(kernels, gate, up, down)
+
+
+def _turn(kernels: ModuleType, module: nn.Module, dtype: torch.dtype) -> None:
+    """Have an attention module call our rotation where it does what theirs does: its own code, with another function
+    under the name."""
+    forward, width = type(module).forward, getattr(module, "head_dim", None)
+    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names or not isinstance(width, int):
+        return
+    theirs = forward.__globals__[ROTATION]
+    if _turns_alike(theirs, ours := Rotation(kernels, theirs), width, dtype):
+        known = {**forward.__globals__, ROTATION: ours}
+        own = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
+        own.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = MethodType(own, module)
+
+
+@torch.inference_mode()
+def _turns_alike(theirs: Rotate, ours: Rotate, width: int, dtype: torch.dtype) -> bool:
+    """Whether both give the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, cos, sin = (
+        torch.randn(1, *shape, width, generator=generator).to(dtype) for shape in ((3, 5), (2, 5), (5,), (5,))
+    )
+    try:
+        expected = theirs(query, key, cos, sin)
+    except (RuntimeError, TypeError):  # it wants other arguments
+        return False
+    return all(torch.equal(one, other) for one, other in zip(ours(query, key, cos, sin), expected, strict=True))
 
 
 @torch.inference_mode()

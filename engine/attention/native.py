@@ -71,16 +71,17 @@ class NativeAttention:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim], of the query's dtype."""
         dtype, cache = self._store.dtype, self._cache(call.layer)
-        _, heads, tokens, _ = call.query.shape
-        query = _rows(call.query)
-        key, value = _rows(call.key.to(dtype)), _rows(call.value.to(dtype))
-        out = query.new_empty(1, tokens, heads, value.shape[2])
+        query, key, value = _side_by_side(call.query), _side_by_side(call.key, dtype), _side_by_side(call.value, dtype)
+        _, heads, tokens, _ = query.shape
+        out = query.new_empty(1, tokens, heads, value.shape[3])
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         said = _Call(
             *(part.data_ptr() for part in (query, key, value, out)),
             None if sinks is None else sinks.data_ptr(),
             self._first_visible(self._views[call.layer]).data_ptr(),
-            *(part.stride(dim) for part in (query, key, value) for dim in (0, 1)),
+            *query.stride()[2:0:-1],
+            *key.stride()[2:0:-1],
+            *value.stride()[2:0:-1],
             heads,
             call.scaling,
             call.softcap or 0.0,
@@ -111,7 +112,7 @@ class NativeAttention:
         return self._visible[view]
 
 
-def _rows(part: Any) -> torch.Tensor:
-    """[1, heads, T, dim] -> [T, heads, dim] with elements of a head side by side."""
-    rows: torch.Tensor = part[0].transpose(0, 1)
-    return rows if rows.stride(2) == 1 else rows.contiguous()
+def _side_by_side(part: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[1, heads, T, dim], with the elements of a head side by side."""
+    converted: torch.Tensor = part if dtype is None or part.dtype == dtype else part.to(dtype)
+    return converted if converted.stride(3) == 1 else converted.contiguous()

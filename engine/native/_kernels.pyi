@@ -7,3 +7,17 @@ def multiply(
 def attend(half_cache: bool, half_query: bool, cache: int, step: int, call: int, threads: int, /) -> None: ...
 def rms_norm(half: bool, x: int, weight: int, out: int, rows: int, width: int, eps: float, threads: int, /) -> None: ...
 def gate(half: bool, gate: int, up: int, out: int, rows: int, width: int, stride: int, threads: int, /) -> None: ...
+def rotate(
+    half: bool,
+    x: int,
+    cos: int,
+    sin: int,
+    out: int,
+    tokens: int,
+    heads: int,
+    width: int,
+    token_apart: int,
+    head_apart: int,
+    threads: int,
+    /,
+) -> None: ...

@@ -87,12 +87,31 @@ PyObject* py_gate(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+PyObject* py_rotate(PyObject*, PyObject* args) {
+    int half, threads;
+    unsigned long long x, cos, sin, out;
+    long tokens, heads, width, token, head;
+    if (!PyArg_ParseTuple(args, "pKKKKllllli", &half, &x, &cos, &sin, &out, &tokens, &heads, &width, &token, &head,
+                          &threads))
+        return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    if (half)
+        rotate(pointer<const uint16_t>(x), pointer<const uint16_t>(cos), pointer<const uint16_t>(sin),
+               pointer<uint16_t>(out), tokens, heads, width, token, head, threads);
+    else
+        rotate(pointer<const float>(x), pointer<const float>(cos), pointer<const float>(sin), pointer<float>(out),
+               tokens, heads, width, token, head, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 PyMethodDef METHODS[] = {
     {"pack", py_pack, METH_VARARGS, nullptr},
     {"multiply", py_multiply, METH_VARARGS, nullptr},
     {"attend", py_attend, METH_VARARGS, nullptr},
     {"rms_norm", py_rms_norm, METH_VARARGS, nullptr},
     {"gate", py_gate, METH_VARARGS, nullptr},
+    {"rotate", py_rotate, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

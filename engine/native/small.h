@@ -79,4 +79,31 @@ void gate(const E* gate, const E* up, E* out, long rows, long width, long stride
     });
 }
 
+// x * cos + rotate_half(x) * sin, each product and the sum rounded (RoPE, Su et al. 2021). A token's numbers are
+// `token_apart`, its heads' `head_apart` from each other; cos and sin [tokens, width], out [tokens, heads, width].
+template <class E>
+void rotate(const E* x, const E* cos, const E* sin, E* out, long tokens, long heads, long width, long token_apart,
+            long head_apart, long threads) {
+    long half = width / 2;
+    each_row(tokens, heads * width, threads, [=](long t) {
+        const E *c = cos + t * width, *s = sin + t * width;
+        auto turned = [=](const E* one, const E* c, const E* other, const E* s, long count, __m256 sign) {
+            __m256 kept = rounded(one, _mm256_mul_ps(some(one, count), some(c, count)));
+            __m256 brought = _mm256_mul_ps(_mm256_xor_ps(some(other, count), sign), some(s, count));
+            return _mm256_add_ps(kept, rounded(one, brought));
+        };
+        for (long h = 0; h < heads; h++) {
+            const E* low = x + t * token_apart + h * head_apart;
+            E* to = out + (t * heads + h) * width;
+            by_eight(half, [&](long at, long count) {
+                const E *one = low + at, *other = one + half;
+                __m256 first = turned(one, c + at, other, s + at, count, _mm256_set1_ps(-0.0f));
+                __m256 second = turned(other, c + half + at, one, s + half + at, count, _mm256_setzero_ps());
+                keep_some(to + at, first, count);
+                keep_some(to + half + at, second, count);
+            });
+        }
+    });
+}
+
 }  // namespace decant

@@ -1,19 +1,29 @@
-"""Compiled norms and gated layers: what they stand for, the same bits for a row anywhere, and nothing else replaced."""
+"""Compiled norms, gated layers and rotations: what they stand for, the same bits for a row anywhere, and nothing else
+replaced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma2Config, LlamaConfig
+from transformers import CohereConfig, Gemma2Config, GlmConfig, LlamaConfig, PreTrainedConfig
+from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.glm.modeling_glm import GlmAttention
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+)
 
 from engine import linears, small
 from engine.native import KERNELS
-from engine.small import GatedMlp, RmsNorm
+from engine.small import GatedMlp, RmsNorm, Rotation
 
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="this CPU has no AVX2, or no compiler was here")
 
@@ -154,3 +164,98 @@ def test_what_computes_something_else_stays(module: nn.Module) -> None:
 def test_what_is_kept_in_another_dtype_stays() -> None:
     module = norm(64, torch.float32)
     assert fused(module, torch.bfloat16) is module
+
+
+# ------------------------------------------------------------------------------------------------- rotations
+
+
+def attention(dtype: torch.dtype, heads: int = 4, head_dim: int = 64) -> LlamaAttention:
+    torch.manual_seed(head_dim)
+    config = LlamaConfig(
+        hidden_size=heads * head_dim,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=head_dim,
+    )
+    config._attn_implementation = "eager"
+    return LlamaAttention(config, layer_idx=0).to(dtype)
+
+
+def angles(tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    position = torch.arange(tokens)[:, None] * torch.rand(width, generator=torch.Generator().manual_seed(1))
+    return position.cos()[None].to(dtype), position.sin()[None].to(dtype)
+
+
+def laid_out(heads: int, tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """[1, heads, tokens, width] as a linear layer writes it."""
+    return rows(tokens, heads * width, dtype).view(1, tokens, heads, width).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [2, 6, 64, 80, 128])
+@pytest.mark.parametrize("tokens", [1, 33])
+@torch.inference_mode()
+def test_a_rotation_has_the_bits_of_transformers(tokens: int, width: int, dtype: torch.dtype) -> None:
+    query, key = laid_out(6, tokens, width, dtype), laid_out(2, tokens, width, dtype)
+    ours = Rotation(_kernels(), never)
+    for x in (query, query.contiguous()):
+        expected, got = (turn(x, key, *angles(tokens, width, dtype)) for turn in (apply_rotary_pos_emb, ours))
+        for one, other in zip(expected, got, strict=True):
+            assert torch.equal(one, other)
+
+
+@torch.inference_mode()
+def test_what_is_laid_out_otherwise_is_turned_by_theirs() -> None:
+    """Angles of a part of the width, of several sequences, in another dtype."""
+    heard = list[torch.Size]()
+
+    def theirs(query: torch.Tensor, key: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
+        heard.append(query.shape)
+        return query, key
+
+    ours, dtype = Rotation(_kernels(), theirs), torch.bfloat16
+    x = laid_out(2, 5, 64, dtype)
+    ours(x, x, *angles(5, 32, dtype))
+    ours(x, x, *angles(5, 64, torch.float32))
+    both, (cos, sin) = torch.cat([x, x]), angles(5, 64, dtype)
+    ours(both, both, cos, sin)
+    ours(both, both, torch.cat([cos, cos]), torch.cat([sin, sin]))
+    ours(x, x, cos[:, :, :63], sin[:, :, :63])
+    ours(x[..., :63], x[..., :63], cos[..., :63].contiguous(), sin[..., :63].contiguous())
+    ours(x, x, cos.mT.contiguous().mT, sin)
+    ours(x[..., ::2], x[..., ::2], cos[..., :32].contiguous(), sin[..., :32].contiguous())
+    ours(x.double(), x.double(), cos.double(), sin.double())
+    ours(x, x, cos, sin, unsqueeze_dim=2)
+    assert len(heard) == 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_attention_calls_ours_and_answers_the_same(dtype: torch.dtype) -> None:
+    module = attention(dtype)
+    x, where = rows(9, 256, dtype), angles(9, 64, dtype)
+    expected, _ = module(x, where, None)
+    small.fuse(module, dtype)
+    assert isinstance(vars(module)["forward"].__globals__[small.ROTATION], Rotation)
+    got, _ = module(x, where, None)
+    assert torch.equal(got, expected)
+    assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb  # nobody else's
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [(CohereAttention, CohereConfig), (GlmAttention, GlmConfig)],  # neighbours are pairs; only a part is turned
+)
+def test_another_rotation_stays(kind: type[nn.Module], config: Callable[..., PreTrainedConfig]) -> None:
+    module = kind(config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16), layer_idx=0)
+    small.fuse(module, torch.float32)
+    assert "forward" not in vars(module)
+
+
+def never(*_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
+    raise AssertionError("theirs was called")
+
+
+def _kernels() -> ModuleType:
+    assert KERNELS is not None
+    return KERNELS
