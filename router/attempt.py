@@ -1,7 +1,8 @@
 """One try at one request: which workers run it, and what they say of it.
 
     prefill worker P      ticket -----------> first token(s) -----------------------> over
-    this attempt   place    |  choose D          |                                      (ignored once D has it)
+    this attempt   place    |  choose D          |  (before the ticket, of a short      (ignored once D has it)
+                            |                    |  prompt: one step does both)
     decode worker D         '-- Start(ticket) --> taken up --> joined --> frames --> ended
     state          QUEUED   PREFILLING           HANDING_OFF   DECODING              SUCCEEDED
 
@@ -137,7 +138,8 @@ class Attempt:
         if worker is self.taker:
             self._route.move_on(ticket)
             return
-        self._begun()
+        if self._first_at is None:
+            self._begun()
         self._reach(Generation.STATE_PREFILLING)
         self._route.hand_over(ticket)
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
+from typing import TypeVar
 
 import grpc
 
 from engine.engine import Engine
 from engine.errors import EngineStopped, InvalidRequest
-from engine.output import Begun, Ended, StepOutput, Token
+from engine.output import Begun, Ended, PromptLogprobs, StepOutput, Token
 from engine.request import FinishReason
 from handoff.tickets import Lease
 from protos import worker_pb2 as wire
@@ -32,6 +33,8 @@ from worker.prompts import Prompt, Prompts
 from worker.work import WorkRefused, end_reason, to_request, token_logprobs, urgency
 
 _log = logs.get(__name__)
+
+_Told = TypeVar("_Told", Begun, PromptLogprobs, Token, Ended)
 
 
 class PrefillService(services.PrefillServicer):
@@ -146,43 +149,45 @@ class PrefillService(services.PrefillServicer):
     def _on_step(self, output: StepOutput) -> None:
         if not self._prompts:
             return
-        find = self._prompts.get
-        for begun in output.begun:
-            if prompt := find(begun.id):
-                self._begin(prompt, begun)
-        for told in output.prompt_logprobs:
-            if prompt := find(told.id):
-                entries = [token_logprobs(entry, logprobs) for entry, logprobs in enumerate(told.entries)]
-                prompt.tell(
-                    prompt_logprobs=wire.PromptLogprobs(run=prompt.run, first_position=told.position, logprobs=entries)
-                )
-        for token in output.tokens:
-            if prompt := find(token.id):
-                prompt.first = token
+        for prompt, begun in self._ours(output.begun):
+            prompt.begun = begun
+        for prompt, told in self._ours(output.prompt_logprobs):
+            entries = [token_logprobs(entry, logprobs) for entry, logprobs in enumerate(told.entries)]
+            part = wire.PromptLogprobs(run=prompt.run, first_position=told.position, logprobs=entries)
+            prompt.tell(prompt_logprobs=part)
+        for prompt, token in self._ours(output.tokens):
+            prompt.first = token
         for id in output.parked:
-            if prompt := find(id):
-                self._parked(prompt)
-        for ended in output.ended:
-            if prompt := find(ended.id):
-                self._ended(prompt, ended)
+            if parked := self._prompts.get(id):
+                self._parked(parked)
+        for prompt, ended in self._ours(output.ended):
+            self._ended(prompt, ended)
+        for prompt, _ in self._ours(output.begun):  # last: a client waits for a first token that came with this step
+            if prompt.handoff:
+                self._issue(prompt)
+        if output.begun:
+            self._admit()  # what they found in the cache makes room for others
 
-    def _begin(self, prompt: Prompt, begun: Begun) -> None:
+    def _ours(self, told: Iterable[_Told]) -> Iterator[tuple[Prompt, _Told]]:
+        """What is told of prompts that are still at work here, with the prompt."""
+        for one in told:
+            if prompt := self._prompts.get(one.id):
+                yield prompt, one
+
+    def _issue(self, prompt: Prompt) -> None:
         """Its first chunk is computed: the taker is chosen now."""
-        prompt.begun = begun
-        if prompt.handoff:
-            ticket = wire.Ticket(
-                run=prompt.run,
-                giver=self._hub.peer,
-                address=self._hub.address,
-                layout=self._hub.layout,
-                salt=prompt.request.salt,
-                tokens=len(prompt.request.token_ids),
-                outputs=[prompt.output],
-            )
-            logprobs = partial(_first_logprobs, prompt)
-            prompt.ticket = self._hub.giver.issue(ticket, prompt.id, prompt.request.prompt_len, logprobs)
-            prompt.tell(ticket=prompt.ticket)
-        self._admit()  # what it found in the cache makes room for others
+        ticket = wire.Ticket(
+            run=prompt.run,
+            giver=self._hub.peer,
+            address=self._hub.address,
+            layout=self._hub.layout,
+            salt=prompt.request.salt,
+            tokens=len(prompt.request.token_ids),
+            outputs=[prompt.output],
+        )
+        logprobs = partial(_first_logprobs, prompt)
+        prompt.ticket = self._hub.giver.issue(ticket, prompt.id, prompt.request.prompt_len, logprobs)
+        prompt.tell(ticket=prompt.ticket)
 
     def _parked(self, prompt: Prompt) -> None:
         prompt.tell(first=_first_tokens(prompt))

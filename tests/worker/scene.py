@@ -164,6 +164,7 @@ class Call:
 
     def __init__(self, call: Any) -> None:
         self.call = call
+        self._early: wire.PrefillEvent | None = None
 
     async def next(self) -> wire.PrefillEvent | None:
         """None at an orderly end."""
@@ -176,14 +177,17 @@ class Call:
         return event
 
     async def expect(self, kind: str) -> Any:
-        """The content of the next event, which is one of that kind."""
-        event = await self.next()
+        """The content of the next event, which is one of that kind. A ticket may come behind the first token."""
+        event, self._early = self._early or await self.next(), None
         assert event is not None, f"the call ended before {kind}"
+        if {kind, event.WhichOneof("event")} == {"ticket", "first"}:
+            self._early, event = event, await self.next()
+            assert event is not None, f"the call ended before {kind}"
         assert event.WhichOneof("event") == kind, event
         return getattr(event, kind)
 
     async def ended(self) -> None:
-        assert (event := await self.next()) is None, event
+        assert (event := self._early or await self.next()) is None, event
 
     async def break_off(self) -> None:
         self.call.cancel()

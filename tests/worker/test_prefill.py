@@ -58,6 +58,18 @@ async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(place: Pl
     await call.break_off()
 
 
+async def test_a_first_token_doesnt_wait_for_a_ticket_of_the_same_step(place: Place) -> None:
+    work = make_work(15, 5)
+    async with worker("d") as taker:
+        call = place.ask(work)
+        event = await call.next()
+        assert event is not None
+        await taker.take(await ticket_of(call), to_request("moved", work, model=MODEL))
+        await call.ended()
+        assert [event.first.tokens[0].token, *(await taker.written("moved"))] == alone(work)
+    await place.emptied()
+
+
 async def test_what_was_found_in_the_cache_is_told(place: Place) -> None:
     for expected in (0, 28):
         call = place.ask(make_work(30, 1), handoff=False)

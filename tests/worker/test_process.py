@@ -178,8 +178,8 @@ def test_a_drain_waits_for_what_is_at_work_and_refuses_the_rest(run: Run) -> Non
     with channel_to(worker.ready()) as channel:
         peer = audit(channel).worker
         events = prefill(channel, peer, handoff=True)
-        assert next(events).HasField("ticket")
         assert next(events).HasField("first")
+        assert next(events).HasField("ticket")
         worker.process.send_signal(signal.SIGTERM)
         worker.until("readiness", state="draining")
         (late,) = prefill(channel, peer, handoff=False)
@@ -206,6 +206,7 @@ def test_sessions_outlive_the_prompts_whose_tickets_they_renew(run: Run) -> None
         listening = threading.Thread(target=listen)
         listening.start()
         events = prefill(channel, peer, handoff=True)
+        assert next(events).HasField("first")
         assert next(events).HasField("ticket")
         worker.process.send_signal(signal.SIGTERM)
         assert list(events)[-1].HasField("failed")
