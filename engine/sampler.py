@@ -1,15 +1,20 @@
-"""Logits to tokens: every row by its own parameters, all rows in the same few tensor operations.
+"""Logits to tokens, every row by its own parameters.
 
-Every operation is elementwise or per row, so a row's token does not depend on which rows it is sampled with.
+On a CPU with kernels each row is drawn by itself, where it lies (``engine/native/sample.h``); elsewhere all rows go
+through the same few tensor operations, which are elementwise or per row. Either way a row's token does not depend on
+which rows it is sampled with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
+import numpy as np
 import torch
 
 from engine.draw import uniform
+from engine.native import KERNELS
 from engine.plan import Row, TokenLogprobs
 from engine.request import SamplingParams
 
@@ -29,11 +34,43 @@ def sample(rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int]) -> li
     """One token for each row; logits [n, vocabulary] are not changed. Source of the draw: ``draw.uniform``."""
     if all([row.request.plain for row in rows]):  # noqa: C419 - half the time of a generator, every step
         return _likeliest(logits).tolist()
+    if KERNELS is not None and logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32):
+        return _sample_each(KERNELS, rows, logits, eos)
     count = max(1, AT_ONCE // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
     tokens: list[int] = []
     for first in range(0, len(rows), count):
         tokens += _sample(rows[first : first + count], logits[first : first + count], eos)
     return tokens
+
+
+_DRAWN = np.dtype(
+    [("scores", np.uint64), ("half", np.int64), ("top_k", np.int64)]
+    + [(name, np.float64) for name in ("top_p", "min_p", "temperature", "number")]
+)
+"""As in engine/native/sample.h."""
+
+
+def _sample_each(kernels: ModuleType, rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int]) -> list[int]:
+    """Compiled. Only rows whose scores are changed are copied."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    drawn, changed = np.empty(len(rows), _DRAWN), []
+    for index, row in enumerate(rows):
+        sampling, scores = row.request.sampling, logits[index]
+        if sampling.logit_bias or sampling.penalised or _forbidden(row, eos):
+            scores = scores.to(torch.float32, copy=True)
+            _adjust(row, scores, eos)
+            changed.append(scores)
+        drawn[index] = (
+            scores.data_ptr(),
+            scores.dtype == torch.bfloat16,
+            *(sampling.top_k, sampling.top_p, sampling.min_p),
+            *((0.0, 0.0) if sampling.greedy else (sampling.temperature, _number(row))),
+        )
+    tokens = np.empty(len(rows), np.int64)
+    addresses = drawn.ctypes.data, tokens.ctypes.data
+    kernels.draw(*addresses, len(rows), logits.shape[-1], torch.get_num_threads())
+    found: list[int] = tokens.tolist()
+    return found
 
 
 def _sample(rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int]) -> list[int]:
@@ -65,14 +102,27 @@ def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:
 
 def _adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:
     """Bias, minimum length and penalties of one row, in place; scores [vocabulary]."""
-    sampling, stop = row.request.sampling, row.request.stop
+    sampling = row.request.sampling
     for token, bias in sampling.logit_bias.items():
         scores[token] += bias
-    forbidden = stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | eos
-    if forbidden and row.end - row.request.prompt_len < stop.min_tokens:
+    if forbidden := _forbidden(row, eos):
         scores[list(forbidden)] = _OFF
     if sampling.penalised:
         _penalise(sampling, row.tokens, row.request.prompt_len, scores)
+
+
+def _forbidden(row: Row, eos: frozenset[int]) -> frozenset[int]:
+    """What would end the text before its minimum length."""
+    stop = row.request.stop
+    if row.end - row.request.prompt_len >= stop.min_tokens:
+        return frozenset()
+    return stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | eos
+
+
+def _number(row: Row) -> float:
+    """Of the row's draw."""
+    sampling = row.request.sampling
+    return uniform(sampling.seed, sampling.output_index, row.end - row.request.prompt_len)
 
 
 def _penalise(sampling: SamplingParams, tokens: Sequence[int], prompt: int, scores: torch.Tensor) -> None:
@@ -101,10 +151,8 @@ def _draw(rows: Sequence[Row], scores: torch.Tensor) -> torch.Tensor:
     if any(p.min_p for p in params):
         highest = probabilities.amax(-1, keepdim=True)
         probabilities.masked_fill_(probabilities < column(lambda p: p.min_p) * highest, 0.0)
-    numbers = [
-        uniform(p.seed, p.output_index, row.end - row.request.prompt_len) for p, row in zip(params, rows, strict=True)
-    ]
-    return _inverse(probabilities, torch.tensor(numbers, dtype=torch.float64, device=scores.device)[:, None])
+    numbers = torch.tensor([_number(row) for row in rows], dtype=torch.float64, device=scores.device)
+    return _inverse(probabilities, numbers[:, None])
 
 
 def _inverse(shares: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

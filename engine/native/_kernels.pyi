@@ -1,4 +1,4 @@
-"""Addresses are of contiguous memory; see product.h, attention.h and small.h for what lies there."""
+"""Addresses are of contiguous memory; see product.h, attention.h, small.h and sample.h for what lies there."""
 
 def pack(half: bool, weight: int, packed: int, outputs: int, inner: int, /) -> None: ...
 def multiply(
@@ -21,3 +21,4 @@ def rotate(
     threads: int,
     /,
 ) -> None: ...
+def draw(rows: int, tokens: int, count: int, vocabulary: int, threads: int, /) -> None: ...

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "product.h"
+#include "sample.h"
 #include "small.h"
 
 namespace {
@@ -105,6 +106,17 @@ PyObject* py_rotate(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+PyObject* py_draw(PyObject*, PyObject* args) {
+    unsigned long long rows, tokens;
+    long count, vocabulary;
+    int threads;
+    if (!PyArg_ParseTuple(args, "KKlli", &rows, &tokens, &count, &vocabulary, &threads)) return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    draw(pointer<const Drawn>(rows), pointer<int64_t>(tokens), count, vocabulary, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 PyMethodDef METHODS[] = {
     {"pack", py_pack, METH_VARARGS, nullptr},
     {"multiply", py_multiply, METH_VARARGS, nullptr},
@@ -112,6 +124,7 @@ PyMethodDef METHODS[] = {
     {"rms_norm", py_rms_norm, METH_VARARGS, nullptr},
     {"gate", py_gate, METH_VARARGS, nullptr},
     {"rotate", py_rotate, METH_VARARGS, nullptr},
+    {"draw", py_draw, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

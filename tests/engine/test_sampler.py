@@ -17,6 +17,7 @@ import engine.sampler
 from engine.draw import uniform
 from engine.engine import Engine
 from engine.model import ModelConfig, ModelDevice, load
+from engine.native import KERNELS
 from engine.output import Ended, PromptLogprobs, Token
 from engine.plan import Row
 from engine.request import FinishReason, Request, SamplingParams, StopParams
@@ -66,6 +67,18 @@ MIXES: dict[str, dict[str, Any]] = {
     "greedy, biased": {"temperature": 0.0, "logit_bias": {17: 50.0}},
 }
 RANDOM = {name: mix for name, mix in MIXES.items() if mix.get("temperature") != 0.0}
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def whoever_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled where there is a compiler, and in tensor operations."""
+    if request.param == "torch":
+        monkeypatch.setattr(engine.sampler, "KERNELS", None)
+    elif KERNELS is None:
+        pytest.skip("this CPU has no AVX2, or no compiler was here")
+
+
+either_way = pytest.mark.usefixtures("whoever_draws")
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +162,7 @@ def chi_square(counts: np.ndarray, shares: np.ndarray) -> float:
 # -- the distribution -------------------------------------------------------------------------------------------------
 
 
+@either_way
 @pytest.mark.parametrize("name", RANDOM)
 def test_tokens_come_as_often_as_their_exact_probability_says(name):
     logits = logits_of(0)
@@ -165,6 +179,7 @@ def test_the_chi_square_would_notice_a_slightly_other_distribution():
         assert chi_square(counts, exact(row(other), logits[0])) < 1e-6
 
 
+@either_way
 def test_no_stop_token_is_drawn_before_the_minimum_and_all_are_after_it():
     logits = logits_of(0)
     logits[0, [3, 4]] = 4.0
@@ -176,6 +191,7 @@ def test_no_stop_token_is_drawn_before_the_minimum_and_all_are_after_it():
     assert chi_square(free, exact(row({}), logits[0])) > 1e-3
 
 
+@either_way
 @pytest.mark.parametrize("name", MIXES)
 def test_a_draw_is_the_inverse_of_the_exact_cumulative_distribution(name, monkeypatch):
     """For any number that the generator could give; numbers at a border may fall on either side of it."""
@@ -191,6 +207,7 @@ def test_a_draw_is_the_inverse_of_the_exact_cumulative_distribution(name, monkey
         assert (np.array(got) == wanted)[clear].all()
 
 
+@either_way
 @pytest.mark.parametrize("vocabulary", [PIECE, 4 * PIECE + 300])
 @pytest.mark.parametrize("name", [*RANDOM, "nearly all", "many"])
 def test_a_draw_from_a_large_vocabulary_is_that_inverse_too(vocabulary, name, monkeypatch):
@@ -211,6 +228,7 @@ def test_a_draw_from_a_large_vocabulary_is_that_inverse_too(vocabulary, name, mo
     assert (got == np.searchsorted(cumulative, numbers, side="right"))[clear].all()
 
 
+@either_way
 @pytest.mark.parametrize("narrow", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
 @pytest.mark.parametrize(
     "mix", [{"repetition_penalty": 1e-42, "temperature": 0.5}, {"temperature": 1e-5, "logit_bias": {2: 100.0}}], ids=str
@@ -223,6 +241,7 @@ def test_what_is_rewarded_beyond_measure_is_drawn(mix, narrow):
     assert drawn == ({*PROMPT, *OUTPUT} if "repetition_penalty" in mix else {int(logits[0].argmax())})
 
 
+@either_way
 @pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
 def test_only_repetition_looks_at_the_prompt(name):
     """Token 5 and 11 stand in the prompt alone."""
@@ -233,6 +252,7 @@ def test_only_repetition_looks_at_the_prompt(name):
     assert np.allclose(plain, changed) == (name != "repetition")
 
 
+@either_way
 def test_equal_logits_at_the_edge_of_top_k_are_all_kept():
     logits = torch.zeros(1, VOCAB)
     counts = draws({"top_k": 3}, logits)
@@ -242,6 +262,7 @@ def test_equal_logits_at_the_edge_of_top_k_are_all_kept():
 # -- company ----------------------------------------------------------------------------------------------------------
 
 
+@either_way
 @pytest.mark.parametrize("vocabulary", [VOCAB, 3000])
 def test_a_row_of_a_mixed_batch_gets_the_token_it_gets_alone(vocabulary):
     """However many rows go through the sampler's operations together."""
@@ -257,6 +278,21 @@ def test_a_row_of_a_mixed_batch_gets_the_token_it_gets_alone(vocabulary):
     assert together == backwards[::-1]
 
 
+@pytest.mark.skipif(KERNELS is None, reason="this CPU has no AVX2, or no compiler was here")
+@pytest.mark.parametrize("vocabulary", [1, 7, 8, PIECE - 1, PIECE + 1, 3000])
+def test_bfloat16_and_more_threads_change_nothing(vocabulary):
+    """A bfloat16 is a float32 too."""
+    kinds = [row(mix, seed=seed).request.sampling for seed, mix in enumerate(MIXES.values()) if "logit_bias" not in mix]
+    rows = [Row(Request("r", (0,), sampling=kind), [0, 0], 1, 2, array("i"), True) for kind in kinds]
+    logits = logits_of(5, len(rows), max(vocabulary, VOCAB))[:, :vocabulary].to(torch.bfloat16)
+    expected = sample(rows, logits.float().contiguous(), frozenset())
+    assert sample(rows, logits, frozenset()) == expected
+    torch.set_num_threads(2)
+    assert sample(rows, logits, frozenset()) == expected
+    assert sample(rows, logits.mT.contiguous().mT, frozenset()) == expected
+
+
+@either_way
 def test_sampling_leaves_the_logits_as_they_were():
     logits = logits_of(2, len(MIXES))
     before = logits.clone()
@@ -264,6 +300,7 @@ def test_sampling_leaves_the_logits_as_they_were():
     assert torch.equal(logits, before)
 
 
+@either_way
 def test_a_draw_depends_on_seed_output_index_and_position_and_on_nothing_else():
     logits = logits_of(3)
     first = [sample([row({}, seed=seed)], logits, EOS)[0] for seed in range(200)]
