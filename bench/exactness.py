@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +24,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from bench import shapes
+from bench.medians import in_turn
 from engine import checkpoint
 from engine.attention import AttentionCall, attending
 from engine.model import ModelConfig, ModelDevice, load
@@ -100,24 +99,10 @@ def make_rows(device: ModelDevice, sequences: int, count: int) -> list[Row]:
     return rows
 
 
-def median_ms(contenders: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """Median milliseconds of each, run in turn after one warm-up."""
-    times: list[list[float]] = [[] for _ in contenders]
-    for run in range(runs + 1):
-        for place, contender in enumerate(contenders):
-            began = time.perf_counter()
-            contender()
-            if run:
-                times[place].append((time.perf_counter() - began) * 1e3)
-    return [statistics.median(each) for each in times]
-
-
 def measure(model: PreTrainedModel, device: ModelDevice, case: tuple[int, int], runs: int) -> dict[str, Any]:
     """One case: times of both contenders, their ratio, and the rows whose bits the batch changed."""
     rows = make_rows(device, *case)
-    plain_ms, exact_ms = median_ms(
-        [lambda: plain_logits(model, device, rows), lambda: exact_logits(device, rows)], runs
-    )
+    plain_ms, exact_ms = in_turn([lambda: plain_logits(model, device, rows), lambda: exact_logits(device, rows)], runs)
     changed = {
         "plain": _changed(partial(plain_logits, model, device), rows),
         "exact": _changed(partial(exact_logits, device), rows),

@@ -1,0 +1,119 @@
+"""What drawing tokens costs: a step's logits to its tokens, by kind of request.
+
+    python -m bench.sampling [--rows 64] [--vocabulary 151936] [--json OUT]
+
+Beside it, in the same run: one softmax over the same rows, which is the least that a sampler in tensor operations does,
+and the operations that stand in where there are no kernels. All take turns; a figure is the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from array import array
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench import machine
+from bench.medians import in_turn
+from engine import sampler
+from engine.plan import Row
+from engine.request import Request, SamplingParams
+
+KINDS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "greedy": {},
+        "temperature": {"temperature": 0.8},
+        "top-p": {"temperature": 0.8, "top_p": 0.9},
+        "top-k, top-p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+        "penalties": {"temperature": 0.8, "presence_penalty": 0.5},
+    }
+)
+WRITTEN = 200
+"""Tokens that each sequence has so far."""
+
+
+def make_rows(count: int, vocabulary: int, kind: Mapping[str, Any]) -> list[Row]:
+    """Of ``count`` sequences, each about to draw a token."""
+    tokens = torch.randint(vocabulary, (count, WRITTEN), generator=torch.Generator().manual_seed(0)).tolist()
+    requests = [
+        Request(f"s{seed}", (of[0],), sampling=SamplingParams(seed=seed, **kind)) for seed, of in enumerate(tokens)
+    ]
+    return [
+        Row(request, of, WRITTEN - 1, WRITTEN, array("i"), True) for request, of in zip(requests, tokens, strict=True)
+    ]
+
+
+def make_logits(count: int, vocabulary: int) -> torch.Tensor:
+    """As a trained model's are: some tens of tokens stand out. bfloat16."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(count, vocabulary, generator=generator)
+    logits[:, :40] += 8 + 8 * torch.rand(count, 40, generator=generator)
+    return logits.to(torch.bfloat16)
+
+
+def in_tensor_operations(rows: list[Row], logits: torch.Tensor) -> None:
+    """As without kernels."""
+    kernels = vars(sampler)["KERNELS"]
+    vars(sampler)["KERNELS"] = None
+    try:
+        sampler.sample(rows, logits, frozenset())
+    finally:
+        vars(sampler)["KERNELS"] = kernels
+
+
+def measure(count: int, vocabulary: int, runs: int) -> dict[str, Any]:
+    """Milliseconds for all rows, by kind of request and contender."""
+    logits = make_logits(count, vocabulary)
+    kinds = {}
+    for name, kind in track(KINDS.items(), "measuring", console=Console(stderr=True), transient=True):
+        rows = make_rows(count, vocabulary, kind)
+        contenders: dict[str, Callable[[], object]] = {
+            "softmax_ms": lambda: torch.softmax(logits.float(), -1),
+            "sample_ms": lambda rows=rows: sampler.sample(rows, logits, frozenset()),  # type: ignore[misc]
+            "tensor_operations_ms": lambda rows=rows: in_tensor_operations(rows, logits),  # type: ignore[misc]
+        }
+        kinds[name] = dict(zip(contenders, in_turn(list(contenders.values()), runs), strict=True))
+    facts = {"machine": machine.facts(), "threads": torch.get_num_threads(), "rows": count, "vocabulary": vocabulary}
+    return {**facts, "kinds": kinds}
+
+
+def show(result: dict[str, Any]) -> None:
+    """A line for each kind of request."""
+    title = f"{result['rows']} rows, {result['vocabulary']:,} tokens, {result['threads']} threads; ms"
+    table = Table(title=title)
+    for heading in ("", "one softmax", "sample", "in tensor operations"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, times in result["kinds"].items():
+        table.add_row(name, *(f"{ms:,.1f}" for ms in times.values()))
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.sampling", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--threads", type=int, default=machine.usable_cores())
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    result = measure(args.rows, args.vocabulary, args.runs)
+    if args.json == "-":
+        json.dump(result, sys.stdout, indent=2)
+        return
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
+    show(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The bench of the sampler, on a tiny scale: what it compares draws the same tokens, and nothing stays changed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bench import sampling
+from engine import sampler
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", sampling.KINDS)
+def test_contenders_draw_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, logits = sampling.make_rows(5, 3000, sampling.KINDS[name]), sampling.make_logits(5, 3000)
+    drawn = sampler.sample(rows, logits, frozenset())
+    assert len(set(drawn)) > 1
+    kernels = vars(sampler)["KERNELS"]
+    sampling.in_tensor_operations(rows, logits)
+    assert vars(sampler)["KERNELS"] is kernels
+    monkeypatch.setattr(sampler, "KERNELS", None)
+    assert sampler.sample(rows, logits, frozenset()) == drawn
+
+
+def test_it_measures_every_kind() -> None:
+    command = [sys.executable, "-m", "bench.sampling", "--rows", "3", "--vocabulary", "1000", "--runs", "1"]
+    result = json.loads(subprocess.check_output([*command, "--json", "-"], timeout=120))
+    assert set(result["kinds"]) == set(sampling.KINDS)
+    assert all(ms > 0 for times in result["kinds"].values() for ms in times.values())
+    assert result["machine"]["cores"] >= 1
