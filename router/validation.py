@@ -210,8 +210,10 @@ async def _shown_prompt(request: pb.GenerateRequest, prompt: Sequence[int], mode
 
 
 def window(model: ServedModel, window_of: WindowOf) -> int | None:
-    """Tokens of prompt and output together; None where only workers could tell, and there are none."""
-    return min((tokens for tokens in (model.window, window_of(model.id)) if tokens is not None), default=None)
+    """Tokens of prompt and output together: what the workers serve, which may be less than the model was made for, or
+    more where its rotary scaling reaches further. None where only they could tell, and there are none."""
+    served = window_of(model.id)
+    return model.window if served is None else served
 
 
 def _check_fits(field: str, tokens: int, longest: int | None) -> None:

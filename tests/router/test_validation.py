@@ -286,6 +286,12 @@ async def test_a_prompt_that_leaves_no_room_is_refused(tokens, fits, whose):
     assert "15" in refused.value.limit
 
 
+async def test_workers_that_serve_more_than_the_model_was_made_for_are_believed():
+    """Its rotary scaling may reach further than the positions that its configuration names."""
+    made = await valid(served=model(window=16), workers_window=64, token_ids=pb.TokenIds(ids=[3] * 40))
+    assert made.work.stopping.max_tokens == 24
+
+
 async def test_without_a_window_or_workers_who_name_one_nothing_is_known():
     with pytest.raises(Unavailable) as refused:
         await valid(served=model(window=None))
