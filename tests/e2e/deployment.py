@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ import grpc
 import models
 from protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from state.private_redis import PrivateRedis
+from tests.e2e.forked import Forked
 from tests.e2e.proxy import Proxy
 
 PATIENCE_S = 120.0
@@ -40,8 +40,12 @@ class Process:
         self._asked = False
         self._is_excused = False
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end
-        command = [sys.executable, "-m", module, "--log-format", "json", *arguments]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors)
+        out, written = os.pipe()
+        self._output = open(out, "rb")  # noqa: SIM115 - closed by end
+        try:
+            self._process = Forked(module, ("--log-format", "json", *arguments), written, self._errors.fileno())
+        finally:
+            os.close(written)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -91,13 +95,11 @@ class Process:
             raise AssertionError(f"{self.module} did not end: {self.said()}") from None
         finally:
             self._reader.join(PATIENCE_S)
-            if self._process.stdout:
-                self._process.stdout.close()
+            self._output.close()
             self._errors.close()
 
     def _read(self) -> None:
-        assert self._process.stdout
-        for raw in self._process.stdout:
+        for raw in self._output:
             try:
                 line = json.loads(raw)
             except ValueError:

@@ -154,6 +154,17 @@ async def test_wherever_a_stream_is_cut_both_parts_are_the_whole(
             assert [one for message in part for one in message.delta.logprobs] == whole.logprobs[cut:]
 
 
+async def told_to_its_end(stub: InferenceServiceStub, asking: pb.GenerateRequest, whole: Answer) -> pb.Generation:
+    """What is told of a request once its end is written: that may be later than its last message is read."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            told = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
+            check_beginning(told.result, whole)
+            if told.HasField("expire_time"):
+                return told
+            await asyncio.sleep(0.05)
+
+
 def shortened(extra: pb.GenerateRequest | None = None) -> pb.GenerateRequest:
     made = request()
     made.stopping.max_tokens = SHORT
