@@ -254,7 +254,7 @@ async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> Non
         second, other = open_stub(running.addresses[1])
         async with first, second:
             long, asking = request(), request()
-            long.stopping.max_tokens = asking.stopping.max_tokens = LONG
+            long.stopping.max_tokens = asking.stopping.max_tokens = 2 * TOKENS  # the kill comes within the first third
             whole = await ask(other, long)
             call = one.GenerateStream(asking, timeout=PATIENCE_S)
             begun = await read(call, 5)

@@ -134,18 +134,24 @@ def test_every_option_is_one_that_grpc_knows() -> None:
 
 @pytest.mark.slow
 async def test_pings_during_a_long_silence_do_not_end_the_connection() -> None:
-    """A ping every 10 s, as eager clients are set; a server with gRPC's defaults sends them away."""
-    silence = 62.0
+    """Pings more often than the 10 s of eager clients; a server with gRPC's defaults sends them away, and at the ping
+    after that, ours still has not."""
+    every = 7.0
+    sent_away = asyncio.Event()
 
     async def unary(request: Any, context: Any) -> Any:
-        await asyncio.sleep(silence)
+        await sent_away.wait()
+        await asyncio.sleep(every + 1)
         return pb.GenerateResponse(request_id="answered")
 
     class Plain(inference_pb2_grpc.InferenceServiceServicer):
         async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
             return await unary(request, context)
 
-    pings = (*(o for o in CHANNEL_OPTIONS if o[0] != "grpc.keepalive_time_ms"), ("grpc.keepalive_time_ms", 10_000))
+    pings = (
+        *(o for o in CHANNEL_OPTIONS if o[0] != "grpc.keepalive_time_ms"),
+        ("grpc.keepalive_time_ms", int(every * 1000)),
+    )
     plain = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Plain(), plain)
     port = plain.add_insecure_port("127.0.0.1:0")
@@ -155,7 +161,8 @@ async def test_pings_during_a_long_silence_do_not_end_the_connection() -> None:
             s.script.unary = unary
             ours = s.inference.Generate(pb.GenerateRequest())
             with pytest.raises(grpc.aio.AioRpcError, match="ping"):
-                await inference_pb2_grpc.InferenceServiceStub(channel).Generate(pb.GenerateRequest())
+                await inference_pb2_grpc.InferenceServiceStub(channel).Generate(pb.GenerateRequest(), timeout=120)
+            sent_away.set()
             assert (await ours).request_id == "answered"
     finally:
         await plain.stop(None)
