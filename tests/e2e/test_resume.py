@@ -144,9 +144,7 @@ async def test_wherever_a_stream_is_cut_both_parts_are_the_whole(
         assert parts == (whole.text, whole.ids)
         assert [one for message in begun + again for one in message.delta.logprobs] == whole.logprobs
         for stub in (two.one, two.other):
-            told = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
-            check_beginning(told.result, whole)
-            assert told.last_seq == SHORT
+            assert (await told_to_its_end(stub, asking, whole)).last_seq == SHORT
             part = await rest(stub.ResumeStream(resumed(asking, cut), timeout=PATIENCE_S))
             ids = [id for message in part for id in message.delta.token_ids]
             assert ids == whole.ids[cut:]
@@ -158,7 +156,7 @@ async def told_to_its_end(stub: InferenceServiceStub, asking: pb.GenerateRequest
     """What is told of a request once its end is written: that may be later than its last message is read."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            told = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
+            told: pb.Generation = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
             check_beginning(told.result, whole)
             if told.HasField("expire_time"):
                 return told
