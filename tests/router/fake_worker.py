@@ -135,7 +135,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             model=MODEL,
             layout=layout,
             tokenizer=TOKENIZER,
-            capacity=Capacity(total_blocks=1000, block_tokens=16, window_tokens=4096, max_running=64),
+            capacity=Capacity(total_blocks=1000, block_tokens=16, window_tokens=2048, max_running=64),
             equal_bits=True,
         )
         self.cache = wire.CacheNews()

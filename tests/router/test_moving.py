@@ -255,7 +255,7 @@ async def test_a_worker_that_is_lost_in_its_drain_costs_an_attempt_at_most(store
 async def test_a_taker_that_is_lost_leaves_it_where_it_was_or_costs_an_attempt(store: Store) -> None:
     for steps in range(8):
         async with moving(store, decode="def") as scene:
-            course, expected = await scene.begin(steps, wanted=120)
+            course, expected = await scene.begin(steps, wanted=300)
             await written(course, 3)
             first = scene.at(course)
             others = sorted({*"def"} - {first})

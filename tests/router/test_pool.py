@@ -103,7 +103,7 @@ async def test_the_window_is_the_shortest_of_those_that_can_be_used(store: Store
             assert scene.dispatcher.window_of("another") is None
             await store.workers.remove(Life.of(workers[0].facts.peer))
             await workers[0].stop()
-            await until(lambda: scene.dispatcher.window_of("m") == 4096)
+            await until(lambda: scene.dispatcher.window_of("m") == 2048)
 
 
 async def test_many_at_once_are_spread(store: Store) -> None:
