@@ -248,7 +248,8 @@ def make_work(length: int = 30, wanted: int = 10, *, seed: int = 0, written: lis
 
 def alone(work: wire.Work, *, eos: int | None = None) -> list[int]:
     """What an engine that has nothing else to do writes of it."""
-    device = FakeDevice(block_size=BLOCK, vocab_size=VOCABULARY, eos_token_ids=frozenset(() if eos is None else (eos,)))
+    stops = frozenset(() if eos is None else (eos,))
+    device = FakeDevice(num_blocks=256, block_size=BLOCK, vocab_size=VOCABULARY, eos_token_ids=stops)
     engine = Engine(device)
     engine.add(replace(to_request("alone", work, model=MODEL), park_after=None))
     told: list[int] = []
