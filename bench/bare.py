@@ -14,6 +14,7 @@ import grpc
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as services
 from runtime import shutdown
+from runtime.server import settle_heap
 
 
 class Bare(services.InferenceServiceServicer):
@@ -56,6 +57,7 @@ async def serve(port: int, first_ms: float, step_ms: float) -> None:
     services.add_InferenceServiceServicer_to_server(Bare(first_ms / 1000, step_ms / 1000), server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
+    settle_heap()
     await asked.asked()
     await server.stop(None)
 

@@ -133,23 +133,25 @@ class Engine:
     def _commit(self, plan: StepPlan, result: StepResult, started: float, output: StepOutput) -> None:
         now = self._clock()
         self.forecast.note(plan.decodes, plan.prompts, now - started)
-        sequences, commit, logprobs = self._sequences, self.scheduler.commit, result.logprobs
-        for index, (row, token) in enumerate(zip(plan.rows, result.sampled, strict=True)):
-            request = row.request
+        sequences, commit, tell = self._sequences, self.scheduler.commit, output.tokens.append
+        logprobs, explained, failed = result.logprobs, result.prompt_logprobs, result.failed
+        for index, ((request, tokens, start, end, _, _), token) in enumerate(
+            zip(plan.rows, result.sampled, strict=True)
+        ):
             sequence = sequences[request.id]
             if sequence.timeline.scheduled is None:
                 sequence.timeline.scheduled = started
-                output.begun.append(Begun(request.id, row.start, len(row.tokens), sequence.timeline))
-            if index in result.failed:
-                self._end(sequence, FinishReason.FAILED, detail=result.failed[index])
+                output.begun.append(Begun(request.id, start, len(tokens), sequence.timeline))
+            if failed and index in failed:
+                self._end(sequence, FinishReason.FAILED, detail=failed[index])
                 continue
-            filled = commit(sequence, row.end)
+            filled = commit(sequence, end)
             if filled:
                 self._offer(sequence, filled, output)
-            if index in result.prompt_logprobs:
-                self._explain(sequence, row.start + 1, result.prompt_logprobs[index], output)
+            if explained and index in explained:
+                self._explain(sequence, start + 1, explained[index], output)
             if token is not None:
-                output.tokens.append(Token(request.id, row.end - request.prompt_len, token, logprobs.get(index)))
+                tell(Token(request.id, end - request.prompt_len, token, logprobs.get(index)))
                 if self._append(sequence, token, now):
                     output.parked.append(sequence.id)
 
@@ -165,10 +167,7 @@ class Engine:
     def _append(self, sequence: EngineSequence, token: int, now: float) -> bool:
         """One more token: note its time, then see whether it ends the sequence, or (True) parks it."""
         sequence.tokens.append(token)
-        timeline = sequence.timeline
-        timeline.tokens.append(now)
-        if timeline.first_token is None:
-            timeline.first_token = now
+        sequence.timeline.tokens.append(now)
         request, length = sequence.request, len(sequence.tokens)
         stop, written = request.stop, length - request.prompt_len
         if token in stop.stop_token_ids or (token in self.device.eos_token_ids and not stop.ignore_eos):

@@ -27,11 +27,11 @@ class FlatRows:
     """
 
     rows: Sequence[Row]
-    order: Sequence[int]
+    order: Ints
     starts: Ints
     ends: Ints
     stops: Ints
-    tokens: list[int]
+    tokens: Ints
     positions: Ints
     places: Ints
     table: npt.NDArray[np.int32]
@@ -40,8 +40,8 @@ class FlatRows:
 def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     """Put rows in order and lay them out."""
     count = len(rows)
-    starts = np.fromiter([row.start for row in rows], np.int64, count)
-    ends = np.fromiter([row.end for row in rows], np.int64, count)
+    starts = np.array([row.start for row in rows], np.int64)
+    ends = np.array([row.end for row in rows], np.int64)
     single = ends - starts == 1
     order = np.lexsort((np.where(single, -ends, 0), ~single))
     rows = [rows[index] for index in order.tolist()]
@@ -56,7 +56,7 @@ def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     table = block_table(rows, -(-ends // block_size), blank)
     blocks = table[np.repeat(np.arange(count), lengths), positions // block_size]
     places = blocks.astype(np.int64) * block_size + positions % block_size
-    return FlatRows(rows, order.tolist(), starts, ends, stops, tokens, positions, places, table)
+    return FlatRows(rows, order, starts, ends, stops, np.array(tokens, np.int64), positions, places, table)
 
 
 def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np.int32]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,10 +11,10 @@ import torch
 from engine.attention import attending, calls_made
 from engine.attention.choice import make_attention
 from engine.attention.views import View
-from engine.flat import FlatRows, flatten, spans
+from engine.flat import FlatRows, Ints, flatten, spans
 from engine.kv_store import KvStore
 from engine.plan import Row, StepPlan, StepResult, TokenLogprobs
-from engine.sampler import sample, token_logprobs
+from engine.sampler import highest, sample, token_logprobs
 
 LOGPROB_ROWS = 64
 """Prompt positions whose log-probabilities are made at once (rows x vocabulary x float32)."""
@@ -36,9 +34,9 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """One pass of the model over all rows of the plan."""
         flat = self.flatten(plan.rows)
-        kept = [row.sample if row.request.prompt_logprobs is None else _kept(row) for row in flat.rows]
-        logits = self.forward(flat, torch.from_numpy(spans(flat.stops, np.array(kept, np.int64))))
-        return _Reading(flat, kept, logits).result(self._eos)
+        reading = _Reading(flat)
+        logits = self.forward(flat, torch.from_numpy(spans(flat.stops, reading.kept)))
+        return reading.result(logits, self._eos)
 
     def flatten(self, rows: Sequence[Row]) -> FlatRows:
         """Rows as this model's store lays them out."""
@@ -58,7 +56,7 @@ class ModelRunner:
         nothing = keep.numel() == 0
         kept = (keep.new_zeros(1) if nothing else keep).to(self._device)
         inputs: dict[str, Any] = {
-            "input_ids": torch.tensor([flat.tokens], device=self._device),
+            "input_ids": torch.from_numpy(flat.tokens).to(self._device)[None],
             "position_ids": torch.from_numpy(flat.positions).to(self._device)[None],
             "use_cache": False,
             "logits_to_keep": kept,
@@ -73,70 +71,70 @@ class ModelRunner:
 
 
 class _Reading:
-    """The logits of a step, read row by row; results stand under the row's place in the plan."""
+    """Which logits of a step are needed, and what is read from them; results stand under the row's place in the plan.
 
-    def __init__(self, flat: FlatRows, kept: Sequence[int], logits: torch.Tensor) -> None:
+    kept [n]  of how many of its last positions each row needs them
+    """
+
+    def __init__(self, flat: FlatRows) -> None:
         self._rows = flat.rows
         self._order = flat.order
-        self._stops = list(accumulate(kept))
-        self._kept = kept
-        self._logits = logits
+        self._sampled = np.array([row.sample for row in flat.rows])
+        self._explained = [
+            index
+            for index, row in enumerate(flat.rows)
+            if row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1
+        ]
+        self.kept = self._sampled.astype(np.int64)
+        self.kept[self._explained] = (flat.ends - flat.starts)[self._explained]
+        self._stops = np.cumsum(self.kept)
 
-    def result(self, eos: frozenset[int]) -> StepResult:
-        failed = self._failed()
+    def result(self, logits: torch.Tensor, eos: frozenset[int]) -> StepResult:
+        """Of the logits of all that is kept."""
+        best = highest(logits)
+        sound = best.scores.isfinite()
+        bad = set() if sound.all() else self._bad(sound)
         prompts = {
-            self._order[index]: _prompt_logprobs(row, self._logits[self._stops[index] - self._kept[index] :])
-            for index, row in enumerate(self._rows)
-            if row.request.prompt_logprobs is not None and _explained(row) and self._order[index] not in failed
+            int(self._order[index]): _prompt_logprobs(self._rows[index], self._of(index, logits))
+            for index in self._explained
+            if index not in bad
         }
-        drawing = [index for index, row in enumerate(self._rows) if row.sample]
-        if failed:
-            drawing = [index for index in drawing if self._order[index] not in failed]
-        sampled, logprobs = self._draw(drawing, eos)
+        drawing = np.flatnonzero(self._sampled)
+        if bad:
+            drawing = np.array([index for index in drawing.tolist() if index not in bad], np.int64)
+        sampled, logprobs = self._draw(drawing, logits, best.places, eos)
+        failed = dict.fromkeys(self._order[list(bad)].tolist(), "the model's logits are not finite") if bad else {}
         return StepResult(sampled, logprobs, prompts, failed)
 
-    def _failed(self) -> dict[int, str]:
-        """Rows with logits that are no numbers."""
-        if not len(self._logits):
-            return {}
-        highest = self._logits.amax(-1)
-        if math.isfinite(highest.sum(dtype=torch.float64).item()):
-            return {}
-        finite = torch.isfinite(highest)
-        bad = [
-            index
-            for index, (kept, stop) in enumerate(zip(self._kept, self._stops, strict=True))
-            if not bool(finite[stop - kept : stop].all())
-        ]
-        return {self._order[index]: "the model's logits are not finite" for index in bad}
+    def _of(self, index: int, of: torch.Tensor) -> torch.Tensor:
+        """What of a tensor [kept, ...] belongs to a row."""
+        stop = int(self._stops[index])
+        return of[stop - int(self.kept[index]) : stop]
 
-    def _draw(self, drawing: Sequence[int], eos: frozenset[int]) -> tuple[list[int | None], dict[int, TokenLogprobs]]:
+    def _bad(self, sound: torch.Tensor) -> set[int]:
+        """Rows with logits that are no numbers."""
+        return {index for index in range(len(self._rows)) if not self._of(index, sound).all()}
+
+    def _draw(
+        self, drawing: Ints, logits: torch.Tensor, likeliest: torch.Tensor, eos: frozenset[int]
+    ) -> tuple[list[int | None], dict[int, TokenLogprobs]]:
         """Tokens of the rows ``drawing``, each from the last of its logits, and the log-probabilities asked for."""
-        sampled: list[int | None] = [None] * len(self._rows)
-        if not drawing:
-            return sampled, {}
-        rows = [self._rows[index] for index in drawing]
-        last = [self._stops[index] - 1 for index in drawing]
-        scores = self._logits if len(last) == len(self._logits) else self._logits[last]
-        tokens = sample(rows, scores, eos)
-        for index, token in zip(drawing, tokens, strict=True):
-            sampled[self._order[index]] = token
+        sampled = np.full(len(self._rows), None)
+        if not len(drawing):
+            return sampled.tolist(), {}
+        rows = [self._rows[index] for index in drawing.tolist()]
+        if len(drawing) < len(logits):
+            last = torch.from_numpy(self._stops[drawing] - 1).to(logits.device)
+            logits, likeliest = logits[last], likeliest[last]
+        tokens = sample(rows, logits, eos, likeliest)
+        places = self._order[drawing]
+        sampled[places] = tokens
         told = [at for at, row in enumerate(rows) if row.request.logprobs is not None]
         if not told:
-            return sampled, {}
+            return sampled.tolist(), {}
         counts = [rows[at].request.logprobs or 0 for at in told]
-        entries = token_logprobs(scores[told].float(), [tokens[at] for at in told], counts)
-        return sampled, {self._order[drawing[at]]: entry for at, entry in zip(told, entries, strict=True)}
-
-
-def _explained(row: Row) -> bool:
-    """Whether every position of the row needs logits."""
-    return row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1
-
-
-def _kept(row: Row) -> int:
-    """How many of the row's last positions need logits."""
-    return row.end - row.start if _explained(row) else row.sample
+        entries = token_logprobs(logits[told].float(), [tokens[at] for at in told], counts)
+        return sampled.tolist(), dict(zip(places[told].tolist(), entries, strict=True))
 
 
 def _prompt_logprobs(row: Row, logits: torch.Tensor) -> list[TokenLogprobs]:

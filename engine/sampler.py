@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,17 +31,62 @@ AT_ONCE = 1 << 18
 and their temporaries mapped anew, by each operation."""
 
 
-def sample(rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int]) -> list[int]:
-    """One token for each row; logits [n, vocabulary] are not changed. Source of the draw: ``draw.uniform``."""
-    if all([row.request.plain for row in rows]):  # noqa: C419 - half the time of a generator, every step
-        return _likeliest(logits).tolist()
-    if KERNELS is not None and logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32):
-        return _sample_each(KERNELS, rows, logits, eos)
-    count = max(1, AT_ONCE // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
+class Highest(NamedTuple):
+    """Of each of n rows: its highest score, not a number where one of its scores is none, and the first place of it."""
+
+    scores: torch.Tensor
+    places: torch.Tensor
+
+
+def highest(logits: torch.Tensor) -> Highest:
+    """Of logits [n, vocabulary]."""
+    if KERNELS is None or not _compiled(logits):
+        return _highest(logits)
+    logits = _side_by_side(logits)
+    count, vocabulary = logits.shape
+    found = Highest(torch.empty(count), torch.empty(count, dtype=torch.int64))
+    addresses = logits.data_ptr(), found.scores.data_ptr(), found.places.data_ptr()
+    sizes = count, vocabulary, logits.stride(0)
+    KERNELS.highest(logits.dtype == torch.bfloat16, *addresses, *sizes, torch.get_num_threads())
+    return found
+
+
+def sample(
+    rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int], likeliest: torch.Tensor | None = None
+) -> list[int]:
+    """One token for each row; logits [n, vocabulary] are not changed. Source of the draw: ``draw.uniform``.
+
+    ``likeliest`` [n]: the places of ``highest``, where they are known.
+    """
+    others = [index for index, row in enumerate(rows) if not row.request.plain]
+    if len(others) == len(rows):
+        return _drawn(rows, list(logits), eos)
+    tokens: list[int] = (highest(logits).places if likeliest is None else likeliest).tolist()
+    if others:
+        drawn = _drawn([rows[index] for index in others], [logits[index] for index in others], eos)
+        for index, token in zip(others, drawn, strict=True):
+            tokens[index] = token
+    return tokens
+
+
+def _drawn(rows: Sequence[Row], scores: list[torch.Tensor], eos: frozenset[int]) -> list[int]:
+    """One token for each row, from its scores [vocabulary]."""
+    if KERNELS is not None and _compiled(scores[0]):
+        return _sample_each(KERNELS, rows, scores, eos)
+    count = max(1, AT_ONCE // len(scores[0])) if scores[0].device.type == "cpu" else len(rows)
     tokens: list[int] = []
     for first in range(0, len(rows), count):
-        tokens += _sample(rows[first : first + count], logits[first : first + count], eos)
+        tokens += _sample(rows[first : first + count], torch.stack(scores[first : first + count]), eos)
     return tokens
+
+
+def _compiled(logits: torch.Tensor) -> bool:
+    """Whether kernels, where there are any, are for such logits."""
+    return logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32)
+
+
+def _side_by_side(scores: torch.Tensor) -> torch.Tensor:
+    return scores if scores.stride(-1) == 1 else scores.contiguous()
 
 
 _DRAWN = np.dtype(
@@ -50,47 +96,49 @@ _DRAWN = np.dtype(
 """As in engine/native/sample.h."""
 
 
-def _sample_each(kernels: ModuleType, rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int]) -> list[int]:
+def _sample_each(
+    kernels: ModuleType, rows: Sequence[Row], scores: list[torch.Tensor], eos: frozenset[int]
+) -> list[int]:
     """Compiled. Only rows whose scores are changed are copied."""
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    drawn, changed = np.empty(len(rows), _DRAWN), []
-    for index, row in enumerate(rows):
-        sampling, scores = row.request.sampling, logits[index]
+    drawn, read = np.empty(len(rows), _DRAWN), []
+    for index, (row, given) in enumerate(zip(rows, scores, strict=True)):
+        sampling, here = row.request.sampling, _side_by_side(given)
         if sampling.logit_bias or sampling.penalised or _forbidden(row, eos):
-            scores = scores.to(torch.float32, copy=True)
-            _adjust(row, scores, eos)
-            changed.append(scores)
+            here = here.to(torch.float32, copy=True)
+            _adjust(row, here, eos)
+        read.append(here)  # until they are read
         drawn[index] = (
-            scores.data_ptr(),
-            scores.dtype == torch.bfloat16,
+            here.data_ptr(),
+            here.dtype == torch.bfloat16,
             *(sampling.top_k, sampling.top_p, sampling.min_p),
             *((0.0, 0.0) if sampling.greedy else (sampling.temperature, _number(row))),
         )
     tokens = np.empty(len(rows), np.int64)
     addresses = drawn.ctypes.data, tokens.ctypes.data
-    kernels.draw(*addresses, len(rows), logits.shape[-1], torch.get_num_threads())
+    kernels.draw(*addresses, len(rows), len(scores[0]), torch.get_num_threads())
     found: list[int] = tokens.tolist()
     return found
 
 
-def _sample(rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int]) -> list[int]:
-    scores = logits.to(torch.float32, copy=True)
+def _sample(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int]) -> list[int]:
+    """In tensor operations; scores [n, vocabulary], which are a copy already."""
+    scores = scores.float()
     for index, row in enumerate(rows):
         _adjust(row, scores[index], eos)
-    greedy = _likeliest(scores)
+    greedy = _highest(scores).places
     drawn = [index for index, row in enumerate(rows) if not row.request.sampling.greedy]
     if drawn:
         greedy[drawn] = _draw([rows[index] for index in drawn], scores[drawn])
     return greedy.tolist()
 
 
-def _likeliest(scores: torch.Tensor) -> torch.Tensor:
-    """The place of the highest of scores [n, vocabulary]: [n]. The highest of pieces first, and then within one, for
-    torch finds a maximum many times as fast as the place of one."""
+def _highest(scores: torch.Tensor) -> Highest:
+    """The highest of pieces first, and its place within one then, for torch finds a maximum many times as fast as the
+    place of one."""
     pieces = _pieces(scores, _OFF)
-    piece = pieces.amax(-1).argmax(-1)
-    places: torch.Tensor = piece * PIECE + pieces[torch.arange(len(piece), device=piece.device), piece].argmax(-1)
-    return places
+    most, piece = pieces.amax(-1).max(-1)
+    within = pieces[torch.arange(len(piece), device=piece.device), piece].argmax(-1)
+    return Highest(most, piece * PIECE + within)
 
 
 def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:

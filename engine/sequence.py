@@ -16,10 +16,13 @@ class Timeline:
 
     added: float
     scheduled: float | None = None
-    first_token: float | None = None
     finished: float | None = None
     tokens: array[float] = field(default_factory=lambda: array("d"))
     preemptions: int = 0
+
+    @property
+    def first_token(self) -> float | None:
+        return self.tokens[0] if self.tokens else None
 
 
 class Sequence:

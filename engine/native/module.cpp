@@ -106,6 +106,21 @@ PyObject* py_rotate(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+PyObject* py_highest(PyObject*, PyObject* args) {
+    int half, threads;
+    unsigned long long rows, scores, places;
+    long count, vocabulary, apart;
+    if (!PyArg_ParseTuple(args, "pKKKllli", &half, &rows, &scores, &places, &count, &vocabulary, &apart, &threads))
+        return nullptr;
+    float* found = pointer<float>(scores);
+    int64_t* where = pointer<int64_t>(places);
+    Py_BEGIN_ALLOW_THREADS
+    if (half) highest(pointer<const uint16_t>(rows), found, where, count, vocabulary, apart, threads);
+    else highest(pointer<const float>(rows), found, where, count, vocabulary, apart, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 PyObject* py_draw(PyObject*, PyObject* args) {
     unsigned long long rows, tokens;
     long count, vocabulary;
@@ -124,6 +139,7 @@ PyMethodDef METHODS[] = {
     {"rms_norm", py_rms_norm, METH_VARARGS, nullptr},
     {"gate", py_gate, METH_VARARGS, nullptr},
     {"rotate", py_rotate, METH_VARARGS, nullptr},
+    {"highest", py_highest, METH_VARARGS, nullptr},
     {"draw", py_draw, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,4 +1,4 @@
-// A row's token, drawn from the softmax of its scores. See engine/sampler.py.
+// A row's likeliest token, and its token drawn from the softmax of its scores. See engine/sampler.py.
 //
 //     scores   -> weights, e^((score - highest) / temperature): the highest weighs 1
 //     weights  -> the lowest that top-k, top-p and min-p keep: counts and sums of bins by size, then one bin is sorted
@@ -14,9 +14,58 @@
 
 namespace decant {
 
-constexpr long SHARE = 1024;    // weights of which one sum is kept
+constexpr long SHARE = 1024;    // scores of which one maximum, weights of which one sum is found at a time
 constexpr int FINER = 20;       // a bin: weights with the same exponent and first three bits behind it
 constexpr long BINS = 0x3f800000 >> FINER;  // below that of a weight of 1, which is the highest there is
+
+inline float value(float score) { return score; }
+inline float value(uint16_t score) { return widen(score); }
+
+struct Highest {
+    float score;  // not a number where one of the scores is none
+    long place;   // the first that has it
+};
+
+// Scores are read once, and a second time only the piece that the highest is in.
+template <class E>
+Highest highest(const E* scores, long count) {
+    constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+    float best = LOWEST;
+    long piece = 0;
+    __m256 none = _mm256_setzero_ps();
+    for (long from = 0; from < count; from += SHARE) {
+        long to = std::min(from + SHARE, count), whole = from + (to - from) / 8 * 8;
+        __m256 lanes = _mm256_set1_ps(LOWEST);
+        for (long at = from; at < whole; at += 8) {
+            __m256 eight = wide(scores + at);
+            none = _mm256_or_ps(none, _mm256_cmp_ps(eight, eight, _CMP_UNORD_Q));
+            lanes = _mm256_max_ps(lanes, eight);
+        }
+        float each[8];
+        keep(each, lanes);
+        float most = *std::max_element(each, each + 8);
+        for (long at = whole; at < to; at++) {
+            float one = value(scores[at]);
+            if (one != one) return {one, at};
+            most = std::max(most, one);
+        }
+        if (most > best) best = most, piece = from;
+    }
+    if (_mm256_movemask_ps(none)) return {std::numeric_limits<float>::quiet_NaN(), 0};
+    while (value(scores[piece]) != best) piece++;
+    return {best, piece};
+}
+
+// Of each row of scores, `apart` numbers behind the one before.
+template <class E>
+void highest(const E* rows, float* scores, int64_t* places, long count, long vocabulary, long apart, int threads) {
+    #pragma omp parallel for num_threads(std::clamp<long>(count, 1, threads)) schedule(dynamic, 1)
+    for (long r = 0; r < count; r++) {
+        Highest found = highest(rows + r * apart, vocabulary);
+        scores[r] = found.score;
+        places[r] = found.place;
+    }
+}
 
 // One row and how its token is drawn. As in engine/sampler.py.
 struct Drawn {
@@ -39,31 +88,14 @@ private:
     std::vector<double> ends, mass;
     std::vector<long> held;
 
-    static float value(float score) { return score; }
-    static float value(uint16_t score) { return widen(score); }
-
     template <class E>
     long token(const Drawn& row, const E* scores, long count) {
-        float highest = most(scores, count);
-        if (row.temperature == 0)
-            return std::find_if(scores, scores + count, [=](E score) { return value(score) == highest; }) - scores;
-        weigh(scores, count, highest, float(row.temperature));
+        Highest top = highest(scores, count);
+        if (row.temperature == 0) return top.place;
+        weigh(scores, count, top.score, float(row.temperature));
         float lowest = float(row.min_p);
         if ((0 < row.top_k && row.top_k < count) || row.top_p < 1) lowest = std::max(lowest, cut(row));
         return place(lowest, row.number);
-    }
-
-    template <class E>
-    static float most(const E* scores, long count) {
-        float highest = -std::numeric_limits<float>::infinity();
-        long whole = count / 8 * 8;
-        __m256 lanes = _mm256_set1_ps(highest);
-        for (long at = 0; at < whole; at += 8) lanes = _mm256_max_ps(lanes, wide(scores + at));
-        float each[8];
-        keep(each, lanes);
-        for (float one : each) highest = std::max(highest, one);
-        for (long at = whole; at < count; at++) highest = std::max(highest, value(scores[at]));
-        return highest;
     }
 
     // Noughts fill the last share.
@@ -94,14 +126,14 @@ private:
             mass[bin(weight)] += weight;
         }
         Kept kept{0, std::accumulate(mass.begin(), mass.end(), 0.0)};
-        if (row.top_k > 0) kept = highest(row.top_k);
+        if (row.top_k > 0) kept = first(row.top_k);
         return row.top_p < 1 ? std::max(kept.lowest, likeliest(row.top_p * kept.sum)) : kept.lowest;
     }
 
     struct Kept { float lowest; double sum; };
 
     // The k highest weights, and what equals the last of them. Bin 0 weighs nought: all of it may stay.
-    Kept highest(long k) {
+    Kept first(long k) {
         double sum = 0;
         for (long b = BINS; b > 0; b--) {
             if (held[b] >= k) {

@@ -21,7 +21,7 @@ from engine.native import KERNELS
 from engine.output import Ended, PromptLogprobs, Token
 from engine.plan import Row
 from engine.request import FinishReason, Request, SamplingParams, StopParams
-from engine.sampler import AT_ONCE, PIECE, sample, token_logprobs
+from engine.sampler import AT_ONCE, PIECE, highest, sample, token_logprobs
 from engine.scheduler import Limits
 from tests.engine import tiny
 
@@ -487,6 +487,7 @@ def _greedy(prompts: dict[str, tuple[int, ...]]) -> list[Request]:
     return [tiny.greedy(id, tokens, 10) for id, tokens in prompts.items()]
 
 
+@either_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocabulary", [1, 1023, 1024, 1025, 5000])
 def test_the_likeliest_is_the_first_of_the_highest(vocabulary: int, dtype: torch.dtype) -> None:
@@ -494,4 +495,32 @@ def test_the_likeliest_is_the_first_of_the_highest(vocabulary: int, dtype: torch
     logits[:50] = logits[:50].round()  # many are the highest
     logits[50] = float("-inf")
     rows = [row({"temperature": 0.0}) for _ in range(200)]
-    assert sample(rows, logits, EOS) == [(one == one.max()).nonzero()[0].item() for one in logits]
+    places = [(one == one.max()).nonzero()[0].item() for one in logits]
+    assert sample(rows, logits, EOS) == places
+    found = highest(logits)
+    assert torch.equal(found.scores.to(dtype), logits.amax(-1))
+    assert found.places.tolist() == places
+    assert highest(logits.t().contiguous().t()).places.tolist() == places, "however they lie"
+    assert highest(logits[:0]).places.tolist() == []
+
+
+@either_way
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("none", [float("nan"), float("-nan")])
+def test_a_score_that_is_no_number_is_found_wherever_it_stands(none: float, dtype: torch.dtype) -> None:
+    logits = torch.randn(2100, 2100, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits.fill_diagonal_(none)
+    logits[:, 7] = float("inf")
+    logits[7, 7] = none
+    assert highest(logits).scores.isnan().all()
+    sound = torch.zeros(3, 2100, dtype=dtype)
+    sound[1, 2099], sound[2] = float("inf"), float("-inf")
+    assert highest(sound).scores.tolist() == [0.0, float("inf"), float("-inf")]
+
+
+@either_way
+def test_among_others_a_greedy_row_has_the_place_that_is_known() -> None:
+    logits = logits_of(3, 3)
+    rows = [row({"temperature": 0.0}), row({"temperature": 1.0}, seed=5), row({"temperature": 0.0})]
+    drawn = sample(rows, logits, EOS)
+    assert sample(rows, logits, EOS, torch.tensor([11, 12, 13])) == [11, drawn[1], 13]

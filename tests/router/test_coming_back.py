@@ -233,7 +233,7 @@ async def test_what_no_worker_has_any_more_goes_on_from_what_is_written(store: S
             workers[1].go.set()
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
             await one.dispatcher.close()
-            await until(lambda: two.store_is_done)
+            await until(lambda: one.store_is_done and two.store_is_done)
             found = await store.requests.read(KEY)
             assert (found.epoch, found.attempt, found.state) == (2, 2, Generation.STATE_SUCCEEDED)
 
@@ -425,7 +425,7 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
             assert is_explained(second)
             await one.dispatcher.close()
-            await until(lambda: two.store_is_done)
+            await until(lambda: one.store_is_done and two.store_is_done)
         again = await one.dispatcher.resume(KEY)
         assert again.recorded is not None
         assert len(again.tokens) == 5

@@ -293,7 +293,7 @@ async def test_of_those_that_fail_together_one_is_told_and_none_is_left_over() -
 
 
 PROCESS = """
-import asyncio, sys
+import asyncio, gc, sys
 from runtime import logs
 from runtime.health import Readiness
 from runtime.listening import ServerSettings
@@ -318,6 +318,7 @@ async def main():
     async def warm_up(server):
         pass
     drained = await serve(services(Script(stream=stream)), settings, Readiness(), Registry(), warm_up=warm_up)
+    assert gc.get_freeze_count(), "what it is made of is looked through for garbage"
     return 0 if drained else 1
 
 sys.exit(run(main()))
