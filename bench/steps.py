@@ -21,7 +21,9 @@ from bench.child import Job, Tell
 from bench.metrics import resident
 from bench.ours import Meter, Stopwatch, layers, make_engine, weights
 from engine.attention import NAME
+from engine.engine import Engine
 from engine.errors import InvalidConfig
+from engine.layer import apart
 from engine.linears import PackedLinear
 from engine.model import ModelConfig, ModelDevice, load
 from engine.plan import Device, StepPlan, StepResult
@@ -61,10 +63,12 @@ class Prompted:
 class Profile:
     """Where a step's seconds go: linear layers, attention, the rest of the model, and outside it.
 
-    It costs a few microseconds per layer, so it is made of other steps than those that are timed.
+    A layer that is one compiled call can't be looked into: until ``close`` each runs module by module, with the same
+    kernels, and every watch costs some microseconds. So it is made of other steps than those that are timed.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._joined = apart(model)
         self._watches = {"model": Stopwatch([model]), "linears": Stopwatch(layers(model)), "attention": Stopwatch([])}
 
     def of(self, call: Callable[[], object]) -> dict[str, float]:
@@ -82,6 +86,8 @@ class Profile:
     def close(self) -> None:
         for watch in self._watches.values():
             watch.remove()
+        for module, layer in self._joined:
+            module.forward = layer
 
     @contextmanager
     def _attention(self) -> Iterator[None]:
@@ -146,14 +152,16 @@ def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
 
 
 def _prompt(device: ModelDevice, job: Job) -> dict[str, Any]:
-    """Seconds of a prompt from the first step to its first token, where they went, and the steps it took."""
+    """Seconds of a prompt from its first step to its first token, and the steps; where the seconds of another went."""
     engine = make_engine(device, job.token_budget)
-    meter, profile = Meter(engine, device.model), Profile(device.model)
-    engine.add(_request("prompt", PROMPT, 1, device.vocab_size))
+    meter = Meter(engine, device.model)
     meter.begin()
-    parts = []
-    while engine.scheduler.running or engine.scheduler.waiting:
-        parts.append(profile.of(meter.step))
+    engine.add(_request("prompt", PROMPT, 1, device.vocab_size))
+    _through(engine, meter.step)
+    profile = Profile(device.model)
+    parts: list[dict[str, float]] = []
+    engine.add(_request("another", PROMPT, 1, device.vocab_size))
+    _through(engine, lambda: parts.append(profile.of(engine.step)))
     profile.close()
     return {
         "tokens": PROMPT,
@@ -161,6 +169,11 @@ def _prompt(device: ModelDevice, job: Job) -> dict[str, Any]:
         "schedule": meter.schedule,
         "profile": {part: sum(each[part] for each in parts) for part in parts[0]},
     }
+
+
+def _through(engine: Engine, step: Callable[[], object]) -> None:
+    while engine.has_work:
+        step()
 
 
 @torch.inference_mode()

@@ -24,6 +24,7 @@ class KvStore:
         self.blank = num_blocks  # a block of noughts that nobody owns or writes: what pads a block table
         self._host = self.blocks.view(torch.uint8).numpy() if device.type == "cpu" else None
         self._layers = [self._split(index) for index in range(len(layout.layers))]
+        self._places = np.array([self._lies(index) for index in range(len(layout.layers))], np.int64)
 
     @property
     def block_bytes(self) -> int:
@@ -33,10 +34,15 @@ class KvStore:
     def dtype(self) -> torch.dtype:
         return self._memory.dtype
 
-    @property
-    def address(self) -> int:
-        """Where block 0 begins in memory."""
-        return self._memory.data_ptr()
+    def place(self, layer: int) -> int:
+        """Where it is written how a layer lies in memory; ``Cache`` in engine/native/attention.h."""
+        return self._places.ctypes.data + layer * self._places.strides[0]
+
+    def _lies(self, layer: int) -> tuple[int, ...]:
+        spec, size, keys = self.layout.layers[layer], self.layout.block_size, self.layout.offsets[layer]
+        values = keys + size * spec.kv_heads * spec.key_dim
+        lies = self._memory.data_ptr(), self.layout.block_elements, size, keys, values
+        return *lies, spec.kv_heads, spec.key_dim, spec.value_dim
 
     def _split(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One layer's part of all blocks, and its keys and values, as views of the store."""

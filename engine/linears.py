@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.products import prepare
+from engine.products import Panels, prepare
 
 FIXED_ROWS = 32
 """Rows of every call of a module that is run in pieces of one shape."""
@@ -36,6 +36,11 @@ class PackedLinear(nn.Module):
         self.weight = torch.empty_like(weight, device="meta")  # dtype and shape, for callers that look at them
         self._dtype, self._width = weight.dtype, len(weight)
         self._is_wider = bool(self._width % LANES)
+
+    @property
+    def panels(self) -> Panels | None:
+        """The product by itself, where it is one of ours and as wide as the layer."""
+        return self._product if isinstance(self._product, Panels) and not self._is_wider else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self._dtype:

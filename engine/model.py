@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine import checkpoint, linears, rope, small
+from engine import checkpoint, layer, linears, rope, small
 from engine.attention.paged import TILE
 from engine.checkpoint import DTYPES
 from engine.costs import Costs
@@ -106,6 +106,7 @@ def load(config: ModelConfig) -> ModelDevice:
     if device.type == "cpu":
         linears.pack(model)
         small.fuse(model, dtype)
+        layer.fuse(model, dtype)
     layout = KvLayout(specs, config.block_size, dtype.itemsize)
     if config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)

@@ -35,26 +35,26 @@ def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 
 class Panels:
-    """Our own product. ``out`` is a multiple of PANEL."""
+    """Our own product. ``outputs`` is a multiple of PANEL; ``addresses`` of weight and bias (0: none) in memory."""
 
     def __init__(self, module: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._outputs, self._inner = weight.shape
-        if self._outputs % PANEL:
-            raise ValueError(f"outputs: a multiple of {PANEL}, got {self._outputs}")
+        self.outputs, self.inner = weight.shape
+        if self.outputs % PANEL:
+            raise ValueError(f"outputs: a multiple of {PANEL}, got {self.outputs}")
         self._multiply = module.multiply
         self._half = weight.dtype == torch.bfloat16
         weight = weight.detach().contiguous()
         self._weight = torch.zeros_like(weight)  # as many bytes in another order, aligned to 64 of them
         module.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), *weight.shape)
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self._addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+        self.addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        out = x.new_empty(*x.shape[:-1], self._outputs)
-        rows, panels = x.numel() // self._inner, self._outputs // PANEL
-        addresses = x.data_ptr(), *self._addresses, out.data_ptr()
-        self._multiply(self._half, *addresses, rows, self._inner, panels, torch.get_num_threads())
+        out = x.new_empty(*x.shape[:-1], self.outputs)
+        rows, panels = x.numel() // self.inner, self.outputs // PANEL
+        addresses = x.data_ptr(), *self.addresses, out.data_ptr()
+        self._multiply(self._half, *addresses, rows, self.inner, panels, torch.get_num_threads())
         return out
 
 

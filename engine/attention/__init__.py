@@ -66,6 +66,17 @@ def calls_made() -> int:
     return _current.calls
 
 
+def current() -> Attender | None:
+    """What this thread made current."""
+    return _current.attender
+
+
+def take_turn() -> int:
+    """The layer whose attention is called now; the next call is the next layer's."""
+    _current.calls += 1
+    return _current.calls - 1
+
+
 def _forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -79,7 +90,7 @@ def _forward(
         raise RuntimeError("the attention named 'decant' was called outside an engine's step")
     scaling = options.get("scaling")
     call = AttentionCall(
-        layer=_current.calls,
+        layer=take_turn(),
         query=query,
         key=key,
         value=value,
@@ -88,7 +99,6 @@ def _forward(
         sinks=options.get("s_aux"),
         mask=attention_mask,
     )
-    _current.calls += 1
     return attender.attend(call), None
 
 

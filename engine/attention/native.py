@@ -19,14 +19,6 @@ from engine.flat import FlatRows
 from engine.kv_store import KvStore
 
 
-class _Cache(ctypes.Structure):
-    _fields_ = (
-        ("memory", ctypes.c_void_p),
-        *[(name, ctypes.c_int64) for name in ("block_stride", "block_size", "keys", "values")],
-        *[(name, ctypes.c_int64) for name in ("kv_heads", "key_dim", "value_dim")],
-    )
-
-
 class _Step(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("first_row", "start", "count", "table")],
@@ -67,18 +59,20 @@ class NativeAttention:
             )
         ]
         self._step = _Step(*[array.ctypes.data for array in self._arrays], *flat.table.shape)
+        self._step_address = ctypes.addressof(self._step)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim], of the query's dtype."""
-        dtype, cache = self._store.dtype, self._cache(call.layer)
+        dtype = self._store.dtype
         query, key, value = _side_by_side(call.query), _side_by_side(call.key, dtype), _side_by_side(call.value, dtype)
         _, heads, tokens, _ = query.shape
         out = query.new_empty(1, tokens, heads, value.shape[3])
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        cache, step, visible = self.addresses(call.layer)
         said = _Call(
             *(part.data_ptr() for part in (query, key, value, out)),
             None if sinks is None else sinks.data_ptr(),
-            self._first_visible(self._views[call.layer]).data_ptr(),
+            visible,
             *query.stride()[2:0:-1],
             *key.stride()[2:0:-1],
             *value.stride()[2:0:-1],
@@ -89,27 +83,19 @@ class NativeAttention:
         self._kernels.attend(
             dtype == torch.bfloat16,
             query.dtype == torch.bfloat16,
-            *(ctypes.addressof(part) for part in (cache, self._step, said)),
+            *(cache, step, ctypes.addressof(said)),
             torch.get_num_threads(),
         )
         return out
 
-    def _cache(self, layer: int) -> _Cache:
-        layout, spec = self._store.layout, self._store.layout.layers[layer]
-        keys = layout.offsets[layer]
-        return _Cache(
-            self._store.address,
-            layout.block_elements,
-            layout.block_size,
-            keys,
-            keys + layout.block_size * spec.kv_heads * spec.key_dim,
-            *(spec.kv_heads, spec.key_dim, spec.value_dim),
-        )
+    def addresses(self, layer: int) -> tuple[int, int, int]:
+        """Of what a layer's attention needs: its part of the blocks, the step, and what each token sees first."""
+        return self._store.place(layer), self._step_address, self._first_visible(self._views[layer])
 
-    def _first_visible(self, view: View) -> torch.Tensor:
+    def _first_visible(self, view: View) -> int:
         if view not in self._visible:
             self._visible[view] = view.first(self._positions).contiguous()
-        return self._visible[view]
+        return self._visible[view].data_ptr()
 
 
 def _side_by_side(part: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,10 +1,24 @@
-"""Addresses are of contiguous memory; see product.h, attention.h, small.h and sample.h for what lies there."""
+"""Addresses are of contiguous memory; see product.h, attention.h, layer.h, small.h and sample.h for what lies there."""
 
 def pack(half: bool, weight: int, packed: int, outputs: int, inner: int, /) -> None: ...
 def multiply(
     half: bool, x: int, packed: int, bias: int, out: int, rows: int, inner: int, panels: int, threads: int, /
 ) -> None: ...
 def attend(half_cache: bool, half_query: bool, cache: int, step: int, call: int, threads: int, /) -> None: ...
+def layer(
+    half: bool,
+    layer: int,
+    cache: int,
+    step: int,
+    x: int,
+    cos: int,
+    sin: int,
+    visible: int,
+    out: int,
+    tokens: int,
+    threads: int,
+    /,
+) -> None: ...
 def rms_norm(half: bool, x: int, weight: int, out: int, rows: int, width: int, eps: float, threads: int, /) -> None: ...
 def gate(half: bool, gate: int, up: int, out: int, rows: int, width: int, stride: int, threads: int, /) -> None: ...
 def rotate(

@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "attention.h"
+#include "layer.h"
 #include "product.h"
 #include "sample.h"
 #include "small.h"
@@ -53,6 +54,33 @@ PyObject* py_attend(PyObject*, PyObject* args) {
     Py_BEGIN_ALLOW_THREADS
     if (half_cache) Attention<BFloat16>(c, s, one, half_query).run(threads);
     else Attention<Float32>(c, s, one, half_query).run(threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+template <class T>
+void run_layer(const Layer& layer, const Cache& cache, const Step& step, const unsigned long long* at, long tokens,
+               int threads) {
+    using E = typename T::Element;
+    static thread_local std::vector<E> memory;  // taken once, as much as the longest step needs
+    DecoderLayer<T>(layer, tokens, threads)
+        .run(cache, step, pointer<const E>(at[0]), pointer<const E>(at[1]), pointer<const E>(at[2]),
+             pointer<const int64_t>(at[3]), pointer<E>(at[4]), memory);
+}
+
+PyObject* py_layer(PyObject*, PyObject* args) {
+    int half, threads;
+    unsigned long long layer, cache, step, at[5];  // x, cos, sin, visible, out
+    long tokens;
+    if (!PyArg_ParseTuple(args, "pKKKKKKKKli", &half, &layer, &cache, &step, &at[0], &at[1], &at[2], &at[3], &at[4],
+                          &tokens, &threads))
+        return nullptr;
+    const Layer& one = *pointer<const Layer>(layer);
+    const Cache& c = *pointer<const Cache>(cache);
+    const Step& s = *pointer<const Step>(step);
+    Py_BEGIN_ALLOW_THREADS
+    if (half) run_layer<BFloat16>(one, c, s, at, tokens, threads);
+    else run_layer<Float32>(one, c, s, at, tokens, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -136,6 +164,7 @@ PyMethodDef METHODS[] = {
     {"pack", py_pack, METH_VARARGS, nullptr},
     {"multiply", py_multiply, METH_VARARGS, nullptr},
     {"attend", py_attend, METH_VARARGS, nullptr},
+    {"layer", py_layer, METH_VARARGS, nullptr},
     {"rms_norm", py_rms_norm, METH_VARARGS, nullptr},
     {"gate", py_gate, METH_VARARGS, nullptr},
     {"rotate", py_rotate, METH_VARARGS, nullptr},

@@ -106,4 +106,15 @@ void rotate(const E* x, const E* cos, const E* sin, E* out, long tokens, long he
     });
 }
 
+// x + y, rounded; `out` may be either.
+template <class E>
+void add(const E* x, const E* y, E* out, long rows, long width, long threads) {
+    each_row(rows, width, threads, [=](long r) {
+        by_eight(width, [&](long at, long count) {
+            long place = r * width + at;
+            keep_some(out + place, _mm256_add_ps(some(x + place, count), some(y + place, count)), count);
+        });
+    });
+}
+
 }  // namespace decant

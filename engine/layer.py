@@ -1,0 +1,219 @@
+"""A decoder layer in one compiled call, where it is shown to be the same: norm, attention, norm, gated layer.
+
+Its linear layers, norms, rotation and attention are compiled already. What is left between them is the interpreter's:
+some forty calls a layer, and their code has to come back into caches through which the layer's weights have just gone.
+For one sequence that takes as long as a fifth of the weights.
+
+    transformers' layer          __call__ -> norm -> q, k, v -> views -> rotation -> attention -> o -> + -> norm -> ...
+    the same, in one             __call__ -> kernels.layer (engine/native/layer.h)
+
+A layer is told by its parts, and tried: both run over the same rows and empty blocks, and the answers and what lies in
+the blocks must be the same bits. It keeps its modules; only its ``forward`` is another, which still takes whatever it
+can't do itself to the layer's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention import Attender, AttentionCall, attending, current, take_turn
+from engine.attention.native import NativeAttention
+from engine.attention.views import View
+from engine.flat import flatten
+from engine.kv_layout import KvLayout, LayerSpec
+from engine.kv_store import KvStore
+from engine.linears import PackedLinear
+from engine.native import KERNELS
+from engine.plan import Row
+from engine.products import Panels
+from engine.request import Request
+from engine.small import ROOM, TRIED_ON, GatedMlp, RmsNorm
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NORMS = ("input_layernorm", "q_norm", "k_norm", "post_attention_layernorm")
+OPTIONAL = ("q_norm", "k_norm")
+"""What the parts are called in nearly all models."""
+
+TRIAL_BLOCK = 16
+"""Slots of the block that a trial writes to."""
+
+Forward = Callable[..., Any]
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_double))
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
+        *[(name, ctypes.c_int64) for name in ("inner", "outputs")],
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *[(name, _Norm) for name in NORMS],
+        *[(name, _Linear) for name in LINEARS],
+        *[(name, ctypes.c_int64) for name in ("heads", "kv_heads", "width")],
+        *[(name, ctypes.c_double) for name in ("scaling", "softcap")],
+    )
+
+
+class Layer:
+    """The forward of a decoder layer: hidden [1, T, hidden] -> the same."""
+
+    def __init__(self, kernels: ModuleType, theirs: Forward, parts: _Parts, call: AttentionCall) -> None:
+        self._kernel = kernels.layer
+        self.theirs = theirs
+        self._parts = parts  # whose memory is read
+        self.dtype, self.width = call.query.dtype, call.query.shape[3]
+        self._said = _Layer(
+            *[_Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.eps) for norm in parts.norms],
+            *[_Linear(*panels.addresses, panels.inner, panels.outputs) for panels in parts.panels],
+            *(call.query.shape[1], call.key.shape[1], self.width),
+            call.scaling,
+            call.softcap or 0.0,
+        )
+        self._address = ctypes.addressof(self._said)
+
+    def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
+        attender, angles = current(), named.get("position_embeddings")
+        if (
+            more
+            or angles is None
+            or named.get("past_key_values") is not None
+            or not isinstance(attender, NativeAttention)
+            or not self._fits(hidden_states, *angles)
+        ):
+            return self.theirs(hidden_states, *more, **named)
+        cos, sin = angles
+        out = torch.empty_like(hidden_states)
+        cache, step, visible = attender.addresses(take_turn())
+        rows = [part.data_ptr() for part in (hidden_states, cos, sin)]
+        threads = torch.get_num_threads()
+        half, tokens = self.dtype == torch.bfloat16, hidden_states.shape[1]
+        self._kernel(half, self._address, cache, step, *rows, visible, out.data_ptr(), tokens, threads)
+        return out
+
+    def _fits(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Whether all lies as the kernel reads it."""
+        laid_out = (1, hidden.shape[1], self.width)
+        return (
+            len(hidden) == 1
+            and cos.shape == sin.shape == laid_out
+            and hidden.dtype == cos.dtype == sin.dtype == self.dtype
+            and hidden.is_contiguous()
+            and cos.is_contiguous()
+            and sin.is_contiguous()
+        )
+
+
+class _Parts:
+    """Of a module that may be such a layer. Raises LookupError where one is missing, or of another kind."""
+
+    def __init__(self, module: nn.Module) -> None:
+        children = dict(module.named_children())
+        found = {name: part for child in children.values() for name, part in child.named_children()} | children
+        if not any(isinstance(child, GatedMlp) for child in children.values()):
+            raise LookupError("its gated layer is another")
+        self.norms = [_norm(found.get(name) if name in OPTIONAL else found[name]) for name in NORMS]
+        self.panels = [_panels(found[name]) for name in LINEARS]
+
+
+def _norm(part: nn.Module | None) -> RmsNorm | None:
+    if part is not None and not isinstance(part, RmsNorm):
+        raise LookupError("a norm of another kind")
+    return part
+
+
+def _panels(part: nn.Module) -> Panels:
+    panels = part.panels if isinstance(part, PackedLinear) else None
+    if panels is None:
+        raise LookupError("a linear layer of another kind")
+    return panels
+
+
+def fuse(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give every decoder layer that does what ours does our forward; after ``small.fuse``."""
+    if KERNELS is None or dtype not in ROOM:
+        return
+    for module in model.modules():
+        try:
+            parts = _Parts(module)
+        except LookupError:
+            continue
+        if (ours := _tried(module, parts, dtype)) is not None:
+            module.forward = ours
+
+
+def apart(model: nn.Module) -> list[tuple[nn.Module, Layer]]:
+    """Have all layers run module by module again; ``module.forward = layer`` joins each that is answered."""
+    joined = [(module, module.forward) for module in model.modules() if isinstance(module.forward, Layer)]
+    for module, layer in joined:
+        module.forward = layer.theirs
+    return joined
+
+
+class _Noting:
+    """Attends, and keeps the call."""
+
+    def __init__(self, attender: Attender) -> None:
+        self._attender = attender
+        self.call: AttentionCall | None = None
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.call = call
+        return self._attender.attend(call)
+
+
+class _Trial:
+    """Rows of small, usual and large numbers, to go through a layer over empty blocks."""
+
+    def __init__(self, hidden: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+        count = len(TRIED_ON)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(1, count, hidden, generator=generator) * torch.tensor(TRIED_ON)[:, None]
+        self._rows = rows.to(dtype)
+        self._angles = tuple(torch.randn(1, count, width, generator=generator).to(dtype) for _ in range(2))
+        self._layout = KvLayout((LayerSpec(kv_heads, width, width),), TRIAL_BLOCK, dtype.itemsize)
+        tokens = list(range(count))
+        self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, array("i", [0]), True)]
+
+    def of(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
+        """What it answers, the blocks after it, and its call of attention where that was seen."""
+        assert KERNELS is not None
+        store = KvStore(self._layout, 1, self._rows.dtype, self._rows.device)
+        step = NativeAttention(KERNELS, store, [View()], flatten(self._step, TRIAL_BLOCK, store.blank))
+        noting = _Noting(step)
+        with attending(step if isinstance(forward, Layer) else noting):
+            answer = forward(self._rows, attention_mask=None, position_embeddings=self._angles, use_cache=False)
+        return answer, store.blocks, noting.call
+
+
+@torch.inference_mode()
+def _tried(module: nn.Module, parts: _Parts, dtype: torch.dtype) -> Layer | None:
+    """Our layer, where it gives the same bits as the module and leaves the same in the blocks."""
+    assert KERNELS is not None
+    theirs, key = module.forward, parts.panels[1]
+    widths: list[Any] = [getattr(part, "head_dim", None) for part in module.children()]
+    width = next((width for width in widths if isinstance(width, int)), 0)
+    if not width or key.outputs % width:
+        return None
+    trial = _Trial(key.inner, key.outputs // width, width, dtype)
+    try:
+        expected, blocks, call = trial.of(theirs)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it wants other arguments
+        return None
+    if not isinstance(expected, torch.Tensor) or call is None or call.sinks is not None:
+        return None
+    ours = Layer(KERNELS, theirs, parts, call)
+    answer, written, _ = trial.of(ours)
+    return ours if torch.equal(answer, expected) and torch.equal(written, blocks) else None

@@ -1,0 +1,90 @@
+// A decoder layer in one call. See engine/layer.py.
+//
+//     x -> norm -> query, key, value -> (norm) -> rotation -> attention over blocks -> out -> + x
+//       -> norm -> gate, up -> silu(gate) * up -> down -> + what was there
+//
+// Its parts are those that the layer calls one by one otherwise, so its bits are theirs.
+#pragma once
+
+#include <type_traits>
+#include <vector>
+
+#include "attention.h"
+#include "product.h"
+#include "small.h"
+
+namespace decant {
+
+struct Norm {
+    const void* weight;  // null: there is none
+    double eps;
+};
+
+struct Linear {
+    const void* weight;
+    const float* bias;
+    int64_t inner, outputs;
+};
+
+// As in engine/layer.py.
+struct Layer {
+    Norm before, query_norm, key_norm, after;
+    Linear query, key, value, out, gate, up, down;
+    int64_t heads, kv_heads, width;
+    double scaling, softcap;
+};
+
+template <class T>
+class DecoderLayer {
+    using E = typename T::Element;
+
+public:
+    DecoderLayer(const Layer& layer, long tokens, int threads) : layer(layer), tokens(tokens), threads(threads) {}
+
+    // x, out [tokens, hidden]; cos, sin [tokens, width]; visible [tokens]. What lies in `memory` is overwritten.
+    void run(const Cache& cache, const Step& step, const E* x, const E* cos, const E* sin, const int64_t* visible, E* out,
+             std::vector<E>& memory) const {
+        long hidden = layer.query.inner, heads = layer.query.outputs, kv = layer.key.outputs;
+        memory.resize(tokens * (hidden + std::max(2 * heads + 3 * kv, 2 * layer.gate.outputs)));
+        E* row = memory.data();
+        E *query = row + tokens * hidden, *turned = query + tokens * heads;
+        E *key = turned + tokens * heads, *turned_key = key + tokens * kv, *value = turned_key + tokens * kv;
+        norm(layer.before, x, row, tokens, hidden);
+        multiply(layer.query, row, query);
+        multiply(layer.key, row, key);
+        multiply(layer.value, row, value);
+        norm(layer.query_norm, query, query, tokens * layer.heads, layer.width);
+        norm(layer.key_norm, key, key, tokens * layer.kv_heads, layer.width);
+        rotate(query, cos, sin, turned, tokens, layer.heads, layer.width, heads, layer.width, threads);
+        rotate(key, cos, sin, turned_key, tokens, layer.kv_heads, layer.width, kv, layer.width, threads);
+        Call call{turned, turned_key, value, query, nullptr, visible, heads, layer.width, kv, layer.width, kv, layer.width,
+                  layer.heads, float(layer.scaling), float(layer.softcap)};
+        Attention<T>(cache, step, call, std::is_same_v<T, BFloat16>).run(threads);
+        multiply(layer.out, query, row);
+        add(x, row, out, tokens, hidden, threads);
+
+        E *open = query, *up = open + tokens * layer.gate.outputs;
+        norm(layer.after, out, row, tokens, hidden);
+        multiply(layer.gate, row, open);
+        multiply(layer.up, row, up);
+        gate(open, up, open, tokens, layer.gate.outputs, layer.gate.outputs, threads);
+        multiply(layer.down, open, row);
+        add(out, row, out, tokens, hidden, threads);
+    }
+
+private:
+    const Layer& layer;
+    const long tokens;
+    const int threads;
+
+    void norm(const Norm& by, const E* x, E* out, long rows, long width) const {
+        if (by.weight) rms_norm(x, static_cast<const E*>(by.weight), out, rows, width, float(by.eps), threads);
+    }
+
+    void multiply(const Linear& by, const E* x, E* out) const {
+        auto* weight = static_cast<const typename T::Word*>(by.weight);
+        Product<T>{x, weight, by.bias, out, tokens, by.inner, by.outputs / WIDTH}.run(threads);
+    }
+};
+
+}  // namespace decant

@@ -1,0 +1,194 @@
+"""Decoder layers in one call: the bits of their parts. What is another layer, or is called otherwise, is left alone."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import engine.layer
+from engine.attention import attending
+from engine.attention.choice import make_attention
+from engine.attention.views import View
+from engine.layer import Layer, apart
+from engine.model import ModelConfig, ModelDevice, load
+from engine.native import KERNELS
+from engine.plan import Row
+from engine.products import _PANELS
+from engine.request import Request
+from tests.engine import tiny
+
+pytestmark = pytest.mark.skipif(
+    KERNELS is None or _PANELS is None, reason="linear layers are not ours on this CPU, or no compiler was here"
+)
+
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""As wide as vector loops want it; all real models are."""
+JOINED = ["llama", "mistral", "qwen2", "qwen3", "granite"]
+"""Plain; with windows; with biases; with norms of queries and keys; with a scale of its own."""
+STEPS = [[("a", 0, 33)], [("b", 0, 5)], [("a", 33, 34), ("b", 5, 40)], [("a", 34, 35), ("b", 40, 41)]]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def device_of(folder: Path, name: str, dtype: str = "float32", **changes: Any) -> ModelDevice:
+    tiny.save(tiny.config(name, **{**WIDE, **changes}), folder)
+    return load(ModelConfig(str(folder), dtype=dtype, device="cpu", kv_bytes=4 << 20))
+
+
+def joined(device: ModelDevice) -> list[Layer]:
+    return [module.forward for module in device.model.modules() if isinstance(module.forward, Layer)]
+
+
+def row(tokens: list[int], start: int, end: int, blocks: array[int]) -> Row:
+    return Row(Request("r", tuple(tokens)), tokens, start, end, blocks, True)
+
+
+@torch.inference_mode()
+def written(device: ModelDevice) -> list[torch.Tensor]:
+    """The logits of all steps, and the blocks after them."""
+    device.store.blocks.zero_()
+    tokens = {id: list(tiny.prompt(50, seed)) for seed, id in enumerate("ab")}
+    blocks = {"a": array("i", [3, 1, 5, 7]), "b": array("i", [2, 0, 4, 6])}
+    found = []
+    for step in STEPS:
+        rows = [
+            Row(Request(id, tuple(tokens[id])), tokens[id], start, end, blocks[id], True) for id, start, end in step
+        ]
+        rows.sort(key=lambda row: row.end - row.start > 1)
+        found.append(device.runner.logits(rows, torch.arange(sum(row.end - row.start for row in rows))).clone())
+    return [*found, device.store.blocks.clone()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", JOINED)
+def test_a_layer_in_one_call_has_the_bits_of_its_parts(name: str, dtype: str, tmp_path: Path) -> None:
+    device = device_of(tmp_path, name, dtype, **({"residual_multiplier": 1.0} if name == "granite" else {}))
+    assert len(joined(device)) == 2
+    whole = written(device)
+    assert equal(written(device), whole), "what lies in its memory from before is not seen"
+    torch.set_num_threads(3 - torch.get_num_threads())
+    assert equal(written(device), whole), "with other threads"
+    layers = apart(device.model)
+    assert not joined(device)
+    assert equal(written(device), whole)
+    for module, layer in layers:
+        module.forward = layer
+    assert len(joined(device)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("granite", {"residual_multiplier": 0.5}),  # the same parts, another sum
+        ("gemma2", {}),  # norms of another kind, and more of them
+        ("phi3", {}),  # queries, keys and values in one
+        ("gpt2", {}),
+        ("mixtral", {}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"intermediate_size": 100}),  # its rows are wider than it
+    ],
+)
+def test_another_layer_stays_as_it_is(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    made = tiny.config(name)
+    known = {key: value for key, value in {**WIDE, **changes}.items() if hasattr(made, key)}
+    tiny.save(tiny.config(name, **known), tmp_path)
+    assert not joined(load(ModelConfig(str(tmp_path), dtype="float32", device="cpu", kv_bytes=4 << 20)))
+
+
+@pytest.mark.parametrize("wrong", ["answer", "blocks"])
+def test_a_layer_that_would_answer_otherwise_is_not_taken(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last bit of one number is enough."""
+    assert KERNELS is not None
+    right = KERNELS.layer
+
+    def layer(*arguments: int) -> None:
+        right(*arguments)
+        address = arguments[8] if wrong == "answer" else _first(arguments[2])
+        _flip(address)
+
+    monkeypatch.setattr(engine.layer, "KERNELS", SimpleNamespace(layer=layer, attend=KERNELS.attend))
+    assert not joined(device_of(tmp_path, "llama"))
+
+
+def _first(cache: int) -> int:
+    """Where the memory of the blocks begins, by what the kernel is told of them."""
+    return ctypes.c_int64.from_address(cache).value
+
+
+def _flip(address: int) -> None:
+    word = ctypes.c_uint32.from_address(address)
+    word.value ^= 1
+
+
+Called = tuple[tuple[Any, ...], dict[str, Any]]
+PLAIN = "as in a step"
+
+
+def calls(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Called]:
+    """As a step calls a layer, and otherwise."""
+    cos, sin = angles
+    return {
+        PLAIN: ((x,), {"position_embeddings": angles}),
+        "two at once": ((x.expand(2, -1, -1),), {"position_embeddings": angles}),
+        "another dtype": ((x.double(),), {"position_embeddings": angles}),
+        "angles in another dtype": ((x,), {"position_embeddings": (cos.double(), sin)}),
+        "not side by side": ((x.mT.contiguous().mT,), {"position_embeddings": angles}),
+        "angles that are not": ((x,), {"position_embeddings": (cos, sin.mT.contiguous().mT)}),
+        "fewer angles": ((x,), {"position_embeddings": (cos[:, :1], sin[:, :1])}),
+        "narrower angles": ((x,), {"position_embeddings": (cos[..., :16], sin[..., :16])}),
+        "no angles": ((x,), {}),
+        "in order": ((x, None), {"position_embeddings": angles}),
+        "a cache": ((x,), {"position_embeddings": angles, "past_key_values": object()}),
+    }
+
+
+@torch.inference_mode()
+def test_what_it_is_not_made_for_goes_to_the_layers_own(tmp_path: Path) -> None:
+    device = device_of(tmp_path, "llama")
+    layer = joined(device)[0]
+    seen: list[Called] = []
+
+    def theirs(*given: Any, **named: Any) -> str:
+        seen.append((given, named))
+        return "theirs"
+
+    layer.theirs = theirs
+    flat = device.runner.flatten([row([1, 2, 3], 0, 3, array("i", [0]))])
+    for name, (given, named) in calls(torch.randn(1, 3, 128), (torch.randn(1, 3, 32), torch.randn(1, 3, 32))).items():
+        seen.clear()
+        with attending(make_attention(device.store, [View(), View()], flat)):
+            answer = layer(*given, **named)
+        assert (answer == "theirs") == (name != PLAIN), name
+        assert seen == ([] if name == PLAIN else [(given, named)]), name
+
+
+def test_where_attention_is_not_compiled_layers_go_by_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_of(tmp_path, "llama")
+    whole = written(device)
+    monkeypatch.setattr("engine.attention.choice.KERNELS", None)
+    for ours, theirs in zip(whole, written(device), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
