@@ -50,9 +50,7 @@ public:
         E *query = row + tokens * hidden, *turned = query + tokens * heads;
         E *key = turned + tokens * heads, *turned_key = key + tokens * kv, *value = turned_key + tokens * kv;
         norm(layer.before, x, row, tokens, hidden);
-        multiply(layer.query, row, query);
-        multiply(layer.key, row, key);
-        multiply(layer.value, row, value);
+        multiply_all<T, 3>({by(layer.query, row, query), by(layer.key, row, key), by(layer.value, row, value)}, threads);
         norm(layer.query_norm, query, query, tokens * layer.heads, layer.width);
         norm(layer.key_norm, key, key, tokens * layer.kv_heads, layer.width);
         rotate(query, cos, sin, turned, tokens, layer.heads, layer.width, heads, layer.width, threads);
@@ -60,15 +58,14 @@ public:
         Call call{turned, turned_key, value, query, nullptr, visible, heads, layer.width, kv, layer.width, kv, layer.width,
                   layer.heads, float(layer.scaling), float(layer.softcap)};
         Attention<T>(cache, step, call, std::is_same_v<T, BFloat16>).run(threads);
-        multiply(layer.out, query, row);
+        by(layer.out, query, row).run(threads);
         add(x, row, out, tokens, hidden, threads);
 
         E *open = query, *up = open + tokens * layer.gate.outputs;
         norm(layer.after, out, row, tokens, hidden);
-        multiply(layer.gate, row, open);
-        multiply(layer.up, row, up);
+        multiply_all<T, 2>({by(layer.gate, row, open), by(layer.up, row, up)}, threads);
         gate(open, up, open, tokens, layer.gate.outputs, layer.gate.outputs, threads);
-        multiply(layer.down, open, row);
+        by(layer.down, open, row).run(threads);
         add(out, row, out, tokens, hidden, threads);
     }
 
@@ -81,9 +78,9 @@ private:
         if (by.weight) rms_norm(x, static_cast<const E*>(by.weight), out, rows, width, float(by.eps), threads);
     }
 
-    void multiply(const Linear& by, const E* x, E* out) const {
-        auto* weight = static_cast<const typename T::Word*>(by.weight);
-        Product<T>{x, weight, by.bias, out, tokens, by.inner, by.outputs / WIDTH}.run(threads);
+    Product<T> by(const Linear& linear, const E* x, E* out) const {
+        auto* weight = static_cast<const typename T::Word*>(linear.weight);
+        return {x, weight, linear.bias, out, tokens, linear.inner, linear.outputs / WIDTH};
     }
 };
 

@@ -1,6 +1,7 @@
 // A linear layer: rows times a weight that was packed once. See engine/products.py.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "tile.h"
@@ -10,6 +11,12 @@ namespace decant {
 constexpr long TOGETHER = 4;         // panels that rows go through before the next rows do
 constexpr long CACHED = 384 * 1024;  // bytes of rows that stay in the second level cache while panels go by
 constexpr long WORTH = 1 << 16;      // sums that are worth waking a thread for
+
+template <class T>
+struct Product;
+
+template <class T, size_t N>
+void multiply_all(const std::array<Product<T>, N>& products, long threads);
 
 template <class T>
 struct Product {
@@ -44,12 +51,26 @@ struct Product {
         }
     }
 
-    void run(long threads) const {
-        threads = std::clamp(rows * inner * panels * WIDTH / WORTH, 1L, threads);
-        #pragma omp parallel for num_threads(threads) schedule(static, 1)
-        for (long t = 0; t < threads; t++) share(panels * t / threads, panels * (t + 1) / threads);
-    }
+    long work() const { return rows * inner * panels * WIDTH; }
+
+    void run(long threads) const { multiply_all<T, 1>({*this}, threads); }
 };
+
+// Products of a kind, as if their panels stood in a row: threads wait for each other once.
+template <class T, size_t N>
+void multiply_all(const std::array<Product<T>, N>& products, long threads) {
+    long panels = 0, work = 0;
+    for (auto& product : products) panels += product.panels, work += product.work();
+    threads = std::clamp(work / WORTH, 1L, threads);
+    #pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (long t = 0; t < threads; t++) {
+        long first = panels * t / threads, end = panels * (t + 1) / threads;
+        for (auto& product : products) {
+            if (first < product.panels && end > 0) product.share(std::max(first, 0L), std::min(end, product.panels));
+            first -= product.panels, end -= product.panels;
+        }
+    }
+}
 
 // A weight [outputs, inner] into panels that are noughts.
 template <class T>
