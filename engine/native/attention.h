@@ -128,9 +128,9 @@ private:
         std::fill_n(scratch.out.begin(), rows * panels * WIDTH, 0.0f);
         long first = *std::min_element(call.visible + token, call.visible + token + item.count);
         for (long base = first / TILE * TILE; base < end; base += TILE) {
-            lay_out(item, base, std::min(TILE, end - base), scratch);
-            multiply<Float32>(scratch.query.data(), rows, cache.key_dim, scratch.keys, TILE / WIDTH,
-                              scratch.scores.data(), TILE);
+            long count = std::min(TILE, end - base), seen = (count + WIDTH - 1) / WIDTH;
+            lay_out(item, base, count, scratch);
+            multiply<Float32>(scratch.query.data(), rows, cache.key_dim, scratch.keys, seen, scratch.scores.data(), TILE);
             for (long r = 0; r < rows; r++)
                 weigh(r, base, position + r / group, call.visible[token + r / group], scratch);
             multiply<Float32>(scratch.scores.data(), rows, TILE, scratch.values, panels, scratch.sums.data(),
@@ -195,13 +195,13 @@ private:
         float* scores = &scratch.scores[row * TILE];
         if (call.softcap != 0)
             for (long j = 0; j < TILE; j++) scores[j] = call.softcap * std::tanh(scores[j] / call.softcap);
-        for (long j = 0; j < TILE; j++)
-            if (base + j > position || base + j < visible) scores[j] = HIDDEN;
-        float before = scratch.highest[row], highest = before;
-        for (long j = 0; j < TILE; j++) highest = std::max(highest, scores[j]);
-        __m256 total = _mm256_setzero_ps(), most = _mm256_set1_ps(highest);
+        long from = std::clamp(visible - base, 0L, TILE), to = std::clamp(position + 1 - base, from, TILE);
+        std::fill(scores, scores + from, HIDDEN);
+        std::fill(scores + to, scores + TILE, HIDDEN);
+        float before = scratch.highest[row], highest = std::max(before, most(scores, TILE));
+        __m256 total = _mm256_setzero_ps(), top = _mm256_set1_ps(highest);
         for (long j = 0; j < TILE; j += 8) {
-            __m256 weight = exponential(_mm256_sub_ps(_mm256_loadu_ps(scores + j), most));
+            __m256 weight = exponential(_mm256_sub_ps(_mm256_loadu_ps(scores + j), top));
             _mm256_storeu_ps(scores + j, weight);
             total = _mm256_add_ps(total, weight);
         }

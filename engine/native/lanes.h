@@ -82,4 +82,13 @@ inline float sum(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
+// The highest of numbers, a multiple of eight of them; what is none does not count.
+inline float most(const float* from, long count) {
+    __m256 lanes = wide(from);
+    for (long at = 8; at < count; at += 8) lanes = _mm256_max_ps(wide(from + at), lanes);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
 }  // namespace decant
