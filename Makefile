@@ -4,7 +4,7 @@
 # make check      ruff, mypy, import-linter
 # make demo       a whole deployment with the small model: one question, what each worker did, the end
 #
-# AT_ONCE=0                     tests one after the other instead of two at a time
+# AT_ONCE=0                     tests one after the other instead of three at a time
 # PYTHON=python3.12             another interpreter for a new .venv (3.11 or newer)
 # TORCH_INDEX=https://...       another index for torch, such as PyTorch's own with its CPU builds
 
@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_INDEX ?=
-AT_ONCE ?= 2
+AT_ONCE ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(AT_ONCE) --dist worksteal
 PYTHON ?=
 

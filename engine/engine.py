@@ -168,15 +168,21 @@ class Engine:
         """One more token: note its time, then see whether it ends the sequence, or (True) parks it."""
         sequence.tokens.append(token)
         sequence.timeline.tokens.append(now)
-        request, length = sequence.request, len(sequence.tokens)
-        stop, written = request.stop, length - request.prompt_len
-        if token in stop.stop_token_ids or (token in self.device.eos_token_ids and not stop.ignore_eos):
+        if token in sequence.stops:
             self._end(sequence, FinishReason.STOP, stop_token=token)
-        elif stop.max_tokens is not None and written >= stop.max_tokens:
+        elif len(sequence.tokens) >= sequence.due:
+            return self._is_due(sequence)
+        return False
+
+    def _is_due(self, sequence: EngineSequence) -> bool:
+        """A sequence is as long as it may get, or (True) parks now."""
+        request, length = sequence.request, len(sequence.tokens)
+        if request.stop.max_tokens is not None and length - request.prompt_len >= request.stop.max_tokens:
             self._end(sequence, FinishReason.LENGTH)
         elif length >= self.limits.window:
             self._end(sequence, FinishReason.CONTEXT_LENGTH)
-        elif request.park_after == written:
+        else:
+            sequence.due = due(request, length, self.limits.window)
             self.park(sequence.id)
             return True
         return False
@@ -362,7 +368,10 @@ class Engine:
         self._validate(request)
         self._arrivals_seen += 1
         order = order_of(self.steps, self._arrivals_seen, request.priority)
-        return EngineSequence(request, order, self._clock())
+        sequence = EngineSequence(request, order, self._clock())
+        sequence.stops = request.stop.ids(self.device.eos_token_ids)
+        sequence.due = due(request, len(request.token_ids), self.limits.window)
+        return sequence
 
     def _validate(self, request: Request) -> None:
         vocabulary, window = self.device.vocab_size, self.limits.window
@@ -387,6 +396,16 @@ class Engine:
         if sequence is None or id in self._parked or sequence.holding is None:
             raise UnknownSequence(f"{id} is not running here")
         return sequence
+
+
+def due(request: Request, length: int, window: int) -> int:
+    """The next length above ``length`` at which a sequence ends, or parks."""
+    lengths = [window]
+    if request.stop.max_tokens is not None:
+        lengths.append(request.prompt_len + request.stop.max_tokens)
+    if request.park_after is not None and request.prompt_len + request.park_after > length:
+        lengths.append(request.prompt_len + request.park_after)
+    return min(lengths)
 
 
 def lease_owner(id: str) -> str:

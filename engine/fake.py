@@ -139,7 +139,7 @@ def draw(seen: list[Candidate], row: Row, eos: frozenset[int]) -> int:
     for token, bias in sampling.logit_bias.items():
         weights[token] = weights.get(token, _ELSEWHERE) + bias
     if position < request.stop.min_tokens:
-        for token in request.stop.stop_token_ids | eos:
+        for token in request.stop.ids(eos):
             weights.pop(token, None)
     if not weights:
         return 0  # every token is forbidden

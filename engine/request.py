@@ -109,6 +109,10 @@ class StopParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens)
 
+    def ids(self, eos: Set[int]) -> Set[int]:
+        """Tokens that end a sequence, of a model with the end tokens ``eos``."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -173,7 +177,7 @@ def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
 
 def check_some_left(stop: StopParams, eos: Set[int], vocabulary: int) -> None:
     """Raises InvalidRequest where all of ``vocabulary`` is forbidden until ``min_tokens`` are written."""
-    forbidden = stop.stop_token_ids if stop.ignore_eos else eos | stop.stop_token_ids
+    forbidden = stop.ids(eos)
     if stop.min_tokens and len(forbidden) >= vocabulary:
         limit = f"at most {vocabulary - 1} with the model's own end tokens, for min_tokens forbids them"
         raise InvalidRequest("stop_token_ids", limit, len(forbidden))

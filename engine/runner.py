@@ -80,10 +80,11 @@ class _Reading:
         self._rows = flat.rows
         self._order = flat.order
         self._sampled = np.array([row.sample for row in flat.rows])
+        self._requests = [row.request for row in flat.rows]
         self._explained = [
             index
-            for index, row in enumerate(flat.rows)
-            if row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1
+            for index, request in enumerate(self._requests)
+            if request.prompt_logprobs is not None and flat.rows[index].start < request.prompt_len - 1
         ]
         self.kept = self._sampled.astype(np.int64)
         self.kept[self._explained] = (flat.ends - flat.starts)[self._explained]
@@ -122,17 +123,19 @@ class _Reading:
         sampled = np.full(len(self._rows), None)
         if not len(drawing):
             return sampled.tolist(), {}
-        rows = [self._rows[index] for index in drawing.tolist()]
+        rows, requests = self._rows, self._requests
+        if len(drawing) < len(rows):
+            rows, requests = [rows[at] for at in drawing.tolist()], [requests[at] for at in drawing.tolist()]
         if len(drawing) < len(logits):
             last = torch.from_numpy(self._stops[drawing] - 1).to(logits.device)
             logits, likeliest = logits[last], likeliest[last]
         tokens = sample(rows, logits, eos, likeliest)
         places = self._order[drawing]
         sampled[places] = tokens
-        told = [at for at, row in enumerate(rows) if row.request.logprobs is not None]
+        told = [at for at, request in enumerate(requests) if request.logprobs is not None]
         if not told:
             return sampled.tolist(), {}
-        counts = [rows[at].request.logprobs or 0 for at in told]
+        counts = [requests[at].logprobs or 0 for at in told]
         entries = token_logprobs(logits[told].float(), [tokens[at] for at in told], counts)
         return sampled.tolist(), dict(zip(places[told].tolist(), entries, strict=True))
 

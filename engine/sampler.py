@@ -7,7 +7,7 @@ which rows it is sampled with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from types import ModuleType
 from typing import NamedTuple
 
@@ -159,12 +159,10 @@ def _adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:
         _penalise(sampling, row.tokens, row.request.prompt_len, scores)
 
 
-def _forbidden(row: Row, eos: frozenset[int]) -> frozenset[int]:
+def _forbidden(row: Row, eos: frozenset[int]) -> Set[int]:
     """What would end the text before its minimum length."""
     stop = row.request.stop
-    if row.end - row.request.prompt_len >= stop.min_tokens:
-        return frozenset()
-    return stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | eos
+    return frozenset() if row.end - row.request.prompt_len >= stop.min_tokens else stop.ids(eos)
 
 
 def _number(row: Row) -> float:

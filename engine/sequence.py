@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from engine.blocks import BlockHash, Holding, hash_block, root_hash
@@ -35,10 +37,12 @@ class Sequence:
     __slots__ = (
         "_chain",
         "computed",
+        "due",
         "explained",
         "holding",
         "order",
         "request",
+        "stops",
         "sums",
         "timeline",
         "tokens",
@@ -51,6 +55,8 @@ class Sequence:
         self.explained = 1  # prompt tokens whose log-probabilities were told; the first one has none
         self.holding: Holding | None = None
         self.order = order
+        self.stops: Set[int] = frozenset()  # tokens that end it
+        self.due = sys.maxsize  # the length at which it ends, or parks, at the latest
         self.sums: dict[int, int] = {}  # block index -> sum made when it was filled, if it is to be handed over
         self.timeline = Timeline(added)
         self._chain: list[BlockHash] = [root_hash(request.salt)]

@@ -24,4 +24,4 @@ async def test_redis_keeps_the_greatest_of_what_owners_write(server: PrivateRedi
 
 @pytest.mark.slow
 async def test_redis_keeps_the_greatest_in_many_lives(server: PrivateRedis, bare: sync_redis.Redis) -> None:
-    await lives(server, bare, 400)
+    await lives(server, bare, 250)
