@@ -43,6 +43,8 @@ OPTIONAL = ("q_norm", "k_norm")
 
 TRIAL_BLOCK = 16
 """Slots of the block that a trial writes to."""
+FAR = 1 << 20
+"""Where a trial's rows stand, for a layer that asks: one that scales what is far is another."""
 
 Forward = Callable[..., Any]
 
@@ -183,6 +185,7 @@ class _Trial:
         rows = torch.randn(1, count, hidden, generator=generator) * torch.tensor(TRIED_ON)[:, None]
         self._rows = rows.to(dtype)
         self._angles = tuple(torch.randn(1, count, width, generator=generator).to(dtype) for _ in range(2))
+        self._positions = FAR + torch.arange(count)[None]
         self._layout = KvLayout((LayerSpec(kv_heads, width, width),), TRIAL_BLOCK, dtype.itemsize)
         tokens = list(range(count))
         self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, array("i", [0]), True)]
@@ -193,8 +196,9 @@ class _Trial:
         store = KvStore(self._layout, 1, self._rows.dtype, self._rows.device)
         step = NativeAttention(KERNELS, store, [View()], flatten(self._step, TRIAL_BLOCK, store.blank))
         noting = _Noting(step)
+        named = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._angles}
         with attending(step if isinstance(forward, Layer) else noting):
-            answer = forward(self._rows, attention_mask=None, position_embeddings=self._angles, use_cache=False)
+            answer = forward(self._rows, **named, use_cache=False)
         return answer, store.blocks, noting.call
 
 
@@ -210,7 +214,7 @@ def _tried(module: nn.Module, parts: _Parts, dtype: torch.dtype) -> Layer | None
     trial = _Trial(key.inner, key.outputs // width, width, dtype)
     try:
         expected, blocks, call = trial.of(theirs)
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # it wants other arguments
+    except Exception:  # noqa: BLE001 - it wants other arguments, and says so as it likes
         return None
     if not isinstance(expected, torch.Tensor) or call is None or call.sinks is not None:
         return None

@@ -45,7 +45,8 @@ public:
     void run(const Cache& cache, const Step& step, const E* x, const E* cos, const E* sin, const int64_t* visible, E* out,
              std::vector<E>& memory) const {
         long hidden = layer.query.inner, heads = layer.query.outputs, kv = layer.key.outputs;
-        memory.resize(tokens * (hidden + std::max(2 * heads + 3 * kv, 2 * layer.gate.outputs)));
+        size_t needed = tokens * (hidden + std::max(2 * heads + 3 * kv, 2 * layer.gate.outputs));
+        if (memory.size() < needed) memory.resize(needed);
         E* row = memory.data();
         E *query = row + tokens * hidden, *turned = query + tokens * heads;
         E *key = turned + tokens * heads, *turned_key = key + tokens * kv, *value = turned_key + tokens * kv;

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import engine.layer
-from engine.attention import attending
+from engine import linears, small
+from engine.attention import NAME, attending
 from engine.attention.choice import make_attention
 from engine.attention.views import View
 from engine.layer import Layer, apart
@@ -115,6 +118,37 @@ def test_another_layer_stays_as_it_is(name: str, changes: dict[str, Any], tmp_pa
     known = {key: value for key, value in {**WIDE, **changes}.items() if hasattr(made, key)}
     tiny.save(tiny.config(name, **known), tmp_path)
     assert not joined(load(ModelConfig(str(tmp_path), dtype="float32", device="cpu", kv_bytes=4 << 20)))
+
+
+class Fading(LlamaDecoderLayer):
+    """What is far away counts less; our layer knows of no positions."""
+
+    def forward(self, *given: Any, **named: Any) -> torch.Tensor:
+        answer: torch.Tensor = super().forward(*given, **named)
+        positions: torch.Tensor = named["position_ids"]
+        return answer * (1 - 0.5 * (positions > 1000)[..., None].to(answer.dtype))
+
+
+class Asking(LlamaDecoderLayer):
+    """Wants what no trial gives."""
+
+    def forward(self, *given: Any, **named: Any) -> torch.Tensor:
+        answer: torch.Tensor = super().forward(*given, **named)
+        factor: torch.Tensor = named["something"]
+        return answer * factor
+
+
+@pytest.mark.parametrize("other", [Fading, Asking])
+def test_a_layer_that_looks_alike_stays_beside_one_that_is(other: type[LlamaDecoderLayer]) -> None:
+    made = tiny.config("llama", **WIDE)
+    assert isinstance(made, LlamaConfig)
+    model = LlamaForCausalLM(made).float()
+    model.set_attn_implementation(NAME)
+    model.model.layers[0].__class__ = other
+    linears.pack(model)
+    small.fuse(model, torch.float32)
+    engine.layer.fuse(model, torch.float32)
+    assert [isinstance(layer.forward, Layer) for layer in model.model.layers] == [False, True]
 
 
 @pytest.mark.parametrize("wrong", ["answer", "blocks"])
