@@ -43,6 +43,8 @@ OPTIONAL = ("q_norm", "k_norm")
 
 TRIAL_BLOCK = 16
 """Slots of the block that a trial writes to."""
+ANOTHER = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a module raises that is called as no layer of its kind is."""
 FAR = 1 << 20
 """Where a trial's rows stand, for a layer that asks: one that scales what is far is another."""
 
@@ -214,7 +216,7 @@ def _tried(module: nn.Module, parts: _Parts, dtype: torch.dtype) -> Layer | None
     trial = _Trial(key.inner, key.outputs // width, width, dtype)
     try:
         expected, blocks, call = trial.of(theirs)
-    except Exception:  # noqa: BLE001 - it wants other arguments, and says so as it likes
+    except ANOTHER:
         return None
     if not isinstance(expected, torch.Tensor) or call is None or call.sinks is not None:
         return None
