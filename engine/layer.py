@@ -130,6 +130,29 @@ class _Parts:
             raise LookupError("its gated layer is another")
         self.norms = [_norm(found.get(name) if name in OPTIONAL else found[name]) for name in NORMS]
         self.panels = [_panels(found[name]) for name in LINEARS]
+        self._check()
+
+    def _check(self) -> None:
+        """Whether each is as wide as what it is given and what it is added to; the kernel reads it so."""
+        query, key, value, out, gate, up, down = self.panels
+        before, _, _, after = self.norms
+        assert before is not None
+        assert after is not None
+        alike = (
+            {before.width, query.inner, key.inner, value.inner, out.outputs},
+            {after.width, gate.inner, up.inner, down.outputs, out.outputs},
+            {gate.outputs, up.outputs, down.inner},
+            {query.outputs, out.inner},
+            {key.outputs, value.outputs},
+        )
+        if any(len(widths) > 1 for widths in alike):
+            raise LookupError("parts of other widths")
+
+    def is_of(self, width: int) -> bool:
+        """Whether its heads may be so wide."""
+        query, key = self.panels[:2]
+        fits = width > 0 and not query.outputs % width and not key.outputs % width
+        return fits and all(norm is None or norm.width == width for norm in self.norms[1:3])
 
 
 def _norm(part: nn.Module | None) -> RmsNorm | None:
@@ -167,13 +190,20 @@ def apart(model: nn.Module) -> list[tuple[nn.Module, Layer]]:
 
 
 class _Noting:
-    """Attends, and keeps the call."""
+    """Attends over heads of one shape, and keeps the call."""
 
-    def __init__(self, attender: Attender) -> None:
+    def __init__(self, attender: Attender, spec: LayerSpec) -> None:
         self._attender = attender
+        self._spec = spec
         self.call: AttentionCall | None = None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        spec = self._spec
+        widths = call.query.shape[3], call.key.shape[3], call.value.shape[3]
+        if widths != (spec.key_dim, spec.key_dim, spec.value_dim):
+            raise ValueError("heads of another width")
+        if not call.key.shape[1] == call.value.shape[1] == spec.kv_heads or call.query.shape[1] % spec.kv_heads:
+            raise ValueError("another number of heads")
         self.call = call
         return self._attender.attend(call)
 
@@ -188,7 +218,8 @@ class _Trial:
         self._rows = rows.to(dtype)
         self._angles = tuple(torch.randn(1, count, width, generator=generator).to(dtype) for _ in range(2))
         self._positions = FAR + torch.arange(count)[None]
-        self._layout = KvLayout((LayerSpec(kv_heads, width, width),), TRIAL_BLOCK, dtype.itemsize)
+        self._spec = LayerSpec(kv_heads, width, width)
+        self._layout = KvLayout((self._spec,), TRIAL_BLOCK, dtype.itemsize)
         tokens = list(range(count))
         self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, array("i", [0]), True)]
 
@@ -197,7 +228,7 @@ class _Trial:
         assert KERNELS is not None
         store = KvStore(self._layout, 1, self._rows.dtype, self._rows.device)
         step = NativeAttention(KERNELS, store, [View()], flatten(self._step, TRIAL_BLOCK, store.blank))
-        noting = _Noting(step)
+        noting = _Noting(step, self._spec)
         named = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._angles}
         with attending(step if isinstance(forward, Layer) else noting):
             answer = forward(self._rows, **named, use_cache=False)
@@ -211,7 +242,7 @@ def _tried(module: nn.Module, parts: _Parts, dtype: torch.dtype) -> Layer | None
     theirs, key = module.forward, parts.panels[1]
     widths: list[Any] = [getattr(part, "head_dim", None) for part in module.children()]
     width = next((width for width in widths if isinstance(width, int)), 0)
-    if not width or key.outputs % width:
+    if not parts.is_of(width):
         return None
     trial = _Trial(key.inner, key.outputs // width, width, dtype)
     try:

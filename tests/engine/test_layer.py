@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 import engine.layer
 from engine import linears, small
 from engine.attention import NAME, attending
 from engine.attention.choice import make_attention
 from engine.attention.views import View
-from engine.layer import Layer, apart
+from engine.layer import Layer, _Trial, apart
 from engine.model import ModelConfig, ModelDevice, load
 from engine.native import KERNELS
 from engine.plan import Row
@@ -149,6 +150,48 @@ def test_a_layer_that_looks_alike_stays_beside_one_that_is(other: type[LlamaDeco
     small.fuse(model, torch.float32)
     engine.layer.fuse(model, torch.float32)
     assert [isinstance(layer.forward, Layer) for layer in model.model.layers] == [False, True]
+
+
+def _more_values(layer: Any) -> None:
+    layer.self_attn.v_proj = nn.Linear(128, 128, bias=False)
+
+
+def _narrower_norm(layer: Any) -> None:
+    layer.self_attn.q_norm = LlamaRMSNorm(16)
+
+
+def _a_head_that_divides_nothing(layer: Any) -> None:
+    layer.self_attn.head_dim = 24
+
+
+CHANGES = [_more_values, _narrower_norm, _a_head_that_divides_nothing]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_parts_that_do_not_fit_are_not_even_tried(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes addresses: it would read what is not there."""
+    tried: list[Any] = []
+    of = _Trial.of
+
+    def noted(trial: _Trial, forward: Any) -> Any:
+        tried.append(forward)
+        return of(trial, forward)
+
+    monkeypatch.setattr(_Trial, "of", noted)
+    made = tiny.config("llama", **WIDE)
+    assert isinstance(made, LlamaConfig)
+    model = LlamaForCausalLM(made).float()
+    model.set_attn_implementation(NAME)
+    change(model.model.layers[0])
+    linears.pack(model)
+    small.fuse(model, torch.float32)
+    engine.layer.fuse(model, torch.float32)
+    assert [isinstance(layer.forward, Layer) for layer in model.model.layers] == [False, True]
+    layer = model.model.layers[1].forward
+    assert isinstance(layer, Layer)
+    assert tried == [layer.theirs, layer]
 
 
 @pytest.mark.parametrize("wrong", ["answer", "blocks"])
