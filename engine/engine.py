@@ -135,9 +135,8 @@ class Engine:
         self.forecast.note(plan.decodes, plan.prompts, now - started)
         sequences, commit, tell = self._sequences, self.scheduler.commit, output.tokens.append
         logprobs, explained, failed = result.logprobs, result.prompt_logprobs, result.failed
-        for index, ((request, tokens, start, end, _, _), token) in enumerate(
-            zip(plan.rows, result.sampled, strict=True)
-        ):
+        rows = enumerate(zip(plan.rows, result.sampled, strict=True))
+        for index, ((request, tokens, start, end, _, _), token) in rows:
             sequence = sequences[request.id]
             if sequence.timeline.scheduled is None:
                 sequence.timeline.scheduled = started
@@ -145,8 +144,7 @@ class Engine:
             if failed and index in failed:
                 self._end(sequence, FinishReason.FAILED, detail=failed[index])
                 continue
-            filled = commit(sequence, end)
-            if filled:
+            if filled := commit(sequence, end):
                 self._offer(sequence, filled, output)
             if explained and index in explained:
                 self._explain(sequence, start + 1, explained[index], output)
@@ -170,19 +168,18 @@ class Engine:
         sequence.timeline.tokens.append(now)
         if token in sequence.stops:
             self._end(sequence, FinishReason.STOP, stop_token=token)
-        elif len(sequence.tokens) >= sequence.due:
-            return self._is_due(sequence)
-        return False
+            return False
+        return len(sequence.tokens) >= sequence.due and self._is_due(sequence)
 
     def _is_due(self, sequence: EngineSequence) -> bool:
         """A sequence is as long as it may get, or (True) parks now."""
-        request, length = sequence.request, len(sequence.tokens)
-        if request.stop.max_tokens is not None and length - request.prompt_len >= request.stop.max_tokens:
+        request, length, most = sequence.request, len(sequence.tokens), sequence.request.stop.max_tokens
+        if most is not None and length - request.prompt_len >= most:
             self._end(sequence, FinishReason.LENGTH)
         elif length >= self.limits.window:
             self._end(sequence, FinishReason.CONTEXT_LENGTH)
         else:
-            sequence.due = due(request, length, self.limits.window)
+            sequence.due = request.due(length, self.limits.window)
             self.park(sequence.id)
             return True
         return False
@@ -370,7 +367,7 @@ class Engine:
         order = order_of(self.steps, self._arrivals_seen, request.priority)
         sequence = EngineSequence(request, order, self._clock())
         sequence.stops = request.stop.ids(self.device.eos_token_ids)
-        sequence.due = due(request, len(request.token_ids), self.limits.window)
+        sequence.due = request.due(len(request.token_ids), self.limits.window)
         return sequence
 
     def _validate(self, request: Request) -> None:
@@ -396,16 +393,6 @@ class Engine:
         if sequence is None or id in self._parked or sequence.holding is None:
             raise UnknownSequence(f"{id} is not running here")
         return sequence
-
-
-def due(request: Request, length: int, window: int) -> int:
-    """The next length above ``length`` at which a sequence ends, or parks."""
-    lengths = [window]
-    if request.stop.max_tokens is not None:
-        lengths.append(request.prompt_len + request.stop.max_tokens)
-    if request.park_after is not None and request.prompt_len + request.park_after > length:
-        lengths.append(request.prompt_len + request.park_after)
-    return min(lengths)
 
 
 def lease_owner(id: str) -> str:

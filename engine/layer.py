@@ -1,8 +1,8 @@
 """A decoder layer in one compiled call, where it is shown to be the same: norm, attention, norm, gated layer.
 
 Its linear layers, norms, rotation and attention are compiled already. What is left between them is the interpreter's:
-some forty calls a layer, and their code has to come back into caches through which the layer's weights have just gone.
-For one sequence that takes as long as a fifth of the weights.
+dozens of calls a layer, and their code has to come back into caches through which the layer's weights have just gone.
+For one sequence that was a quarter of a step.
 
     transformers' layer          __call__ -> norm -> q, k, v -> views -> rotation -> attention -> o -> + -> norm -> ...
     the same, in one             __call__ -> kernels.layer (engine/native/layer.h)

@@ -149,6 +149,15 @@ class Request:
         may_forbid = stop.min_tokens and (stop.stop_token_ids or not stop.ignore_eos)
         object.__setattr__(self, "plain", sampling.greedy and not changed and not may_forbid)
 
+    def due(self, length: int, window: int) -> int:
+        """The next length above ``length`` at which the sequence ends, or parks."""
+        lengths = [window]
+        if self.stop.max_tokens is not None:
+            lengths.append(self.prompt_len + self.stop.max_tokens)
+        if self.park_after is not None and self.prompt_len + self.park_after > length:
+            lengths.append(self.prompt_len + self.park_after)
+        return min(lengths)
+
     def _check(self) -> None:
         if not self.id:
             raise InvalidRequest("id", "not empty", self.id)
