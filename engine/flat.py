@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.native import KERNELS
 from engine.plan import Row
 
 Ints = npt.NDArray[np.int64]
@@ -20,7 +22,8 @@ class FlatRows:
     rows       single tokens first, longest context first (the order in which attention takes them), then the others
     order [n]  which of the given rows each of them is
     starts, ends [n]  positions of each row
-    stops [n]  where each row ends among the T
+    firsts, stops [n]  where each row lies among the T
+    sampled [n]  1 where the token after the row is to be drawn, else 0
     tokens, positions [T]
     places [T] where each token's key and value go: block * block_size + slot
     table [n, W]  block tables, up to each row's end, padded with ``blank``
@@ -30,7 +33,9 @@ class FlatRows:
     order: Ints
     starts: Ints
     ends: Ints
+    firsts: Ints
     stops: Ints
+    sampled: Ints
     tokens: Ints
     positions: Ints
     places: Ints
@@ -39,6 +44,20 @@ class FlatRows:
 
 def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     """Put rows in order and lay them out."""
+    return _flattened(rows, block_size, blank) if KERNELS is None else _compiled(KERNELS, rows, block_size, blank)
+
+
+def _compiled(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
+    """``engine/native/rows.h``: with hundreds of rows the arrays take longer to make here than the step is planned."""
+    ordered, lines, flattened, table, width = kernels.flatten(rows, block_size, blank)
+    order, starts, ends, firsts, stops, sampled = np.frombuffer(lines, np.int64).reshape(6, -1)
+    tokens, positions, places = np.frombuffer(flattened, np.int64).reshape(3, -1)
+    blocks = np.frombuffer(table, np.int32).reshape(-1, width)
+    return FlatRows(ordered, order, starts, ends, firsts, stops, sampled, tokens, positions, places, blocks)
+
+
+def _flattened(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
+    """The same in numpy."""
     count = len(rows)
     starts = np.array([row.start for row in rows], np.int64)
     ends = np.array([row.end for row in rows], np.int64)
@@ -48,27 +67,22 @@ def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     starts, ends = starts[order], ends[order]
     lengths = ends - starts
     stops = np.cumsum(lengths)
-    if single.all():
-        tokens = [row.tokens[row.start] for row in rows]
-    else:
-        tokens = [token for row in rows for token in row.tokens[row.start : row.end]]
+    tokens = [token for row in rows for token in row.tokens[row.start : row.end]]
     positions = np.repeat(ends - stops, lengths) + np.arange(len(tokens))
     table = block_table(rows, -(-ends // block_size), blank)
     blocks = table[np.repeat(np.arange(count), lengths), positions // block_size]
     places = blocks.astype(np.int64) * block_size + positions % block_size
-    return FlatRows(rows, order, starts, ends, stops, np.array(tokens, np.int64), positions, places, table)
+    sampled = np.array([row.sample for row in rows], np.int64)
+    along = order, starts, ends, stops - lengths, stops, sampled
+    return FlatRows(rows, *along, np.array(tokens, np.int64), positions, places, table)
 
 
 def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np.int32]:
     """[n, W]: the first ``needed`` blocks of each row, then ``blank``. Rows may hold more blocks than they need yet."""
-    held = np.fromiter([len(row.blocks) for row in rows], np.int64, len(rows))
-    joined = np.frombuffer(b"".join([row.blocks for row in rows]), np.int32)
-    columns = np.arange(int(held.max()))
-    table = np.full((len(rows), len(columns)), blank, np.int32)
-    table[columns < held[:, None]] = joined
-    if (held > needed).any():
-        table[columns >= needed[:, None]] = blank
-    return table[:, : int(needed.max())]
+    table = np.full((len(rows), int(needed.max())), blank, np.int32)
+    for line, row, count in zip(table, rows, needed.tolist(), strict=True):
+        line[:count] = row.blocks[:count]
+    return table
 
 
 def spans(stops: Ints, counts: Ints) -> Ints:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from engine.plan import TokenLogprobs
@@ -18,6 +19,10 @@ class Token(NamedTuple):
     position: int
     token: int
     logprobs: TokenLogprobs | None
+
+
+token_of: Callable[[tuple[str, int, int, TokenLogprobs | None]], Token] = partial(tuple.__new__, Token)
+"""As ``plan.row_of``."""
 
 
 class PromptLogprobs(NamedTuple):

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from engine.blocks import BlockPool
 from engine.costs import NO_WORK, Costs, Forecast, Work
 from engine.errors import InvalidConfig, NoRoom, check_whole
-from engine.plan import Row, StepPlan
+from engine.plan import Row, StepPlan, row_of
 from engine.sequence import Sequence
 
 PROMPT_LOGPROB_CHUNK = 128
@@ -37,13 +37,14 @@ does: new prompts, arrivals, cancels. Fewer, longer steps spend less on what eac
 BESIDE = 4
 """Where decodes alone take long, a step may take so many times as long as they do: else prompts creep beside them, few
 sequences decode at a time, and every step that reads the weights for few is dear."""
+LOOK_AHEAD = 32
+"""Of how many waiting sequences the cached prefix is looked up to tell the load."""
+
 TOKEN_BUDGET = 512
 """Tokens in a step of a device of which nothing is known."""
 
 LEAST_BUDGET, MOST_BUDGET = 64, 2048
 """Between these a budget is chosen where something is. A longer step is no more efficient."""
-
-_NONE = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Scheduler:
         for sequence in self.running:  # decodes always fit: never more run than the budget has tokens
             tokens, computed = sequence.tokens, sequence.computed
             if computed == len(tokens) - 1 and sequence.holding:
-                rows.append(Row(sequence.request, tokens, computed, computed + 1, sequence.holding.blocks, True))
+                rows.append(row_of((sequence.request, tokens, computed, computed + 1, sequence.holding.blocks, True)))
                 pairs += computed + 1
             else:
                 prompts.append(sequence)
@@ -132,24 +133,17 @@ class Scheduler:
         limits, size = self.limits, self.pool.block_size
         return _Budget(limits, self.forecast, NO_WORK, size).share(0, limits.token_budget)
 
-    def commit(self, sequence: Sequence, end: int) -> range:
-        """Count the tokens up to ``end`` as computed; publish and return the blocks that this filled."""
-        size = self.pool.block_size
-        first, stop = sequence.computed // size, end // size
-        sequence.computed = end
-        if first == stop:
-            return _NONE
-        filled = range(first, stop)
+    def publish(self, sequence: Sequence, filled: range) -> None:
+        """Let others share the blocks of a sequence that a step filled."""
         if sequence.request.use_prefix_cache and sequence.holding:
             for index in filled:
-                digest = sequence.hash_at(index, size)
-                self.pool.publish(sequence.holding.blocks[index], digest)
-        return filled
+                self.pool.publish(sequence.holding.blocks[index], sequence.hash_at(index, self.pool.block_size))
 
     def _grow_running(self) -> None:
         """A block for every running sequence's next token, most urgent first; the least urgent make room."""
         size = self.pool.block_size
-        for sequence in tuple(self.running):
+        short = [one for one in self.running if one.holding and len(one.holding.blocks) * size < len(one.tokens)]
+        for sequence in short:
             while sequence.holding and len(sequence.holding.blocks) * size < len(sequence.tokens):
                 if self.pool.available:
                     sequence.holding.grow(1)
@@ -193,6 +187,11 @@ class Scheduler:
         if not sequence.request.use_prefix_cache or sequence.request.prompt_logprobs is not None:
             return []  # positions of a hit have no logits
         return self.pool.match(sequence.hashes(self.pool.block_size, len(sequence.tokens) - 1))
+
+    def queued_tokens(self) -> int:
+        """Tokens still to be computed. Of those that wait longest, without what the prefix cache has of them."""
+        found = sum(len(self.cached_prefix(sequence)) for sequence in self.waiting[:LOOK_AHEAD])
+        return sum(one.remaining for one in (*self.running, *self.waiting)) - found * self.pool.block_size
 
 
 class _Budget:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine.attention import AttentionCall
@@ -48,17 +47,9 @@ class NativeAttention:
         self._views = views
         self._positions = torch.from_numpy(flat.positions)
         self._visible: dict[View, torch.Tensor] = {}  # by view, for all layers of it
-        counts = flat.ends - flat.starts
-        self._arrays = [
-            np.ascontiguousarray(array, dtype)
-            for array, dtype in (
-                (counts.cumsum() - counts, np.int64),
-                (flat.starts, np.int64),
-                (counts, np.int64),
-                (flat.table, np.int32),
-            )
-        ]
-        self._step = _Step(*[array.ctypes.data for array in self._arrays], *flat.table.shape)
+        self._flat = flat, flat.stops - flat.firsts  # arrays that the step points into
+        arrays = flat.firsts, flat.starts, self._flat[1], flat.table
+        self._step = _Step(*[array.ctypes.data for array in arrays], *flat.table.shape)
         self._step_address = ctypes.addressof(self._step)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What is written in C++, for CPUs with AVX2; compiled at install where there is a compiler.
 
+rows.h        the rows of a step as arrays (``engine/flat.py``)
 tile.h        rows times panels: the inner loop of the next two
 product.h     linear layers (``engine/products.py``)
 attention.h   attention over blocks (``engine/attention/native.py``)

@@ -1,5 +1,11 @@
 """Addresses are of contiguous memory; see product.h, attention.h, layer.h, small.h and sample.h for what lies there."""
 
+from collections.abc import Sequence
+from typing import Any
+
+def flatten(
+    rows: Sequence[Any], block_size: int, blank: int, /
+) -> tuple[list[Any], bytearray, bytearray, bytearray, int]: ...
 def pack(half: bool, weight: int, packed: int, outputs: int, inner: int, /) -> None: ...
 def multiply(
     half: bool, x: int, packed: int, bias: int, out: int, rows: int, inner: int, panels: int, threads: int, /

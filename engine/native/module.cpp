@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "layer.h"
 #include "product.h"
+#include "rows.h"
 #include "sample.h"
 #include "small.h"
 
@@ -160,7 +161,24 @@ PyObject* py_draw(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+PyObject* py_flatten(PyObject*, PyObject* args) {
+    PyObject* given;
+    long block_size;
+    int blank;
+    if (!PyArg_ParseTuple(args, "Oli", &given, &block_size, &blank)) return nullptr;
+    PyObject* rows = PySequence_Fast(given, "rows are a sequence");
+    if (!rows) return nullptr;
+    PyObject* laid = nullptr;
+    {
+        Flattening flattening;
+        if (flattening.read(rows)) laid = flattening.laid(block_size, blank);
+    }
+    Py_DECREF(rows);
+    return laid;
+}
+
 PyMethodDef METHODS[] = {
+    {"flatten", py_flatten, METH_VARARGS, nullptr},
     {"pack", py_pack, METH_VARARGS, nullptr},
     {"multiply", py_multiply, METH_VARARGS, nullptr},
     {"attend", py_attend, METH_VARARGS, nullptr},

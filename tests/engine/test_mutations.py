@@ -17,7 +17,8 @@ from engine.blocks import BlockPool, Holding
 from engine.costs import Costs, Forecast
 from engine.engine import Engine
 from engine.fake import FakeDevice
-from engine.plan import Row, StepPlan
+from engine.output import StepOutput
+from engine.plan import Row, StepPlan, StepResult
 from engine.scheduler import Limits, Scheduler, _Budget
 from engine.sequence import Sequence as EngineSequence
 from engine.transfer import Arrival, BlockRun, Export, Seal, sum_block
@@ -124,16 +125,14 @@ def mix_the_salts(patch: Patch) -> None:
 def publish_too_early(patch: Patch) -> None:
     """All full blocks of the tokens, whatever is computed."""
 
-    def commit(scheduler: Scheduler, sequence: EngineSequence, end: int) -> range:
-        filled = original(scheduler, sequence, end)
-        if sequence.holding and sequence.request.use_prefix_cache:
-            for index in range(len(sequence.tokens) // scheduler.pool.block_size):
-                digest = sequence.hash_at(index, scheduler.pool.block_size)
-                scheduler.pool.publish(sequence.holding.blocks[index], digest)
-        return filled
+    def commit(engine: Engine, plan: StepPlan, result: StepResult, started: float, output: StepOutput) -> None:
+        original(engine, plan, result, started, output)
+        for sequence in engine.scheduler.running:
+            size = engine.pool.block_size
+            engine.scheduler.publish(sequence, range(sequence.computed // size, len(sequence.tokens) // size))
 
-    original = Scheduler.commit
-    patch.setattr(Scheduler, "commit", commit)
+    original = Engine._commit
+    patch.setattr(Engine, "_commit", commit)
 
 
 def spend_one_token_too_many(patch: Patch) -> None:
