@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <vector>
 
 #include "tile.h"
@@ -34,21 +35,18 @@ struct Product {
         for (long n = 0; n < count * WIDTH; n++) to[n] = T::round(add ? sums[n] + add[n] : sums[n]);
     }
 
-    // A thread's share: some panels, all rows, as many at a time as stay in the cache.
-    void share(long first, long end) const {
-        long most = std::max(4L, CACHED / (4 * inner) / 4 * 4);
-        std::vector<float> wide(std::min(most, rows) * inner), sums(std::min(most, rows) * TOGETHER * WIDTH);
-        for (long row = 0; row < rows; row += most) {
-            long count = std::min(most, rows - row);
-            const Element* from = x + row * inner;
-            for (long at = 0; at < count * inner; at++) wide[at] = T::read(from[at]);
-            for (long panel = first; panel < end; panel += TOGETHER) {
-                long together = std::min(TOGETHER, end - panel);
-                multiply<T>(wide.data(), count, inner, weight + panel * inner * T::STEP, together, sums.data(),
-                            TOGETHER * WIDTH);
-                for (long r = 0; r < count; r++) store(&sums[r * TOGETHER * WIDTH], row + r, panel, together);
-            }
-        }
+    // Rows that stay in the second level cache while panels go by.
+    long block() const { return std::min(rows, std::max(4L, CACHED / (4 * inner) / 4 * 4)); }
+
+    void widen(long row, long count, float* to) const {
+        const Element* from = x + row * inner;
+        for (long at = 0; at < count * inner; at++) to[at] = T::read(from[at]);
+    }
+
+    // Some rows through some panels.
+    void part(const float* wide, long row, long count, long panel, long together, float* sums) const {
+        multiply<T>(wide, count, inner, weight + panel * inner * T::STEP, together, sums, TOGETHER * WIDTH);
+        for (long r = 0; r < count; r++) store(&sums[r * TOGETHER * WIDTH], row + r, panel, together);
     }
 
     long work() const { return rows * inner * panels * WIDTH; }
@@ -56,19 +54,28 @@ struct Product {
     void run(long threads) const { multiply_all<T, 1>({*this}, threads); }
 };
 
-// Products of a kind, as if their panels stood in a row: threads wait for each other once.
+// Products of a kind, one after the other. Whoever is free takes the next panels: a core that others slow down does not
+// make all wait for its half.
 template <class T, size_t N>
 void multiply_all(const std::array<Product<T>, N>& products, long threads) {
-    long panels = 0, work = 0;
-    for (auto& product : products) panels += product.panels, work += product.work();
-    threads = std::clamp(work / WORTH, 1L, threads);
-    #pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (long t = 0; t < threads; t++) {
-        long first = panels * t / threads, end = panels * (t + 1) / threads;
-        for (auto& product : products) {
-            if (first < product.panels && end > 0) product.share(std::max(first, 0L), std::min(end, product.panels));
-            first -= product.panels, end -= product.panels;
-        }
+    long work = 0, wide = 0, rows = 0, blocks = 0;
+    for (auto& product : products) {
+        long block = product.block();
+        work += product.work(), blocks += (product.rows + block - 1) / block;
+        wide = std::max(wide, block * product.inner), rows = std::max(rows, block);
+    }
+    std::vector<std::atomic<long>> taken(blocks);  // panels, of each block of rows
+    #pragma omp parallel num_threads(std::clamp(work / WORTH, 1L, threads))
+    {
+        std::vector<float> x(wide), sums(rows * TOGETHER * WIDTH);
+        std::atomic<long>* next = taken.data();
+        for (auto& product : products)
+            for (long row = 0; row < product.rows; row += product.block(), next++) {
+                long count = std::min(product.block(), product.rows - row), panel = next->fetch_add(TOGETHER);
+                if (panel < product.panels) product.widen(row, count, x.data());
+                for (; panel < product.panels; panel = next->fetch_add(TOGETHER))
+                    product.part(x.data(), row, count, panel, std::min(TOGETHER, product.panels - panel), sums.data());
+            }
     }
 }
 
