@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 import torch
 
 from engine.errors import InvalidConfig
 from engine.kv_layout import KvLayout
+from engine.pages import noughts
 
 
 class KvStore:
@@ -19,10 +18,12 @@ class KvStore:
             raise InvalidConfig("kv_bytes", f"room for at least one block of {layout.block_bytes} bytes", num_blocks)
         self.layout = layout
         self.num_blocks = num_blocks
-        self._memory = _noughts((num_blocks + 1, layout.block_elements), dtype, device)
+        shape = num_blocks + 1, layout.block_elements
+        on_cpu = device.type == "cpu"
+        self._memory = noughts(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
         self.blocks = self._memory[:num_blocks]
         self.blank = num_blocks  # a block of noughts that nobody owns or writes: what pads a block table
-        self._host = self.blocks.view(torch.uint8).numpy() if device.type == "cpu" else None
+        self._host = self.blocks.view(torch.uint8).numpy() if on_cpu else None
         self._layers = [self._split(index) for index in range(len(layout.layers))]
         self._places = np.array([self._lies(index) for index in range(len(layout.layers))], np.int64)
 
@@ -86,11 +87,3 @@ class KvStore:
             self.blocks[block].copy_(torch.frombuffer(bytearray(data), dtype=self.blocks.dtype))
         else:
             np.copyto(self._host[block], np.frombuffer(data, dtype=np.uint8))
-
-
-def _noughts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of noughts. On a CPU a page of it is memory only once something was written there."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, shape[0] * shape[1] * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)

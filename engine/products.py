@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 
 from engine.native import KERNELS
+from engine.pages import Arena
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [..., in] -> [..., out], both in the weight's dtype."""
@@ -23,6 +24,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 PANEL = 16
 """Outputs that stand side by side in memory."""
 
+_WEIGHTS = Arena()
 
 _PANELS = KERNELS if torch.backends.cpu.get_cpu_capability() == "AVX2" else None
 
@@ -44,7 +46,7 @@ class Panels:
         self._multiply = module.multiply
         self._half = weight.dtype == torch.bfloat16
         weight = weight.detach().contiguous()
-        self._weight = torch.zeros_like(weight)  # as many bytes in another order, aligned to 64 of them
+        self._weight = _WEIGHTS.noughts(tuple(weight.shape), weight.dtype)  # as many elements in another order
         module.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), *weight.shape)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()

@@ -4,6 +4,7 @@ rows.h        the rows of a step as arrays (``engine/flat.py``)
 tile.h        rows times panels: the inner loop of the next two
 product.h     linear layers (``engine/products.py``)
 attention.h   attention over blocks (``engine/attention/native.py``)
+few.h         its inner loops where a few rows share keys, as they do while decoding
 layer.h       a decoder layer in one call (``engine/layer.py``)
 small.h       norms, gated activations, rotations (``engine/small.py``), in the lanes of lanes.h
 sample.h      the likeliest tokens, and tokens drawn from scores (``engine/sampler.py``)

@@ -1,9 +1,9 @@
 // Attention over blocks where they lie. See engine/attention/native.py.
 //
 //                  keys ->   tile 0    tile 1    tile 2          TILE keys of one sequence and one kv head
-//     rows: some positions  [######]  [######]  [##....]         are laid out as panels, once for all the rows:
-//     of a sequence, with   [######]  [######]  [###...]         scores = rows x keys, weights x values
-//     the query heads that
+//     rows: some positions  [######]  [######]  [##....]         are read once for all the rows, as they lie for
+//     of a sequence, with   [######]  [######]  [###...]         a few (few.h), else laid out as panels (tile.h):
+//     the query heads that                                       scores = rows x keys, weights x values
 //     share the kv head     out = out * decay + weights x values, with a running maximum and sum for each row
 //                           (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022)
 //
@@ -15,13 +15,14 @@
 #include <limits>
 #include <vector>
 
-#include "lanes.h"
+#include "few.h"
 #include "tile.h"
 
 namespace decant {
 
 constexpr long TILE = 64;   // keys
 constexpr long ROWS = 128;  // about so many rows share a tile of keys
+constexpr long MANY = 8;    // items a thread, from which on it takes several at once
 constexpr float LOWEST = -1e30f;  // a running maximum below any score, and finite
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
@@ -63,15 +64,16 @@ public:
         write();
         long longest = *std::max_element(step.count, step.count + step.sequences);
         long positions = std::min(longest, std::max(1L, ROWS / group));
-        std::vector<Item> items;
+        std::vector<Item> items;  // a sequence's heads side by side: its keys of all of them are in the same pages
         for (long s = 0; s < step.sequences; s++)
             for (long at = 0; at < step.count[s]; at += positions)
                 for (long h = 0; h < cache.kv_heads; h++)
                     items.push_back({s, at, std::min(positions, step.count[s] - at), h});
+        long together = items.size() < size_t(MANY * threads) ? 1 : cache.kv_heads;
         #pragma omp parallel num_threads(std::min<long>(threads, items.size()))
         {
             Scratch scratch(*this, positions * group);
-            #pragma omp for schedule(dynamic, 1)
+            #pragma omp for schedule(dynamic, together)
             for (size_t i = 0; i < items.size(); i++) attend(items[i], scratch);
         }
     }
@@ -127,15 +129,15 @@ private:
         std::fill_n(scratch.total.begin(), rows, 0.0f);
         std::fill_n(scratch.out.begin(), rows * panels * WIDTH, 0.0f);
         long first = *std::min_element(call.visible + token, call.visible + token + item.count);
+        bool few = rows <= FEW && cache.key_dim % 8 == 0 && cache.value_dim % 8 == 0;
+        const Element *keys[TILE], *values[TILE];
         for (long base = first / TILE * TILE; base < end; base += TILE) {
-            long count = std::min(TILE, end - base), seen = (count + WIDTH - 1) / WIDTH;
-            lay_out(item, base, count, scratch);
-            multiply<Float32>(scratch.query.data(), rows, cache.key_dim, scratch.keys, seen, scratch.scores.data(), TILE);
+            long count = std::min(TILE, end - base);
+            find(item, base, count, keys, values);
+            few ? score_few(rows, keys, count, scratch) : score_many(rows, keys, count, scratch);
             for (long r = 0; r < rows; r++)
                 weigh(r, base, position + r / group, call.visible[token + r / group], scratch);
-            multiply<Float32>(scratch.scores.data(), rows, TILE, scratch.values, panels, scratch.sums.data(),
-                              panels * WIDTH);
-            for (long at = 0; at < rows * panels * WIDTH; at++) scratch.out[at] += scratch.sums[at];
+            few ? mix_few(rows, values, count, scratch) : mix_many(rows, values, count, scratch);
         }
         finish(item, token, scratch);
     }
@@ -150,24 +152,61 @@ private:
         }
     }
 
-    // Keys and values [base, base + count) as panels; noughts behind them.
-    void lay_out(const Item& item, long base, long count, Scratch& scratch) const {
-        if (count < TILE || cache.key_dim % 8 || cache.value_dim % WIDTH)
-            std::fill_n(scratch.keys, TILE * (cache.key_dim + panels * WIDTH), 0.0f);
-        const Element *keys[TILE], *values[TILE];
+    // Where keys and values [base, base + count) lie; memory is told that they are about to be read.
+    void find(const Item& item, long base, long count, const Element** keys, const Element** values) const {
         for (long j = 0; j < count; j++) {
-            keys[j] = slot(item.sequence, base + j, cache.keys, cache.key_dim, item.kv_head);
-            values[j] = slot(item.sequence, base + j, cache.values, cache.value_dim, item.kv_head);
+            if (j && (base + j) % cache.block_size) {
+                keys[j] = keys[j - 1] + cache.kv_heads * cache.key_dim;
+                values[j] = values[j - 1] + cache.kv_heads * cache.value_dim;
+            } else {
+                keys[j] = slot(item.sequence, base + j, cache.keys, cache.key_dim, item.kv_head);
+                values[j] = slot(item.sequence, base + j, cache.values, cache.value_dim, item.kv_head);
+            }
+            call_for(keys[j], cache.key_dim);
         }
+        for (long j = 0; j < count; j++) call_for(values[j], cache.value_dim);
+    }
+
+    static void call_for(const Element* from, long count) {
+        for (long at = 0; at < count; at += 64 / sizeof(Element))
+            _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T0);
+    }
+
+    void score_few(long rows, const Element** keys, long count, Scratch& scratch) const {
+        for (long j = count; j % 8; j++) keys[j] = keys[count - 1];  // hidden from all
+        with_rows(rows, [&](auto number) {
+            for (long j = 0; j < count; j += 8)
+                score<number>(scratch.query.data(), cache.key_dim, keys + j, &scratch.scores[j], TILE);
+        });
+    }
+
+    void mix_few(long rows, const Element* const* values, long count, Scratch& scratch) const {
+        with_rows(rows, [&](auto number) {
+            mix_all<number>(scratch.scores.data(), TILE, values, count, cache.value_dim, scratch.out.data(),
+                            panels * WIDTH);
+        });
+    }
+
+    // As panels; noughts where there is none.
+    void score_many(long rows, const Element* const* keys, long count, Scratch& scratch) const {
+        if (count < TILE) std::fill_n(scratch.keys, TILE * cache.key_dim, 0.0f);
         long j = 0;
         for (; j + 8 <= count; j += 8) lay_out_keys(keys + j, j, scratch.keys);
         for (; j < count; j++)
             for (long d = 0; d < cache.key_dim; d++) *key_place(j, d, scratch.keys) = T::read(keys[j][d]);
-        for (j = 0; j < count; j++) {
+        multiply<Float32>(scratch.query.data(), rows, cache.key_dim, scratch.keys, (count + WIDTH - 1) / WIDTH,
+                          scratch.scores.data(), TILE);
+    }
+
+    void mix_many(long rows, const Element* const* values, long count, Scratch& scratch) const {
+        if (count < TILE || cache.value_dim % WIDTH) std::fill_n(scratch.values, TILE * panels * WIDTH, 0.0f);
+        for (long j = 0; j < count; j++) {
             long d = 0;
             for (; d + 8 <= cache.value_dim; d += 8) keep(value_place(j, d, scratch.values), wide(values[j] + d));
             for (; d < cache.value_dim; d++) *value_place(j, d, scratch.values) = T::read(values[j][d]);
         }
+        multiply<Float32>(scratch.scores.data(), rows, TILE, scratch.values, panels, scratch.sums.data(), panels * WIDTH);
+        for (long at = 0; at < rows * panels * WIDTH; at++) scratch.out[at] += scratch.sums[at];
     }
 
     // Eight keys, from the j-th of a tile.
@@ -176,7 +215,8 @@ private:
         for (; d + 8 <= cache.key_dim; d += 8) {
             __m256 rows[8];
             for (int n = 0; n < 8; n++) rows[n] = wide(from[n] + d);
-            transpose(rows, key_place(j, d, keys), WIDTH);
+            transpose(rows);
+            for (int n = 0; n < 8; n++) keep(key_place(j, d + n, keys), rows[n]);
         }
         for (; d < cache.key_dim; d++)
             for (int n = 0; n < 8; n++) *key_place(j + n, d, keys) = T::read(from[n][d]);

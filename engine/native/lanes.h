@@ -29,8 +29,8 @@ inline void keep(uint16_t* at, __m256 values) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(at), halves);
 }
 
-// Eight rows of eight become eight columns, each `apart` numbers behind the one before.
-inline void transpose(const __m256 (&rows)[8], float* out, long apart) {
+// Eight rows of eight become eight columns.
+inline void transpose(__m256 (&rows)[8]) {
     __m256 pairs[8], fours[8];
     for (int n = 0; n < 4; n++) {
         pairs[2 * n] = _mm256_unpacklo_ps(rows[2 * n], rows[2 * n + 1]);
@@ -43,8 +43,8 @@ inline void transpose(const __m256 (&rows)[8], float* out, long apart) {
         fours[n + 3] = _mm256_shuffle_ps(pairs[n + 1], pairs[n + 3], 0xee);
     }
     for (int n = 0; n < 4; n++) {
-        _mm256_storeu_ps(out + n * apart, _mm256_permute2f128_ps(fours[n], fours[n + 4], 0x20));
-        _mm256_storeu_ps(out + (n + 4) * apart, _mm256_permute2f128_ps(fours[n], fours[n + 4], 0x31));
+        rows[n] = _mm256_permute2f128_ps(fours[n], fours[n + 4], 0x20);
+        rows[n + 4] = _mm256_permute2f128_ps(fours[n], fours[n + 4], 0x31);
     }
 }
 
