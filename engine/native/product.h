@@ -35,8 +35,11 @@ struct Product {
         for (long n = 0; n < count * WIDTH; n++) to[n] = T::round(add ? sums[n] + add[n] : sums[n]);
     }
 
-    // Rows that stay in the second level cache while panels go by.
-    long block() const { return std::min(rows, std::max(4L, CACHED / (4 * inner) / 4 * 4)); }
+    // Rows that go by together: as many as stay in the second level cache, or a few less, so that none are left over.
+    long block() const {
+        long most = std::max(4L, CACHED / (4 * inner)), blocks = (rows + most - 1) / most;
+        return (rows + blocks - 1) / blocks;
+    }
 
     void widen(long row, long count, float* to) const {
         const Element* from = x + row * inner;
