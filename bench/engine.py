@@ -4,8 +4,8 @@
     python -m bench.engine --model qwen2.5-0.5b --workload exponential
 
 The first measures the whole table of limits, the second one workload. Each contender runs in a process of its own,
-with the same dtype and threads, in alternation. The report goes to standard error, the JSON to OUT (``-``: standard
-output).
+with the same threads, and the same dtype unless told otherwise, in alternation. The report goes to standard error,
+the JSON to OUT (``-``: standard output).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from bench import child, contenders, machine, medians, plot, report, shapes, tab
 from bench.child import Job, Tell
 from bench.contenders import BASELINES, OURS, Unavailable, title_of
 from bench.workloads import GENERATORS, InvalidWorkload, Item
+
+DTYPES = ("bfloat16", "float32")
 
 
 class Bench:
@@ -82,6 +84,8 @@ class Bench:
     def _run(self, who: str, job: Job, progress: Progress, task: TaskID) -> Iterable[dict[str, Any]]:
         """One run; of a baseline that can't be measured none."""
         description = progress.tasks[task].description
+        if who != OURS:
+            job = replace(job, dtype=self._args.baseline_dtype)
 
         def say(line: str) -> None:
             progress.update(task, description=f"{description}: {line[:80]}")
@@ -135,7 +139,8 @@ def bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     else:
         result |= {"limits": measuring.limits} if measuring.limits else {}
         result |= measuring.workload(args.workload)
-    return result | {"runs": args.runs, "unavailable": measuring.unavailable}
+    result |= {"runs": args.runs, "baselines": args.baselines, "baseline_dtype": args.baseline_dtype}
+    return result | {"unavailable": measuring.unavailable}
 
 
 def checkpoint(model: str) -> Path:
@@ -172,7 +177,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
     parser.add_argument("--plot", metavar="OUT.svg", type=_svg, help="where a picture of the workloads goes")
     parser.add_argument("--threads", type=_positive, default=machine.usable_cores())
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--token-budget", type=_positive, default=512, help="tokens that a step computes")
     parser.add_argument("--kv-bytes", type=_positive, default=1 << 30, help="memory for the engine's blocks")
     parser.add_argument(
@@ -180,6 +185,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--baselines", type=_baselines, default=("static",), help=f"all, none, or some of {','.join(BASELINES)}"
+    )
+    parser.add_argument(
+        "--baseline-dtype", choices=DTYPES, help="another than ours, where that is what they are fastest in"
     )
     parser.add_argument("--batch-size", type=_positive, default=8, help="of a static batch")
     parser.add_argument("--static-batches", type=int, default=5, help="run so many and predict the others; 0: run all")
@@ -189,6 +197,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if args.workload is None and not args.limits:
         parser.error("--no-limits: the table of limits needs them; name a --workload")
     args.runs = args.runs or (5 if args.workload is None else 1)
+    args.baseline_dtype = args.baseline_dtype or args.dtype
     return args
 
 

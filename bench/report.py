@@ -127,6 +127,8 @@ def _bars(workload: Mapping[str, Any]) -> list[str]:
 
 def _notes(result: Mapping[str, Any]) -> list[str]:
     notes = [f"{title_of(name)} was left out: {reason}" for name, reason in result["unavailable"].items()]
+    if result["baselines"] and result["baseline_dtype"] != result["dtype"]:
+        notes.append(f"Decant ran in {result['dtype']}, all others in {result['baseline_dtype']}.")
     for name, workload in workloads_of(result).items():
         notes += _static_notes(name, workload)
     if result["runs"] > 1:

@@ -72,7 +72,8 @@ def test_the_others_go_on(scripts: None, tiny: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(contenders, "CONTENDERS", {**CONTENDERS, **fakes})
     path = tmp_path / "w.jsonl"
     workloads.write(JOB.items, path)
-    args = engine.parse(["--model", str(tiny), "--workload", str(path), "--no-limits", "--runs", "2", "--threads", "1"])
+    options = ["--no-limits", "--runs", "2", "--threads", "1", "--baseline-dtype", "float32"]
+    args = engine.parse(["--model", str(tiny), "--workload", str(path), *options])
     args.baselines = tuple(fakes)
     result = engine.bench(args, Console(file=sys.stderr))
     assert set(result["contenders"]) == {"decant", "works"}
@@ -80,7 +81,9 @@ def test_the_others_go_on(scripts: None, tiny: Path, tmp_path: Path, monkeypatch
     assert set(result["unavailable"]) == {"raises", "dies"}
     told = Console(record=True, width=200, file=StringIO())
     report.show(result, told)
-    assert "raises was left out: [rank0]: no such thing as bfloat16 here" in told.export_text()
+    text = told.export_text()
+    assert "raises was left out: [rank0]: no such thing as float32 here" in text
+    assert "Decant ran in bfloat16, all others in float32." in text
 
 
 @pytest.mark.slow
