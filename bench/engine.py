@@ -47,13 +47,14 @@ class Bench:
         self.unavailable: dict[str, str] = {}
         self._args = args
         self._console = console
-        self.limits = self._part("bench.machine", "reads and products alone") if args.limits else None
 
     def whole(self) -> dict[str, Any]:
         """Everything that the table of limits is made of, and the table."""
-        steps = [self._part("bench.steps", f"single steps, run {n + 1}") for n in range(self._args.runs)]
+        steps = []
+        for index in range(self._args.runs):
+            limits = self._limits()
+            steps.append(self._part("bench.steps", f"single steps, run {index + 1}") | limits)
         result = {
-            "limits": self.limits,
             "steps": medians.of(steps),
             "waste": self._part("bench.waste", "partly filled blocks"),
             "workloads": {name: self.workload(name) for name in GENERATORS},
@@ -68,18 +69,22 @@ class Bench:
         """
         items = items_of(name, self.folder, self._args.seed)
         job, runs = replace(self.job, items=tuple(items)), dict[str, list[dict[str, Any]]]()
-        with self._progress() as progress:
-            for index in range(self._args.runs):
+        for index in range(self._args.runs):
+            limits = self._limits()
+            with self._progress() as progress:
                 for who in (OURS, *self._args.baselines):
                     if who not in self.unavailable:
                         task = progress.add_task(_title(who, name, index, self._args.runs), total=1.0)
-                        runs.setdefault(who, []).extend(self._run(who, job, progress, task))
+                        found = self._run(who, job, progress, task)
+                        runs.setdefault(who, []).extend(run | limits if who == OURS else run for run in found)
         figures = {who: medians.run_of_median(of) for who, of in runs.items() if of}
-        result: dict[str, Any] = {"num_prompts": len(items), "contenders": figures, "allowed": None}
-        if self.limits:
-            last = max(item.arrival_s for item in items)
-            result["allowed"] = table.allowed(table.rates_of(self.limits), figures[OURS], last)
-        return result | _ratio(figures)
+        last = max(item.arrival_s for item in items)
+        least = table.allowed(table.rates_of(figures[OURS]), figures[OURS], last) if self._args.limits else None
+        return {"num_prompts": len(items), "contenders": figures, "allowed": least} | _ratio(figures)
+
+    def _limits(self) -> dict[str, Any]:
+        """What the machine allows now, for what is measured next: a shared machine's speed changes by the minute."""
+        return {"limits": self._part("bench.machine", "reads and products alone")} if self._args.limits else {}
 
     def _run(self, who: str, job: Job, progress: Progress, task: TaskID) -> Iterable[dict[str, Any]]:
         """One run; of a baseline that can't be measured none."""
@@ -137,7 +142,6 @@ def bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     if args.workload is None:
         result |= measuring.whole()
     else:
-        result |= {"limits": measuring.limits} if measuring.limits else {}
         result |= measuring.workload(args.workload)
     result |= {"runs": args.runs, "baselines": args.baselines, "baseline_dtype": args.baseline_dtype}
     return result | {"unavailable": measuring.unavailable}

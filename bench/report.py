@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from bench.contenders import OURS, title_of
-from bench.table import workloads_of
+from bench.table import limits_of, workloads_of
 
 BAR = 40
 """Columns of the longest bar."""
@@ -135,12 +135,11 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         notes.append(
             f"A contender's figures are those of its run of median throughput, of {result['runs']} in alternation."
         )
-    if "limits" in result:
-        limits = result["limits"]
-        notes.append(
-            f"Limits in the same run: reads {limits['read_bandwidth_gb_s']:.1f} GB/s, packed products"
-            f" {limits['product_rate_gflop_s']:.0f} GFLOP/s."
+    if limits := limits_of(result):
+        reads, products = (
+            _range([each[name] for each in limits]) for name in ("read_bandwidth_gb_s", "product_rate_gflop_s")
         )
+        notes.append(f"Limits, taken before each run: reads {reads} GB/s, packed products {products} GFLOP/s.")
     machine = result["machine"]
     flags = [flag for flag, present in machine["flags"].items() if present]
     notes.append(
@@ -148,6 +147,11 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         f" at the start, torch {machine['torch']}, transformers {machine['transformers']}."
     )
     return notes
+
+
+def _range(values: list[float]) -> str:
+    lowest, highest = f"{min(values):.0f}", f"{max(values):.0f}"
+    return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
 def _static_notes(name: str, workload: Mapping[str, Any]) -> list[str]:

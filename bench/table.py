@@ -74,9 +74,16 @@ def allowed(rates: Rates, figures: Mapping[str, Any], last_sent: float) -> dict[
     }
 
 
-def rates_of(limits: Mapping[str, Any]) -> Rates:
-    """The rates in the result of ``bench.machine``."""
+def rates_of(measured: Mapping[str, Any]) -> Rates:
+    """Those of the machine when something was measured."""
+    limits = measured["limits"]
     return Rates(limits["read_bandwidth_gb_s"] * 1e9, limits["product_rate_gflop_s"] * 1e9)
+
+
+def limits_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What the machine allowed beside each run of the engine's workloads."""
+    runs = (run for workload in workloads_of(result).values() for run in workload["contenders"]["decant"]["runs"])
+    return [run["limits"] for run in runs if "limits" in run]
 
 
 def workloads_of(result: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -87,17 +94,17 @@ def workloads_of(result: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 def lines(result: Mapping[str, Any]) -> list[Line]:
     """The rows of a whole result of ``bench.engine``."""
-    rates, weights = rates_of(result["limits"]), Weights(**result["steps"]["weights"])
+    weights = Weights(**result["steps"]["weights"])
     return [
-        *_steps(rates, weights, result["steps"]),
+        *_steps(weights, result["steps"]),
         *_workloads(result["workloads"]),
-        *_mixed(rates, result["workloads"]["mixed"]),
+        *_mixed(result["workloads"]["mixed"]),
         *_memory(weights, result),
     ]
 
 
-def _steps(rates: Rates, weights: Weights, steps: Mapping[str, Any]) -> Iterator[Line]:
-    cases, prompt = steps["cases"], steps["prompt"]
+def _steps(weights: Weights, steps: Mapping[str, Any]) -> Iterator[Line]:
+    cases, prompt, rates = steps["cases"], steps["prompt"], rates_of(steps)
     limits = {
         "decode 1": (1e3 * weights.bytes_read(1) / rates.bandwidth, 0.90, "weight bytes / bandwidth"),
         "decode 8": (1e3 * cases["decode 8"]["products_seconds"], 20 / 27, "packed products alone"),
@@ -119,8 +126,9 @@ def _workloads(workloads: Mapping[str, Any]) -> Iterator[Line]:
         yield Line(name, "tok/s", ours["output_throughput"], _get(workloads[name], "output_throughput"), goal)
 
 
-def _mixed(rates: Rates, mixed: Mapping[str, Any]) -> Iterator[Line]:
-    ours, scale = mixed["contenders"]["decant"], RATE_OF_GOALS / rates.products
+def _mixed(mixed: Mapping[str, Any]) -> Iterator[Line]:
+    ours = mixed["contenders"]["decant"]
+    scale = RATE_OF_GOALS / rates_of(ours).products
     for name, key, limit, goal in (
         ("longest gap", "max_itl_after_last_ms", "longest_step_ms", 0.3),
         ("the prompt's TTFT", "last_ttft_ms", "last_ttft_ms", 4.0),
