@@ -166,13 +166,13 @@ async def test_a_generator_that_waits_to_send_is_closed_when_its_client_leaves()
 
 
 async def test_a_handler_that_writes_by_itself_and_finds_its_client_gone_is_no_error(lines: StringIO) -> None:
-    left: asyncio.Event = asyncio.Event()
-    ended: asyncio.Event = asyncio.Event()
+    waiting, ended = asyncio.Event(), asyncio.Event()
 
     async def stream(request: Any, context: Any) -> None:
         await context.write(pb.GenerateStreamResponse())
         try:
-            await left.wait()
+            waiting.set()  # a cancel that comes while the first is still being written is another case
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             try:
                 await context.write(pb.GenerateStreamResponse())
@@ -184,7 +184,7 @@ async def test_a_handler_that_writes_by_itself_and_finds_its_client_gone_is_no_e
     async with scene() as s:
         s.script.stream = stream  # type: ignore[assignment]
         call = s.inference.GenerateStream(pb.GenerateRequest())
-        await call.read()
+        await waiting.wait()
         call.cancel()
         async with asyncio.timeout(30):
             await ended.wait()
