@@ -23,9 +23,16 @@ BlockHash = bytes
 """Chained digest of a block's tokens, all tokens before them, and a salt (16 bytes)."""
 
 
-def hash_block(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
-    """Digest of one full block after ``parent``; a prefix is equal exactly when its last hash is."""
-    return hashlib.blake2b(array("Q", tokens).tobytes(), key=parent, digest_size=16).digest()
+def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[BlockHash]:
+    """Digests of the full blocks of ``size`` tokens among these, each chained to the one before and the first one to
+    ``parent``: a prefix is equal exactly when its last hash is."""
+    words = array("Q", tokens)
+    data, stride = words.tobytes(), words.itemsize * size
+    digests = []
+    for end in range(stride, len(data) + 1, stride):
+        parent = hashlib.blake2b(data[end - stride : end], key=parent, digest_size=16).digest()
+        digests.append(parent)
+    return digests
 
 
 def root_hash(salt: bytes) -> BlockHash:
@@ -126,24 +133,28 @@ class BlockPool:
             found.append(block)
         return found
 
-    def publish(self, block: int, digest: BlockHash) -> None:
-        """Let others find a held block whose KV is filled. The first block of a content wins."""
-        if self._refs[block] == 0:
-            raise AssertionError(f"block {block} is published by nobody")
-        if digest not in self._block_of and block not in self._hash_of:
-            self._block_of[digest] = block
-            self._hash_of[block] = digest
-            toggle(self._changed, (digest,))
+    def publish(self, blocks: Iterable[int], digests: Iterable[BlockHash]) -> None:
+        """Let others find held blocks whose KV is filled, each by its digest. The first block of a content wins."""
+        block_of, hash_of, news = self._block_of, self._hash_of, []
+        for block, digest in zip(blocks, digests, strict=True):
+            if self._refs[block] == 0:
+                raise AssertionError(f"block {block} is published by nobody")
+            if digest not in block_of and block not in hash_of:
+                block_of[digest] = block
+                hash_of[block] = digest
+                news.append(digest)
+        toggle(self._changed, news)
 
     def take(self, count: int) -> list[int]:
         """``count`` fresh blocks with one reference each. Raises NoRoom. For ``Holding`` alone."""
         if count > self.available:
             raise NoRoom(count, self.available)
-        taken = []
-        for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
+        taken = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - len(taken) :]
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
+        for block in taken:
             self._refs[block] = 1
-            taken.append(block)
         return taken
 
     def acquire(self, block: int) -> None:
@@ -155,10 +166,11 @@ class BlockPool:
     def give_back(self, holding: Holding) -> None:
         """Drop a holding's references, its last blocks first, so that prefixes outlive what follows them."""
         del self._holdings[id(holding)]
+        refs, hash_of = self._refs, self._hash_of
         for block in reversed(holding.blocks):
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                if block in self._hash_of:
+            refs[block] -= 1
+            if refs[block] == 0:
+                if block in hash_of:
                     self._cached[block] = None
                 else:
                     self._free.append(block)
@@ -168,21 +180,22 @@ class BlockPool:
         block = self._block_of.get(digest)
         if block is not None and block in self._cached:
             self._cached.move_to_end(block, last=False)
-            self._free.append(self._evict())
+            self._free += self._evict(1)
 
     def drop_cache(self) -> int:
         """Forget every unheld published block; returns how many."""
         dropped = len(self._cached)
-        while self._cached:
-            self._free.append(self._evict())
+        self._free += self._evict(dropped)
         return dropped
 
-    def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        digest = self._hash_of.pop(block)
-        del self._block_of[digest]
-        toggle(self._changed, (digest,))
-        return block
+    def _evict(self, count: int) -> list[int]:
+        """Of the cached blocks, the ``count`` that were used least recently; they are nowhere now."""
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        digests = [self._hash_of.pop(block) for block in evicted]
+        for digest in digests:
+            del self._block_of[digest]
+        toggle(self._changed, digests)
+        return evicted
 
     def changed(self) -> list[BlockHash]:
         """Hashes that are published now and were not at the last call, or the reverse; those published first come

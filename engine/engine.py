@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.blocks import BlockPool, hash_block, root_hash
+from engine.blocks import BlockPool, hash_blocks, root_hash
 from engine.costs import Forecast
 from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
 from engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, token_of
@@ -85,11 +85,9 @@ class Engine:
 
     def forget(self, tokens: Sequence[int], salt: bytes, keep: int) -> None:
         """Of these tokens, blocks beyond the first ``keep`` are cached no more, unless somebody holds them."""
-        size, parent = self.pool.block_size, root_hash(salt)
-        for end in range(size, len(tokens) + 1, size):
-            parent = hash_block(parent, tokens[end - size : end])
-            if end > keep:
-                self.pool.forget(parent)
+        size = self.pool.block_size
+        for digest in hash_blocks(root_hash(salt), tokens, size)[keep // size :]:
+            self.pool.forget(digest)
 
     def park(self, id: str) -> None:
         """Stop stepping a running sequence and keep its blocks (the last step of a drain). Raises UnknownSequence."""

@@ -136,8 +136,8 @@ class Scheduler:
     def publish(self, sequence: Sequence, filled: range) -> None:
         """Let others share the blocks of a sequence that a step filled."""
         if sequence.request.use_prefix_cache and sequence.holding:
-            for index in filled:
-                self.pool.publish(sequence.holding.blocks[index], sequence.hash_at(index, self.pool.block_size))
+            blocks = sequence.holding.blocks[filled.start : filled.stop]
+            self.pool.publish(blocks, sequence.hashes(filled, self.pool.block_size))
 
     def _grow_running(self) -> None:
         """A block for every running sequence's next token, most urgent first; the least urgent make room."""
@@ -186,7 +186,8 @@ class Scheduler:
         """Published blocks that carry the start of a sequence; always less than all of its tokens."""
         if not sequence.request.use_prefix_cache or sequence.request.prompt_logprobs is not None:
             return []  # positions of a hit have no logits
-        return self.pool.match(sequence.hashes(self.pool.block_size, len(sequence.tokens) - 1))
+        size = self.pool.block_size
+        return self.pool.match(sequence.hashes(range((len(sequence.tokens) - 1) // size), size))
 
     def queued_tokens(self) -> int:
         """Tokens still to be computed. Of those that wait longest, without what the prefix cache has of them."""

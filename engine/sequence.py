@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from engine.blocks import BlockHash, Holding, hash_block, root_hash
+from engine.blocks import BlockHash, Holding, hash_blocks, root_hash
 from engine.request import Request
 
 
@@ -73,18 +73,10 @@ class Sequence:
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
 
-    def hashes(self, block_size: int, upto: int) -> list[BlockHash]:
-        """Chained hashes of the full blocks among the first ``upto`` tokens."""
-        self._chain_to(upto // block_size, block_size)
-        return self._chain[1 : upto // block_size + 1]
-
-    def hash_at(self, index: int, block_size: int) -> BlockHash:
-        """Hash of full block ``index``."""
-        self._chain_to(index + 1, block_size)
-        return self._chain[index + 1]
-
-    def _chain_to(self, blocks: int, size: int) -> None:
-        """Make what is missing of the first ``blocks`` hashes; each is made once."""
-        chain = self._chain
-        for index in range(len(chain) - 1, blocks):
-            chain.append(hash_block(chain[-1], self.tokens[index * size : (index + 1) * size]))
+    def hashes(self, blocks: range, block_size: int) -> list[BlockHash]:
+        """Chained hashes of these full blocks; each is made once."""
+        made = len(self._chain) - 1
+        if made < blocks.stop:
+            missing = self.tokens[made * block_size : blocks.stop * block_size]
+            self._chain += hash_blocks(self._chain[-1], missing, block_size)
+        return self._chain[blocks.start + 1 : blocks.stop + 1]

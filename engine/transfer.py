@@ -203,17 +203,14 @@ class Arrival:
         """
         with self._copying:
             self.closed = True
-        for index in sorted(self._sums):
-            self._publish(holding, index, filled)
+        size: int = holding.pool.block_size
+        if self.sequence.request.use_prefix_cache:
+            hashes = self.sequence.hashes(range(filled // size), size)
+            full = [index for index in sorted(self._sums) if index < len(hashes)]
+            holding.pool.publish([holding.blocks[index] for index in full], [hashes[index] for index in full])
         self._on_close(self.id)
 
     def _holding(self) -> Holding:
         if self.closed or self.sequence.holding is None:
             raise TransferRejected(f"{self.id}: this arrival is closed")
         return self.sequence.holding
-
-    def _publish(self, holding: Holding, index: int, filled: int) -> None:
-        pool: BlockPool = holding.pool
-        complete = (index + 1) * pool.block_size <= filled
-        if complete and self.sequence.request.use_prefix_cache:
-            pool.publish(holding.blocks[index], self.sequence.hash_at(index, pool.block_size))

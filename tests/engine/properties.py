@@ -141,7 +141,8 @@ class Contents:
                 found = bytes(device.read(block)[: len(expected)])
                 assert found == expected, f"block {block} does not hold the tokens of {sequence.id}"
                 if len(expected) == engine.device.block_bytes:
-                    digest, meaning = sequence.hash_at(index, size), _meaning(sequence, (index + 1) * size)
+                    (digest,) = sequence.hashes(range(index, index + 1), size)
+                    meaning = _meaning(sequence, (index + 1) * size)
                     self._expected[digest] = expected
                     assert self._meanings.setdefault(digest, meaning) == meaning, "one hash stands for two prefixes"
         for digest, block in engine.pool._block_of.items():

@@ -12,7 +12,7 @@ from tests.engine.scenes import BLOCK, Ear, make_engine, make_request, step_unti
 def found(engine: Engine, tokens: list[int], salt: bytes = b"") -> int:
     """Leading tokens whose blocks are cached."""
     request = make_request("look", tokens, salt=salt)
-    return BLOCK * len(engine.pool.match(Sequence(request, (0.0, 0), 0.0).hashes(BLOCK, len(tokens))))
+    return BLOCK * len(engine.pool.match(Sequence(request, (0.0, 0), 0.0).hashes(range(len(tokens) // BLOCK), BLOCK)))
 
 
 @pytest.mark.parametrize("keep", range(6, 40))

@@ -96,9 +96,8 @@ def hand_out_a_held_block(patch: Patch) -> None:
 
 
 def keep_the_hash_of_an_evicted_block(patch: Patch) -> None:
-    def evict(pool: BlockPool) -> int:
-        block, _ = pool._cached.popitem(last=False)
-        return block
+    def evict(pool: BlockPool, count: int) -> list[int]:
+        return [pool._cached.popitem(last=False)[0] for _ in range(count)]
 
     patch.setattr(BlockPool, "_evict", evict)
 
@@ -106,11 +105,11 @@ def keep_the_hash_of_an_evicted_block(patch: Patch) -> None:
 def hash_without_the_parent(patch: Patch) -> None:
     """Blocks of equal tokens after other tokens are taken for each other."""
 
-    def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
-        return original(b"", tokens)
+    def hash_blocks(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
+        return [original(b"", tokens[at : at + size], size)[0] for at in range(0, len(tokens) - size + 1, size)]
 
-    original = blocks.hash_block
-    patch.setattr("engine.sequence.hash_block", hash_block)
+    original = blocks.hash_blocks
+    patch.setattr("engine.sequence.hash_blocks", hash_blocks)
 
 
 def mix_the_salts(patch: Patch) -> None:

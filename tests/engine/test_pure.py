@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from engine.blocks import hash_block, root_hash
+from engine.blocks import hash_blocks, root_hash
 from engine.draw import uniform
 from engine.fake import CANDIDATES, FakeDevice, candidates, slot_bytes
 from engine.kv_layout import KvLayout, LayerSpec
@@ -108,11 +108,10 @@ def test_the_arguments_of_a_draw_are_not_confused_with_each_other() -> None:
 def test_a_hash_stands_for_all_tokens_before_it_and_the_salt() -> None:
     chains = []
     for salt, tokens in itertools.product((b"", b"a", b"b"), itertools.product((1, 2), repeat=4)):
-        chain = [root_hash(salt)]
-        for at in range(0, 4, 2):
-            chain.append(hash_block(chain[-1], tokens[at : at + 2]))
-        chains.append(((salt, tokens[:2]), chain[1]))
-        chains.append(((salt, tokens), chain[2]))
+        first, second = hash_blocks(root_hash(salt), tokens, 2)
+        chains.append(((salt, tokens[:2]), first))
+        chains.append(((salt, tokens), second))
+        assert hash_blocks(first, tokens[2:], 2) == [second], "a chain goes on where it ended"
     meanings = dict(chains)
     assert len(set(meanings.values())) == len(meanings), "other tokens, another hash"
     assert all(meanings[key] == digest for key, digest in chains), "the same tokens, the same hash"
@@ -120,18 +119,19 @@ def test_a_hash_stands_for_all_tokens_before_it_and_the_salt() -> None:
 
 def test_a_block_is_not_confused_with_a_shorter_or_wider_one() -> None:
     root = root_hash(b"")
-    blocks = [(), (0,), (1,), (1, 0), (0, 1), (1, 2), *((2**bits,) for bits in (8, 16, 31))]
-    assert len({hash_block(root, tokens) for tokens in blocks}) == len(blocks)
+    blocks = [(0,), (1,), (1, 0), (0, 1), (1, 2), *((2**bits,) for bits in (8, 16, 31))]
+    assert len({hash_blocks(root, tokens, len(tokens))[0] for tokens in blocks}) == len(blocks)
+    assert hash_blocks(root, (1, 0, 1), 2) == hash_blocks(root, (1, 0), 2), "only full ones have a hash"
 
 
 def test_the_chain_of_a_sequence_grows_with_it() -> None:
     sequence = EngineSequence(make_request("a", 10), (0.0, 1), 0.0)
-    early = sequence.hashes(4, 9)
+    early = sequence.hashes(range(2), 4)
     assert len(early) == 2
     sequence.tokens += [1, 2, 3]
-    assert sequence.hashes(4, 13)[:2] == early
-    assert sequence.hashes(4, 5) == early[:1], "never more than was asked for"
-    assert sequence.hash_at(2, 4) == sequence.hashes(4, 13)[2]
+    assert sequence.hashes(range(3), 4)[:2] == early
+    assert sequence.hashes(range(1), 4) == early[:1], "never more than was asked for"
+    assert sequence.hashes(range(2, 3), 4) == sequence.hashes(range(3), 4)[2:]
 
 
 # -- policy -----------------------------------------------------------------------------------------------------

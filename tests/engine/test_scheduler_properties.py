@@ -287,7 +287,8 @@ def test_a_pool_adds_up_after_any_allocation_share_and_release(seed: int, blocks
                 live[f"o{turn}"] = pool.allocate(f"o{turn}", 0)
                 live[f"o{turn}"].share(rng.choice(holding.blocks))
             elif action == "publish" and holding and holding.blocks:
-                pool.publish(rng.choice(holding.blocks), bytes([rng.randrange(5)]) * 16)
+                some = rng.choices(holding.blocks, k=rng.randint(1, 3))
+                pool.publish(some, [bytes([rng.randrange(5)]) * 16 for _ in some])
             elif action == "release" and holding:
                 live.pop(holding.owner).release()
         except NoRoom as full:
@@ -308,8 +309,7 @@ def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     digests = [bytes([n]) * 16 for n in range(4)]
     for owner, mine in (("old", digests[:2]), ("new", digests[2:])):
         holding = pool.allocate(owner, 2)
-        for block, digest in zip(holding.blocks, mine, strict=True):
-            pool.publish(block, digest)
+        pool.publish(holding.blocks, mine)
         holding.release()
     pool.allocate("other", 1)
     assert len(pool.match(digests[:2])) == 1
@@ -352,7 +352,7 @@ def test_a_prefix_that_was_used_again_is_evicted_after_one_that_was_not() -> Non
     digests = [bytes([n]) * 16 for n in range(2)]
     for digest in digests:
         holding = pool.allocate("first", 1)
-        pool.publish(holding.blocks[0], digest)
+        pool.publish(holding.blocks, [digest])
         holding.release()
     pool.allocate("again", 0, pool.match(digests[:1])).release()
     pool.allocate("other", 2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.blocks import BlockPool, Holding, hash_block, root_hash
+from engine.blocks import BlockPool, Holding, hash_blocks, root_hash
 from protos import worker_pb2 as wire
 from tests.worker.decode_scene import BLOCK, Node, Router, eventually, make_run, make_work, routed
 from worker import cache_news
@@ -17,7 +17,7 @@ from worker.cache_news import CacheNews
 
 
 def digest(number: int) -> bytes:
-    return hash_block(root_hash(b""), [number])
+    return hash_blocks(root_hash(b""), [number], 1)[0]
 
 
 class Listener:
@@ -64,7 +64,7 @@ def test_every_listener_comes_to_know_exactly_what_is_cached(story: Sequence[tup
     for what, number in story:
         if what == "publish" and pool.available:
             holdings.append(pool.allocate("o", 1))
-            pool.publish(holdings[-1].blocks[0], digest(number))
+            pool.publish(holdings[-1].blocks, [digest(number)])
         elif what == "release" and holdings:
             holdings.pop(number % len(holdings)).release()
         elif what == "evict":

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.blocks import hash_block, root_hash
+from engine.blocks import hash_blocks, root_hash
 from engine.engine import Engine
 from protos import worker_pb2 as wire
 from tests.worker.decode_scene import Node, Router, alone, eventually, make_run, make_work, owned
@@ -202,12 +202,7 @@ async def test_what_lies_behind_a_stop_text_is_not_cached_as_output(ends_by_itse
         size = node.hub.block_size
 
         def cached(engine: Engine) -> int:
-            found = 0
-            parent = root_hash(work.salt)
-            for end in range(size, len(tokens) + 1, size):
-                parent = hash_block(parent, tokens[end - size : end])
-                found += bool(engine.pool.match([parent]))
-            return found
+            return sum(bool(engine.pool.match([digest])) for digest in hash_blocks(root_hash(work.salt), tokens, size))
 
         assert await node.hub.loop.call(cached) == 19 // size
 
