@@ -61,7 +61,7 @@ class Holding:
         self.live = True
 
     def grow(self, count: int) -> None:
-        """Append ``count`` fresh blocks, all or none. Raises NoRoom."""
+        """Append ``count`` fresh blocks, all or none. Raises NoRoom. ``BlockPool.grow`` is for many holdings."""
         self.blocks.extend(self.pool.take(count))
 
     def share(self, block: int) -> None:
@@ -144,6 +144,11 @@ class BlockPool:
                 hash_of[block] = digest
                 news.append(digest)
         toggle(self._changed, news)
+
+    def grow(self, holdings: Sequence[Holding]) -> None:
+        """Append one fresh block to each of them, all or none. Raises NoRoom."""
+        for holding, block in zip(holdings, self.take(len(holdings)), strict=True):
+            holding.blocks.append(block)
 
     def take(self, count: int) -> list[int]:
         """``count`` fresh blocks with one reference each. Raises NoRoom. For ``Holding`` alone."""

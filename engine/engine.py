@@ -133,7 +133,7 @@ class Engine:
         now = self._clock()
         self.forecast.note(plan.decodes, plan.prompts, now - started)
         sequences, size, tell = self._sequences, self.pool.block_size, output.tokens.append
-        logprobs, explained, failed = result.logprobs, result.prompt_logprobs, result.failed
+        logprobs, explained, failed = result.logprobs, result.prompt_logprobs, result.failed  # mostly empty
         rows = enumerate(zip(plan.rows, result.sampled, strict=True))
         for index, ((request, tokens, start, end, _, _), token) in rows:
             sequence = sequences[request.id]
@@ -145,15 +145,13 @@ class Engine:
                 self._end(sequence, FinishReason.FAILED, detail=failed[index])
                 continue
             sequence.computed = end
-            if start // size < end // size:
-                filled = range(start // size, end // size)
-                self.scheduler.publish(sequence, filled)
-                self._offer(sequence, filled, output)
+            if end % size < end - start:
+                self._fill(sequence, start // size, end // size, output)
             if explained and index in explained:
                 self._explain(sequence, start + 1, explained[index], output)
             if token is None:
                 continue
-            tell(token_of((request.id, end - request.prompt_len, token, logprobs.get(index))))
+            tell(token_of((request.id, end - request.prompt_len, token, logprobs.get(index) if logprobs else None)))
             sequence.tokens.append(token)
             timeline.tokens.append(now)
             if token in sequence.stops:
@@ -195,8 +193,7 @@ class Engine:
         del self._sequences[sequence.id]
         if self._parked.pop(sequence.id, None) is None:
             self.scheduler.remove(sequence)
-        if sequence.holding:
-            sequence.holding.release()
+        self.scheduler.release(sequence)
         export = self._exports.get(sequence.id)
         if export is not None and export.sealed is None:
             export.ended = True
@@ -266,10 +263,8 @@ class Engine:
             return
         export.release()
         if export.sealed is not None and id in self._parked:
-            sequence = self._parked.pop(id)
+            self.scheduler.release(self._parked.pop(id))
             del self._sequences[id]
-            if sequence.holding:
-                sequence.holding.release()
 
     def reserve(self, request: Request) -> Arrival:
         """Room for a sequence that comes with its KV: its cached prefix pinned, all other blocks of prompt and
@@ -295,17 +290,21 @@ class Engine:
         self._sequences[arrival.id] = sequence
         self.scheduler.add(sequence)
 
-    def _offer(self, sequence: EngineSequence, filled: range, output: StepOutput) -> None:
-        """Sum the blocks that a step filled when they are to be handed over, and lease them to an open export."""
-        export = self._exports.get(sequence.id)
-        if sequence.request.park_after is not None and sequence.holding:
-            for index in filled:
+    def _fill(self, sequence: EngineSequence, first: int, stop: int, output: StepOutput) -> None:
+        """Blocks ``first`` up to ``stop`` are full. Those of a prompt are shared with others; summed are those that will
+        be handed over, leased to an open export all."""
+        request = sequence.request
+        if first < (prompt := len(request.token_ids) // self.pool.block_size):
+            self.scheduler.publish(sequence, range(first, min(stop, prompt)))
+        if request.park_after is not None and sequence.holding:
+            for index in range(first, stop):
                 data = self.device.read(sequence.holding.blocks[index])
                 sequence.sums[index] = sum_block(self._checksum, index, data)
+        export = self._exports.get(request.id)
         if export is not None and not export.ended:
-            for index in range(export.have + len(export.runs), filled.stop):
+            for index in range(export.have + len(export.runs), stop):
                 export.offer(sequence, index, self._checksum)
-                output.filled.append(Filled(sequence.id, index))
+                output.filled.append(Filled(request.id, index))
 
     # -- look ---------------------------------------------------------------------------------------------------
 

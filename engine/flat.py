@@ -26,6 +26,7 @@ class FlatRows:
     sampled [n]  1 where the token after the row is to be drawn, else 0
     tokens, positions [T]
     places [T] where each token's key and value go: block * block_size + slot
+    begun [b]  blocks that get their first token
     table [n, W]  block tables, up to each row's end, padded with ``blank``
     """
 
@@ -39,6 +40,7 @@ class FlatRows:
     tokens: Ints
     positions: Ints
     places: Ints
+    begun: Ints
     table: npt.NDArray[np.int32]
 
 
@@ -49,11 +51,11 @@ def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
 
 def _compiled(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     """``engine/native/rows.h``: with hundreds of rows the arrays take longer to make here than the step is planned."""
-    ordered, lines, flattened, table, width = kernels.flatten(rows, block_size, blank)
+    ordered, lines, flattened, begun, table, width = kernels.flatten(rows, block_size, blank)
     order, starts, ends, firsts, stops, sampled = np.frombuffer(lines, np.int64).reshape(6, -1)
     tokens, positions, places = np.frombuffer(flattened, np.int64).reshape(3, -1)
-    blocks = np.frombuffer(table, np.int32).reshape(-1, width)
-    return FlatRows(ordered, order, starts, ends, firsts, stops, sampled, tokens, positions, places, blocks)
+    along = order, starts, ends, firsts, stops, sampled, tokens, positions, places, np.frombuffer(begun, np.int64)
+    return FlatRows(ordered, *along, np.frombuffer(table, np.int32).reshape(-1, width))
 
 
 def _flattened(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
@@ -73,8 +75,9 @@ def _flattened(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     blocks = table[np.repeat(np.arange(count), lengths), positions // block_size]
     places = blocks.astype(np.int64) * block_size + positions % block_size
     sampled = np.array([row.sample for row in rows], np.int64)
+    begun = places[positions % block_size == 0] // block_size
     along = order, starts, ends, stops - lengths, stops, sampled
-    return FlatRows(rows, *along, np.array(tokens, np.int64), positions, places, table)
+    return FlatRows(rows, *along, np.array(tokens, np.int64), positions, places, begun, table)
 
 
 def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np.int32]:

@@ -36,7 +36,7 @@ class ModelRunner:
         """One pass of the model over all rows of the plan."""
         flat = self.flatten(plan.rows)
         reading = _Reading(flat)
-        logits = self.forward(flat, torch.from_numpy(spans(flat.stops, reading.kept)))
+        logits = self.forward(flat, torch.from_numpy(reading.keep))
         return reading.result(logits, self._eos)
 
     def flatten(self, rows: Sequence[Row]) -> FlatRows:
@@ -49,10 +49,8 @@ class ModelRunner:
 
     def forward(self, flat: FlatRows, keep: torch.Tensor) -> torch.Tensor:
         """Logits [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
-        block_size = self._store.layout.block_size
-        begun = flat.places[flat.positions % block_size == 0] // block_size
-        if len(begun):
-            self._store.clear(torch.from_numpy(begun).to(self._device))
+        if len(flat.begun):
+            self._store.clear(torch.from_numpy(flat.begun).to(self._device))
         attention = make_attention(self._store, self._views, flat)
         nothing = keep.numel() == 0
         kept = (keep.new_zeros(1) if nothing else keep).to(self._device)
@@ -74,18 +72,22 @@ class ModelRunner:
 class _Reading:
     """Which logits of a step are needed, and what is read from them; results stand under the row's place in the plan.
 
-    kept [n]  of how many of its last positions each row needs them
+    keep [kept]  flattened positions: the last one of each row that is sampled, all of a row that is explained
     """
 
     def __init__(self, flat: FlatRows) -> None:
         self._rows = flat.rows
         self._order = flat.order
-        self._sampled = flat.sampled
+        self._drawing = np.flatnonzero(flat.sampled)
         self._asking = [index for index, row in enumerate(flat.rows) if row.request.asking]
         self._explained = [index for index in self._asking if _is_explained(flat.rows[index])]
-        self.kept = flat.sampled.copy()
-        self.kept[self._explained] = (flat.ends - flat.starts)[self._explained]
-        self._stops = np.cumsum(self.kept)
+        self._kept = flat.sampled  # of how many of its last positions each row needs them
+        if self._explained:
+            self._kept = flat.sampled.copy()
+            self._kept[self._explained] = (flat.ends - flat.starts)[self._explained]
+            self.keep = spans(flat.stops, self._kept)
+        else:
+            self.keep = flat.stops[self._drawing] - 1
 
     def result(self, logits: torch.Tensor, eos: frozenset[int]) -> StepResult:
         """Of the logits of all that is kept."""
@@ -93,47 +95,48 @@ class _Reading:
         sound = np.isfinite(best.scores.float().numpy(force=True))  # many times as fast as torch on so few
         bad = set() if sound.all() else self._bad(sound)
         prompts = {
-            int(self._order[index]): _prompt_logprobs(self._rows[index], self._of(index, logits))
+            int(self._order[index]): _prompt_logprobs(self._rows[index], logits[self._span(index)])
             for index in self._explained
             if index not in bad
         }
-        drawing = np.flatnonzero(self._sampled)
+        drawing = self._drawing
         if bad:
             drawing = np.array([index for index in drawing.tolist() if index not in bad], np.int64)
         sampled, logprobs = self._draw(drawing, logits, best.places, eos)
         failed = dict.fromkeys(self._order[list(bad)].tolist(), "the model's logits are not finite") if bad else {}
         return StepResult(sampled, logprobs, prompts, failed)
 
-    def _of(self, index: int, of: torch.Tensor) -> torch.Tensor:
-        """What of a tensor [kept, ...] belongs to a row."""
-        stop = int(self._stops[index])
-        return of[stop - int(self.kept[index]) : stop]
+    def _span(self, index: int) -> slice:
+        """Where the logits of a row are among those that are kept."""
+        stop = int(self._kept[: index + 1].sum())
+        return slice(stop - int(self._kept[index]), stop)
 
     def _bad(self, sound: npt.NDArray[np.bool_]) -> set[int]:
         """Rows with logits that are no numbers."""
-        owners = np.repeat(np.arange(len(self._rows)), self.kept)
+        owners = np.repeat(np.arange(len(self._rows)), self._kept)
         return set(owners[~sound].tolist())
 
     def _draw(
         self, drawing: Ints, logits: torch.Tensor, likeliest: torch.Tensor, eos: frozenset[int]
     ) -> tuple[list[int | None], dict[int, TokenLogprobs]]:
         """Tokens of the rows ``drawing``, each from the last of its logits, and the log-probabilities asked for."""
-        sampled = np.full(len(self._rows), None)
+        sampled: list[int | None] = [None] * len(self._rows)
         if not len(drawing):
-            return sampled.tolist(), {}
+            return sampled, {}
         rows = self._rows if len(drawing) == len(self._rows) else [self._rows[index] for index in drawing.tolist()]
         if len(drawing) < len(logits):
-            last = torch.from_numpy(self._stops[drawing] - 1).to(logits.device)
+            last = torch.from_numpy((np.cumsum(self._kept) - 1)[drawing]).to(logits.device)
             logits, likeliest = logits[last], likeliest[last]
         tokens = sample(rows, logits, eos, likeliest)
-        places = self._order[drawing]
-        sampled[places] = tokens
+        places: list[int] = self._order[drawing].tolist()
+        for place, token in zip(places, tokens, strict=True):
+            sampled[place] = token
         told = [at for at, row in enumerate(rows) if row.request.logprobs is not None] if self._asking else []
         if not told:
-            return sampled.tolist(), {}
+            return sampled, {}
         counts = [rows[at].request.logprobs or 0 for at in told]
         entries = token_logprobs(logits[told].float(), [tokens[at] for at in told], counts)
-        return sampled.tolist(), dict(zip(places[told].tolist(), entries, strict=True))
+        return sampled, dict(zip([places[at] for at in told], entries, strict=True))
 
 
 def _is_explained(row: Row) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from engine.blocks import BlockPool
+from engine.blocks import BlockPool, Holding
 from engine.costs import NO_WORK, Costs, Forecast, Work
 from engine.errors import InvalidConfig, NoRoom, check_whole
 from engine.plan import Row, StepPlan, row_of
@@ -110,17 +110,11 @@ class Scheduler:
 
         ``promised`` places among the running are kept for sequences that are on their way here.
         """
-        self._grow_running()
-        rows: list[Row] = []
-        prompts: list[Sequence] = []
-        pairs = 0
-        for sequence in self.running:  # decodes always fit: never more run than the budget has tokens
-            tokens, computed = sequence.tokens, sequence.computed
-            if computed == len(tokens) - 1 and sequence.holding:
-                rows.append(row_of((sequence.request, tokens, computed, computed + 1, sequence.holding.blocks, True)))
-                pairs += computed + 1
-            else:
-                prompts.append(sequence)
+        rows, prompts, short, pairs = self._look()
+        while len(short) > self.pool.available:
+            self._preempt(self.running[-1])
+            rows, prompts, short, pairs = self._look()
+        self.pool.grow(short)
         budget = _Budget(self.limits, self.forecast, Work(len(rows), len(rows), pairs), self.pool.block_size)
         rows.extend(budget.spend(sequence) for sequence in prompts if budget.left)
         while budget.left and (admitted := self._admit_next(promised)):
@@ -134,28 +128,43 @@ class Scheduler:
         return _Budget(limits, self.forecast, NO_WORK, size).share(0, limits.token_budget)
 
     def publish(self, sequence: Sequence, filled: range) -> None:
-        """Let others share the blocks of a sequence that a step filled."""
-        if sequence.request.use_prefix_cache and sequence.holding:
+        """Let others share blocks of a sequence that are filled."""
+        if filled and sequence.request.use_prefix_cache and sequence.holding:
             blocks = sequence.holding.blocks[filled.start : filled.stop]
             self.pool.publish(blocks, sequence.hashes(filled, self.pool.block_size))
 
-    def _grow_running(self) -> None:
-        """A block for every running sequence's next token, most urgent first; the least urgent make room."""
-        size = self.pool.block_size
-        short = [one for one in self.running if one.holding and len(one.holding.blocks) * size < len(one.tokens)]
-        for sequence in short:
-            while sequence.holding and len(sequence.holding.blocks) * size < len(sequence.tokens):
-                if self.pool.available:
-                    sequence.holding.grow(1)
-                else:
-                    self._preempt(self.running[-1])
+    def release(self, sequence: Sequence) -> None:
+        """Give up a sequence's blocks. Those of its output are shared now: until it ends nobody asks for them."""
+        if sequence.holding:
+            size = self.pool.block_size
+            self.publish(sequence, range(len(sequence.request.token_ids) // size, sequence.computed // size))
+            sequence.holding.release()
+            sequence.holding = None
+
+    def _look(self) -> tuple[list[Row], list[Sequence], list[Holding], int]:
+        """Of the running: rows of those that decode, those with more to compute, those without room for their next
+        token, and the (query, key) pairs of the rows. What most rows of most steps are made of is written out."""
+        rows: list[Row] = []
+        prompts: list[Sequence] = []
+        short: list[Holding] = []
+        pairs, size = 0, self.pool.block_size
+        for sequence in self.running:
+            tokens, computed, holding = sequence.tokens, sequence.computed, sequence.holding
+            assert holding, "whoever runs holds blocks"
+            blocks, length = holding.blocks, len(tokens)
+            if len(blocks) * size < length:
+                short.append(holding)
+            if computed == length - 1:  # decodes always fit: never more run than the budget has tokens
+                rows.append(row_of((sequence.request, tokens, computed, length, blocks, True)))
+                pairs += length
+            else:
+                prompts.append(sequence)
+        return rows, prompts, short, pairs
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give up a sequence's blocks; it waits, and recomputes what the prefix cache no longer has."""
         self.remove(sequence)
-        if sequence.holding:
-            sequence.holding.release()
-        sequence.holding = None
+        self.release(sequence)
         sequence.computed = 0
         self.preemptions += 1
         sequence.timeline.preemptions += 1

@@ -46,7 +46,7 @@ class Flattening {
         return true;
     }
 
-    // (rows in order, lines, flattened, table, its width); see _compiled() in engine/flat.py
+    // (rows in order, lines, flattened, blocks begun, table, its width); see _compiled() in engine/flat.py
     PyObject* laid(int64_t size, int32_t blank) {
         const int64_t n = rows_.size();
         int64_t total = 0, width = 0;
@@ -58,12 +58,16 @@ class Flattening {
         PyObject* lines = bytes(6 * n * sizeof(int64_t));
         PyObject* flat = bytes(3 * total * sizeof(int64_t));
         PyObject* table = bytes(n * width * sizeof(int32_t));
-        if (!ordered || !lines || !flat || !table || !fill(ordered, at<int64_t>(lines), at<int64_t>(flat), total,
-                                                           at<int32_t>(table), width, size, blank)) {
+        PyObject* begun = nullptr;
+        if (ordered && lines && flat && table &&
+            fill(ordered, at<int64_t>(lines), at<int64_t>(flat), total, at<int32_t>(table), width, size, blank))
+            begun = bytes(begun_.size() * sizeof(int64_t));
+        if (!begun) {
             for (PyObject* one : {ordered, lines, flat, table}) Py_XDECREF(one);
             return nullptr;
         }
-        return Py_BuildValue("(NNNNn)", ordered, lines, flat, table, static_cast<Py_ssize_t>(width));
+        std::copy(begun_.begin(), begun_.end(), at<int64_t>(begun));
+        return Py_BuildValue("(NNNNNn)", ordered, lines, flat, begun, table, static_cast<Py_ssize_t>(width));
     }
 
   private:
@@ -123,7 +127,9 @@ class Flattening {
                 if (token == -1 && PyErr_Occurred()) return false;
                 flat[first] = token;
                 flat[total + first] = position;
-                flat[2 * total + first] = table[position / size] * size + position % size;
+                const int64_t block = table[position / size], slot = position % size;
+                flat[2 * total + first] = block * size + slot;
+                if (!slot) begun_.push_back(block);
             }
             Py_INCREF(row.row);
             PyList_SET_ITEM(ordered, i, row.row);
@@ -132,7 +138,7 @@ class Flattening {
     }
 
     std::vector<FlatRow> rows_;
-    std::vector<int64_t> order_;
+    std::vector<int64_t> order_, begun_;
 };
 
 }  // namespace decant

@@ -16,7 +16,7 @@ from engine.plan import Row
 from engine.request import Request
 
 SIZE, BLANK = 4, 999
-ARRAYS = ("order", "starts", "ends", "firsts", "stops", "sampled", "tokens", "positions", "places", "table")
+ARRAYS = ("order", "starts", "ends", "firsts", "stops", "sampled", "tokens", "positions", "places", "begun", "table")
 
 compiled = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels here")
 
@@ -60,6 +60,7 @@ def test_every_token_stands_where_its_row_says(rows: list[Row]) -> None:
         needed = -(-row.end // SIZE)
         assert flat.table[index, :needed].tolist() == row.blocks[:needed].tolist()
         assert (flat.table[index, needed:] == BLANK).all()
+    assert flat.begun.tolist() == [place // SIZE for place in flat.places.tolist() if place % SIZE == 0]
 
 
 def test_spans_are_the_last_positions_of_each_row() -> None:
