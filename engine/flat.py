@@ -20,28 +20,54 @@ class FlatRows:
     """T tokens of n rows.
 
     rows       single tokens first, longest context first (the order in which attention takes them), then the others
-    order [n]  which of the given rows each of them is
-    starts, ends [n]  positions of each row
-    firsts, stops [n]  where each row lies among the T
-    sampled [n]  1 where the token after the row is to be drawn, else 0
-    tokens, positions [T]
-    places [T] where each token's key and value go: block * block_size + slot
+    lines [6, n]  of each row: which of the given rows it is, its start and end, where it begins and stops among the T,
+               and 1 where the token after it is to be drawn, else 0
+    flattened [3, T]  of each token: its id, its position, and where its key and value go: block * block_size + slot
     begun [b]  blocks that get their first token
     table [n, W]  block tables, up to each row's end, padded with ``blank``
     """
 
     rows: Sequence[Row]
-    order: Ints
-    starts: Ints
-    ends: Ints
-    firsts: Ints
-    stops: Ints
-    sampled: Ints
-    tokens: Ints
-    positions: Ints
-    places: Ints
+    lines: Ints
+    flattened: Ints
     begun: Ints
     table: npt.NDArray[np.int32]
+
+    @property
+    def order(self) -> Ints:
+        return self.lines[0]
+
+    @property
+    def starts(self) -> Ints:
+        return self.lines[1]
+
+    @property
+    def ends(self) -> Ints:
+        return self.lines[2]
+
+    @property
+    def firsts(self) -> Ints:
+        return self.lines[3]
+
+    @property
+    def stops(self) -> Ints:
+        return self.lines[4]
+
+    @property
+    def sampled(self) -> Ints:
+        return self.lines[5]
+
+    @property
+    def tokens(self) -> Ints:
+        return self.flattened[0]
+
+    @property
+    def positions(self) -> Ints:
+        return self.flattened[1]
+
+    @property
+    def places(self) -> Ints:
+        return self.flattened[2]
 
 
 def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
@@ -52,10 +78,13 @@ def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
 def _compiled(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     """``engine/native/rows.h``: with hundreds of rows the arrays take longer to make here than the step is planned."""
     ordered, lines, flattened, begun, table, width = kernels.flatten(rows, block_size, blank)
-    order, starts, ends, firsts, stops, sampled = np.frombuffer(lines, np.int64).reshape(6, -1)
-    tokens, positions, places = np.frombuffer(flattened, np.int64).reshape(3, -1)
-    along = order, starts, ends, firsts, stops, sampled, tokens, positions, places, np.frombuffer(begun, np.int64)
-    return FlatRows(ordered, *along, np.frombuffer(table, np.int32).reshape(-1, width))
+    return FlatRows(
+        ordered,
+        np.frombuffer(lines, np.int64).reshape(6, -1),
+        np.frombuffer(flattened, np.int64).reshape(3, -1),
+        np.frombuffer(begun, np.int64),
+        np.frombuffer(table, np.int32).reshape(-1, width),
+    )
 
 
 def _flattened(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
@@ -75,9 +104,9 @@ def _flattened(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     blocks = table[np.repeat(np.arange(count), lengths), positions // block_size]
     places = blocks.astype(np.int64) * block_size + positions % block_size
     sampled = np.array([row.sample for row in rows], np.int64)
-    begun = places[positions % block_size == 0] // block_size
-    along = order, starts, ends, stops - lengths, stops, sampled
-    return FlatRows(rows, *along, np.array(tokens, np.int64), positions, places, begun, table)
+    lines = np.stack([order, starts, ends, stops - lengths, stops, sampled])
+    flattened = np.stack([np.array(tokens, np.int64), positions, places])
+    return FlatRows(rows, lines, flattened, places[positions % block_size == 0] // block_size, table)
 
 
 def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np.int32]:

@@ -139,8 +139,8 @@ class Request:
     prompt_len: int = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
     """Every token is the likeliest of the model's own logits: nothing of the request ever changes them."""
-    asking: bool = field(init=False, repr=False, compare=False)
-    """Log-probabilities are to be told of some of its tokens."""
+    silent: bool = field(init=False, repr=False, compare=False)
+    """It is plain, and no log-probabilities are to be told of its tokens."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -150,7 +150,7 @@ class Request:
         changed = sampling.penalised or sampling.logit_bias
         may_forbid = stop.min_tokens and (stop.stop_token_ids or not stop.ignore_eos)
         object.__setattr__(self, "plain", sampling.greedy and not changed and not may_forbid)
-        object.__setattr__(self, "asking", self.logprobs is not None or self.prompt_logprobs is not None)
+        object.__setattr__(self, "silent", self.plain and self.logprobs is None and self.prompt_logprobs is None)
 
     def due(self, length: int, window: int) -> int:
         """The next length above ``length`` at which the sequence ends, or parks."""

@@ -79,7 +79,7 @@ class _Reading:
         self._rows = flat.rows
         self._order = flat.order
         self._drawing = np.flatnonzero(flat.sampled)
-        self._asking = [index for index, row in enumerate(flat.rows) if row.request.asking]
+        self._asking = [index for index, row in enumerate(flat.rows) if not row.request.silent]
         self._explained = [index for index in self._asking if _is_explained(flat.rows[index])]
         self._kept = flat.sampled  # of how many of its last positions each row needs them
         if self._explained:
@@ -92,8 +92,7 @@ class _Reading:
     def result(self, logits: torch.Tensor, eos: frozenset[int]) -> StepResult:
         """Of the logits of all that is kept."""
         best = highest(logits)
-        sound = np.isfinite(best.scores.float().numpy(force=True))  # many times as fast as torch on so few
-        bad = set() if sound.all() else self._bad(sound)
+        bad = set() if best.finite else self._bad(best.scores.isfinite().numpy(force=True))
         prompts = {
             int(self._order[index]): _prompt_logprobs(self._rows[index], logits[self._span(index)])
             for index in self._explained
@@ -127,7 +126,7 @@ class _Reading:
         if len(drawing) < len(logits):
             last = torch.from_numpy((np.cumsum(self._kept) - 1)[drawing]).to(logits.device)
             logits, likeliest = logits[last], likeliest[last]
-        tokens = sample(rows, logits, eos, likeliest)
+        tokens: list[int] = sample(rows, logits, eos, likeliest) if self._asking else likeliest.tolist()
         places: list[int] = self._order[drawing].tolist()
         for place, token in zip(places, tokens, strict=True):
             sampled[place] = token

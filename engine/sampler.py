@@ -32,10 +32,12 @@ and their temporaries mapped anew, by each operation."""
 
 
 class Highest(NamedTuple):
-    """Of each of n rows: its highest score, not a number where one of its scores is none, and the first place of it."""
+    """Of each of n rows: its highest score, not a number where one of its scores is none, and the first place of it.
+    ``finite``: all these scores are."""
 
     scores: torch.Tensor
     places: torch.Tensor
+    finite: bool
 
 
 def highest(logits: torch.Tensor) -> Highest:
@@ -44,11 +46,11 @@ def highest(logits: torch.Tensor) -> Highest:
         return _highest(logits)
     logits = _side_by_side(logits)
     count, vocabulary = logits.shape
-    found = Highest(torch.empty(count), torch.empty(count, dtype=torch.int64))
-    addresses = logits.data_ptr(), found.scores.data_ptr(), found.places.data_ptr()
+    scores, places = torch.empty(count), torch.empty(count, dtype=torch.int64)
+    addresses = logits.data_ptr(), scores.data_ptr(), places.data_ptr()
     sizes = count, vocabulary, logits.stride(0)
-    KERNELS.highest(logits.dtype == torch.bfloat16, *addresses, *sizes, torch.get_num_threads())
-    return found
+    finite = KERNELS.highest(logits.dtype == torch.bfloat16, *addresses, *sizes, torch.get_num_threads())
+    return Highest(scores, places, finite)
 
 
 def sample(
@@ -138,7 +140,7 @@ def _highest(scores: torch.Tensor) -> Highest:
     pieces = _pieces(scores, _OFF)
     most, piece = pieces.amax(-1).max(-1)
     within = pieces[torch.arange(len(piece), device=piece.device), piece].argmax(-1)
-    return Highest(most, piece * PIECE + within)
+    return Highest(most, piece * PIECE + within, bool(most.isfinite().all()))
 
 
 def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:

@@ -20,7 +20,7 @@ from engine.kv_store import KvStore
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("first_row", "start", "count", "table")],
+        *[(name, ctypes.c_void_p) for name in ("lines", "table")],
         *[(name, ctypes.c_int64) for name in ("sequences", "width")],
     )
 
@@ -45,11 +45,9 @@ class NativeAttention:
         self._kernels = kernels
         self._store = store
         self._views = views
-        self._positions = torch.from_numpy(flat.positions)
         self._visible: dict[View, torch.Tensor] = {}  # by view, for all layers of it
-        self._flat = flat, flat.stops - flat.firsts  # arrays that the step points into
-        arrays = flat.firsts, flat.starts, self._flat[1], flat.table
-        self._step = _Step(*[array.ctypes.data for array in arrays], *flat.table.shape)
+        self._flat = flat  # the step points into its arrays
+        self._step = _Step(flat.lines.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
         self._step_address = ctypes.addressof(self._step)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -85,7 +83,7 @@ class NativeAttention:
 
     def _first_visible(self, view: View) -> int:
         if view not in self._visible:
-            self._visible[view] = view.first(self._positions).contiguous()
+            self._visible[view] = view.first(torch.from_numpy(self._flat.positions)).contiguous()
         return self._visible[view].data_ptr()
 
 

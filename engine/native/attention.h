@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "few.h"
+#include "step.h"
 #include "tile.h"
 
 namespace decant {
@@ -30,15 +31,6 @@ constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 struct Cache {
     void* memory;
     int64_t block_stride, block_size, keys, values, kv_heads, key_dim, value_dim;
-};
-
-// The sequences of a step. Rows of the flattened step are tokens; a sequence's stand together.
-struct Step {
-    const int64_t* first_row;  // [sequences]
-    const int64_t* start;      // [sequences] position of its first token in this step
-    const int64_t* count;      // [sequences] tokens in this step
-    const int32_t* table;      // [sequences, width] block ids
-    int64_t sequences, width;
 };
 
 // One layer's call. Queries, keys and values are [tokens, heads, dim], `*_token` and `*_head` elements apart.
@@ -62,13 +54,14 @@ public:
 
     void run(int threads) const {
         write();
-        long longest = *std::max_element(step.count, step.count + step.sequences);
+        long longest = 1;
+        for (long s = 0; s < step.sequences; s++) longest = std::max<long>(longest, step.count(s));
         long positions = std::min(longest, std::max(1L, ROWS / group));
         std::vector<Item> items;  // a sequence's heads side by side: its keys of all of them are in the same pages
         for (long s = 0; s < step.sequences; s++)
-            for (long at = 0; at < step.count[s]; at += positions)
+            for (long at = 0; at < step.count(s); at += positions)
                 for (long h = 0; h < cache.kv_heads; h++)
-                    items.push_back({s, at, std::min(positions, step.count[s] - at), h});
+                    items.push_back({s, at, std::min<long>(positions, step.count(s) - at), h});
         long together = items.size() < size_t(MANY * threads) ? 1 : cache.kv_heads;
         #pragma omp parallel num_threads(std::min<long>(threads, items.size()))
         {
@@ -109,9 +102,9 @@ private:
     // The step's keys and values to their places: from then on they are read like all others.
     void write() const {
         for (long s = 0; s < step.sequences; s++)
-            for (long at = 0; at < step.count[s]; at++)
+            for (long at = 0; at < step.count(s); at++)
                 for (long h = 0; h < cache.kv_heads; h++) {
-                    long token = step.first_row[s] + at, position = step.start[s] + at;
+                    long token = step.first(s) + at, position = step.start(s) + at;
                     std::memcpy(slot(s, position, cache.keys, cache.key_dim, h),
                                 static_cast<const Element*>(call.key) + token * call.key_token + h * call.key_head,
                                 cache.key_dim * sizeof(Element));
@@ -122,8 +115,8 @@ private:
     }
 
     void attend(const Item& item, Scratch& scratch) const {
-        long rows = item.count * group, token = step.first_row[item.sequence] + item.first;
-        long position = step.start[item.sequence] + item.first, end = position + item.count;
+        long rows = item.count * group, token = step.first(item.sequence) + item.first;
+        long position = step.start(item.sequence) + item.first, end = position + item.count;
         read_query(item, token, scratch);
         std::fill_n(scratch.highest.begin(), rows, LOWEST);
         std::fill_n(scratch.total.begin(), rows, 0.0f);

@@ -143,11 +143,12 @@ PyObject* py_highest(PyObject*, PyObject* args) {
         return nullptr;
     float* found = pointer<float>(scores);
     int64_t* where = pointer<int64_t>(places);
+    bool finite;
     Py_BEGIN_ALLOW_THREADS
-    if (half) highest(pointer<const uint16_t>(rows), found, where, count, vocabulary, apart, threads);
-    else highest(pointer<const float>(rows), found, where, count, vocabulary, apart, threads);
+    if (half) finite = highest(pointer<const uint16_t>(rows), found, where, count, vocabulary, apart, threads);
+    else finite = highest(pointer<const float>(rows), found, where, count, vocabulary, apart, threads);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return PyBool_FromLong(finite);
 }
 
 PyObject* py_draw(PyObject*, PyObject* args) {

@@ -10,6 +10,8 @@
 #include <numeric>
 #include <vector>
 
+#include "step.h"
+
 namespace decant {
 
 struct FlatRow {
@@ -55,7 +57,7 @@ class Flattening {
             width = std::max(width, (row.end + size - 1) / size);
         }
         PyObject* ordered = PyList_New(n);
-        PyObject* lines = bytes(6 * n * sizeof(int64_t));
+        PyObject* lines = bytes(LINES * n * sizeof(int64_t));
         PyObject* flat = bytes(3 * total * sizeof(int64_t));
         PyObject* table = bytes(n * width * sizeof(int32_t));
         PyObject* begun = nullptr;
@@ -118,10 +120,12 @@ class Flattening {
             std::memcpy(table, row.blocks.buf, needed * sizeof(int32_t));
             std::fill(table + needed, table + width, blank);
             int64_t* line = lines + i;
-            for (int64_t value : {order_[i], row.start, row.end, first, first + row.count(), row.sampled}) {
-                *line = value;
-                line += n;
-            }
+            line[ORDER * n] = order_[i];
+            line[START * n] = row.start;
+            line[END * n] = row.end;
+            line[FIRST * n] = first;
+            line[STOP * n] = first + row.count();
+            line[SAMPLED * n] = row.sampled;
             for (int64_t position = row.start; position < row.end; ++position, ++first) {
                 const int64_t token = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(row.tokens, position));
                 if (token == -1 && PyErr_Occurred()) return false;

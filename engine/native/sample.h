@@ -56,15 +56,16 @@ Highest highest(const E* scores, long count) {
     return {best, piece};
 }
 
-// Of each row of scores, `apart` numbers behind the one before.
+// Of each row of scores, `apart` numbers behind the one before. Whether all that was found is finite.
 template <class E>
-void highest(const E* rows, float* scores, int64_t* places, long count, long vocabulary, long apart, int threads) {
+bool highest(const E* rows, float* scores, int64_t* places, long count, long vocabulary, long apart, int threads) {
     #pragma omp parallel for num_threads(std::clamp<long>(count, 1, threads)) schedule(dynamic, 1)
     for (long r = 0; r < count; r++) {
         Highest found = highest(rows + r * apart, vocabulary);
         scores[r] = found.score;
         places[r] = found.place;
     }
+    return std::all_of(scores, scores + count, [](float score) { return std::isfinite(score); });
 }
 
 // One row and how its token is drawn. As in engine/sampler.py.
