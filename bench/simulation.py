@@ -67,8 +67,7 @@ class Worker:
         """The prompt that was read, and how many of its tokens were cached."""
         assert self.reading is not None
         (prompt, holding, cached), self.reading = self.reading, None
-        for block, digest in zip(holding.blocks, prompt.digests, strict=False):
-            self.pool.publish(block, digest)
+        self.pool.publish(holding.blocks[: len(prompt.digests)], prompt.digests)
         holding.release()
         prompt.sent.over()
         return prompt, cached

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from engine.blocks import BlockPool, hash_blocks, root_hash
 from engine.costs import Forecast
 from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
-from engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, token_of
+from engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, Token
 from engine.plan import Device, StepPlan, StepResult, TokenLogprobs
 from engine.policy import order_of
 from engine.request import FinishReason, Request, check_some_left, check_tokens
@@ -113,51 +113,62 @@ class Engine:
         """One iteration over everything that runs: schedule, run, commit, publish."""
         output = StepOutput(self.steps, [], [], [], [], self._ended)
         self._ended = []
-        plan = self.scheduler.schedule(promised=len(self._arriving))
+        plan, sequences = self.scheduler.schedule(promised=len(self._arriving))
         self.planned = plan.num_tokens
         if plan.rows:
             started = self._clock()
             result = self.device.run(plan)
-            self._commit(plan, result, started, output)
+            self._commit(plan, sequences, result, started, output)
             self.steps += 1
         output.num_tokens, output.available = plan.num_tokens, self.pool.available
         output.ended.extend(self._ended)
         self._ended = []
         return output
 
-    def _commit(self, plan: StepPlan, result: StepResult, started: float, output: StepOutput) -> None:
+    def _commit(
+        self,
+        plan: StepPlan,
+        sequences: Sequence[EngineSequence],
+        result: StepResult,
+        started: float,
+        output: StepOutput,
+    ) -> None:
         """Per row: its KV is computed; a token, if it got one, is told and kept, and ends or parks its sequence.
 
         What most rows of most steps do is written out here: each call less is a tenth of a millisecond with hundreds.
         """
-        now = self._clock()
+        now, size = self._clock(), self.pool.block_size
         self.forecast.note(plan.decodes, plan.prompts, now - started)
-        sequences, size, tell = self._sequences, self.pool.block_size, output.tokens.append
-        logprobs, explained, failed = result.logprobs, result.prompt_logprobs, result.failed  # mostly empty
-        rows = enumerate(zip(plan.rows, result.sampled, strict=True))
-        for index, ((request, tokens, start, end, _, _), token) in rows:
-            sequence = sequences[request.id]
-            timeline = sequence.timeline
+        for index, why in result.failed.items():
+            self._fail(sequences[index], why)
+        for index, entries in result.prompt_logprobs.items():
+            self._explain(sequences[index], plan.rows[index].start + 1, entries, output)
+        logprobs: Sequence[TokenLogprobs | None] = [None] * len(sequences)
+        if result.logprobs:
+            logprobs = [result.logprobs.get(index) for index in range(len(sequences))]
+        tell, make = output.tokens.append, tuple.__new__
+        for sequence, row, token, told in zip(sequences, plan.rows, result.sampled, logprobs, strict=True):
+            request, start, end, timeline = sequence.request, sequence.computed, row.end, sequence.timeline
             if timeline.scheduled is None:
                 timeline.scheduled = started
-                output.begun.append(Begun(request.id, start, len(tokens), timeline))
-            if failed and index in failed:
-                self._end(sequence, FinishReason.FAILED, detail=failed[index])
-                continue
+                output.begun.append(Begun(request.id, start, len(sequence.tokens), timeline))
             sequence.computed = end
             if end % size < end - start:
                 self._fill(sequence, start // size, end // size, output)
-            if explained and index in explained:
-                self._explain(sequence, start + 1, explained[index], output)
             if token is None:
                 continue
-            tell(token_of((request.id, end - request.prompt_len, token, logprobs.get(index) if logprobs else None)))
+            tell(make(Token, (request.id, end - request.prompt_len, token, told)))
             sequence.tokens.append(token)
             timeline.tokens.append(now)
             if token in sequence.stops:
                 self._end(sequence, FinishReason.STOP, stop_token=token)
             elif end + 1 >= sequence.due and self._is_due(sequence):
                 output.parked.append(request.id)
+
+    def _fail(self, sequence: EngineSequence, why: str) -> None:
+        """End one whose logits are no numbers. What it computed may be none either: nobody finds it in the cache."""
+        self._end(sequence, FinishReason.FAILED, detail=why)
+        self.forget(sequence.tokens, sequence.request.salt, 0)
 
     def _explain(
         self, sequence: EngineSequence, position: int, entries: Sequence[TokenLogprobs], output: StepOutput
@@ -291,8 +302,8 @@ class Engine:
         self.scheduler.add(sequence)
 
     def _fill(self, sequence: EngineSequence, first: int, stop: int, output: StepOutput) -> None:
-        """Blocks ``first`` up to ``stop`` are full. Those of a prompt are shared with others; summed are those that will
-        be handed over, leased to an open export all."""
+        """Blocks ``first`` up to ``stop`` are full: those of the prompt are shared with others, those that are to be
+        handed over are summed, and all are leased to an open export."""
         request = sequence.request
         if first < (prompt := len(request.token_ids) // self.pool.block_size):
             self.scheduler.publish(sequence, range(first, min(stop, prompt)))

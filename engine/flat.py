@@ -35,39 +35,44 @@ class FlatRows:
 
     @property
     def order(self) -> Ints:
-        return self.lines[0]
+        return _line(self.lines, 0)
 
     @property
     def starts(self) -> Ints:
-        return self.lines[1]
+        return _line(self.lines, 1)
 
     @property
     def ends(self) -> Ints:
-        return self.lines[2]
+        return _line(self.lines, 2)
 
     @property
     def firsts(self) -> Ints:
-        return self.lines[3]
+        return _line(self.lines, 3)
 
     @property
     def stops(self) -> Ints:
-        return self.lines[4]
+        return _line(self.lines, 4)
 
     @property
     def sampled(self) -> Ints:
-        return self.lines[5]
+        return _line(self.lines, 5)
 
     @property
     def tokens(self) -> Ints:
-        return self.flattened[0]
+        return _line(self.flattened, 0)
 
     @property
     def positions(self) -> Ints:
-        return self.flattened[1]
+        return _line(self.flattened, 1)
 
     @property
     def places(self) -> Ints:
-        return self.flattened[2]
+        return _line(self.flattened, 2)
+
+
+def _line(lines: Ints, index: int) -> Ints:
+    line: Ints = lines[index]
+    return line
 
 
 def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:

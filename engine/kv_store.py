@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.errors import InvalidConfig
@@ -55,9 +56,12 @@ class KvStore:
         values = both[:, border:].unflatten(1, (size, spec.kv_heads, spec.value_dim))
         return both, keys, values
 
-    def clear(self, blocks: torch.Tensor) -> None:
+    def clear(self, blocks: npt.NDArray[np.int64]) -> None:
         """Zero blocks that are about to be filled: whatever lay there, nought times it must be nought."""
-        self._memory.index_fill_(0, blocks, 0)
+        if self._host is None:
+            self.blocks.index_fill_(0, torch.from_numpy(blocks).to(self.blocks.device), 0)
+        else:
+            self._host[blocks] = 0  # eight times as fast as torch
 
     def put(self, layer: int, blocks: torch.Tensor, slots: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Write keys and values [T, kv heads, dim] of T tokens to (blocks[T], slots[T])."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from engine.plan import TokenLogprobs
@@ -19,10 +18,6 @@ class Token(NamedTuple):
     position: int
     token: int
     logprobs: TokenLogprobs | None
-
-
-token_of: Callable[[tuple[str, int, int, TokenLogprobs | None]], Token] = partial(tuple.__new__, Token)
-"""As ``plan.row_of``."""
 
 
 class PromptLogprobs(NamedTuple):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 from engine.costs import NO_WORK, Costs, Work, chunk
@@ -31,10 +31,6 @@ class Row(NamedTuple):
     @property
     def work(self) -> Work:
         return chunk(self.start, self.end - self.start, explained=self.request.prompt_logprobs is not None)
-
-
-row_of: Callable[[tuple[Request, Sequence[int], int, int, array[int], bool]], Row] = partial(tuple.__new__, Row)
-"""A row of its fields, without the call in Python that its own constructor is: a step makes hundreds."""
 
 
 class StepPlan(NamedTuple):

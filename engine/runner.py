@@ -49,8 +49,7 @@ class ModelRunner:
 
     def forward(self, flat: FlatRows, keep: torch.Tensor) -> torch.Tensor:
         """Logits [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
-        if len(flat.begun):
-            self._store.clear(torch.from_numpy(flat.begun).to(self._device))
+        self._store.clear(flat.begun)
         attention = make_attention(self._store, self._views, flat)
         nothing = keep.numel() == 0
         kept = (keep.new_zeros(1) if nothing else keep).to(self._device)

@@ -20,12 +20,13 @@ long as the decodes take, and at least a block.
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass
 
 from engine.blocks import BlockPool, Holding
 from engine.costs import NO_WORK, Costs, Forecast, Work
 from engine.errors import InvalidConfig, NoRoom, check_whole
-from engine.plan import Row, StepPlan, row_of
+from engine.plan import Row, StepPlan
 from engine.sequence import Sequence
 
 PROMPT_LOGPROB_CHUNK = 128
@@ -105,21 +106,21 @@ class Scheduler:
         """Take a sequence out; its blocks stay with it."""
         (self.running if sequence.holding else self.waiting).remove(sequence)
 
-    def schedule(self, promised: int = 0) -> StepPlan:
-        """Spend the budget: decodes, then begun prompts, then new ones, each group by order.
+    def schedule(self, promised: int = 0) -> tuple[StepPlan, list[Sequence]]:
+        """Spend the budget: decodes, then begun prompts, then new ones, each group by order. And whose the rows are.
 
         ``promised`` places among the running are kept for sequences that are on their way here.
         """
-        rows, prompts, short, pairs = self._look()
+        rows, chosen, prompts, short, pairs = self._look()
         while len(short) > self.pool.available:
             self._preempt(self.running[-1])
-            rows, prompts, short, pairs = self._look()
+            rows, chosen, prompts, short, pairs = self._look()
         self.pool.grow(short)
         budget = _Budget(self.limits, self.forecast, Work(len(rows), len(rows), pairs), self.pool.block_size)
-        rows.extend(budget.spend(sequence) for sequence in prompts if budget.left)
-        while budget.left and (admitted := self._admit_next(promised)):
-            rows.append(budget.spend(admitted))
-        return StepPlan(tuple(rows), budget.tokens, budget.decodes, budget.prompts)
+        while budget.left and (sequence := prompts.popleft() if prompts else self._admit_next(promised)):
+            rows.append(budget.spend(sequence))
+            chosen.append(sequence)
+        return StepPlan(tuple(rows), budget.tokens, budget.decodes, budget.prompts), chosen
 
     @property
     def longest_chunk(self) -> int:
@@ -141,13 +142,15 @@ class Scheduler:
             sequence.holding.release()
             sequence.holding = None
 
-    def _look(self) -> tuple[list[Row], list[Sequence], list[Holding], int]:
-        """Of the running: rows of those that decode, those with more to compute, those without room for their next
-        token, and the (query, key) pairs of the rows. What most rows of most steps are made of is written out."""
+    def _look(self) -> tuple[list[Row], list[Sequence], deque[Sequence], list[Holding], int]:
+        """Of the running: rows of those that decode, and who they are; those with more to compute; those without room
+        for their next token; and the (query, key) pairs of the rows."""
         rows: list[Row] = []
-        prompts: list[Sequence] = []
+        decoding: list[Sequence] = []
+        prompts: deque[Sequence] = deque()
         short: list[Holding] = []
         pairs, size = 0, self.pool.block_size
+        make = tuple.__new__  # hundreds a step: a row's own constructor is a call in Python
         for sequence in self.running:
             tokens, computed, holding = sequence.tokens, sequence.computed, sequence.holding
             assert holding, "whoever runs holds blocks"
@@ -155,11 +158,12 @@ class Scheduler:
             if len(blocks) * size < length:
                 short.append(holding)
             if computed == length - 1:  # decodes always fit: never more run than the budget has tokens
-                rows.append(row_of((sequence.request, tokens, computed, length, blocks, True)))
+                rows.append(make(Row, (sequence.request, tokens, computed, length, blocks, True)))
+                decoding.append(sequence)
                 pairs += length
             else:
                 prompts.append(sequence)
-        return rows, prompts, short, pairs
+        return rows, decoding, prompts, short, pairs
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give up a sequence's blocks; it waits, and recomputes what the prefix cache no longer has."""

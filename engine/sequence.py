@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from array import array
 from collections.abc import Set
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ class Timeline:
     added: float
     scheduled: float | None = None
     finished: float | None = None
-    tokens: array[float] = field(default_factory=lambda: array("d"))
+    tokens: list[float] = field(default_factory=list)
     preemptions: int = 0
 
     @property

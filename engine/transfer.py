@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.blocks import BlockPool, Holding
+from engine.blocks import Holding
 from engine.errors import TransferRejected
 from engine.plan import BlockBytes
 from engine.sequence import Sequence as EngineSequence

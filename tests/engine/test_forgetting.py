@@ -27,6 +27,26 @@ def test_what_is_kept_is_cached_and_what_lies_behind_is_not(keep: int) -> None:
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("way", ["ended", "cancelled", "preempted"])
+def test_an_answer_is_found_once_its_sequence_has_let_go_of_it_and_its_prompt_before(way: str) -> None:
+    engine, ear, request = make_engine(), Ear(), make_request("a", 2 * BLOCK, 5 * BLOCK)
+    engine.add(request)
+    step_until(engine, lambda: len(ear["a"].tokens) >= 5 * BLOCK - 1, ear)
+    tokens = [*request.token_ids, *ear["a"].text]
+    assert found(engine, tokens) == 2 * BLOCK
+    (sequence,) = engine.scheduler.running
+    if way == "ended":
+        step_until(engine, lambda: ear["a"].ended is not None, ear)
+    elif way == "cancelled":
+        engine.cancel("a")
+    else:
+        engine.scheduler._preempt(sequence)
+    assert found(engine, tokens) == 6 * BLOCK
+    engine.check_integrity()
+    if way == "preempted":
+        assert engine.step().num_tokens == BLOCK - 1, "only what no block holds is computed again"
+
+
 def test_what_somebody_holds_is_forgotten_by_nobody() -> None:
     engine, ear, request = make_engine(), Ear(), make_request("a", 6, 60)
     engine.add(request)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,7 @@ from engine.blocks import BlockPool, Holding
 from engine.costs import Costs, Forecast
 from engine.engine import Engine
 from engine.fake import FakeDevice
-from engine.output import StepOutput
-from engine.plan import Row, StepPlan, StepResult
+from engine.plan import Row, StepPlan
 from engine.scheduler import Limits, Scheduler, _Budget
 from engine.sequence import Sequence as EngineSequence
 from engine.transfer import Arrival, BlockRun, Export, Seal, sum_block
@@ -124,8 +124,8 @@ def mix_the_salts(patch: Patch) -> None:
 def publish_too_early(patch: Patch) -> None:
     """All full blocks of the tokens, whatever is computed."""
 
-    def commit(engine: Engine, plan: StepPlan, result: StepResult, started: float, output: StepOutput) -> None:
-        original(engine, plan, result, started, output)
+    def commit(engine: Engine, *step: Any) -> None:
+        original(engine, *step)
         for sequence in engine.scheduler.running:
             size = engine.pool.block_size
             engine.scheduler.publish(sequence, range(sequence.computed // size, len(sequence.tokens) // size))
@@ -135,12 +135,12 @@ def publish_too_early(patch: Patch) -> None:
 
 
 def spend_one_token_too_many(patch: Patch) -> None:
-    def schedule(scheduler: Scheduler, promised: int = 0) -> StepPlan:
+    def schedule(scheduler: Scheduler, promised: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
         limits = scheduler.limits
         scheduler.limits = replace(limits, token_budget=limits.token_budget + 1)
-        plan = original(scheduler, promised)
+        planned = original(scheduler, promised)
         scheduler.limits = limits
-        return plan
+        return planned
 
     original = Scheduler.schedule
     patch.setattr(Scheduler, "schedule", schedule)
@@ -172,13 +172,13 @@ def go_on_behind_one_that_was_cut(patch: Patch) -> None:
 
 
 def give_a_sequence_two_rows(patch: Patch) -> None:
-    def schedule(scheduler: Scheduler, promised: int = 0) -> StepPlan:
-        plan, limits = original(scheduler, promised), scheduler.limits
+    def schedule(scheduler: Scheduler, promised: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
+        (plan, sequences), limits = original(scheduler, promised), scheduler.limits
         first = plan.rows[0] if plan.rows else None
         total = plan.num_tokens + (first.end - first.start if first else 0)
         if first is None or total > limits.token_budget or len(plan.rows) == limits.max_running:
-            return plan
-        return plan._replace(rows=(first, *plan.rows), num_tokens=total)
+            return plan, sequences
+        return plan._replace(rows=(first, *plan.rows), num_tokens=total), [sequences[0], *sequences]
 
     original = Scheduler.schedule
     patch.setattr(Scheduler, "schedule", schedule)
@@ -212,9 +212,9 @@ def preempt_the_most_urgent(patch: Patch) -> None:
 
 
 def prompts_before_decodes(patch: Patch) -> None:
-    def schedule(scheduler: Scheduler, promised: int = 0) -> StepPlan:
-        plan = original(scheduler, promised)
-        return plan._replace(rows=tuple(reversed(plan.rows)))
+    def schedule(scheduler: Scheduler, promised: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
+        plan, sequences = original(scheduler, promised)
+        return plan._replace(rows=tuple(reversed(plan.rows))), sequences[::-1]
 
     original = Scheduler.schedule
     patch.setattr(Scheduler, "schedule", schedule)

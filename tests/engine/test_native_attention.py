@@ -92,7 +92,7 @@ class Scene:
         views: Sequence[View] = [self.shape.view] * 2
         if kind is PagedAttention:
             # It reads whole blocks, so those that are begun are cleared before, as in every step.
-            self.store.clear(torch.from_numpy(flat.places[flat.positions % BLOCK == 0] // BLOCK))
+            self.store.clear(flat.begun)
             return PagedAttention(self.store, views, flat)
         assert KERNELS is not None
         return NativeAttention(KERNELS, self.store, views, flat)

@@ -14,6 +14,7 @@ import torch
 from scipy import stats
 
 import engine.sampler
+from engine.blocks import hash_blocks, root_hash
 from engine.draw import uniform
 from engine.engine import Engine
 from engine.model import ModelConfig, ModelDevice, load
@@ -481,6 +482,10 @@ def test_logits_that_are_not_finite_fail_their_own_sequence_and_no_other(folder)
             written = [event.token for event in told if isinstance(event, Token) and event.id == id]
             assert written == clean.tokens[id]
         assert not any(event.id in bad for event in told if isinstance(event, Token))
+    size = engine.pool.block_size
+    found = {one.id for one in mixed if engine.pool.match(hash_blocks(root_hash(b""), one.token_ids, size))}
+    assert found
+    assert not found & set(bad), "what was computed beside it is found by nobody"
 
 
 def _greedy(prompts: dict[str, tuple[int, ...]]) -> list[Request]:
@@ -513,9 +518,11 @@ def test_a_score_that_is_no_number_is_found_wherever_it_stands(none: float, dtyp
     logits[:, 7] = float("inf")
     logits[7, 7] = none
     assert highest(logits).scores.isnan().all()
+    assert not highest(logits).finite
     sound = torch.zeros(3, 2100, dtype=dtype)
     sound[1, 2099], sound[2] = float("inf"), float("-inf")
     assert highest(sound).scores.tolist() == [0.0, float("inf"), float("-inf")]
+    assert [highest(sound[:count]).finite for count in range(4)] == [True, True, False, False]
 
 
 @either_way

@@ -153,7 +153,7 @@ def test_decodes_go_first_then_the_prompt_is_cut_to_what_is_left() -> None:
     engine = make_engine(budget=8)
     run(engine, make_request("a", 3, max_tokens=20), make_request("b", 3, max_tokens=20), steps=2)
     engine.add(make_request("long", 30))
-    plan = engine.scheduler.schedule()
+    plan, _ = engine.scheduler.schedule()
     assert [(row.request.id, row.end - row.start) for row in plan.rows] == [("a", 1), ("b", 1), ("long", 6)]
 
 
@@ -161,7 +161,7 @@ def test_short_prompts_are_packed_until_the_budget_is_filled() -> None:
     engine = make_engine(budget=16)
     for index in range(8):
         engine.add(make_request(f"r{index}", 5))
-    plan = engine.scheduler.schedule()
+    plan, _ = engine.scheduler.schedule()
     assert [row.end - row.start for row in plan.rows] == [5, 5, 5, 1]
 
 
