@@ -180,12 +180,13 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def forget(self, digest: BlockHash) -> None:
-        """Nobody finds that content any more, unless somebody holds it."""
-        block = self._block_of.get(digest)
-        if block is not None and block in self._cached:
-            self._cached.move_to_end(block, last=False)
-            self._free += self._evict(1)
+    def forget(self, digests: Iterable[BlockHash]) -> None:
+        """Nobody finds these contents any more, unless somebody holds them."""
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is not None and block in self._cached:
+                self._cached.move_to_end(block, last=False)
+                self._free += self._evict(1)
 
     def drop_cache(self) -> int:
         """Forget every unheld published block; returns how many."""

@@ -86,8 +86,7 @@ class Engine:
     def forget(self, tokens: Sequence[int], salt: bytes, keep: int) -> None:
         """Of these tokens, blocks beyond the first ``keep`` are cached no more, unless somebody holds them."""
         size = self.pool.block_size
-        for digest in hash_blocks(root_hash(salt), tokens, size)[keep // size :]:
-            self.pool.forget(digest)
+        self.pool.forget(hash_blocks(root_hash(salt), tokens, size)[keep // size :])
 
     def park(self, id: str) -> None:
         """Stop stepping a running sequence and keep its blocks (the last step of a drain). Raises UnknownSequence."""
@@ -143,9 +142,8 @@ class Engine:
             self._fail(sequences[index], why)
         for index, entries in result.prompt_logprobs.items():
             self._explain(sequences[index], plan.rows[index].start + 1, entries, output)
-        logprobs: Sequence[TokenLogprobs | None] = [None] * len(sequences)
-        if result.logprobs:
-            logprobs = [result.logprobs.get(index) for index in range(len(sequences))]
+        count, found = len(sequences), result.logprobs
+        logprobs = [found.get(index) for index in range(count)] if found else [None] * count
         tell, make = output.tokens.append, tuple.__new__
         for sequence, row, token, told in zip(sequences, plan.rows, result.sampled, logprobs, strict=True):
             request, start, end, timeline = sequence.request, sequence.computed, row.end, sequence.timeline

@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.blocks import BlockPool, Holding
 from engine.costs import NO_WORK, Costs, Forecast, Work
@@ -82,6 +83,22 @@ def choose_token_budget(costs: Costs, step_seconds: float) -> int:
     return max(LEAST_BUDGET, 1 << fitting.bit_length() >> 1)
 
 
+class _Survey(NamedTuple):
+    """Of the running sequences.
+
+    rows, chosen  a row for each that decodes, and who they are
+    prompts       those with more than one token to compute
+    short         holdings without room for the next token
+    decodes       the work of the rows
+    """
+
+    rows: list[Row]
+    chosen: list[Sequence]
+    prompts: deque[Sequence]
+    short: list[Holding]
+    decodes: Work
+
+
 class Scheduler:
     """Waiting and running sequences over one pool. Plain numbers: no clock, no device, no log.
 
@@ -111,12 +128,11 @@ class Scheduler:
 
         ``promised`` places among the running are kept for sequences that are on their way here.
         """
-        rows, chosen, prompts, short, pairs = self._look()
-        while len(short) > self.pool.available:
+        while len((found := self._survey()).short) > self.pool.available:
             self._preempt(self.running[-1])
-            rows, chosen, prompts, short, pairs = self._look()
-        self.pool.grow(short)
-        budget = _Budget(self.limits, self.forecast, Work(len(rows), len(rows), pairs), self.pool.block_size)
+        self.pool.grow(found.short)
+        rows, chosen, prompts = found.rows, found.chosen, found.prompts  # decodes always fit in the budget
+        budget = _Budget(self.limits, self.forecast, found.decodes, self.pool.block_size)
         while budget.left and (sequence := prompts.popleft() if prompts else self._admit_next(promised)):
             rows.append(budget.spend(sequence))
             chosen.append(sequence)
@@ -142,28 +158,23 @@ class Scheduler:
             sequence.holding.release()
             sequence.holding = None
 
-    def _look(self) -> tuple[list[Row], list[Sequence], deque[Sequence], list[Holding], int]:
-        """Of the running: rows of those that decode, and who they are; those with more to compute; those without room
-        for their next token; and the (query, key) pairs of the rows."""
-        rows: list[Row] = []
-        decoding: list[Sequence] = []
-        prompts: deque[Sequence] = deque()
-        short: list[Holding] = []
+    def _survey(self) -> _Survey:
+        found = rows, chosen, prompts, short = list[Row](), list[Sequence](), deque[Sequence](), list[Holding]()
         pairs, size = 0, self.pool.block_size
-        make = tuple.__new__  # hundreds a step: a row's own constructor is a call in Python
+        make = tuple.__new__  # hundreds a step, and a row's own constructor is a call in Python
         for sequence in self.running:
             tokens, computed, holding = sequence.tokens, sequence.computed, sequence.holding
             assert holding, "whoever runs holds blocks"
             blocks, length = holding.blocks, len(tokens)
             if len(blocks) * size < length:
                 short.append(holding)
-            if computed == length - 1:  # decodes always fit: never more run than the budget has tokens
+            if computed == length - 1:
                 rows.append(make(Row, (sequence.request, tokens, computed, length, blocks, True)))
-                decoding.append(sequence)
+                chosen.append(sequence)
                 pairs += length
             else:
                 prompts.append(sequence)
-        return rows, decoding, prompts, short, pairs
+        return _Survey(*found, Work(len(rows), len(rows), pairs))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give up a sequence's blocks; it waits, and recomputes what the prefix cache no longer has."""
