@@ -2,7 +2,6 @@
 // out as panels takes longer than the products. Sums are the same chains as in tile.h, so bits are the same either way.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "lanes.h"
