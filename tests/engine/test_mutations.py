@@ -134,6 +134,18 @@ def publish_too_early(patch: Patch) -> None:
     patch.setattr(Engine, "_commit", commit)
 
 
+def publish_more_of_an_answer_than_was_computed(patch: Patch) -> None:
+    """When a sequence lets go of its blocks: its last token's place is still empty."""
+
+    def release(scheduler: Scheduler, sequence: EngineSequence) -> None:
+        computed, sequence.computed = sequence.computed, len(sequence.tokens)
+        original(scheduler, sequence)
+        sequence.computed = computed
+
+    original = Scheduler.release
+    patch.setattr(Scheduler, "release", release)
+
+
 def spend_one_token_too_many(patch: Patch) -> None:
     def schedule(scheduler: Scheduler, promised: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
         limits = scheduler.limits
@@ -385,6 +397,7 @@ FAULTS: dict[Callable[[Patch], None], str] = {
     hash_without_the_parent: "stands for two|sequences that differ",
     mix_the_salts: "stands for two|sequences that differ",
     publish_too_early: "published before it was filled",
+    publish_more_of_an_answer_than_was_computed: "holds other bytes",
     spend_one_token_too_many: "exceed the budget",
     fill_by_time_alone: "exceed the budget",
     go_on_behind_one_that_was_cut: "which was cut",
