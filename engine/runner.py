@@ -78,8 +78,8 @@ class _Reading:
         self._rows = flat.rows
         self._order = flat.order
         self._drawing = np.flatnonzero(flat.sampled)
-        self._asking = [index for index, row in enumerate(flat.rows) if not row.request.silent]
-        self._explained = [index for index in self._asking if _is_explained(flat.rows[index])]
+        self._special = [index for index, row in enumerate(flat.rows) if not row.request.silent]
+        self._explained = [index for index in self._special if _is_explained(flat.rows[index])]
         self._kept = flat.sampled  # of how many of its last positions each row needs them
         if self._explained:
             self._kept = flat.sampled.copy()
@@ -125,11 +125,11 @@ class _Reading:
         if len(drawing) < len(logits):
             last = torch.from_numpy((np.cumsum(self._kept) - 1)[drawing]).to(logits.device)
             logits, likeliest = logits[last], likeliest[last]
-        tokens: list[int] = sample(rows, logits, eos, likeliest) if self._asking else likeliest.tolist()
+        tokens: list[int] = sample(rows, logits, eos, likeliest) if self._special else likeliest.tolist()
         places: list[int] = self._order[drawing].tolist()
         for place, token in zip(places, tokens, strict=True):
             sampled[place] = token
-        told = [at for at, row in enumerate(rows) if row.request.logprobs is not None] if self._asking else []
+        told = [at for at, row in enumerate(rows) if row.request.logprobs is not None] if self._special else []
         if not told:
             return sampled, {}
         counts = [rows[at].request.logprobs or 0 for at in told]
