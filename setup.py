@@ -1,4 +1,4 @@
-"""Compiles protos/*.proto and one C++ file while the package is built; everything else is in pyproject.toml.
+"""Compiles protos/*.proto and the C++ kernels while the package is built; everything else is in pyproject.toml.
 
 The stubs are not committed. A wheel gets them in its build folder, an editable install beside the sources.
 The compiler runs as a build step of its own, not inside `build_py`: in an editable install setuptools turns
@@ -80,22 +80,31 @@ class Build(build):
     sub_commands: ClassVar = [*build.sub_commands, ("compile_protos", None)]
 
 
+FLAGS = ("-std=c++17", "-O3", "-g0", "-mfma", "-ffp-contract=off", "-fopenmp")
+CPUS = {
+    "_kernels": ("module.cpp", ("-mavx2",)),
+    "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16"))),
+}
+"""The engine's own kernels, by what a CPU has (engine/native picks one)."""
+
+
 def extensions() -> list[Extension]:
-    """The engine's own kernels for CPUs with AVX2. Without a compiler, workers do without them, and say so."""
+    """Without a compiler, or one that doesn't know a CPU's instructions, workers do without, and say so."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return []
-    flags = ["-std=c++17", "-O3", "-g0", "-mavx2", "-mfma", "-ffp-contract=off", "-fopenmp"]
     # torch's libgomp has the system's name: imported first, as engine/native does, it is the one that is used.
-    made = Extension(
-        "engine.native._kernels",
-        ["engine/native/module.cpp"],
-        depends=[str(path) for path in sorted(Path("engine/native").glob("*.h"))],
-        extra_compile_args=flags,
-        extra_link_args=["-fopenmp"],
-        language="c++",
-        optional=True,
-    )
-    return [made]
+    return [
+        Extension(
+            f"engine.native.{name}",
+            [f"engine/native/{source}"],
+            depends=["engine/native/module.cpp", *(str(path) for path in sorted(Path("engine/native").glob("*.h")))],
+            extra_compile_args=[*FLAGS, *instructions],
+            extra_link_args=["-fopenmp"],
+            language="c++",
+            optional=True,
+        )
+        for name, (source, instructions) in CPUS.items()
+    ]
 
 
 setup(ext_modules=extensions(), cmdclass={"build": Build, "compile_protos": CompileProtos})

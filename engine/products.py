@@ -4,8 +4,9 @@ and among others, for every number of rows and of threads.
 A general matrix product picks its kernel by the number of rows, and then a row's last bits depend on its neighbours.
 Two kinds of product do not::
 
-    panels    AVX2 and nothing wider: our own (engine/native). bfloat16 stays bfloat16 in memory, sums are float32.
-    oneDNN    elsewhere: oneDNN's on packed weights. bfloat16 where the CPU multiplies it, else as float32.
+    panels    with kernels of our own (engine/native). bfloat16 stays bfloat16 in memory, sums are float32.
+    oneDNN    without, and where a CPU multiplies whole tiles (AMX), which ours don't use: oneDNN's on packed weights.
+              bfloat16 where the CPU multiplies it, else as float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from engine.native import KERNELS
+from engine.native import AMX, KERNELS
 from engine.pages import Arena
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -26,7 +27,7 @@ PANEL = 16
 
 _WEIGHTS = Arena()
 
-_PANELS = KERNELS if torch.backends.cpu.get_cpu_capability() == "AVX2" else None
+_PANELS = None if AMX else KERNELS
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
@@ -46,7 +47,8 @@ class Panels:
         self._multiply = module.multiply
         self._half = weight.dtype == torch.bfloat16
         weight = weight.detach().contiguous()
-        self._weight = _WEIGHTS.noughts(tuple(weight.shape), weight.dtype)  # as many elements in another order
+        # As many elements in another order, and a nought for the last of a row that come in pairs.
+        self._weight = _WEIGHTS.noughts((self.outputs, self.inner + self.inner % 2), weight.dtype)
         module.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), *weight.shape)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()

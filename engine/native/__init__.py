@@ -1,6 +1,8 @@
-"""What is written in C++, for CPUs with AVX2; compiled at install where there is a compiler.
+"""What is written in C++, for CPUs with AVX2, and once more for those that multiply bfloat16 (AVX512-BF16); compiled at
+install where there is a compiler.
 
 rows.h        the rows of a step as arrays (``engine/flat.py``)
+columns.h     what a panel of a weight is, on either CPU
 tile.h        rows times panels: the inner loop of the next two
 product.h     linear layers (``engine/products.py``)
 attention.h   attention over blocks (``engine/attention/native.py``)
@@ -12,25 +14,39 @@ sample.h      the likeliest tokens, and tokens drawn from scores (``engine/sampl
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 import torch  # first: its libgomp is then the one that the kernels use
 
+AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
+"""Whether the CPU multiplies tiles of bfloat16, which these kernels leave to oneDNN (``engine/products.py``)."""
+
 
 def load() -> ModuleType | None:
     """None on a CPU without AVX2, or where the package was built without a C++ compiler."""
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return None
-    try:
-        from engine.native import _kernels
-    except ImportError:
-        return None
-    return _kernels
+    for name in _fitting():
+        try:
+            return import_module(f"engine.native.{name}")
+        except ImportError:  # not built
+            continue
+    return None
+
+
+def _fitting() -> list[str]:
+    """Modules that this CPU can run, the best first."""
+    match torch.backends.cpu.get_cpu_capability():
+        case "AVX512" if torch.cpu.get_capabilities().get("avx512_bf16"):
+            return ["_kernels_avx512", "_kernels"]
+        case "AVX512" | "AVX2":
+            return ["_kernels"]
+    return []
 
 
 KERNELS = load()
 
 
 def kind() -> str:
-    """What makes the bits of two workers differ, or their speed: the CPU's capability, and who multiplies on it."""
-    return f"{torch.backends.cpu.get_cpu_capability()} {'native' if KERNELS else 'torch'}"
+    """What makes the bits of two workers differ, or their speed: the CPU's capability, and whose kernels it runs."""
+    own = KERNELS.__name__.rpartition(".")[2] if KERNELS else "torch"
+    return f"{torch.backends.cpu.get_cpu_capability()}{' AMX' * AMX} {own}"

@@ -80,9 +80,9 @@ private:
         Scratch(const Attention& a, long rows)
             : query(rows * a.cache.key_dim), scores(rows * TILE), sums(rows * a.panels * WIDTH),
               out(rows * a.panels * WIDTH), highest(rows), total(rows),
-              memory(TILE * (a.cache.key_dim + a.panels * WIDTH) + 8) {
+              memory(TILE * (a.cache.key_dim + a.panels * WIDTH) + 16) {
             auto address = reinterpret_cast<uintptr_t>(memory.data());
-            keys = memory.data() + (32 - address % 32) % 32 / 4;
+            keys = memory.data() + (64 - address % 64) % 64 / 4;
             values = keys + TILE * a.cache.key_dim;
         }
     };

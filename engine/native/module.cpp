@@ -9,6 +9,11 @@
 #include "sample.h"
 #include "small.h"
 
+#ifndef NAME
+#define NAME "_kernels"
+#define INIT PyInit__kernels
+#endif
+
 namespace {
 
 using namespace decant;
@@ -192,8 +197,8 @@ PyMethodDef METHODS[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, NAME, nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__kernels() { return PyModule_Create(&MODULE); }
+PyMODINIT_FUNC INIT() { return PyModule_Create(&MODULE); }

@@ -24,7 +24,7 @@ struct Product {
     using Element = typename T::Element;
 
     const Element* x;               // [rows, inner]
-    const typename T::Word* weight; // [panels][inner][STEP], 32-byte aligned
+    const typename T::Word* weight; // [panels][steps(inner)][STEP], 64-byte aligned
     const float* bias;              // [panels * WIDTH], or null
     Element* out;                   // [rows, panels * WIDTH]
     long rows, inner, panels;
@@ -35,20 +35,23 @@ struct Product {
         for (long n = 0; n < count * WIDTH; n++) to[n] = T::round(add ? sums[n] + add[n] : sums[n]);
     }
 
+    // Factors of a row.
+    long length() const { return steps<T>(inner); }
+
     // Rows that go by together: as many as stay in the second level cache, or a few less, so that none are left over.
     long block() const {
-        long most = std::max(4L, CACHED / (4 * inner)), blocks = (rows + most - 1) / most;
+        long most = std::max(4L, CACHED / (4 * length())), blocks = (rows + most - 1) / most;
         return (rows + blocks - 1) / blocks;
     }
 
-    void widen(long row, long count, float* to) const {
-        const Element* from = x + row * inner;
-        for (long at = 0; at < count * inner; at++) to[at] = T::read(from[at]);
+    void read(long row, long count, typename T::Factor* to) const {
+        for (long r = 0; r < count; r++) lay_out<T>(x + (row + r) * inner, inner, to + r * length());
     }
 
     // Some rows through some panels.
-    void part(const float* wide, long row, long count, long panel, long together, float* sums) const {
-        multiply<T>(wide, count, inner, weight + panel * inner * T::STEP, together, sums, TOGETHER * WIDTH);
+    void part(const typename T::Factor* factors, long row, long count, long panel, long together, float* sums) const {
+        const auto* panels = weight + panel * length() * T::STEP;
+        multiply<T>(factors, count, length(), panels, together, sums, TOGETHER * WIDTH);
         for (long r = 0; r < count; r++) store(&sums[r * TOGETHER * WIDTH], row + r, panel, together);
     }
 
@@ -65,17 +68,18 @@ void multiply_all(const std::array<Product<T>, N>& products, long threads) {
     for (auto& product : products) {
         long block = product.block();
         work += product.work(), blocks += (product.rows + block - 1) / block;
-        wide = std::max(wide, block * product.inner), rows = std::max(rows, block);
+        wide = std::max(wide, block * product.length()), rows = std::max(rows, block);
     }
     std::vector<std::atomic<long>> taken(blocks);  // panels, of each block of rows
     #pragma omp parallel num_threads(std::clamp(work / WORTH, 1L, threads))
     {
-        std::vector<float> x(wide), sums(rows * TOGETHER * WIDTH);
+        std::vector<typename T::Factor> x(wide);
+        std::vector<float> sums(rows * TOGETHER * WIDTH);
         std::atomic<long>* next = taken.data();
         for (auto& product : products)
             for (long row = 0; row < product.rows; row += product.block(), next++) {
                 long count = std::min(product.block(), product.rows - row), panel = next->fetch_add(TOGETHER);
-                if (panel < product.panels) product.widen(row, count, x.data());
+                if (panel < product.panels) product.read(row, count, x.data());
                 for (; panel < product.panels; panel = next->fetch_add(TOGETHER))
                     product.part(x.data(), row, count, panel, std::min(TOGETHER, product.panels - panel), sums.data());
             }
@@ -86,7 +90,7 @@ void multiply_all(const std::array<Product<T>, N>& products, long threads) {
 template <class T>
 void pack(const typename T::Element* weight, typename T::Word* packed, long outputs, long inner) {
     for (long n = 0; n < outputs; n++) {
-        auto* panel = packed + n / WIDTH * inner * T::STEP;
+        auto* panel = packed + n / WIDTH * steps<T>(inner) * T::STEP;
         for (long k = 0; k < inner; k++) T::put(panel, k, n % WIDTH, weight[n * inner + k]);
     }
 }
