@@ -7,15 +7,20 @@
 //     share the kv head     out = out * decay + weights x values, with a running maximum and sum for each row
 //                           (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022)
 //
+// Both products are of float32; or of bfloat16 (PAIRED), where the CPU multiplies that and all of it is bfloat16 anyway:
+// then weights are rounded, and add up to what they are rounded to.
+//
 // Tiles begin at multiples of TILE, a row's chains run over whole tiles, and a key that a row does not see weighs
 // nought in them. So a row's bits depend on its own position alone, not on which rows are computed beside it.
 #pragma once
 
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "few.h"
+#include "pairs.h"
 #include "step.h"
 #include "tile.h"
 
@@ -43,14 +48,17 @@ struct Call {
     float scaling, softcap;     // softcap 0: none
 };
 
-template <class T>
+template <class T, bool PAIRED>
 class Attention {
     using Element = typename T::Element;
+    using Multiplied = std::conditional_t<PAIRED, BFloat16, Float32>;
+    using Factor = typename Multiplied::Factor;
+    using Word = typename Multiplied::Word;
 
 public:
     Attention(const Cache& cache, const Step& step, const Call& call, bool half_query)
         : cache(cache), step(step), call(call), half_query(half_query), group(call.heads / cache.kv_heads),
-          panels((cache.value_dim + WIDTH - 1) / WIDTH) {}
+          panels((cache.value_dim + WIDTH - 1) / WIDTH), length(steps<Multiplied>(cache.key_dim)) {}
 
     void run(int threads) const {
         write();
@@ -75,15 +83,22 @@ private:
     struct Item { long sequence, first, count, kv_head; };
 
     struct Scratch {
-        std::vector<float> query, scores, sums, out, highest, total, memory;
-        float *keys, *values;  // panels [TILE / 16][key_dim][16] and [panels][TILE][16], aligned
+        std::vector<Factor> query, paired;
+        std::vector<float> scores, sums, out, highest, total;
+        std::vector<Word> memory;
+        Word *keys, *values;  // panels [TILE / 16][steps(key_dim)][16] and [panels][steps(TILE)][16], aligned
         Scratch(const Attention& a, long rows)
-            : query(rows * a.cache.key_dim), scores(rows * TILE), sums(rows * a.panels * WIDTH),
-              out(rows * a.panels * WIDTH), highest(rows), total(rows),
-              memory(TILE * (a.cache.key_dim + a.panels * WIDTH) + 16) {
+            : query(rows * a.length), paired(PAIRED * rows * steps<Multiplied>(TILE)), scores(rows * TILE),
+              sums(rows * a.panels * WIDTH), out(rows * a.panels * WIDTH), highest(rows), total(rows),
+              memory(TILE * a.length + a.panels * WIDTH * steps<Multiplied>(TILE) + 16) {
             auto address = reinterpret_cast<uintptr_t>(memory.data());
             keys = memory.data() + (64 - address % 64) % 64 / 4;
-            values = keys + TILE * a.cache.key_dim;
+            values = keys + TILE * a.length;
+        }
+        // Scores become weights where they are, unless those are of another kind.
+        Factor* weights() {
+            if constexpr (PAIRED) return paired.data();
+            else return scores.data();
         }
     };
 
@@ -91,7 +106,7 @@ private:
     const Step& step;
     const Call& call;
     const bool half_query;
-    const long group, panels;
+    const long group, panels, length;  // query heads that share one of keys; panels of a value; factors of a key
 
     Element* slot(long sequence, long position, long part, long dim, long head) const {
         long block = step.table[sequence * step.width + position / cache.block_size];
@@ -122,15 +137,17 @@ private:
         std::fill_n(scratch.total.begin(), rows, 0.0f);
         std::fill_n(scratch.out.begin(), rows * panels * WIDTH, 0.0f);
         long first = *std::min_element(call.visible + token, call.visible + token + item.count);
-        bool few = rows <= FEW && cache.key_dim % 8 == 0 && cache.value_dim % 8 == 0;
+        bool few = !PAIRED && rows <= FEW && cache.key_dim % 8 == 0 && cache.value_dim % 8 == 0;
         const Element *keys[TILE], *values[TILE];
         for (long base = first / TILE * TILE; base < end; base += TILE) {
             long count = std::min(TILE, end - base);
             find(item, base, count, keys, values);
-            few ? score_few(rows, keys, count, scratch) : score_many(rows, keys, count, scratch);
+            if constexpr (PAIRED) score_paired(rows, keys, count, scratch);
+            else few ? score_few(rows, keys, count, scratch) : score_many(rows, keys, count, scratch);
             for (long r = 0; r < rows; r++)
                 weigh(r, base, position + r / group, call.visible[token + r / group], scratch);
-            few ? mix_few(rows, values, count, scratch) : mix_many(rows, values, count, scratch);
+            if constexpr (PAIRED) mix_paired(rows, values, count, scratch);
+            else few ? mix_few(rows, values, count, scratch) : mix_many(rows, values, count, scratch);
         }
         finish(item, token, scratch);
     }
@@ -138,8 +155,9 @@ private:
     void read_query(const Item& item, long token, Scratch& scratch) const {
         for (long r = 0; r < item.count * group; r++) {
             long at = (token + r / group) * call.query_token + (item.kv_head * group + r % group) * call.query_head;
-            float* to = &scratch.query[r * cache.key_dim];
-            for (long d = 0; d < cache.key_dim; d++)
+            Factor* to = &scratch.query[r * length];
+            if constexpr (PAIRED) lay_out<BFloat16>(static_cast<const uint16_t*>(call.query) + at, cache.key_dim, to);
+            else for (long d = 0; d < cache.key_dim; d++)
                 to[d] = call.scaling * (half_query ? widen(static_cast<const uint16_t*>(call.query)[at + d])
                                                    : static_cast<const float*>(call.query)[at + d]);
         }
@@ -178,6 +196,24 @@ private:
             mix_all<number>(scratch.scores.data(), TILE, values, count, cache.value_dim, scratch.out.data(),
                             panels * WIDTH);
         });
+    }
+
+    void score_paired(long rows, const Element** keys, long count, Scratch& scratch) const {
+        for (long j = count; j % WIDTH; j++) keys[j] = keys[count - 1];  // hidden from all
+        for (long j = 0; j < count; j += WIDTH) pair_keys(keys + j, length, scratch.keys + j * length);
+        multiply<BFloat16>(scratch.query.data(), rows, length, scratch.keys, (count + WIDTH - 1) / WIDTH,
+                           scratch.scores.data(), TILE);
+    }
+
+    void mix_paired(long rows, const Element* const* values, long count, Scratch& scratch) const {
+        if (count < TILE) std::fill_n(scratch.values, panels * TILE / 2 * WIDTH, 0);
+        for (long j = 0; j < count; j += 2)  // one without another weighs nought with itself
+            for (long p = 0; p < panels; p++)
+                pair_values(values[j] + p * WIDTH, values[std::min(j + 1, count - 1)] + p * WIDTH,
+                            scratch.values + (p * TILE / 2 + j / 2) * WIDTH);
+        multiply<BFloat16>(scratch.weights(), rows, TILE / 2, scratch.values, panels, scratch.sums.data(),
+                           panels * WIDTH);
+        for (long at = 0; at < rows * panels * WIDTH; at++) scratch.out[at] += scratch.sums[at];
     }
 
     // As panels; noughts where there is none.
@@ -226,21 +262,19 @@ private:
     // A row's scores become weights; what it has so far fades as its maximum grows.
     void weigh(long row, long base, long position, long visible, Scratch& scratch) const {
         float* scores = &scratch.scores[row * TILE];
+        if (PAIRED)
+            for (long j = 0; j < TILE; j++) scores[j] *= call.scaling;
         if (call.softcap != 0)
             for (long j = 0; j < TILE; j++) scores[j] = call.softcap * std::tanh(scores[j] / call.softcap);
         long from = std::clamp(visible - base, 0L, TILE), to = std::clamp(position + 1 - base, from, TILE);
         std::fill(scores, scores + from, HIDDEN);
         std::fill(scores + to, scores + TILE, HIDDEN);
         float before = scratch.highest[row], highest = std::max(before, most(scores, TILE));
-        __m256 total = _mm256_setzero_ps(), top = _mm256_set1_ps(highest);
-        for (long j = 0; j < TILE; j += 8) {
-            __m256 weight = exponential(_mm256_sub_ps(_mm256_loadu_ps(scores + j), top));
-            _mm256_storeu_ps(scores + j, weight);
-            total = _mm256_add_ps(total, weight);
-        }
+        float total = weigh_all(scores, TILE, highest, scratch.weights() + row * steps<Multiplied>(TILE));
         float decay = exponential(before - highest);
         scratch.highest[row] = highest;
-        scratch.total[row] = std::fma(scratch.total[row], decay, sum(total));
+        scratch.total[row] = std::fma(scratch.total[row], decay, total);
+        if (decay == 1) return;
         float* out = &scratch.out[row * panels * WIDTH];
         for (long d = 0; d < panels * WIDTH; d++) out[d] *= decay;
     }
@@ -264,5 +298,14 @@ private:
         }
     }
 };
+
+// A layer's attention, in the arithmetic that fits.
+template <class T>
+void attend(const Cache& cache, const Step& step, const Call& call, bool half_query, int threads) {
+    bool paired = half_query && cache.key_dim % 2 == 0 && cache.value_dim % WIDTH == 0;
+    if constexpr (WIDE && std::is_same_v<T, BFloat16>)
+        if (paired) return Attention<T, true>(cache, step, call, half_query).run(threads);
+    Attention<T, false>(cache, step, call, half_query).run(threads);
+}
 
 }  // namespace decant

@@ -58,7 +58,7 @@ public:
         rotate(key, cos, sin, turned_key, tokens, layer.kv_heads, layer.width, kv, layer.width, threads);
         Call call{turned, turned_key, value, query, nullptr, visible, heads, layer.width, kv, layer.width, kv, layer.width,
                   layer.heads, float(layer.scaling), float(layer.softcap)};
-        Attention<T>(cache, step, call, std::is_same_v<T, BFloat16>).run(threads);
+        attend<T>(cache, step, call, std::is_same_v<T, BFloat16>, threads);
         by(layer.out, query, row).run(threads);
         add(x, row, out, tokens, hidden, threads);
 

@@ -58,8 +58,8 @@ PyObject* py_attend(PyObject*, PyObject* args) {
     const Step& s = *pointer<const Step>(step);
     const Call& one = *pointer<const Call>(call);
     Py_BEGIN_ALLOW_THREADS
-    if (half_cache) Attention<BFloat16>(c, s, one, half_query).run(threads);
-    else Attention<Float32>(c, s, one, half_query).run(threads);
+    if (half_cache) attend<BFloat16>(c, s, one, half_query, threads);
+    else attend<Float32>(c, s, one, half_query, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -1,0 +1,89 @@
+// Keys and values as panels of pairs, and sixteen numbers at a time, for CPUs that multiply bfloat16. A key's pairs are
+// the words that it consists of, so laying keys out is a transposition; a value's pair is two values of one column.
+#pragma once
+
+#include "columns.h"
+
+#ifdef __AVX512BF16__
+
+namespace decant {
+
+// Sixteen rows of sixteen words become sixteen columns.
+inline void transpose(__m512i (&rows)[16]) {
+    __m512i twos[16], fours[16];
+    #pragma GCC unroll 8
+    for (int n = 0; n < 8; n++) {
+        twos[2 * n] = _mm512_unpacklo_epi32(rows[2 * n], rows[2 * n + 1]);
+        twos[2 * n + 1] = _mm512_unpackhi_epi32(rows[2 * n], rows[2 * n + 1]);
+    }
+    #pragma GCC unroll 4
+    for (int n = 0; n < 16; n += 4)  // fours[n + c]: column 4 q + c of rows n to n + 3, in the q-th quarter
+        for (int c = 0; c < 4; c++) {
+            __m512i one = twos[n + c / 2], other = twos[n + 2 + c / 2];
+            fours[n + c] = c % 2 ? _mm512_unpackhi_epi64(one, other) : _mm512_unpacklo_epi64(one, other);
+        }
+    #pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        __m512i low = _mm512_shuffle_i32x4(fours[c], fours[4 + c], 0x44);
+        __m512i high = _mm512_shuffle_i32x4(fours[c], fours[4 + c], 0xee);
+        __m512i lower = _mm512_shuffle_i32x4(fours[8 + c], fours[12 + c], 0x44);
+        __m512i higher = _mm512_shuffle_i32x4(fours[8 + c], fours[12 + c], 0xee);
+        rows[c] = _mm512_shuffle_i32x4(low, lower, 0x88);
+        rows[4 + c] = _mm512_shuffle_i32x4(low, lower, 0xdd);
+        rows[8 + c] = _mm512_shuffle_i32x4(high, higher, 0x88);
+        rows[12 + c] = _mm512_shuffle_i32x4(high, higher, 0xdd);
+    }
+}
+
+// Sixteen keys of `words` words: to[words][16].
+inline void pair_keys(const uint16_t* const* keys, long words, uint32_t* to) {
+    for (long at = 0; at < words; at += 16) {
+        auto some = __mmask16(at + 16 <= words ? 0xffff : (1 << (words - at)) - 1);
+        __m512i rows[16];
+        #pragma GCC unroll 16
+        for (int n = 0; n < 16; n++) rows[n] = _mm512_maskz_loadu_epi32(some, keys[n] + 2 * at);
+        transpose(rows);
+        #pragma GCC unroll 16
+        for (int n = 0; n < 16; n++)
+            if (some >> n & 1) _mm512_store_si512(to + (at + n) * WIDTH, rows[n]);
+    }
+}
+
+// Sixteen columns of two values.
+inline void pair_values(const uint16_t* one, const uint16_t* other, uint32_t* to) {
+    __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(one)));
+    __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(other)));
+    _mm512_store_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+
+// As in lanes.h, of sixteen.
+inline __m512 exponential(__m512 x) {
+    __m512 low = _mm512_set1_ps(-87.0f);
+    __mmask16 gone = _mm512_cmp_ps_mask(x, low, _CMP_LT_OQ);
+    x = _mm512_max_ps(low, x);  // in this order: what is no number stays none
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+    __m512i scale = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
+    return _mm512_maskz_mul_ps(__mmask16(~gone), p, _mm512_castsi512_ps(scale));
+}
+
+// As in lanes.h, of a multiple of sixteen; rounded and paired. They add up to what they are rounded to.
+inline float weigh_all(const float* scores, long count, float highest, uint32_t* to) {
+    __m512 total = _mm512_setzero_ps(), top = _mm512_set1_ps(highest);
+    for (long j = 0; j < count; j += 16) {
+        auto weights = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + j), top));
+        auto halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weights));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j / 2), halves);
+        total = _mm512_add_ps(total, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)));
+    }
+    return _mm512_reduce_add_ps(total);
+}
+
+}  // namespace decant
+
+#endif
