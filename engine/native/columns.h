@@ -78,7 +78,6 @@ struct Float32 {
     static constexpr long STEP = 16, KS = 1;
     static Columns load(const Word* at) { return Columns::read(at); }
     static float read(Element value) { return value; }
-    static Element round(float value) { return value; }
     static void put(Word* panel, long k, long column, Element value) { panel[k * STEP + column] = value; }
 };
 
@@ -86,7 +85,6 @@ struct BFloat16 {
     using Element = uint16_t;
     using Word = uint32_t;
     static float read(Element value) { return widen(value); }
-    static Element round(float value) { return narrow(value); }
 #ifdef __AVX512BF16__
     using Factor = uint32_t;
     static constexpr long STEP = 16, KS = 2;

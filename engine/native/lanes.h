@@ -29,6 +29,17 @@ inline void keep(uint16_t* at, __m256 values) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(at), halves);
 }
 
+// Sixteen numbers.
+inline void keep(float* at, const Columns& values) { values.write(at); }
+
+inline void keep(uint16_t* at, const Columns& values) {
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values.all)));
+#else
+    keep(at, values.first), keep(at + 8, values.second);
+#endif
+}
+
 // Eight rows of eight become eight columns.
 inline void transpose(__m256 (&rows)[8]) {
     __m256 pairs[8], fours[8];

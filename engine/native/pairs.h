@@ -1,4 +1,4 @@
-// Keys and values as panels of pairs, and sixteen numbers at a time, for CPUs that multiply bfloat16. A key's pairs are
+// Sixteen numbers at a time, and keys and values as panels of pairs, for CPUs that multiply bfloat16. A key's pairs are
 // the words that it consists of, so laying keys out is a transposition; a value's pair is two values of one column.
 #pragma once
 
@@ -56,6 +56,12 @@ inline void pair_values(const uint16_t* one, const uint16_t* other, uint32_t* to
     _mm512_store_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 
+inline __m512 sixteen(__m256i halves) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+inline __m256i halves(__m512 values) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)); }
+
 // As in lanes.h, of sixteen.
 inline __m512 exponential(__m512 x) {
     __m512 low = _mm512_set1_ps(-87.0f);
@@ -76,10 +82,9 @@ inline __m512 exponential(__m512 x) {
 inline float weigh_all(const float* scores, long count, float highest, uint32_t* to) {
     __m512 total = _mm512_setzero_ps(), top = _mm512_set1_ps(highest);
     for (long j = 0; j < count; j += 16) {
-        auto weights = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + j), top));
-        auto halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weights));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j / 2), halves);
-        total = _mm512_add_ps(total, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)));
+        __m256i weights = halves(exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + j), top)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j / 2), weights);
+        total = _mm512_add_ps(total, sixteen(weights));
     }
     return _mm512_reduce_add_ps(total);
 }

@@ -5,11 +5,13 @@
 #include <atomic>
 #include <vector>
 
+#include "lanes.h"
 #include "tile.h"
 
 namespace decant {
 
-constexpr long TOGETHER = 4;         // panels that rows go through before the next rows do
+constexpr long TOGETHER = 4;         // most panels that are taken at once
+constexpr long READ_ONCE = 32;       // rows up to which it is memory that sets the pace
 constexpr long CACHED = 384 * 1024;  // bytes of rows that stay in the second level cache while panels go by
 constexpr long WORTH = 1 << 16;      // sums that are worth waking a thread for
 
@@ -32,7 +34,11 @@ struct Product {
     void store(const float* sums, long row, long panel, long count) const {
         Element* to = out + row * panels * WIDTH + panel * WIDTH;
         const float* add = bias ? bias + panel * WIDTH : nullptr;
-        for (long n = 0; n < count * WIDTH; n++) to[n] = T::round(add ? sums[n] + add[n] : sums[n]);
+        for (long n = 0; n < count * WIDTH; n += WIDTH) {
+            auto columns = Columns::read(sums + n);
+            if (add) columns.add(1.0f, Columns::read(add + n));
+            keep(to + n, columns);
+        }
     }
 
     // Factors of a row.
@@ -44,9 +50,17 @@ struct Product {
         return (rows + blocks - 1) / blocks;
     }
 
-    void read(long row, long count, typename T::Factor* to) const {
-        for (long r = 0; r < count; r++) lay_out<T>(x + (row + r) * inner, inner, to + r * length());
+    // Rows as they are multiplied, in `memory` if not where they are.
+    const typename T::Factor* factors(long row, long count, std::vector<typename T::Factor>& memory) const {
+        if (T::KS * sizeof(Element) == sizeof(typename T::Factor) && inner % T::KS == 0)
+            return reinterpret_cast<const typename T::Factor*>(x + row * inner);
+        memory.resize(block() * length());
+        for (long r = 0; r < count; r++) lay_out<T>(x + (row + r) * inner, inner, &memory[r * length()]);
+        return memory.data();
     }
+
+    // Panels that a thread takes at once: so few that all are through at nearly the same time.
+    long taken() const { return block() > READ_ONCE ? GROUP_PANELS : TOGETHER; }
 
     // Some rows through some panels.
     void part(const typename T::Factor* factors, long row, long count, long panel, long together, float* sums) const {
@@ -64,24 +78,25 @@ struct Product {
 // make all wait for its half.
 template <class T, size_t N>
 void multiply_all(const std::array<Product<T>, N>& products, long threads) {
-    long work = 0, wide = 0, rows = 0, blocks = 0;
+    long work = 0, rows = 0, blocks = 0;
     for (auto& product : products) {
         long block = product.block();
-        work += product.work(), blocks += (product.rows + block - 1) / block;
-        wide = std::max(wide, block * product.length()), rows = std::max(rows, block);
+        work += product.work(), blocks += (product.rows + block - 1) / block, rows = std::max(rows, block);
     }
     std::vector<std::atomic<long>> taken(blocks);  // panels, of each block of rows
     #pragma omp parallel num_threads(std::clamp(work / WORTH, 1L, threads))
     {
-        std::vector<typename T::Factor> x(wide);
+        std::vector<typename T::Factor> memory;
         std::vector<float> sums(rows * TOGETHER * WIDTH);
         std::atomic<long>* next = taken.data();
         for (auto& product : products)
             for (long row = 0; row < product.rows; row += product.block(), next++) {
-                long count = std::min(product.block(), product.rows - row), panel = next->fetch_add(TOGETHER);
-                if (panel < product.panels) product.read(row, count, x.data());
-                for (; panel < product.panels; panel = next->fetch_add(TOGETHER))
-                    product.part(x.data(), row, count, panel, std::min(TOGETHER, product.panels - panel), sums.data());
+                long count = std::min(product.block(), product.rows - row), some = product.taken();
+                long panel = next->fetch_add(some);
+                if (panel >= product.panels) continue;
+                const auto* factors = product.factors(row, count, memory);
+                for (; panel < product.panels; panel = next->fetch_add(some))
+                    product.part(factors, row, count, panel, std::min(some, product.panels - panel), sums.data());
             }
     }
 }

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "lanes.h"
+#include "pairs.h"
 
 namespace decant {
 
@@ -68,15 +69,35 @@ inline __m256 silu(__m256 x) {
     return _mm256_div_ps(_mm256_mul_ps(x, above), _mm256_add_ps(_mm256_set1_ps(1.0f), e));
 }
 
-// silu(gate), rounded, times up (SwiGLU, Shazeer 2020); rows of both `stride` numbers apart.
+// silu(gate), rounded, times up (SwiGLU, Shazeer 2020).
+template <class E>
+inline void gate_row(const E* gate, const E* up, E* out, long width) {
+    by_eight(width, [&](long at, long count) {
+        __m256 open = rounded(gate, silu(some(gate + at, count)));
+        keep_some(out + at, _mm256_mul_ps(open, some(up + at, count)), count);
+    });
+}
+
+#ifdef __AVX512BF16__
+template <>
+inline void gate_row(const uint16_t* gate, const uint16_t* up, uint16_t* out, long width) {
+    for (long at = 0; at < width; at += 16) {
+        __mmask16 some = at + 16 <= width ? 0xffff : (1 << (width - at)) - 1;
+        __m512 x = sixteen(_mm256_maskz_loadu_epi16(some, gate + at)), sign = _mm512_set1_ps(-0.0f);
+        __m512 e = exponential(_mm512_or_ps(x, sign)), one = _mm512_set1_ps(1.0f);
+        __m512 above = _mm512_mask_mov_ps(one, _mm512_movepi32_mask(_mm512_castps_si512(x)), e);
+        __m512 open = _mm512_div_ps(_mm512_mul_ps(x, above), _mm512_add_ps(one, e));
+        __m512 product = _mm512_mul_ps(sixteen(halves(open)), sixteen(_mm256_maskz_loadu_epi16(some, up + at)));
+        _mm256_mask_storeu_epi16(out + at, some, halves(product));
+    }
+}
+#endif
+
+// Of rows that lie `stride` numbers apart in both.
 template <class E>
 void gate(const E* gate, const E* up, E* out, long rows, long width, long stride, long threads) {
-    each_row(rows, width, threads, [=](long r) {
-        by_eight(width, [&](long at, long count) {
-            __m256 open = rounded(gate, silu(some(gate + r * stride + at, count)));
-            keep_some(out + r * width + at, _mm256_mul_ps(open, some(up + r * stride + at, count)), count);
-        });
-    });
+    each_row(rows, width, threads,
+             [=](long r) { gate_row(gate + r * stride, up + r * stride, out + r * width, width); });
 }
 
 // x * cos + rotate_half(x) * sin, each product and the sum rounded (RoPE, Su et al. 2021). A token's numbers are
