@@ -35,6 +35,7 @@ from engine.plan import Row
 from engine.products import Panels
 from engine.request import Request
 from engine.small import ROOM, TRIED_ON, GatedMlp, RmsNorm
+from engine.threads import team
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "q_norm", "k_norm", "post_attention_layernorm")
@@ -102,7 +103,7 @@ class Layer:
         out = torch.empty_like(hidden_states)
         cache, step, visible = attender.addresses(take_turn())
         rows = [part.data_ptr() for part in (hidden_states, cos, sin)]
-        threads = torch.get_num_threads()
+        threads = team()
         half, tokens = self.dtype == torch.bfloat16, hidden_states.shape[1]
         self._kernel(half, self._address, cache, step, *rows, visible, out.data_ptr(), tokens, threads)
         return out

@@ -18,6 +18,7 @@ import torch
 
 from engine.native import AMX, KERNELS
 from engine.pages import Arena
+from engine.threads import all_for_torch, team
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [..., in] -> [..., out], both in the weight's dtype."""
@@ -58,7 +59,7 @@ class Panels:
         out = x.new_empty(*x.shape[:-1], self.outputs)
         rows, panels = x.numel() // self.inner, self.outputs // PANEL
         addresses = x.data_ptr(), *self.addresses, out.data_ptr()
-        self._multiply(self._half, *addresses, rows, self.inner, panels, torch.get_num_threads())
+        self._multiply(self._half, *addresses, rows, self.inner, panels, team())
         return out
 
 
@@ -77,5 +78,6 @@ class OneDnn:
         count = len(rows)
         if count == 1:  # one row alone is the one case that takes another kernel (float32, AVX512)
             rows = rows.expand(2, -1).contiguous()
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        with all_for_torch():
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
         return out[:count].to(x.dtype).view(*x.shape[:-1], -1)

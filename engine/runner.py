@@ -16,6 +16,7 @@ from engine.flat import FlatRows, Ints, flatten, spans
 from engine.kv_store import KvStore
 from engine.plan import Row, StepPlan, StepResult, TokenLogprobs
 from engine.sampler import highest, sample, token_logprobs
+from engine.threads import one_for_torch
 
 LOGPROB_ROWS = 64
 """Prompt positions whose log-probabilities are made at once (rows x vocabulary x float32)."""
@@ -36,8 +37,9 @@ class ModelRunner:
         """One pass of the model over all rows of the plan."""
         flat = self.flatten(plan.rows)
         reading = _Reading(flat)
-        logits = self.forward(flat, torch.from_numpy(reading.keep))
-        return reading.result(logits, self._eos)
+        with one_for_torch():
+            logits = self.forward(flat, torch.from_numpy(reading.keep))
+            return reading.result(logits, self._eos)
 
     def flatten(self, rows: Sequence[Row]) -> FlatRows:
         """Rows as this model's store lays them out."""
@@ -59,7 +61,7 @@ class ModelRunner:
             "use_cache": False,
             "logits_to_keep": kept,
         }
-        with attending(attention):
+        with attending(attention), one_for_torch():
             logits: torch.Tensor = self._model(**inputs).logits[0]
             if calls_made() != len(self._views):
                 raise RuntimeError(f"attention was called {calls_made()} times for {len(self._views)} layers")

@@ -18,6 +18,7 @@ from engine.draw import uniform
 from engine.native import KERNELS
 from engine.plan import Row, TokenLogprobs
 from engine.request import SamplingParams
+from engine.threads import team
 
 _OFF = float("-inf")
 
@@ -49,7 +50,7 @@ def highest(logits: torch.Tensor) -> Highest:
     scores, places = torch.empty(count), torch.empty(count, dtype=torch.int64)
     addresses = logits.data_ptr(), scores.data_ptr(), places.data_ptr()
     sizes = count, vocabulary, logits.stride(0)
-    finite = KERNELS.highest(logits.dtype == torch.bfloat16, *addresses, *sizes, torch.get_num_threads())
+    finite = KERNELS.highest(logits.dtype == torch.bfloat16, *addresses, *sizes, team())
     return Highest(scores, places, finite)
 
 
@@ -117,7 +118,7 @@ def _sample_each(
         )
     tokens = np.empty(len(rows), np.int64)
     addresses = drawn.ctypes.data, tokens.ctypes.data
-    kernels.draw(*addresses, len(rows), len(scores[0]), torch.get_num_threads())
+    kernels.draw(*addresses, len(rows), len(scores[0]), team())
     found: list[int] = tokens.tolist()
     return found
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from engine.linears import PackedLinear
 from engine.native import KERNELS
+from engine.threads import team
 
 TRIED_ON = (1e-2, 1.0, 30.0)
 """How large the numbers of the rows are on which a module is compared with ours."""
@@ -44,7 +45,7 @@ class RmsNorm(nn.Module):
         weight = self._weight if x.dtype == self.dtype else self._weight.to(x.dtype)
         out, width = torch.empty_like(x), x.shape[-1]
         half = x.dtype == torch.bfloat16
-        rows, threads = x.numel() // width, torch.get_num_threads()
+        rows, threads = x.numel() // width, team()
         self._kernel(half, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, self.eps, threads)
         return out
 
@@ -62,7 +63,7 @@ class GatedMlp(nn.Module):
         gate, up = self.gate_proj(x), self.up_proj(x)
         out, width, stride = gate.new_empty(gate.shape), gate.shape[-1], gate.stride(-2)
         half = gate.dtype == torch.bfloat16
-        rows, threads = gate.numel() // width, torch.get_num_threads()
+        rows, threads = gate.numel() // width, team()
         self._kernel(half, gate.data_ptr(), up.data_ptr(), out.data_ptr(), rows, width, stride, threads)
         result: torch.Tensor = self.down_proj(out)
         return result
@@ -89,7 +90,7 @@ class Rotation:
         out = x.new_empty(1, tokens, heads, width)
         addresses = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
         apart = x.stride(2), x.stride(1)
-        threads = torch.get_num_threads()
+        threads = team()
         self._kernel(x.dtype == torch.bfloat16, *addresses, tokens, heads, width, *apart, threads)
         return out.transpose(1, 2)
 

@@ -16,6 +16,7 @@ from engine.attention import AttentionCall
 from engine.attention.views import View
 from engine.flat import FlatRows
 from engine.kv_store import KvStore
+from engine.threads import team
 
 
 class _Step(ctypes.Structure):
@@ -73,7 +74,7 @@ class NativeAttention:
             dtype == torch.bfloat16,
             query.dtype == torch.bfloat16,
             *(cache, step, ctypes.addressof(said)),
-            torch.get_num_threads(),
+            team(),
         )
         return out
 

@@ -29,6 +29,7 @@ from engine.attention import AttentionCall
 from engine.attention.views import View
 from engine.flat import FlatRows, Ints
 from engine.kv_store import KvStore
+from engine.threads import all_for_torch
 
 TILE = 128
 """Keys per product."""
@@ -170,7 +171,9 @@ class PagedAttention:
         per_tile = TILE // self._store.layout.block_size
         table = band.table[:reach, tile * per_tile : (tile + 1) * per_tile]
         keys, values = self._store.gather(call.layer, table)
-        scores = state.query[:reach, :, first:] @ keys.permute(0, 2, 3, 1).float()
+        keys = keys.permute(0, 2, 3, 1).float()
+        with all_for_torch():
+            scores = state.query[:reach, :, first:] @ keys
         if call.softcap is not None:
             scores = torch.tanh(scores / call.softcap) * call.softcap
         hidden = band.hidden(view, tile, first, group)
@@ -203,7 +206,9 @@ class _Softmax:
         weights = torch.exp_(scores.sub_(highest))
         decay = torch.exp(before - highest)
         self.total[part] = self.total[part] * decay + weights.sum(-1, keepdim=True)
-        self.output[part] = self.output[part] * decay + weights @ values
+        with all_for_torch():
+            mixed = weights @ values
+        self.output[part] = self.output[part] * decay + mixed
         self.highest[part] = highest
 
     def finish(self, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -25,7 +25,7 @@ AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 def load() -> ModuleType | None:
     """None on a CPU without AVX2, or where the package was built without a C++ compiler."""
-    for name in _fitting():
+    for name in fitting():
         try:
             return import_module(f"engine.native.{name}")
         except ImportError:  # not built
@@ -33,7 +33,7 @@ def load() -> ModuleType | None:
     return None
 
 
-def _fitting() -> list[str]:
+def fitting() -> list[str]:
     """Modules that this CPU can run, the best first."""
     match torch.backends.cpu.get_cpu_capability():
         case "AVX512" if torch.cpu.get_capabilities().get("avx512_bf16"):

@@ -57,17 +57,28 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def gelu(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One whose gate is torch's own in any case."""
+    folder = tmp_path_factory.mktemp("gelu")
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, hidden_act="gelu_pytorch_tanh")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
 DEVICES = [
     *[f"{shape} {dtype} native" for shape in ("small", "committed") for dtype in ("bfloat16", "float32")],
     *[f"small {dtype} torch" for dtype in ("bfloat16", "float32")],
+    *[f"gelu {dtype} native" for dtype in ("bfloat16", "float32")],
 ]
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest, small: str) -> Iterator[ModelDevice]:
+def device(request: pytest.FixtureRequest) -> Iterator[ModelDevice]:
     """With the compiled kernels where this machine has them, and as where there was no compiler."""
     shape, dtype, kernels = request.param.split()
-    path = small if shape == "small" else str(models.path())
+    path = str(models.path()) if shape == "committed" else request.getfixturevalue(shape)
     with pytest.MonkeyPatch.context() as patch:
         if kernels == "torch":
             patch.setattr("engine.attention.choice.KERNELS", None)
@@ -126,7 +137,7 @@ def alone(bench: Bench) -> list[torch.Tensor]:
     return [bench.step((index, 0, len(sequence)))[index] for index, sequence in enumerate(bench.tokens)]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3])
 def test_logits_are_the_same_bits_alone_and_in_a_batch_of_prompts(device: ModelDevice, count: int) -> None:
     bench = Bench(device, LENGTHS)
     with threads(count):

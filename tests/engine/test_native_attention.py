@@ -43,6 +43,7 @@ class Shape:
 SHAPES = [
     Shape(2, 14, 64, 64),
     Shape(4, 4, 128, 128),
+    Shape(2, 6, 40, 48),
     Shape(3, 3, 40, 24, View(Kind.SLIDING, 33)),
     Shape(1, 8, 16, 16, View(Kind.CHUNKED, 32), softcap=20.0, sinks=True),
     Shape(1, 160, 8, 8, sinks=True),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine import products
+from engine import native, products
 from engine.products import PANEL, OneDnn, Panels
 
 pytestmark = pytest.mark.skipif(products._PANELS is None, reason="no kernels for this CPU")
@@ -82,6 +82,16 @@ def test_the_weight_is_held_once_in_its_own_dtype() -> None:
     product, weight, _ = made((1152, 896), torch.bfloat16)
     assert product._weight.nbytes == weight.nbytes
     assert product._weight.data_ptr() != weight.data_ptr()
+
+
+@pytest.mark.skipif(len(native.fitting()) < 2, reason="one build of the kernels for this CPU")
+def test_builds_for_other_cpus_give_float32_the_same_bits() -> None:
+    """One chain in one order, however wide the registers are."""
+    rows = torch.randn(29, 896, generator=torch.Generator().manual_seed(5))
+    weight = made((1152, 896), torch.float32)[1]
+    modules = [pytest.importorskip(f"engine.native.{name}") for name in native.fitting()]
+    first, second = (Panels(module, weight, None)(rows) for module in modules)
+    assert torch.equal(first, second)
 
 
 def test_both_products_agree() -> None:
