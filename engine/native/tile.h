@@ -12,7 +12,7 @@ namespace decant {
 
 // A panel's steps that stay in the first level cache, and the most rows that a group of rows and panels has: its chains
 // must fit into the registers with their factors, sixteen of eight numbers or thirty-two of sixteen.
-constexpr long PIECE = WIDE ? 128 : 512;
+constexpr long PIECE = WIDE ? 224 : 512;
 constexpr long GROUP = WIDE ? 12 : 6, GROUP_PANELS = WIDE ? 2 : 1;
 
 // ROWS rows through PANELS panels for `count` of the `inner` steps. With `begun` chains go on from the sums in `out`;
