@@ -80,8 +80,7 @@ class Build(build):
     sub_commands: ClassVar = [*build.sub_commands, ("compile_protos", None)]
 
 
-# Without strict aliasing: two numbers of two bytes are read as one pair.
-FLAGS = ("-std=c++17", "-O3", "-g0", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing", "-fopenmp")
+FLAGS = ("-std=c++17", "-O3", "-g0", "-mfma", "-ffp-contract=off", "-fopenmp")
 CPUS = {
     "_kernels": ("module.cpp", ("-mavx2",)),
     "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16"))),

@@ -110,6 +110,15 @@ struct BFloat16 {
 template <class T>
 constexpr long steps(long inner) { return (inner + T::KS - 1) / T::KS; }
 
+// A factor of a row. A pair may lie in memory as the two numbers that it is.
+inline float take(const float* at) { return *at; }
+
+inline uint32_t take(const uint32_t* at) {
+    uint32_t pair;
+    std::memcpy(&pair, at, sizeof pair);
+    return pair;
+}
+
 // A row as it is multiplied: to[steps(inner)].
 template <class T>
 inline void lay_out(const typename T::Element* from, long inner, typename T::Factor* to) {

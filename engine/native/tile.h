@@ -37,7 +37,7 @@ inline void tile(const typename T::Factor* x, long inner, long count, const type
         #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
             #pragma GCC unroll 16
-            for (int p = 0; p < PANELS; p++) chains[r][p].add(x[r * inner + k], factors[p]);
+            for (int p = 0; p < PANELS; p++) chains[r][p].add(take(x + r * inner + k), factors[p]);
     }
     #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
