@@ -9,6 +9,7 @@ attention.h   attention over blocks (``engine/attention/native.py``)
 few.h         its inner loops where a few rows share keys, as they do while decoding
 layer.h       a decoder layer in one call (``engine/layer.py``)
 small.h       norms, gated activations, rotations (``engine/small.py``), in the lanes of lanes.h
+pairs.h       sixteen numbers at a time, and keys and values as pairs, for CPUs that multiply bfloat16
 sample.h      the likeliest tokens, and tokens drawn from scores (``engine/sampler.py``)
 """
 
