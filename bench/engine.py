@@ -5,7 +5,8 @@
 
 The first measures the whole table of limits, the second one workload. Each contender runs in a process of its own,
 with the same threads, and the same dtype unless told otherwise, in alternation. The report goes to standard error,
-the JSON to OUT (``-``: standard output).
+with a line as each run ends, the JSON to OUT (``-``: standard output). OUT is written after each workload: hours of
+work are not lost with the last minute.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,19 +49,23 @@ class Bench:
         self._args = args
         self._console = console
 
-    def whole(self) -> dict[str, Any]:
-        """Everything that the table of limits is made of, and the table."""
+    def whole(self) -> Iterator[dict[str, Any]]:
+        """Everything that the table of limits is made of: what there is after each workload, at last with the table."""
         steps = []
         for index in range(self._args.runs):
             limits = self._limits()
             steps.append(self._part("bench.steps", f"single steps, run {index + 1}") | limits)
+        figures: dict[str, Any] = {}
         result = {
             "steps": medians.of(steps),
             "waste": self._part("bench.waste", "partly filled blocks"),
-            "workloads": {name: self.workload(name) for name in GENERATORS},
+            "workloads": figures,
             "kv_bytes": self.job.kv_bytes,
         }
-        return result | {"lines": [line.as_json() for line in table.lines(result)]}
+        for name in GENERATORS:
+            figures[name] = self.workload(name)
+            yield result
+        yield result | {"lines": [line.as_json() for line in table.lines(result)]}
 
     def workload(self, name: str) -> dict[str, Any]:
         """Every contender ``runs`` times, in alternation; of each the run of median throughput, and all runs.
@@ -77,6 +82,9 @@ class Bench:
                         task = progress.add_task(_title(who, name, index, self._args.runs), total=1.0)
                         found = self._run(who, job, progress, task)
                         runs.setdefault(who, []).extend(run | limits if who == OURS else run for run in found)
+                        for run in found:
+                            said = f"{_title(who, name, index, self._args.runs)}: {report.brief(run)}"
+                            self._console.print(said, markup=False)
         figures = {who: medians.run_of_median(of) for who, of in runs.items() if of}
         last = max(item.arrival_s for item in items)
         least = table.allowed(table.rates_of(figures[OURS]), figures[OURS], last) if self._args.limits else None
@@ -86,7 +94,7 @@ class Bench:
         """What the machine allows now, for what is measured next: a shared machine's speed changes by the minute."""
         return {"limits": self._part("bench.machine", "reads and products alone")} if self._args.limits else {}
 
-    def _run(self, who: str, job: Job, progress: Progress, task: TaskID) -> Iterable[dict[str, Any]]:
+    def _run(self, who: str, job: Job, progress: Progress, task: TaskID) -> Sequence[dict[str, Any]]:
         """One run; of a baseline that can't be measured none."""
         description = progress.tasks[task].description
         if who != OURS:
@@ -133,18 +141,19 @@ def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"ratio": {key: ours[key] / theirs[key] if theirs[key] else None for key in keys}}
 
 
-def bench(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The whole result, as it is written. Raises ChildFailed, InvalidWorkload, FileNotFoundError."""
+def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """The result as it is written, after each workload; the last is whole.
+
+    Raises ChildFailed, InvalidWorkload, FileNotFoundError.
+    """
     facts, measuring = machine.facts(), Bench(args, console)
     job = measuring.job
-    result: dict[str, Any] = {"machine": facts, "model_id": args.model, "workload": args.workload}
-    result |= {"date": facts["date"], "dtype": job.dtype, "threads": job.threads, "token_budget": job.token_budget}
-    if args.workload is None:
-        result |= measuring.whole()
-    else:
-        result |= measuring.workload(args.workload)
-    result |= {"runs": args.runs, "baselines": args.baselines, "baseline_dtype": args.baseline_dtype}
-    return result | {"unavailable": measuring.unavailable}
+    asked: dict[str, Any] = {"machine": facts, "model_id": args.model, "workload": args.workload}
+    asked |= {"date": facts["date"], "dtype": job.dtype, "threads": job.threads, "token_budget": job.token_budget}
+    asked |= {"runs": args.runs, "baselines": args.baselines, "baseline_dtype": args.baseline_dtype}
+    parts = measuring.whole() if args.workload is None else [measuring.workload(args.workload)]
+    for measured in parts:
+        yield asked | measured | {"unavailable": measuring.unavailable}
 
 
 def checkpoint(model: str) -> Path:
@@ -232,7 +241,8 @@ def main() -> int:
     args, console = parse(), Console(stderr=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on ctrl-C, the contender under way is ended too
     try:
-        result = bench(args, console)
+        for result in bench(args, console):
+            _keep(result, args.json)
     except (InvalidWorkload, FileNotFoundError, child.ChildFailed) as error:
         console.print(str(error), style="red", markup=False)
         return 1
@@ -240,12 +250,19 @@ def main() -> int:
         report.show(result, console)
     if args.plot:
         args.plot.write_text(plot.svg(result))
-    text = json.dumps(result, indent=1) + "\n"
     if args.json == "-":
-        sys.stdout.write(text)
-    elif args.json:
-        Path(args.json).write_text(text)
+        sys.stdout.write(_json(result))
     return 0
+
+
+def _keep(result: Mapping[str, Any], out: str | None) -> None:
+    """What was measured so far goes to its file; standard output gets the whole alone."""
+    if out and out != "-":
+        Path(out).write_text(_json(result))
+
+
+def _json(result: Mapping[str, Any]) -> str:
+    return json.dumps(result, indent=1) + "\n"
 
 
 if __name__ == "__main__":

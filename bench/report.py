@@ -39,6 +39,9 @@ LINES = (
     ("peak memory, GB", "peak_rss_gb", "{:.2f}"),
 )
 
+BRIEF = ("output_throughput", "median_ttft_ms", "median_itl_ms", "max_itl_after_last_ms", "last_ttft_ms")
+"""What is said of a run as it ends."""
+
 PARTS = {
     "linears": "linear layers",
     "attention": "attention",
@@ -56,6 +59,11 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         parts += [f"[bold]{escape(name)}[/bold]", _contenders(workload["contenders"]), "", *_bars(workload), ""]
     title = f"{result['model_id']}, {result['dtype']}, {result['threads']} threads"
     console.print(Panel(Group(*parts, *map(escape, _notes(result))), title=escape(title)))
+
+
+def brief(run: Mapping[str, Any]) -> str:
+    """A run of a workload in a line."""
+    return ", ".join(f"{label} {form.format(run[key])}" for label, key, form in LINES if key in BRIEF and run.get(key))
 
 
 def limits_table(lines: list[Mapping[str, Any]]) -> Table:

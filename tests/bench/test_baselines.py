@@ -75,7 +75,7 @@ def test_the_others_go_on(scripts: None, tiny: Path, tmp_path: Path, monkeypatch
     options = ["--no-limits", "--runs", "2", "--threads", "1", "--baseline-dtype", "float32"]
     args = engine.parse(["--model", str(tiny), "--workload", str(path), *options])
     args.baselines = tuple(fakes)
-    result = engine.bench(args, Console(file=sys.stderr))
+    *_, result = engine.bench(args, Console(file=sys.stderr))
     assert set(result["contenders"]) == {"decant", "works"}
     assert [len(result["contenders"][who]["runs"]) for who in ("decant", "works")] == [2, 2]
     assert set(result["unavailable"]) == {"raises", "dies"}

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench import machine, workloads
+from bench import engine, machine, workloads
+from bench.child import ChildFailed
+from bench.engine import Bench
 from bench.workloads import Item
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -101,6 +103,22 @@ def test_what_cannot_be_run_is_told_in_a_line(
     assert run.returncode == 1
     assert told in " ".join(run.stderr.split())
     assert "Traceback" not in run.stderr
+
+
+def test_what_was_measured_outlives_what_fails_after_it(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def workload(_: Bench, name: str) -> dict[str, Any]:
+        if name == "mixed":
+            raise ChildFailed("bench.ours", -9, "")
+        return {"num_prompts": len(name)}
+
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(Bench, "_part", lambda *_: {"rate": 1.0})
+    monkeypatch.setattr(Bench, "workload", workload)
+    monkeypatch.setattr(sys, "argv", ["engine", "--model", str(tiny), "--runs", "1", "--json", str(out)])
+    assert engine.main() == 1
+    kept = json.loads(out.read_text())
+    assert kept["workloads"] == {"exponential": {"num_prompts": 11}, "long-prompts": {"num_prompts": 12}}
+    assert kept["steps"] == {"rate": 1.0, "limits": {"rate": 1.0}}
 
 
 def test_limits_are_rates() -> None:
