@@ -22,6 +22,7 @@ from engine.output import StepOutput
 from engine.plan import Device
 from engine.request import FinishReason, Request, StopParams
 from engine.scheduler import Limits
+from runtime.server import settle_heap
 
 
 class Stopwatch:
@@ -126,6 +127,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     loaded = time.perf_counter() - began
     server = Server(engine, meter)
     drive(server, WARM_UP, lambda _: None)
+    settle_heap()  # as a worker does before it is ready
     meter.begin()
     served = drive(server, job.items, tell)
     held = weights(device.model)

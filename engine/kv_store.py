@@ -27,6 +27,9 @@ class KvStore:
         self._host = self.blocks.view(torch.uint8).numpy() if on_cpu else None
         self._layers = [self._split(index) for index in range(len(layout.layers))]
         self._places = np.array([self._lies(index) for index in range(len(layout.layers))], np.int64)
+        begin, apart = self._places.ctypes.data, self._places.strides[0]
+        self.places = [begin + index * apart for index in range(len(layout.layers))]
+        """Where it is written how each layer lies in memory; ``Cache`` in engine/native/attention.h."""
 
     @property
     def block_bytes(self) -> int:
@@ -35,10 +38,6 @@ class KvStore:
     @property
     def dtype(self) -> torch.dtype:
         return self._memory.dtype
-
-    def place(self, layer: int) -> int:
-        """Where it is written how a layer lies in memory; ``Cache`` in engine/native/attention.h."""
-        return self._places.ctypes.data + layer * self._places.strides[0]
 
     def _lies(self, layer: int) -> tuple[int, ...]:
         spec, size, keys = self.layout.layers[layer], self.layout.block_size, self.layout.offsets[layer]

@@ -10,6 +10,12 @@ For one sequence that was a quarter of a step.
 A layer is told by its parts, and tried: both run over the same rows and empty blocks, and the answers and what lies in
 the blocks must be the same bits. It keeps its modules; only its ``forward`` is another, which still takes whatever it
 can't do itself to the layer's own.
+
+Nor does the interpreter stand between layers: one that is asked computes those that follow it too. They answer with
+that when they are asked for just it, and else begin anew, and the one before foresees no more::
+
+    model    layer 0 ── the same tensor, untouched ──> layer 1 ──> layer 2 ──> ...
+    ours     0, 1, 2, ... computed                     known       known
 """
 
 from __future__ import annotations
@@ -17,8 +23,9 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable
+from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,6 +55,8 @@ ANOTHER = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
 """What a module raises that is called as no layer of its kind is."""
 FAR = 1 << 20
 """Where a trial's rows stand, for a layer that asks: one that scales what is far is another."""
+AHEAD = 32 << 20
+"""Bytes of answers that are kept for layers that will ask; a long step of a wide model has fewer layers ahead."""
 
 Forward = Callable[..., Any]
 
@@ -72,14 +81,39 @@ class _Layer(ctypes.Structure):
     )
 
 
+class _Foreseen(NamedTuple):
+    """What a layer will answer, if it is asked just this."""
+
+    by: Layer
+    hidden: torch.Tensor
+    angles: tuple[torch.Tensor, torch.Tensor]
+    attender: Attender
+    answer: torch.Tensor
+
+    def is_asked(self, hidden: torch.Tensor, angles: Any, attender: Attender | None) -> bool:
+        """Whether it is that, and nobody has written to it since."""
+        (cos, sin), attending = self.angles, self.attender
+        return (
+            hidden is self.hidden
+            and hidden._version == 0
+            and attender is attending
+            and angles is not None
+            and angles[0] is cos
+            and angles[1] is sin
+        )
+
+
 class Layer:
     """The forward of a decoder layer: hidden [1, T, hidden] -> the same."""
 
     def __init__(self, kernels: ModuleType, theirs: Forward, parts: _Parts, call: AttentionCall) -> None:
         self._kernel = kernels.layer
         self.theirs = theirs
+        self.follower: Layer | None = None
+        """Whom the model asks next, with this one's answer: as far as is known."""
+        self._foreseen: _Foreseen | None = None
         self._parts = parts  # whose memory is read
-        self.dtype, self.width = call.query.dtype, call.query.shape[3]
+        self.dtype, self.width, self.hidden = call.query.dtype, call.query.shape[3], parts.panels[0].inner
         self._said = _Layer(
             *[_Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.eps) for norm in parts.norms],
             *[_Linear(*panels.addresses, panels.inner, panels.outputs) for panels in parts.panels],
@@ -91,22 +125,54 @@ class Layer:
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
         attender, angles = current(), named.get("position_embeddings")
+        usual = not more and named.get("past_key_values") is None
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None:
+            if usual and foreseen.is_asked(hidden_states, angles, attender):
+                take_turn()
+                return foreseen.answer
+            foreseen.by.follower = None
         if (
-            more
+            not usual
             or angles is None
-            or named.get("past_key_values") is not None
             or not isinstance(attender, NativeAttention)
             or not self._fits(hidden_states, *angles)
         ):
             return self.theirs(hidden_states, *more, **named)
-        cos, sin = angles
-        out = torch.empty_like(hidden_states)
-        cache, step, visible = attender.addresses(take_turn())
-        rows = [part.data_ptr() for part in (hidden_states, cos, sin)]
-        threads = team()
-        half, tokens = self.dtype == torch.bfloat16, hidden_states.shape[1]
-        self._kernel(half, self._address, cache, step, *rows, visible, out.data_ptr(), tokens, threads)
-        return out
+        return self._compute(hidden_states, angles, attender)
+
+    def can_lead_to(self, other: Layer) -> bool:
+        """Whether that one takes what this one answers, and is asked in the same way."""
+        return (self.dtype, self.width, self.hidden) == (other.dtype, other.width, other.hidden)
+
+    def _compute(
+        self, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], attender: NativeAttention
+    ) -> torch.Tensor:
+        """Its answer, and those of the layers that follow."""
+        layers = self._ahead(AHEAD // hidden.nbytes)
+        with torch.inference_mode(False):  # a tensor that counts who writes to it
+            memory = torch.empty(len(layers), *hidden.shape, dtype=self.dtype)
+        answers = memory.unbind()
+        half, tokens, threads, turn = self.dtype == torch.bfloat16, hidden.shape[1], team(), take_turn()
+        turned = [part.data_ptr() for part in angles]
+        for place, (layer, answer) in enumerate(zip(layers, answers, strict=True)):
+            cache, step, visible = attender.addresses(turn + place)
+            given, taken = hidden.data_ptr(), answer.data_ptr()
+            layer._kernel(half, layer._address, cache, step, given, *turned, visible, taken, tokens, threads)
+            if place:
+                layer._foreseen = _Foreseen(layers[place - 1], hidden, angles, attender, answer)
+            hidden = answer
+        return answers[0]
+
+    def _ahead(self, most: int) -> list[Layer]:
+        """Itself, and up to ``most`` in all with those that follow."""
+        found = [self]
+        while len(found) < most and (follower := found[-1].follower) is not None:
+            if follower._foreseen is not None:  # what was foreseen last time was not asked
+                found[-1].follower = None
+            else:
+                found.append(follower)
+        return found
 
     def _fits(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Whether all lies as the kernel reads it."""
@@ -173,6 +239,7 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> None:
     """Give every decoder layer that does what ours does our forward; after ``small.fuse``."""
     if KERNELS is None or dtype not in ROOM:
         return
+    found = []
     for module in model.modules():
         try:
             parts = _Parts(module)
@@ -180,6 +247,10 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> None:
             continue
         if (ours := _tried(module, parts, dtype)) is not None:
             module.forward = ours
+            found.append(ours)
+    for layer, follower in pairwise(found):
+        if layer.can_lead_to(follower):
+            layer.follower = follower
 
 
 def apart(model: nn.Module) -> list[tuple[nn.Module, Layer]]:

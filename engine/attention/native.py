@@ -46,7 +46,7 @@ class NativeAttention:
         self._kernels = kernels
         self._store = store
         self._views = views
-        self._visible: dict[View, torch.Tensor] = {}  # by view, for all layers of it
+        self._visible: dict[int, torch.Tensor] = {}  # for all layers of a view, by what Python calls it
         self._flat = flat  # the step points into its arrays
         self._step = _Step(flat.lines.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
         self._step_address = ctypes.addressof(self._step)
@@ -80,12 +80,13 @@ class NativeAttention:
 
     def addresses(self, layer: int) -> tuple[int, int, int]:
         """Of what a layer's attention needs: its part of the blocks, the step, and what each token sees first."""
-        return self._store.place(layer), self._step_address, self._first_visible(self._views[layer])
+        return self._store.places[layer], self._step_address, self._first_visible(self._views[layer])
 
     def _first_visible(self, view: View) -> int:
-        if view not in self._visible:
-            self._visible[view] = view.first(torch.from_numpy(self._flat.positions)).contiguous()
-        return self._visible[view].data_ptr()
+        if (known := self._visible.get(id(view))) is None:
+            known = view.first(torch.from_numpy(self._flat.positions)).contiguous()
+            self._visible[id(view)] = known
+        return known.data_ptr()
 
 
 def _side_by_side(part: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,6 +1,8 @@
 // A linear layer: rows times a weight that was packed once. See engine/products.py.
 #pragma once
 
+#include <omp.h>
+
 #include <array>
 #include <atomic>
 #include <vector>
@@ -62,6 +64,9 @@ struct Product {
     // Panels that a thread takes at once: so few that all are through at nearly the same time.
     long taken() const { return block() > READ_ONCE ? GROUP_PANELS : TOGETHER; }
 
+    long blocks() const { return (rows + block() - 1) / block(); }
+    long pieces() const { return (panels + taken() - 1) / taken(); }
+
     // Some rows through some panels.
     void part(const typename T::Factor* factors, long row, long count, long panel, long together, float* sums) const {
         const auto* panels = weight + panel * length() * T::STEP;
@@ -74,29 +79,31 @@ struct Product {
     void run(long threads) const { multiply_all<T, 1>({*this}, threads); }
 };
 
-// Products of a kind, one after the other. Whoever is free takes the next panels: a core that others slow down does not
-// make all wait for its half.
+// Products of a kind, one after the other. Each thread walks through a part of the panels that is its own, so that what it
+// reads next lies behind what it reads, and then through the others': a core that is slowed down does not make all wait.
 template <class T, size_t N>
 void multiply_all(const std::array<Product<T>, N>& products, long threads) {
-    long work = 0, rows = 0, blocks = 0;
+    long work = 0, rows = 0, pieces = 0;
     for (auto& product : products) {
-        long block = product.block();
-        work += product.work(), blocks += (product.rows + block - 1) / block, rows = std::max(rows, block);
+        work += product.work(), pieces += product.blocks() * product.pieces(), rows = std::max(rows, product.block());
     }
-    std::vector<std::atomic<long>> taken(blocks);  // panels, of each block of rows
+    std::vector<std::atomic<bool>> taken(pieces);  // of each block of rows, one after the other
     #pragma omp parallel num_threads(std::clamp(work / WORTH, 1L, threads))
     {
         std::vector<typename T::Factor> memory;
         std::vector<float> sums(rows * TOGETHER * WIDTH);
-        std::atomic<long>* next = taken.data();
+        std::atomic<bool>* free = taken.data();
         for (auto& product : products)
-            for (long row = 0; row < product.rows; row += product.block(), next++) {
+            for (long row = 0, all = product.pieces(); row < product.rows; row += product.block(), free += all) {
+                const typename T::Factor* factors = nullptr;
                 long count = std::min(product.block(), product.rows - row), some = product.taken();
-                long panel = next->fetch_add(some);
-                if (panel >= product.panels) continue;
-                const auto* factors = product.factors(row, count, memory);
-                for (; panel < product.panels; panel = next->fetch_add(some))
+                long begin = all * omp_get_thread_num() / omp_get_num_threads();
+                for (long n = 0; n < all; n++) {
+                    long piece = begin + n < all ? begin + n : begin + n - all, panel = piece * some;
+                    if (free[piece].exchange(true, std::memory_order_relaxed)) continue;
+                    if (!factors) factors = product.factors(row, count, memory);
                     product.part(factors, row, count, panel, std::min(some, product.panels - panel), sums.data());
+                }
             }
     }
 }

@@ -15,11 +15,14 @@ namespace decant {
 constexpr long PIECE = WIDE ? 224 : 512;
 constexpr long GROUP = WIDE ? 12 : 6, GROUP_PANELS = WIDE ? 2 : 1;
 
-// ROWS rows through PANELS panels for `count` of the `inner` steps. With `begun` chains go on from the sums in `out`;
-// AHEAD, what lies behind these factors is called for meanwhile.
-template <class T, int ROWS, int PANELS, bool AHEAD = false>
+// Of which panels the next piece is called for while others are multiplied.
+enum Ahead { NONE, ONE = 1, OTHER = 2, BOTH = 3 };
+
+// ROWS rows through PANELS panels for `count` of the `inner` steps. With `begun` chains go on from the sums in `out`. What
+// is called for meanwhile lies at `next` as these factors do at `panels`.
+template <class T, int ROWS, int PANELS, Ahead AHEAD = NONE>
 inline void tile(const typename T::Factor* x, long inner, long count, const typename T::Word* panels, float* out,
-                 long stride, bool begun) {
+                 long stride, bool begun, const typename T::Word* next = nullptr) {
     Columns chains[ROWS][PANELS];
     #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
@@ -30,9 +33,9 @@ inline void tile(const typename T::Factor* x, long inner, long count, const type
         Columns factors[PANELS];
         #pragma GCC unroll 16
         for (int p = 0; p < PANELS; p++) {
-            const typename T::Word* at = panels + (p * inner + k) * T::STEP;
-            if (AHEAD) _mm_prefetch(reinterpret_cast<const char*>(at + count * T::STEP), _MM_HINT_T1);
-            factors[p] = T::load(at);
+            long at = (p * inner + k) * T::STEP;
+            if (AHEAD >> p & 1) _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
+            factors[p] = T::load(panels + at);
         }
         #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
@@ -57,27 +60,34 @@ inline void few(const typename T::Factor* x, long inner, const typename T::Word*
 }
 
 // A group of rows, by PANELS panels.
-template <class T, int PANELS, bool AHEAD, int ROWS = GROUP>
+template <class T, int PANELS, Ahead AHEAD, int ROWS = GROUP>
 inline void group(const typename T::Factor* x, long rows, long inner, long count, const typename T::Word* factors,
-                  float* out, long stride, bool begun) {
+                  float* out, long stride, bool begun, const typename T::Word* next) {
     if constexpr (ROWS > GROUP / 2)
         if (rows < ROWS)
-            return group<T, PANELS, AHEAD, ROWS - 1>(x, rows, inner, count, factors, out, stride, begun);
-    tile<T, ROWS, PANELS, AHEAD>(x, inner, count, factors, out, stride, begun);
+            return group<T, PANELS, AHEAD, ROWS - 1>(x, rows, inner, count, factors, out, stride, begun, next);
+    tile<T, ROWS, PANELS, AHEAD>(x, inner, count, factors, out, stride, begun, next);
 }
 
 // Many rows, by PANELS panels: a piece of them stays in the first level cache while all rows pass by, in groups that are
-// as equal as can be. While the last one does, memory brings the next piece.
+// as equal as can be. While the last ones do, a panel each, memory brings the next piece, be it that of the next panels.
 template <class T, int PANELS>
 inline void many(const typename T::Factor* x, long rows, long inner, const typename T::Word* panels, float* out,
                  long stride) {
+    static_assert(PANELS <= 2);
     long groups = (rows + GROUP - 1) / GROUP;
-    for (long k = 0; k < inner; k += PIECE)
+    for (long k = 0; k < inner; k += PIECE) {
+        long count = std::min(PIECE, inner - k);
+        const auto* next = k + PIECE < inner ? panels + (k + PIECE) * T::STEP : panels + PANELS * inner * T::STEP;
         for (long g = 0; g < groups; g++) {
-            long first = rows * g / groups, some = rows * (g + 1) / groups - first, count = std::min(PIECE, inner - k);
-            auto pass = g + 1 < groups ? group<T, PANELS, false> : group<T, PANELS, true>;
-            pass(x + first * inner + k, some, inner, count, panels + k * T::STEP, out + first * stride, stride, k > 0);
+            long first = rows * g / groups, some = rows * (g + 1) / groups - first, left = groups - g;
+            auto pass = left > PANELS      ? group<T, PANELS, NONE>
+                        : groups < PANELS  ? group<T, PANELS, BOTH>
+                        : left == PANELS   ? group<T, PANELS, ONE>
+                                           : group<T, PANELS, OTHER>;
+            pass(x + first * inner + k, some, inner, count, panels + k * T::STEP, out + first * stride, stride, k > 0, next);
         }
+    }
 }
 
 // x [rows, inner] times `count` panels -> out [rows, count * WIDTH], rows `stride` apart; `inner` in steps. The fewer

@@ -269,3 +269,79 @@ def test_where_attention_is_not_compiled_layers_go_by_parts(tmp_path: Path, monk
     monkeypatch.setattr("engine.attention.choice.KERNELS", None)
     for ours, theirs in zip(whole, written(device), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+# -- layers that follow one another ---------------------------------------------------------------------------------
+
+
+def counted(device: ModelDevice) -> list[Layer]:
+    """Layers, in the order in which they will be computed from now on."""
+    done: list[Layer] = []
+    for layer in joined(device):
+
+        def noted(*arguments: Any, kernel: Any = layer._kernel, layer: Layer = layer) -> None:
+            done.append(layer)
+            kernel(*arguments)
+
+        layer._kernel = noted
+    return done
+
+
+def alone(layers: list[Layer]) -> None:
+    for layer in layers:
+        layer.follower = None
+
+
+@pytest.mark.parametrize("kept", [engine.layer.AHEAD, 2 * 40 * 128 * 4, 1])
+def test_layers_are_computed_ahead_and_once(kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.layer, "AHEAD", kept)
+    device = device_of(tmp_path, "llama", num_hidden_layers=5)
+    layers, done = joined(device), counted(device)
+    assert len(layers) == 5
+    ahead = written(device)
+    assert done == layers * len(STEPS)
+    assert [layer.follower for layer in layers] == [*layers[1:], None]
+    alone(layers)
+    assert equal(written(device), ahead)
+
+
+def write_to_it(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+    hidden[..., :3] *= 0.5
+    return layer(hidden, **named)
+
+
+def give_another(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+    return layer(hidden * 0.5, **named)
+
+
+def turn_less(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+    cos, sin = named["position_embeddings"]
+    return layer(hidden, **{**named, "position_embeddings": (cos, sin * 0.5)})
+
+
+def turn_more(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+    cos, sin = named["position_embeddings"]
+    return layer(hidden, **{**named, "position_embeddings": (cos * 0.5, sin)})
+
+
+def leave_it_out(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+    return layer.theirs(hidden, **named)
+
+
+@pytest.mark.parametrize("between", [write_to_it, give_another, turn_less, turn_more, leave_it_out])
+def test_what_was_not_foreseen_is_computed_and_not_foreseen_again(
+    between: Callable[[Layer, torch.Tensor, dict[str, Any]], Any], tmp_path: Path
+) -> None:
+    device = device_of(tmp_path, "llama", num_hidden_layers=3)
+    first, second, third = joined(device)
+    counted(device)
+
+    def forward(hidden: torch.Tensor, **named: Any) -> Any:
+        return between(second, hidden, named)
+
+    model: Any = device.model.model
+    model.layers[1].forward = forward
+    found = written(device)
+    assert first.follower is None
+    alone([first, second, third])
+    assert equal(found, written(device))
