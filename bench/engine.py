@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from bench import child, contenders, machine, medians, plot, report, shapes, table, workloads
 from bench.child import Job, Tell
 from bench.contenders import BASELINES, OURS, Unavailable, title_of
+from bench.options import positive
 from bench.workloads import GENERATORS, InvalidWorkload, Item
 
 DTYPES = ("bfloat16", "float32")
@@ -35,7 +36,7 @@ class Bench:
     """Measures one model on this machine, with progress shown. All methods raise ChildFailed."""
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
-        self.folder = checkpoint(args.model)
+        self.folder = shapes.checkpoint(args.model)
         self.job = Job(
             model=str(self.folder),
             dtype=args.dtype,
@@ -156,16 +157,6 @@ def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]
         yield asked | measured | {"unavailable": measuring.unavailable}
 
 
-def checkpoint(model: str) -> Path:
-    """A checkpoint's folder: the one named, or that of a shape, made if need be. Raises FileNotFoundError."""
-    folder = Path(model)
-    if not folder.is_dir() and model in shapes.SHAPES:
-        folder = shapes.make(model)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"--model {model}: neither a checkpoint's folder nor one of {', '.join(shapes.SHAPES)}")
-    return folder
-
-
 def items_of(workload: str, folder: Path, seed: int) -> list[Item]:
     """A workload's requests, from its file or its generator, checked against the model. Raises InvalidWorkload."""
     config = json.loads((folder / "config.json").read_text())
@@ -189,20 +180,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
     parser.add_argument("--plot", metavar="OUT.svg", type=_svg, help="where a picture of the workloads goes")
-    parser.add_argument("--threads", type=_positive, default=machine.usable_cores())
+    parser.add_argument("--threads", type=positive, default=machine.usable_cores())
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--token-budget", type=_positive, default=512, help="tokens that a step computes")
-    parser.add_argument("--kv-bytes", type=_positive, default=1 << 30, help="memory for the engine's blocks")
-    parser.add_argument(
-        "--runs", type=_positive, help="of each contender, in alternation (default: 5, one workload: 1)"
-    )
+    parser.add_argument("--token-budget", type=positive, default=512, help="tokens that a step computes")
+    parser.add_argument("--kv-bytes", type=positive, default=1 << 30, help="memory for the engine's blocks")
+    parser.add_argument("--runs", type=positive, help="of each contender, in alternation (default: 5, one workload: 1)")
     parser.add_argument(
         "--baselines", type=_baselines, default=("static",), help=f"all, none, or some of {','.join(BASELINES)}"
     )
     parser.add_argument(
         "--baseline-dtype", choices=DTYPES, help="another than ours, where that is what they are fastest in"
     )
-    parser.add_argument("--batch-size", type=_positive, default=8, help="of a static batch")
+    parser.add_argument("--batch-size", type=positive, default=8, help="of a static batch")
     parser.add_argument("--static-batches", type=int, default=5, help="run so many and predict the others; 0: run all")
     parser.add_argument("--seed", type=int, default=0, help="of a generated workload")
     parser.add_argument("--no-limits", dest="limits", action="store_false", help="don't measure reads and products")
@@ -212,13 +201,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args.runs = args.runs or (5 if args.workload is None else 1)
     args.baseline_dtype = args.baseline_dtype or args.dtype
     return args
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, got {value}")
-    return value
 
 
 def _svg(text: str) -> Path:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from bench import shapes
 from bench.medians import in_turn
+from bench.options import positive
 from engine import checkpoint
 from engine.attention import AttentionCall, attending
 from engine.model import ModelConfig, ModelDevice, load
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float32"], default=native, help="default: what torch is fast at on this CPU"
     )
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=positive, default=7)
     parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
     args = parser.parse_args()
     report = run(args.shape, args.dtype, args.runs)

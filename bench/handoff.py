@@ -1,13 +1,17 @@
 """A cache on its way between two processes, beside a bare gRPC stream of bytes between the same two.
 
-    python -m bench.handoff [--mib 128] [--runs 15] [--json OUT]
+    python -m bench.handoff [--model qwen2.5-0.5b] [--mib 128] [--runs 15] [--prompts 5] [--json OUT]
 
-The giver is a process of its own with blocks of the size that Qwen2.5-0.5B has (192 KiB for 16 tokens); its prompt is
-computed before the clock starts, so that what is measured is the moving: reading blocks, sums, messages, checks,
-writing blocks, seal. The bare stream sends messages of the same size and does nothing with them. The two take turns.
+moving     the prompt is read beforehand, in no time, so that what is measured is the moving: reading blocks, sums,
+           messages, checks, writing blocks, seal. The bare stream sends as many messages of 1 MiB and does nothing with
+           them. The two take turns.
+stepping   how much longer a step takes beside a handoff. Either end is a real engine on one thread:
+           all at once     eight sequences decode at one end, alone, beside bare streams, and beside handoffs of a cache
+                           that is there already, as fast as they go: the worst that can come
+           as it is read   a prompt is computed at the giver while eight sequences decode at the taker, and is fetched
+                           meanwhile, or not: what a request brings
 
-Then one end after the other computes steps of many small operations, alone, beside bare streams, and beside handoffs:
-how much longer a step takes. On less than four free cores the bare stream slows steps down as well.
+On less than four free cores the bare stream slows steps down as well.
 """
 
 from __future__ import annotations
@@ -19,13 +23,18 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 from rich.console import Console
 from rich.progress import track
 
-from bench.bulk import LAYOUT, End, Span
+from bench.ends import End, Span, Steps, seconds
+from bench.options import positive
+from bench.shapes import checkpoint
+from engine.errors import InvalidConfig
 from handoff.packing import MESSAGE_BYTES
 from handoff.service import KvSourceService
 from handoff.transport import GrpcTransport
@@ -34,44 +43,55 @@ from protos import worker_pb2 as wire
 GOAL = 0.8
 """Share of the bare stream's rate that a handoff should reach."""
 STEP_GOAL = 1.2
-"""How many times as long a step beside a handoff may take as one alone."""
-STEP_SECONDS = 1.5
-"""How long steps are watched in each company."""
+"""How many times as long a step beside a handoff may take as one without."""
+PROMPT_TOKENS = 1792
+"""Of a prompt that is fetched as it is computed."""
 ENDS = ("giver", "taker")
 
 
 # -- the giver's process -----------------------------------------------------------------------------------------
 
 
-async def give(mib: int) -> None:
+async def give(model: Path, mib: int) -> None:
     """Serve until standard input closes; the first line says the port."""
-    end = End("giver", mib)
+    end = End("giver", model, mib)
 
-    async def offer(request: bytes, _: Any) -> bytes:
-        name = request.decode()
-        ticket = wire.Ticket(run=wire.Run(request=name, epoch=1, attempt=1), giver=end.peer, layout=LAYOUT)
-        end.giver.issue(ticket, name, end.tokens)
-        await end.loop.call(lambda engine: engine.add(end.request(name, park=True)))
+    async def offer(name: str, tokens: int, computed: bool) -> wire.Ticket:
+        """At once for a prompt that is computed; else once it is read."""
+        ticket = await end.offer(name, tokens, computed=computed)
+        if not computed:
+            await end.happened(name)
+        return ticket
+
+    async def read(name: str, tokens: int) -> None:
+        """A prompt that is computed, and that nobody fetches."""
+        ticket = await end.offer(name, tokens, computed=True)
         await end.happened(name)
-        return ticket.SerializeToString()
+        end.giver.reclaim(ticket.id, wire.Failure(cause=wire.CAUSE_CANCELLED))
+
+    async def answer(request: bytes, _: Any) -> bytes:
+        words = json.loads(request)
+        match words.pop("do"):
+            case "offer":
+                return (await offer(**words)).SerializeToString()
+            case "read":
+                await read(**words)
+            case "busy":
+                await end.busy()
+            case "rest":
+                return json.dumps(await end.rest()).encode()
+        return b""
 
     async def bare(request: bytes, _: Any) -> AsyncIterator[bytes]:
         message = bytes(MESSAGE_BYTES)
         for _index in range(mib):
             yield message
 
-    async def busy(request: bytes, _: Any) -> bytes:
-        await end.busy()
-        return b""
-
-    async def rest(request: bytes, _: Any) -> bytes:
-        return json.dumps(await end.rest()).encode()
-
     server = grpc.aio.server()
     KvSourceService(end.giver).add_to(server)
     methods: dict[str, Any] = {
         "Bare": grpc.unary_stream_rpc_method_handler(bare),
-        **{call.__name__: grpc.unary_unary_rpc_method_handler(call) for call in (offer, busy, rest)},
+        "Ask": grpc.unary_unary_rpc_method_handler(answer),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Bench", methods),))
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
@@ -89,19 +109,19 @@ def connect(address: str) -> grpc.aio.Channel:
 
 
 class Pair:
-    """A taker here and the giver at ``address``."""
+    """The taker at ``end``, and the giver at ``address``."""
 
-    def __init__(self, address: str, mib: int) -> None:
-        self.end = End("taker", mib)
+    def __init__(self, end: End, address: str) -> None:
+        self.end = end
         self._address = address
         self._channel = connect(address)
         self._transport = GrpcTransport(connect)
-        self._moved = 0
+        self._names = (f"prompt-{number}" for number in count())
 
-    async def call(self, method: str, request: bytes = b"") -> bytes:
-        """Ask the giver's process."""
-        ask: Any = self._channel.unary_unary(f"/bench.Bench/{method}")
-        answer: bytes = await ask(request)
+    async def ask(self, do: str, **words: object) -> bytes:
+        """The giver's process."""
+        call: Any = self._channel.unary_unary("/bench.Bench/Ask")
+        answer: bytes = await call(json.dumps({"do": do, **words}).encode())
         return answer
 
     async def bare(self) -> Span:
@@ -113,11 +133,25 @@ class Pair:
         return Span(began, time.monotonic())
 
     async def handoff(self) -> Span:
+        """Of a cache that is there already."""
+        return await self._taken(self.end.tokens, computed=False)
+
+    async def fetched(self) -> Span:
+        """A prompt is computed and fetched meanwhile."""
+        return await self._taken(PROMPT_TOKENS, computed=True)
+
+    async def unfetched(self) -> Span:
+        """A prompt is computed."""
+        began = time.monotonic()
+        await self.ask("read", name=next(self._names), tokens=PROMPT_TOKENS)
+        return Span(began, time.monotonic())
+
+    async def _taken(self, tokens: int, *, computed: bool) -> Span:
         """From the fetch to a joined sequence."""
-        self._moved += 1
-        name = f"run-{self._moved}"
-        ticket = wire.Ticket.FromString(await self.call("offer", name.encode()))
-        arrival = await self.end.loop.call(lambda engine: engine.reserve(self.end.request(name, park=False)))
+        name = next(self._names)
+        ticket = wire.Ticket.FromString(await self.ask("offer", name=name, tokens=tokens, computed=computed))
+        request = self.end.request(name, tokens, park=False)
+        arrival = await self.end.loop.call(lambda engine: engine.reserve(request))
         began = time.monotonic()
         await self.end.taker.take(self._transport.source(self._address), ticket, arrival)
         took = Span(began, time.monotonic())
@@ -131,28 +165,67 @@ class Pair:
         self.end.engine.check_integrity()
 
 
-Moves = dict[str, Callable[[], Awaitable[Span]]]
+class Stepper(Protocol):
+    """An end that can be told to decode."""
+
+    async def busy(self) -> None: ...
+    async def rest(self) -> Steps: ...
 
 
-async def measure(mib: int, runs: int, console: Console) -> dict[str, Any]:
-    """Seconds of both, in turn, after one round to warm up; then the steps of either end."""
-    command = [sys.executable, "-m", "bench.handoff", "--give", "--mib", str(mib)]
+class GiverSteps:
+    """The giver's, in its own process."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    async def busy(self) -> None:
+        await self._pair.ask("busy")
+
+    async def rest(self) -> Steps:
+        told = json.loads(await self._pair.ask("rest"))
+        return Steps(*([Span(*step) for step in steps] for steps in told))
+
+
+# -- what is measured --------------------------------------------------------------------------------------------
+
+Move = Callable[[], Awaitable[Span]]
+
+
+class Length(NamedTuple):
+    """How much is measured."""
+
+    runs: int  # caches moved, and bare streams
+    seconds: float  # for which decodes are watched in each company
+    prompts: int  # fetched as they are computed, and as many that are not
+
+
+async def measure(model: Path, mib: int, length: Length, console: Console) -> dict[str, Any]:
+    """Seconds of both, in turn, after one round to warm up; then the steps of either end. Raises InvalidConfig."""
+    end = End("taker", model, mib)
+    command = [sys.executable, "-m", "bench.handoff", "--give", "--mib", str(mib), "--model", str(model)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        pair = Pair(f"127.0.0.1:{int(await process.stdout.readline())}", mib)
-        moves: Moves = {"bare": pair.bare, "handoff": pair.handoff}
+        pair = Pair(end, f"127.0.0.1:{int(await process.stdout.readline())}")
+        moves = {"bare": pair.bare, "handoff": pair.handoff}
         taken: dict[str, list[float]] = {name: [] for name in moves}
-        for _ in track(range(runs + 1), "moving", console=console, transient=True):
+        for _ in track(range(length.runs + 1), "moving", console=console, transient=True):
             for name, move in moves.items():
                 span = await move()
                 taken[name].append(span.ended - span.began)
-        figures: dict[str, Any] = {f"{name}_s": seconds[1:] for name, seconds in taken.items()}
-        steppers: list[Stepper] = [GiverSteps(pair), pair.end]
-        for stepper in track(steppers, "stepping", console=console, transient=True):
-            figures[f"{stepper.peer.id}_step_ms"] = await watch_steps(stepper, moves)
+        figures: dict[str, Any] = {f"{name}_s": took[1:] for name, took in taken.items()}
+        steppers: dict[str, Stepper] = {"giver": GiverSteps(pair), "taker": pair.end}
+        at_once = track(steppers.items(), "stepping, all at once", console=console, transient=True)
+        figures["all_at_once"] = {
+            name: await decodes_beside(stepper, moves, length.seconds) for name, stepper in at_once
+        }
+        pairs = [
+            await prompt_beside(pair, steppers)
+            for _ in track(range(length.prompts), "stepping, as it is read", console=console, transient=True)
+        ]
+        figures["as_it_is_read"] = {key: [one[key] for one in pairs] for key in pairs[0]}
         await pair.close()
     finally:
         process.stdin.close()
@@ -160,61 +233,46 @@ async def measure(mib: int, runs: int, console: Console) -> dict[str, Any]:
     return figures
 
 
-class Stepper(Protocol):
-    """An end that can be told to step."""
-
-    peer: wire.Peer
-
-    async def busy(self) -> None: ...
-    async def rest(self) -> list[Span]: ...
-
-
-class GiverSteps:
-    """The giver's, in its own process."""
-
-    peer = wire.Peer(id="giver")
-
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
-
-    async def busy(self) -> None:
-        await self._pair.call("busy")
-
-    async def rest(self) -> list[Span]:
-        return [Span(*step) for step in json.loads(await self._pair.call("rest"))]
-
-
-async def watch_steps(stepper: Stepper, moves: Moves) -> dict[str, float]:
-    """Milliseconds of a median step: alone, and beside each of ``moves``."""
+async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float) -> dict[str, dict[str, float]]:
+    """Milliseconds of a median step, alone and beside each of ``moves``, watched for so many seconds at ``least``; and
+    the seconds that a move takes beside them."""
 
     async def nothing() -> Span:
         began = time.monotonic()
-        await asyncio.sleep(STEP_SECONDS)
+        await asyncio.sleep(least)
         return Span(began, time.monotonic())
 
-    await stepper.busy()
-    beside: dict[str, list[Span]] = {}
+    step_ms, move_s = {}, {}
     for name, move in {"alone": nothing, **moves}.items():
-        until, beside[name] = time.monotonic() + STEP_SECONDS, []
+        await stepper.busy()  # anew for each: a step takes longer with more context
+        until, company = time.monotonic() + least, list[Span]()
         while time.monotonic() < until:
-            beside[name].append(await move())
-    steps = await stepper.rest()
-    return {name: 1e3 * statistics.median(_within(steps, spans)) for name, spans in beside.items()}
+            company.append(await move())
+        step_ms[name] = 1e3 * statistics.median(seconds((await stepper.rest()).decodes, company))
+        move_s[name] = statistics.median(span.ended - span.began for span in company)
+    return {"step_ms": step_ms, "move_s": {name: move_s[name] for name in moves}}
 
 
-def _within(steps: list[Span], spans: list[Span]) -> list[float]:
-    """Seconds of the steps that lie in one of the spans."""
-    return [
-        step.ended - step.began
-        for step in steps
-        if any(span.began <= step.began and step.ended <= span.ended for span in spans)
-    ]
+async def prompt_beside(pair: Pair, steppers: dict[str, Stepper]) -> dict[str, float]:
+    """Seconds of a prompt's steps, and milliseconds of a decode's beside it: not fetched, and fetched."""
+    figures = {}
+    for name, move in {"unfetched": pair.unfetched, "fetched": pair.fetched}.items():
+        await steppers["taker"].busy()
+        span = await move()
+        prompts, decodes = (await steppers["giver"].rest()).prompts, (await steppers["taker"].rest()).decodes
+        figures[f"{name}_prompt_s"] = sum(step.ended - step.began for step in prompts)
+        figures[f"{name}_step_ms"] = 1e3 * statistics.median(seconds(decodes, [span]))
+    return figures
+
+
+# -- what it comes to --------------------------------------------------------------------------------------------
 
 
 def report(mib: int, figures: dict[str, Any]) -> dict[str, Any]:
     """The figures, and what they come to; a ratio is the median over pairs, its spread their quartiles."""
-    ratios = [bare / handoff for bare, handoff in zip(figures["bare_s"], figures["handoff_s"], strict=True)]
-    slower = {end: figures[f"{end}_step_ms"]["handoff"] / figures[f"{end}_step_ms"]["alone"] for end in ENDS}
+    ratios = _ratios(figures["bare_s"], figures["handoff_s"])
+    at_once, as_read = figures["all_at_once"], figures["as_it_is_read"]
+    steps = {end: at_once[end]["step_ms"] for end in ENDS}
     return {
         "mib": mib,
         **figures,
@@ -222,9 +280,19 @@ def report(mib: int, figures: dict[str, Any]) -> dict[str, Any]:
         "ratio": statistics.median(ratios),
         "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2,
         "goal": GOAL,
-        "step_slower": slower,
+        "step_slower": {
+            "all_at_once": {end: step["handoff"] / step["alone"] for end, step in steps.items()},
+            "as_it_is_read": {
+                "giver": statistics.median(_ratios(as_read["fetched_prompt_s"], as_read["unfetched_prompt_s"])),
+                "taker": statistics.median(_ratios(as_read["fetched_step_ms"], as_read["unfetched_step_ms"])),
+            },
+        },
         "step_goal": STEP_GOAL,
     }
+
+
+def _ratios(ones: list[float], others: list[float]) -> list[float]:
+    return [one / other for one, other in zip(ones, others, strict=True)]
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -234,33 +302,53 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"bare stream {rates['bare']:.0f} MiB/s, handoff {rates['handoff']:.0f} MiB/s: "
         f"{result['ratio']:.0%} of it, quartiles {low:.0%} and {high:.0%} (goal {GOAL:.0%})"
     )
+    at_once, as_read = result["all_at_once"], result["as_it_is_read"]
+    slower = result["step_slower"]
     for end in ENDS:
-        step = result[f"{end}_step_ms"]
+        step, rate = at_once[end]["step_ms"], result["mib"] / at_once[end]["move_s"]["handoff"]
         console.print(
-            f"a step of the {end}: {step['alone']:.1f} ms alone, {step['bare']:.1f} beside a bare stream, "
-            f"{step['handoff']:.1f} beside a handoff: {result['step_slower'][end]:.2f} times (goal {STEP_GOAL})"
+            f"all at once: a step of the {end} {step['alone']:.1f} ms alone, {step['bare']:.1f} beside a bare stream, "
+            f"{step['handoff']:.1f} beside a handoff ({rate:.0f} MiB/s): {slower['all_at_once'][end]:.2f} times"
         )
+    prompt, step = (
+        [statistics.median(as_read[f"{name}_{what}"]) for name in ("unfetched", "fetched")]
+        for what in ("prompt_s", "step_ms")
+    )
+    console.print(
+        f"as it is read: a prompt {prompt[0]:.2f} s not fetched, {prompt[1]:.2f} s fetched: "
+        f"{slower['as_it_is_read']['giver']:.2f} times (goal {STEP_GOAL}); a step of the taker beside it "
+        f"{step[0]:.1f} and {step[1]:.1f} ms: {slower['as_it_is_read']['taker']:.2f} times (goal {STEP_GOAL})"
+    )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.handoff", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--mib", type=int, default=128, help="size of the cache")
-    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--model", default="qwen2.5-0.5b", help="a folder, or a shape")
+    parser.add_argument("--mib", type=positive, default=128, help="size of the cache")
+    parser.add_argument("--runs", type=positive, default=15)
+    parser.add_argument("--seconds", type=float, default=1.5, help="how long decodes are watched in each company")
+    parser.add_argument("--prompts", type=positive, default=5, help="so many are fetched as they are computed")
     parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
     parser.add_argument("--give", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.give:
-        asyncio.run(give(args.mib))
-        return
-    result = report(args.mib, asyncio.run(measure(args.mib, args.runs, Console(stderr=True))))
+    try:
+        model = checkpoint(args.model)
+        if args.give:
+            asyncio.run(give(model, args.mib))
+            return 0
+        length = Length(args.runs, args.seconds, args.prompts)
+        result = report(args.mib, asyncio.run(measure(model, args.mib, length, Console(stderr=True))))
+    except (FileNotFoundError, InvalidConfig) as error:
+        print(error, file=sys.stderr)
+        return 1
     if args.json == "-":
         json.dump(result, sys.stdout, indent=2)
-        return
+        return 0
     if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
+        Path(args.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
     show(result, Console())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

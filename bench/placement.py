@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.conversations import arrivals
+from bench.options import positive
 from bench.simulation import Choose, Simulation
 from protos import worker_pb2 as wire
 from router.placement import Need, Seen, first_place
@@ -100,11 +101,11 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement", description="where prompts go, simulated")
     parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
-    parser.add_argument("--prompts", type=int, default=2000)
+    parser.add_argument("--prompts", type=positive, default=2000)
     parser.add_argument("--rate", type=float, default=60.0, help="prompts a second, on average")
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--routers", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=8192, help="of each worker's cache, 16 tokens each")
+    parser.add_argument("--workers", type=positive, default=8)
+    parser.add_argument("--routers", type=positive, default=2)
+    parser.add_argument("--blocks", type=positive, default=8192, help="of each worker's cache, 16 tokens each")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     asked = {name: value for name, value in vars(args).items() if name != "json"}

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from bench import machine
 from bench.medians import in_turn
+from bench.options import positive
 from engine import sampler
 from engine.plan import Row
 from engine.request import Request, SamplingParams
@@ -99,10 +100,10 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.sampling", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--threads", type=int, default=machine.usable_cores())
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--rows", type=positive, default=64)
+    parser.add_argument("--vocabulary", type=positive, default=151_936)
+    parser.add_argument("--threads", type=positive, default=machine.usable_cores())
+    parser.add_argument("--runs", type=positive, default=7)
     parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -29,6 +29,7 @@ from rich.table import Table
 
 from bench import machine
 from bench.metrics import distribution
+from bench.options import positive
 from engine import runner as runner_module
 from engine.costs import Costs
 from engine.engine import Engine
@@ -216,10 +217,10 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.scheduling", description="a step apart from the model")
     parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
-    parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--running", type=positive, default=256)
+    parser.add_argument("--context", type=positive, default=512)
+    parser.add_argument("--steps", type=positive, default=1000)
+    parser.add_argument("--threads", type=positive, default=1, help="of torch")
     parser.add_argument("--profile", action="store_true", help="show where the time goes instead")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -94,6 +94,16 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
     return folder
 
 
+def checkpoint(model: str) -> Path:
+    """A checkpoint's folder: the one named, or that of a shape, made if need be. Raises FileNotFoundError."""
+    folder = Path(model)
+    if not folder.is_dir() and model in SHAPES:
+        folder = make(model)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"--model {model}: neither a checkpoint's folder nor one of {', '.join(SHAPES)}")
+    return folder
+
+
 def _write(config: dict[str, Any], folder: Path, seed: int) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -124,11 +124,10 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     return {"cases": cases, "prompt": _prompt(device, job), "weights": asdict(counted), "held_bytes": held}
 
 
-def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
-    """Median seconds of a step, of its linear layers one after the other, and its profile."""
+def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
+    """An engine whose sequences have their context, and decode for ``written`` steps more. Raises InvalidConfig."""
     # All prompts in one step: none of the sequences is through before all decode.
     engine = make_engine(cast(Device, Prompted(device)), case.sequences * case.context)
-    written = 1 + WARM_UP + STEPS + PROFILED
     needed = case.sequences * (case.context + written + device.block_size)
     if needed > device.num_blocks * device.block_size:
         raise InvalidConfig("kv_bytes", f"room for {needed} tokens", device.num_blocks * device.block_size)
@@ -136,6 +135,12 @@ def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
         engine.add(_request(f"s{index}", case.context, written + 1, device.vocab_size))
     while any(sequence.remaining > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
+    return engine
+
+
+def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
+    """Median seconds of a step, of its linear layers one after the other, and its profile."""
+    engine = decoding(device, case, 1 + WARM_UP + STEPS + PROFILED)
     seconds = [_timed(engine.step) for _ in range(WARM_UP + STEPS)][WARM_UP:]
     profile = Profile(device.model)
     parts = [profile.of(engine.step) for _ in range(PROFILED)]

@@ -17,6 +17,8 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from bench.options import positive
+
 LONGEST_OUTPUT = 256
 """Outputs of ``exponential`` above this are drawn again."""
 
@@ -147,7 +149,7 @@ def _require(holds: bool, line: int, field: str, limit: str, value: object) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.workloads", description="write a workload to a file")
     parser.add_argument("--workload", choices=list(GENERATORS), required=True)
-    parser.add_argument("--vocab-size", type=int, required=True, help="prompts are random tokens below this")
+    parser.add_argument("--vocab-size", type=positive, required=True, help="prompts are random tokens below this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

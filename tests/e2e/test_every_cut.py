@@ -127,6 +127,19 @@ async def test_the_other_router_takes_over_at_any_message(scene: Cutting, line: 
         check_taken(course, taken, expected)
 
 
+async def test_the_other_router_is_asked_before_the_request_has_come(scene: Cutting) -> None:
+    """So it takes over at the first instant at which it can, before anything has been sent to a worker or after."""
+    for step in range(20):
+        request, expected = scene.request()
+        scene.arm()
+        asked = asyncio.create_task(resume_once_known(scene.other, request))
+        await asyncio.sleep(0.0005 * step)
+        course = await scene.one.answer(request)
+        taken = await asked
+        await scene.quiet()
+        check_taken(course, taken, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", LINES, ids=str)
 async def test_the_other_router_takes_over_and_then_a_session_breaks(scene: Cutting, first: Line) -> None:

@@ -1,0 +1,13 @@
+"""What command lines of benchmarks have in common."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """An option's whole number, at least 1. Raises ArgumentTypeError, ValueError."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, got {value}")
+    return value
