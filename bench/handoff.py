@@ -209,7 +209,7 @@ async def measure(model: Path, mib: int, length: Length, console: Console) -> di
     assert process.stdout is not None
     try:
         pair = Pair(end, f"127.0.0.1:{int(await process.stdout.readline())}")
-        moves = {"bare": pair.bare, "handoff": pair.handoff}
+        moves: dict[str, Move] = {"bare": pair.bare, "handoff": pair.handoff}
         taken: dict[str, list[float]] = {name: [] for name in moves}
         for _ in track(range(length.runs + 1), "moving", console=console, transient=True):
             for name, move in moves.items():
