@@ -308,7 +308,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         step, rate = at_once[end]["step_ms"], result["mib"] / at_once[end]["move_s"]["handoff"]
         console.print(
             f"all at once: a step of the {end} {step['alone']:.1f} ms alone, {step['bare']:.1f} beside a bare stream, "
-            f"{step['handoff']:.1f} beside a handoff ({rate:.0f} MiB/s): {slower['all_at_once'][end]:.2f} times"
+            f"{step['handoff']:.1f} beside a handoff ({rate:.0f} MiB/s): {slower['all_at_once'][end]:.2f} times "
+            f"(goal {STEP_GOAL})"
         )
     prompt, step = (
         [statistics.median(as_read[f"{name}_{what}"]) for name in ("unfetched", "fetched")]

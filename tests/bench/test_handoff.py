@@ -4,20 +4,38 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import models
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its steps are short, and its caches take long enough to move for several of them to lie in one move."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
-def bench(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.handoff", "--model", str(models.path()), *options]
+def bench(model: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.handoff", "--model", str(model), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.slow
-def test_steps_are_watched_alone_and_beside_each_move() -> None:
-    ended = bench("--mib", "1", "--runs", "2", "--seconds", "0.2", "--prompts", "1", "--json", "-")
+def test_steps_are_watched_alone_and_beside_each_move(model: Path) -> None:
+    ended = bench(model, "--mib", "48", "--runs", "2", "--seconds", "0.5", "--prompts", "1", "--json", "-")
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
     assert len(result["bare_s"]) == len(result["handoff_s"]) == 2
@@ -28,8 +46,8 @@ def test_steps_are_watched_alone_and_beside_each_move() -> None:
     assert all(ratio > 0 and math.isfinite(ratio) for ratio in ratios)
 
 
-def test_a_cache_longer_than_any_sequence_of_the_model_is_refused() -> None:
-    ended = bench("--mib", "1024")
+def test_a_cache_longer_than_any_sequence_of_the_model_is_refused(model: Path) -> None:
+    ended = bench(model, "--mib", "1024")
     assert ended.returncode == 1
     assert "mib" in ended.stderr
     assert "1024" in ended.stderr
