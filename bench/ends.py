@@ -142,9 +142,10 @@ class End:
 
 
 def seconds(steps: list[Span], company: list[Span]) -> list[float]:
-    """Of the steps that lie in one of the spans."""
-    return [
-        step.ended - step.began
-        for step in steps
-        if any(span.began <= step.began and step.ended <= span.ended for span in company)
-    ]
+    """Of the steps of which at least half lies in one of the spans: a step may be nearly as long as a move, and of those
+    that lie in one wholly the short ones would be too many."""
+    return [step.ended - step.began for step in steps if any(_is_beside(step, span) for span in company)]
+
+
+def _is_beside(step: Span, span: Span) -> bool:
+    return min(step.ended, span.ended) - max(step.began, span.began) >= (step.ended - step.began) / 2
