@@ -142,8 +142,8 @@ class End:
 
 
 def seconds(steps: list[Span], company: list[Span]) -> list[float]:
-    """Of the steps of which at least half lies in one of the spans: a step may be nearly as long as a move, and of those
-    that lie in one wholly the short ones would be too many."""
+    """Of the steps of which at least half lies in one of the spans: a step may be nearly as long as a move, and of
+    those that lie in one wholly the short ones would be too many."""
     return [step.ended - step.began for step in steps if any(_is_beside(step, span) for span in company)]
 
 
