@@ -28,6 +28,7 @@ namespace decant {
 
 constexpr long TILE = 64;   // keys
 constexpr long ROWS = 128;  // about so many rows share a tile of keys
+constexpr long PASS = 2 * GROUP;  // of which so many pass at once: their scores stay in the first level cache
 constexpr long MANY = 8;    // items a thread, from which on it takes several at once
 constexpr float LOWEST = -1e30f;  // a running maximum below any score, and finite
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
@@ -58,7 +59,8 @@ class Attention {
 public:
     Attention(const Cache& cache, const Step& step, const Call& call, bool half_query)
         : cache(cache), step(step), call(call), half_query(half_query), group(call.heads / cache.kv_heads),
-          panels((cache.value_dim + WIDTH - 1) / WIDTH), length(steps<Multiplied>(cache.key_dim)) {}
+          panels((cache.value_dim + WIDTH - 1) / WIDTH), length(steps<Multiplied>(cache.key_dim)),
+          unit(PAIRED && call.softcap == 0 ? call.scaling : 1) {}
 
     void run(int threads) const {
         write();
@@ -88,8 +90,9 @@ private:
         std::vector<Word> memory;
         Word *keys, *values;  // panels [TILE / 16][steps(key_dim)][16] and [panels][steps(TILE)][16], aligned
         Scratch(const Attention& a, long rows)
-            : query(rows * a.length), paired(PAIRED * rows * steps<Multiplied>(TILE)), scores(rows * TILE),
-              sums(rows * a.panels * WIDTH), out(rows * a.panels * WIDTH), highest(rows), total(rows),
+            : query(rows * a.length), paired(PAIRED * PASS * steps<Multiplied>(TILE)), scores(PASS * TILE),
+              sums(!PAIRED * PASS * a.panels * WIDTH), out(rows * a.panels * WIDTH), highest(rows),
+              total(rows * WIDTH),
               memory(TILE * a.length + a.panels * WIDTH * steps<Multiplied>(TILE) + 16) {
             auto address = reinterpret_cast<uintptr_t>(memory.data());
             keys = memory.data() + (64 - address % 64) % 64 / 4;
@@ -107,6 +110,7 @@ private:
     const Call& call;
     const bool half_query;
     const long group, panels, length;  // query heads that share one of keys; panels of a value; factors of a key
+    const float unit;                  // what a score of one counts
 
     Element* slot(long sequence, long position, long part, long dim, long head) const {
         long block = step.table[sequence * step.width + position / cache.block_size];
@@ -134,20 +138,32 @@ private:
         long position = step.start(item.sequence) + item.first, end = position + item.count;
         read_query(item, token, scratch);
         std::fill_n(scratch.highest.begin(), rows, LOWEST);
-        std::fill_n(scratch.total.begin(), rows, 0.0f);
+        std::fill_n(scratch.total.begin(), rows * WIDTH, 0.0f);
         std::fill_n(scratch.out.begin(), rows * panels * WIDTH, 0.0f);
         long first = *std::min_element(call.visible + token, call.visible + token + item.count);
-        bool few = !PAIRED && rows <= FEW && cache.key_dim % 8 == 0 && cache.value_dim % 8 == 0;
+        long passes = (rows + PASS - 1) / PASS;
         const Element *keys[TILE], *values[TILE];
         for (long base = first / TILE * TILE; base < end; base += TILE) {
             long count = std::min(TILE, end - base);
             find(item, base, count, keys, values);
-            if constexpr (PAIRED) score_paired(rows, keys, count, scratch);
-            else few ? score_few(rows, keys, count, scratch) : score_many(rows, keys, count, scratch);
-            for (long r = 0; r < rows; r++)
-                weigh(r, base, position + r / group, call.visible[token + r / group], scratch);
-            if constexpr (PAIRED) mix_paired(rows, values, count, scratch);
-            else few ? mix_few(rows, values, count, scratch) : mix_many(rows, values, count, scratch);
+            auto weigh_some = [&](long r, long some) {
+                for (long n = 0; n < some; n++)
+                    weigh(r + n, n, base, position + (r + n) / group, call.visible[token + (r + n) / group], scratch);
+            };
+            if constexpr (!PAIRED) if (rows <= FEW && cache.key_dim % 8 == 0 && cache.value_dim % 8 == 0) {
+                score_few(rows, keys, count, scratch);
+                weigh_some(0, rows);
+                mix_few(rows, values, count, scratch);
+                continue;
+            }
+            lay_out_keys(keys, count, scratch);
+            for (long pass = 0; pass < passes; pass++) {
+                long r = rows * pass / passes, some = rows * (pass + 1) / passes - r;
+                score(r, some, count, scratch);
+                weigh_some(r, some);
+                if (!pass) lay_out_values(values, count, scratch);
+                mix(r, some, scratch);
+            }
         }
         finish(item, token, scratch);
     }
@@ -187,7 +203,7 @@ private:
         for (long j = count; j % 8; j++) keys[j] = keys[count - 1];  // hidden from all
         with_rows(rows, [&](auto number) {
             for (long j = 0; j < count; j += 8)
-                score<number>(scratch.query.data(), cache.key_dim, keys + j, &scratch.scores[j], TILE);
+                decant::score<number>(scratch.query.data(), cache.key_dim, keys + j, &scratch.scores[j], TILE);
         });
     }
 
@@ -198,48 +214,54 @@ private:
         });
     }
 
-    void score_paired(long rows, const Element** keys, long count, Scratch& scratch) const {
-        for (long j = count; j % WIDTH; j++) keys[j] = keys[count - 1];  // hidden from all
-        for (long j = 0; j < count; j += WIDTH) pair_keys(keys + j, length, scratch.keys + j * length);
-        multiply<BFloat16>(scratch.query.data(), rows, length, scratch.keys, (count + WIDTH - 1) / WIDTH,
-                           scratch.scores.data(), TILE);
-    }
-
-    void mix_paired(long rows, const Element* const* values, long count, Scratch& scratch) const {
-        if (count < TILE) std::fill_n(scratch.values, panels * TILE / 2 * WIDTH, 0);
-        for (long j = 0; j < count; j += 2)  // one without another weighs nought with itself
-            for (long p = 0; p < panels; p++)
-                pair_values(values[j] + p * WIDTH, values[std::min(j + 1, count - 1)] + p * WIDTH,
-                            scratch.values + (p * TILE / 2 + j / 2) * WIDTH);
-        multiply<BFloat16>(scratch.weights(), rows, TILE / 2, scratch.values, panels, scratch.sums.data(),
-                           panels * WIDTH);
-        for (long at = 0; at < rows * panels * WIDTH; at++) scratch.out[at] += scratch.sums[at];
-    }
-
     // As panels; noughts where there is none.
-    void score_many(long rows, const Element* const* keys, long count, Scratch& scratch) const {
-        if (count < TILE) std::fill_n(scratch.keys, TILE * cache.key_dim, 0.0f);
-        long j = 0;
-        for (; j + 8 <= count; j += 8) lay_out_keys(keys + j, j, scratch.keys);
-        for (; j < count; j++)
-            for (long d = 0; d < cache.key_dim; d++) *key_place(j, d, scratch.keys) = T::read(keys[j][d]);
-        multiply<Float32>(scratch.query.data(), rows, cache.key_dim, scratch.keys, (count + WIDTH - 1) / WIDTH,
-                          scratch.scores.data(), TILE);
+    void lay_out_keys(const Element** keys, long count, Scratch& scratch) const {
+        if constexpr (PAIRED) {
+            for (long j = count; j % WIDTH; j++) keys[j] = keys[count - 1];  // hidden from all
+            for (long j = 0; j < count; j += WIDTH) pair_keys(keys + j, length, scratch.keys + j * length);
+        } else {
+            if (count < TILE) std::fill_n(scratch.keys, TILE * cache.key_dim, 0.0f);
+            long j = 0;
+            for (; j + 8 <= count; j += 8) lay_out_eight(keys + j, j, scratch.keys);
+            for (; j < count; j++)
+                for (long d = 0; d < cache.key_dim; d++) *key_place(j, d, scratch.keys) = T::read(keys[j][d]);
+        }
     }
 
-    void mix_many(long rows, const Element* const* values, long count, Scratch& scratch) const {
-        if (count < TILE || cache.value_dim % WIDTH) std::fill_n(scratch.values, TILE * panels * WIDTH, 0.0f);
-        for (long j = 0; j < count; j++) {
-            long d = 0;
-            for (; d + 8 <= cache.value_dim; d += 8) keep(value_place(j, d, scratch.values), wide(values[j] + d));
-            for (; d < cache.value_dim; d++) *value_place(j, d, scratch.values) = T::read(values[j][d]);
+    void lay_out_values(const Element* const* values, long count, Scratch& scratch) const {
+        if (count < TILE || cache.value_dim % WIDTH)
+            std::fill_n(scratch.values, panels * WIDTH * steps<Multiplied>(TILE), Word());
+        if constexpr (PAIRED) {
+            for (long j = 0; j < count; j += 2)  // one without another weighs nought with itself
+                for (long p = 0; p < panels; p++)
+                    pair_values(values[j] + p * WIDTH, values[std::min(j + 1, count - 1)] + p * WIDTH,
+                                scratch.values + (p * TILE / 2 + j / 2) * WIDTH);
+        } else {
+            for (long j = 0; j < count; j++) {
+                long d = 0;
+                for (; d + 8 <= cache.value_dim; d += 8) keep(value_place(j, d, scratch.values), wide(values[j] + d));
+                for (; d < cache.value_dim; d++) *value_place(j, d, scratch.values) = T::read(values[j][d]);
+            }
         }
-        multiply<Float32>(scratch.scores.data(), rows, TILE, scratch.values, panels, scratch.sums.data(), panels * WIDTH);
-        for (long at = 0; at < rows * panels * WIDTH; at++) scratch.out[at] += scratch.sums[at];
+    }
+
+    // Some rows, from the r-th on, of a tile of `count` keys.
+    void score(long r, long some, long count, Scratch& scratch) const {
+        multiply<Multiplied>(&scratch.query[r * length], some, length, scratch.keys, (count + WIDTH - 1) / WIDTH,
+                             scratch.scores.data(), TILE);
+    }
+
+    // Of bfloat16 the sums go on from tile to tile; a longer chain of float32 would lose some of its bits.
+    void mix(long r, long some, Scratch& scratch) const {
+        float *out = &scratch.out[r * panels * WIDTH], *sums = PAIRED ? out : scratch.sums.data();
+        multiply<Multiplied>(scratch.weights(), some, steps<Multiplied>(TILE), scratch.values, panels, sums,
+                             panels * WIDTH, PAIRED);
+        if (!PAIRED)
+            for (long at = 0; at < some * panels * WIDTH; at++) out[at] += sums[at];
     }
 
     // Eight keys, from the j-th of a tile.
-    void lay_out_keys(const Element* const* from, long j, float* keys) const {
+    void lay_out_eight(const Element* const* from, long j, float* keys) const {
         long d = 0;
         for (; d + 8 <= cache.key_dim; d += 8) {
             __m256 rows[8];
@@ -259,30 +281,35 @@ private:
         return values + (d / WIDTH * TILE + j) * WIDTH + d % WIDTH;
     }
 
-    // A row's scores become weights; what it has so far fades as its maximum grows.
-    void weigh(long row, long base, long position, long visible, Scratch& scratch) const {
-        float* scores = &scratch.scores[row * TILE];
-        if (PAIRED)
-            for (long j = 0; j < TILE; j++) scores[j] *= call.scaling;
+    // A row's scores, those of the n-th in its pass, become weights; what it has so far fades as its maximum grows.
+    void weigh(long row, long n, long base, long position, long visible, Scratch& scratch) const {
+        float* scores = &scratch.scores[n * TILE];
         if (call.softcap != 0)
-            for (long j = 0; j < TILE; j++) scores[j] = call.softcap * std::tanh(scores[j] / call.softcap);
+            for (long j = 0; j < TILE; j++)
+                scores[j] = call.softcap * std::tanh((PAIRED ? call.scaling * scores[j] : scores[j]) / call.softcap);
         long from = std::clamp(visible - base, 0L, TILE), to = std::clamp(position + 1 - base, from, TILE);
         std::fill(scores, scores + from, HIDDEN);
         std::fill(scores + to, scores + TILE, HIDDEN);
         float before = scratch.highest[row], highest = std::max(before, most(scores, TILE));
-        float total = weigh_all(scores, TILE, highest, scratch.weights() + row * steps<Multiplied>(TILE));
-        float decay = exponential(before - highest);
-        scratch.highest[row] = highest;
-        scratch.total[row] = std::fma(scratch.total[row], decay, total);
-        if (decay == 1) return;
-        float* out = &scratch.out[row * panels * WIDTH];
-        for (long d = 0; d < panels * WIDTH; d++) out[d] *= decay;
+        float* total = &scratch.total[row * WIDTH];
+        if (highest > before) {
+            float decay = exponential((before - highest) * unit);
+            float* out = &scratch.out[row * panels * WIDTH];
+            for (long d = 0; d < panels * WIDTH; d++) out[d] *= decay;
+            for (long d = 0; d < WIDTH; d++) total[d] *= decay;
+            scratch.highest[row] = highest;
+        }
+        auto* weights = scratch.weights() + n * steps<Multiplied>(TILE);
+        if constexpr (PAIRED) weigh_pairs(scores, TILE, highest, unit, weights, total);
+        else weigh_all(scores, TILE, highest, weights, total);
     }
 
     void finish(const Item& item, long token, const Scratch& scratch) const {
         for (long r = 0; r < item.count * group; r++) {
             long head = item.kv_head * group + r % group;
-            float highest = scratch.highest[r], total = scratch.total[r], decay = 1;
+            const float* totals = &scratch.total[r * WIDTH];
+            float highest = scratch.highest[r] * unit, decay = 1;
+            float total = sum(_mm256_add_ps(wide(totals), wide(totals + WIDTH / 2)));
             if (call.sinks) {
                 float most = std::max(highest, call.sinks[head]);
                 decay = exponential(highest - most);
@@ -290,11 +317,20 @@ private:
             }
             const float* from = &scratch.out[r * panels * WIDTH];
             long at = ((token + r / group) * call.heads + head) * cache.value_dim;
-            for (long d = 0; d < cache.value_dim; d++) {
-                float value = from[d] * decay / total;
-                if (half_query) static_cast<uint16_t*>(call.out)[at + d] = narrow(value);
-                else static_cast<float*>(call.out)[at + d] = value;
-            }
+            if (half_query) hand_over(from, decay / total, static_cast<uint16_t*>(call.out) + at);
+            else hand_over(from, decay / total, static_cast<float*>(call.out) + at);
+        }
+    }
+
+    template <class E>
+    void hand_over(const float* from, float share, E* to) const {
+        for (long d = 0; d < cache.value_dim; d += WIDTH) {
+            auto columns = Columns::noughts();
+            columns.add(share, Columns::read(from + d));
+            E some[WIDTH];
+            bool whole = d + WIDTH <= cache.value_dim;
+            keep(whole ? to + d : some, columns);
+            if (!whole) std::copy_n(some, cache.value_dim - d, to + d);
         }
     }
 };
@@ -302,7 +338,7 @@ private:
 // A layer's attention, in the arithmetic that fits.
 template <class T>
 void attend(const Cache& cache, const Step& step, const Call& call, bool half_query, int threads) {
-    bool paired = half_query && cache.key_dim % 2 == 0 && cache.value_dim % WIDTH == 0;
+    bool paired = half_query && cache.key_dim % 2 == 0 && cache.value_dim % WIDTH == 0 && call.scaling > 0;
     if constexpr (WIDE && std::is_same_v<T, BFloat16>)
         if (paired) return Attention<T, true>(cache, step, call, half_query).run(threads);
     Attention<T, false>(cache, step, call, half_query).run(threads);

@@ -93,15 +93,16 @@ inline float sum(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-// e^(score - highest) of each of `count` scores, a multiple of eight; returns what they add up to. `to` may be `scores`.
-inline float weigh_all(const float* scores, long count, float highest, float* to) {
-    __m256 total = _mm256_setzero_ps(), top = _mm256_set1_ps(highest);
+// e^(score - highest) of each of `count` scores, a multiple of eight; what they add up to goes on top of the eight of
+// `total`. `to` may be `scores`.
+inline void weigh_all(const float* scores, long count, float highest, float* to, float* total) {
+    __m256 lanes = wide(total), top = _mm256_set1_ps(highest);
     for (long j = 0; j < count; j += 8) {
         __m256 weight = exponential(_mm256_sub_ps(_mm256_loadu_ps(scores + j), top));
         _mm256_storeu_ps(to + j, weight);
-        total = _mm256_add_ps(total, weight);
+        lanes = _mm256_add_ps(lanes, weight);
     }
-    return sum(total);
+    keep(total, lanes);
 }
 
 // The highest of numbers, a multiple of eight of them; what is none does not count.

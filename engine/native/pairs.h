@@ -78,24 +78,27 @@ inline __m512 exponential(__m512 x) {
     return _mm512_maskz_mul_ps(__mmask16(~gone), p, _mm512_castsi512_ps(scale));
 }
 
-// e^x of what is at most nought, within 2^-14: it is rounded to eight bits.
-inline __m512 roughly(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // in this order: what is no number stays none
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693147180559945309f), x), p = _mm512_set1_ps(1.0f / 24);
-    for (float c : {1.0f / 6, 0.5f, 1.0f, 1.0f}) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(p, n);  // nought where it is below all numbers
+// 2^x of what is at most nought, within 2^-13: it is rounded to eight bits. A polynomial for what is left of the largest
+// whole number below x, which is added to the exponent.
+inline __m512 power(__m512 x) {
+    __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), p = _mm512_set1_ps(7.802452266e-2f);
+    for (float c : {2.260671554e-1f, 6.958335405e-1f, 9.999252186e-1f}) p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(c));
+    return _mm512_scalef_ps(p, x);  // nought where it is below all numbers
 }
 
-// As in lanes.h, of a multiple of sixteen; rounded and paired. They add up to what they are rounded to.
-inline float weigh_all(const float* scores, long count, float highest, uint32_t* to) {
-    __m512 total = _mm512_setzero_ps(), top = _mm512_set1_ps(highest);
-    for (long j = 0; j < count; j += 16) {
-        __m256i weights = halves(roughly(_mm512_sub_ps(_mm512_loadu_ps(scores + j), top)));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j / 2), weights);
-        total = _mm512_add_ps(total, sixteen(weights));
+// As weigh_all in lanes.h, e^((score - highest) * unit), of a multiple of thirty-two; rounded and paired. What they are
+// rounded to goes on top of the sixteen of `total`.
+inline void weigh_pairs(const float* scores, long count, float highest, float unit, uint32_t* to, float* total) {
+    __m512 lanes = _mm512_loadu_ps(total), top = _mm512_set1_ps(highest);
+    __m512 factor = _mm512_set1_ps(unit * 1.44269504088896341f);
+    auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3f803f80));
+    auto weights = [=](const float* at) { return power(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(at), top), factor)); };
+    for (long j = 0; j < count; j += 32) {
+        __m512bh pairs = _mm512_cvtne2ps_pbh(weights(scores + j + 16), weights(scores + j));
+        _mm512_storeu_si512(to + j / 2, reinterpret_cast<__m512i>(pairs));
+        lanes = _mm512_dpbf16_ps(lanes, pairs, ones);
     }
-    return _mm512_reduce_add_ps(total);
+    _mm512_storeu_ps(total, lanes);
 }
 
 }  // namespace decant

@@ -51,12 +51,12 @@ inline void tile(const typename T::Factor* x, long inner, long count, const type
 // A few rows, PANELS panels at a time: all of it is read once.
 template <class T, int ROWS, int PANELS>
 inline void few(const typename T::Factor* x, long inner, const typename T::Word* panels, long count, float* out,
-                long stride) {
+                long stride, bool begun) {
     long p = 0, together = count / PANELS * PANELS;
     for (; p < together; p += PANELS)
-        tile<T, ROWS, PANELS>(x, inner, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride, false);
+        tile<T, ROWS, PANELS>(x, inner, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride, begun);
     for (; p < count; p++)
-        tile<T, ROWS, 1>(x, inner, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride, false);
+        tile<T, ROWS, 1>(x, inner, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride, begun);
 }
 
 // A group of rows, by PANELS panels.
@@ -73,7 +73,7 @@ inline void group(const typename T::Factor* x, long rows, long inner, long count
 // as equal as can be. While the last ones do, a panel each, memory brings the next piece, be it that of the next panels.
 template <class T, int PANELS>
 inline void many(const typename T::Factor* x, long rows, long inner, const typename T::Word* panels, float* out,
-                 long stride) {
+                 long stride, bool begun) {
     static_assert(PANELS <= 2);
     long groups = (rows + GROUP - 1) / GROUP;
     for (long k = 0; k < inner; k += PIECE) {
@@ -85,30 +85,31 @@ inline void many(const typename T::Factor* x, long rows, long inner, const typen
                         : groups < PANELS  ? group<T, PANELS, BOTH>
                         : left == PANELS   ? group<T, PANELS, ONE>
                                            : group<T, PANELS, OTHER>;
-            pass(x + first * inner + k, some, inner, count, panels + k * T::STEP, out + first * stride, stride, k > 0, next);
+            pass(x + first * inner + k, some, inner, count, panels + k * T::STEP, out + first * stride, stride,
+                 begun || k > 0, next);
         }
     }
 }
 
 // x [rows, inner] times `count` panels -> out [rows, count * WIDTH], rows `stride` apart; `inner` in steps. The fewer
-// rows, the more panels at once: as many chains as hide the latency of a multiplication.
+// rows, the more panels at once: as many chains as hide the latency of a multiplication. With `begun` it is added to `out`.
 template <class T>
 inline void multiply(const typename T::Factor* x, long rows, long inner, const typename T::Word* panels, long count,
-                     float* out, long stride) {
+                     float* out, long stride, bool begun = false) {
     switch (rows) {
-        case 1: return few<T, 1, 4>(x, inner, panels, count, out, stride);
-        case 2: return few<T, 2, WIDE ? 4 : 2>(x, inner, panels, count, out, stride);
-        case 3: return few<T, 3, WIDE ? 4 : 2>(x, inner, panels, count, out, stride);
+        case 1: return few<T, 1, 4>(x, inner, panels, count, out, stride, begun);
+        case 2: return few<T, 2, WIDE ? 4 : 2>(x, inner, panels, count, out, stride, begun);
+        case 3: return few<T, 3, WIDE ? 4 : 2>(x, inner, panels, count, out, stride, begun);
     }
     if constexpr (WIDE) switch (rows) {
-        case 4: return few<T, 4, 4>(x, inner, panels, count, out, stride);
-        case 5: return few<T, 5, 4>(x, inner, panels, count, out, stride);
-        case 6: return few<T, 6, 4>(x, inner, panels, count, out, stride);
+        case 4: return few<T, 4, 4>(x, inner, panels, count, out, stride, begun);
+        case 5: return few<T, 5, 4>(x, inner, panels, count, out, stride, begun);
+        case 6: return few<T, 6, 4>(x, inner, panels, count, out, stride, begun);
     }
     long p = 0;
     for (; p + GROUP_PANELS <= count; p += GROUP_PANELS)
-        many<T, GROUP_PANELS>(x, rows, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride);
-    for (; p < count; p++) many<T, 1>(x, rows, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride);
+        many<T, GROUP_PANELS>(x, rows, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride, begun);
+    for (; p < count; p++) many<T, 1>(x, rows, inner, panels + p * inner * T::STEP, out + p * WIDTH, stride, begun);
 }
 
 }  // namespace decant
