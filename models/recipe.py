@@ -48,7 +48,7 @@ class Recipe:
 
 TINY = Recipe()
 
-# 32 million parameters, weights of 65 MB: meant for a GPU (never timed on one), by estimate more than a day on two cores.
+# 32 million parameters, weights of 65 MB, for a GPU (never timed on one); on two cores more than a day by estimate.
 LARGE = Recipe(
     vocab_size=8192,
     hidden_size=512,
