@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -82,7 +83,7 @@ def plain_logits(model: PreTrainedModel, device: ModelDevice, rows: Sequence[Row
 
 def exact_logits(device: ModelDevice, rows: Sequence[Row]) -> torch.Tensor:
     """The same by the engine's runner."""
-    last = torch.tensor([row.end - row.start for row in rows]).cumsum(0) - 1
+    last = np.cumsum([row.end - row.start for row in rows]) - 1
     with torch.inference_mode():
         return device.runner.logits(rows, last)
 

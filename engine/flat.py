@@ -114,6 +114,16 @@ def _flattened(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     return FlatRows(rows, lines, flattened, places[positions % block_size == 0] // block_size, table)
 
 
+def ending(flat: FlatRows, keep: Ints) -> tuple[Ints, Ints]:
+    """The lines of a step without all tokens of each row before the first of the flattened positions ``keep``, and the
+    positions [k] that are left. All else stays where it stood."""
+    firsts = flat.stops.copy()
+    np.minimum.at(firsts, np.searchsorted(flat.stops, keep, side="right"), keep)
+    lines = flat.lines.copy()
+    lines[1], lines[3] = flat.ends - flat.stops + firsts, firsts
+    return lines, spans(flat.stops, flat.stops - firsts)
+
+
 def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np.int32]:
     """[n, W]: the first ``needed`` blocks of each row, then ``blank``. Rows may hold more blocks than they need yet."""
     table = np.full((len(rows), int(needed.max())), blank, np.int32)

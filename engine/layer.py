@@ -158,7 +158,8 @@ class Layer:
         for place, (layer, answer) in enumerate(zip(layers, answers, strict=True)):
             cache, step, visible = attender.addresses(turn + place)
             given, taken = hidden.data_ptr(), answer.data_ptr()
-            layer._kernel(half, layer._address, cache, step, given, *turned, visible, taken, tokens, threads)
+            asked = attender.asked(turn + place)
+            layer._kernel(half, layer._address, cache, step, asked, given, *turned, visible, taken, tokens, threads)
             if place:
                 layer._foreseen = _Foreseen(layers[place - 1], hidden, angles, attender, answer)
             hidden = answer

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -176,7 +177,7 @@ def probe(
     dtype, device = table(model).weight.dtype, model.device
     rows = _rows(trials(model, window), layout.block_size)
     with refusing(name, "a step of several sequences failed"):
-        together, separate = _both(model, layout, views, rows)
+        together, apart = _both(model, layout, views, rows)
     worst = 0.0
     for ours, theirs in zip(together, reference.logits, strict=False):
         worst = max(worst, difference := _difference(ours, theirs))
@@ -184,8 +185,9 @@ def probe(
             where = " at the end of the window" if ours is together[-1] else ""
             reason = f"its logits{where} differ from transformers' own by {difference:.2g} of their spread"
             raise ModelRefused(name, reason)
-    exact = all(torch.equal(one, other) for one, other in zip(together, separate, strict=True))
-    mixed = max(_difference(one, other) for one, other in zip(together, separate, strict=True))
+    pairs = [(one[-len(other) :], other) for others in apart for one, other in zip(together, others, strict=True)]
+    exact = all(torch.equal(one, other) for one, other in pairs)
+    mixed = max(_difference(one, other) for one, other in pairs)
     if not mixed < TOLERANCE[dtype] or (device.type == "cpu" and not exact):
         raise ModelRefused(name, f"a sequence's logits depend on its neighbours, by {mixed:.2g} of their spread")
     if reference.failed is not None:
@@ -195,17 +197,19 @@ def probe(
 
 def _both(
     model: PreTrainedModel, layout: KvLayout, views: Sequence[View], rows: Sequence[Row]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Logits of each row, all of them in one step and each in a step of its own."""
+) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Logits of each row, all of them in one step; and again, each in a step of its own, and those of its last position
+    in a step that needs no others."""
     count = 1 + max(block for row in rows for block in row.blocks)
     store = KvStore(layout, count, table(model).weight.dtype, model.device)
     late = [_From(view.kind, view.size, rows[-1].start) for view in views]
     runner = ModelRunner(model, store, late, frozenset())
     inverted = [rows[-1], *rows[:-1]]  # the longest context first
     lengths = [row.end - row.start for row in inverted]
-    last, *others = runner.logits(inverted, torch.arange(sum(lengths))).float().split(lengths)
-    separate = [runner.logits([row], torch.arange(row.end - row.start)).float() for row in rows]
-    return [*others, last], separate
+    last, *others = runner.logits(inverted, np.arange(sum(lengths))).float().split(lengths)
+    separate = [runner.logits([row], np.arange(row.end - row.start)).float() for row in rows]
+    final, *finals = runner.logits(inverted, np.cumsum(lengths) - 1).float().split(1)
+    return [*others, last], (separate, [*finals, final])
 
 
 def table(model: PreTrainedModel) -> torch.nn.Embedding:

@@ -67,7 +67,7 @@ class OneDnn:
     """oneDNN's product on a packed weight (shown for 1 to 2,048 rows by ``tests/engine/test_bits``)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._dtype = weight.dtype
+        self._dtype, self._outputs = weight.dtype, len(weight)
         if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self._dtype = torch.float32
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self._dtype).contiguous(), None)
@@ -76,6 +76,8 @@ class OneDnn:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).to(self._dtype)
         count = len(rows)
+        if count == 0:
+            return x.new_empty(*x.shape[:-1], self._outputs)
         if count == 1:  # one row alone is the one case that takes another kernel (float32, AVX512)
             rows = rows.expand(2, -1).contiguous()
         with all_for_torch():

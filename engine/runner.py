@@ -38,23 +38,22 @@ class ModelRunner:
         flat = self.flatten(plan.rows)
         reading = _Reading(flat)
         with one_for_torch():
-            logits = self.forward(flat, torch.from_numpy(reading.keep))
+            logits = self.forward(flat, reading.keep)
             return reading.result(logits, self._eos)
 
     def flatten(self, rows: Sequence[Row]) -> FlatRows:
         """Rows as this model's store lays them out."""
         return flatten(rows, self._store.layout.block_size, self._store.blank)
 
-    def logits(self, rows: Sequence[Row], keep: torch.Tensor) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row], keep: Ints) -> torch.Tensor:
         """``forward`` of rows that are in order already: single tokens first, longest context first."""
         return self.forward(self.flatten(rows), keep)
 
-    def forward(self, flat: FlatRows, keep: torch.Tensor) -> torch.Tensor:
+    def forward(self, flat: FlatRows, keep: Ints) -> torch.Tensor:
         """Logits [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
         self._store.clear(flat.begun)
-        attention = make_attention(self._store, self._views, flat)
-        nothing = keep.numel() == 0
-        kept = (keep.new_zeros(1) if nothing else keep).to(self._device)
+        attention = make_attention(self._store, self._views, flat, keep)
+        kept = torch.from_numpy(keep).to(self._device)
         inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(flat.tokens).to(self._device)[None],
             "position_ids": torch.from_numpy(flat.positions).to(self._device)[None],
@@ -67,7 +66,7 @@ class ModelRunner:
                 raise RuntimeError(f"attention was called {calls_made()} times for {len(self._views)} layers")
         if len(logits) != len(kept):  # a model that swallows the option answers with all rows
             logits = logits[kept]
-        return logits[:0] if nothing else logits
+        return logits
 
 
 class _Reading:

@@ -8,13 +8,14 @@ from engine.attention import Attender
 from engine.attention.native import NativeAttention
 from engine.attention.paged import PagedAttention
 from engine.attention.views import View
-from engine.flat import FlatRows
+from engine.flat import FlatRows, Ints
 from engine.kv_store import KvStore
 from engine.native import KERNELS
 
 
-def make_attention(store: KvStore, views: Sequence[View], flat: FlatRows) -> Attender:
-    """For one step over ``store``; ``views[i]`` is what layer i may see."""
+def make_attention(store: KvStore, views: Sequence[View], flat: FlatRows, keep: Ints) -> Attender:
+    """For one step over ``store``; ``views[i]`` is what layer i may see, ``keep`` the flattened positions whose logits
+    are needed."""
     if KERNELS is not None and store.blocks.device.type == "cpu":
-        return NativeAttention(KERNELS, store, views, flat)
+        return NativeAttention(KERNELS, store, views, flat, keep)
     return PagedAttention(store, views, flat)

@@ -14,7 +14,7 @@ import torch
 
 from engine.attention import AttentionCall
 from engine.attention.views import View
-from engine.flat import FlatRows
+from engine.flat import FlatRows, Ints, ending
 from engine.kv_store import KvStore
 from engine.threads import team
 
@@ -24,6 +24,10 @@ class _Step(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("lines", "table")],
         *[(name, ctypes.c_int64) for name in ("sequences", "width")],
     )
+
+
+class _Asked(ctypes.Structure):
+    _fields_ = (("places", ctypes.c_void_p), ("count", ctypes.c_int64), ("step", _Step))
 
 
 class _Call(ctypes.Structure):
@@ -39,10 +43,12 @@ class _Call(ctypes.Structure):
 class NativeAttention:
     """What a step makes current: writes the step's keys and values to their blocks, then attends over them.
 
-    For a store on the CPU, in float32 or bfloat16.
+    For a store on the CPU, in float32 or bfloat16. Without ``keep`` all of the step's logits are needed.
     """
 
-    def __init__(self, kernels: ModuleType, store: KvStore, views: Sequence[View], flat: FlatRows) -> None:
+    def __init__(
+        self, kernels: ModuleType, store: KvStore, views: Sequence[View], flat: FlatRows, keep: Ints | None = None
+    ) -> None:
         self._kernels = kernels
         self._store = store
         self._views = views
@@ -50,6 +56,11 @@ class NativeAttention:
         self._flat = flat  # the step points into its arrays
         self._step = _Step(flat.lines.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
         self._step_address = ctypes.addressof(self._step)
+        self._asked: _Asked | None = None
+        if keep is not None and len(keep) < len(flat.tokens):
+            self._late = lines, places = ending(flat, keep)
+            late = _Step(lines.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
+            self._asked = _Asked(places.ctypes.data, len(places), late)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim], of the query's dtype."""
@@ -81,6 +92,12 @@ class NativeAttention:
     def addresses(self, layer: int) -> tuple[int, int, int]:
         """Of what a layer's attention needs: its part of the blocks, the step, and what each token sees first."""
         return self._store.places[layer], self._step_address, self._first_visible(self._views[layer])
+
+    def asked(self, layer: int) -> int:
+        """Where it is written which tokens a layer's answer is needed of; 0: of all. Nobody attends to what the last
+        layer answers."""
+        is_last = layer == len(self._views) - 1
+        return ctypes.addressof(self._asked) if is_last and self._asked is not None else 0
 
     def _first_visible(self, view: View) -> int:
         if (known := self._visible.get(id(view))) is None:

@@ -16,6 +16,7 @@ def layer(
     layer: int,
     cache: int,
     step: int,
+    asked: int,
     x: int,
     cos: int,
     sin: int,

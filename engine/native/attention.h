@@ -57,8 +57,8 @@ class Attention {
     using Word = typename Multiplied::Word;
 
 public:
-    Attention(const Cache& cache, const Step& step, const Call& call, bool half_query)
-        : cache(cache), step(step), call(call), half_query(half_query), group(call.heads / cache.kv_heads),
+    Attention(const Cache& cache, const Step& written, const Step& step, const Call& call, bool half_query)
+        : cache(cache), written(written), step(step), call(call), half_query(half_query), group(call.heads / cache.kv_heads),
           panels((cache.value_dim + WIDTH - 1) / WIDTH), length(steps<Multiplied>(cache.key_dim)),
           unit(PAIRED && call.softcap == 0 ? call.scaling : 1) {}
 
@@ -73,7 +73,7 @@ public:
                 for (long h = 0; h < cache.kv_heads; h++)
                     items.push_back({s, at, std::min<long>(positions, step.count(s) - at), h});
         long together = items.size() < size_t(MANY * threads) ? 1 : cache.kv_heads;
-        #pragma omp parallel num_threads(std::min<long>(threads, items.size()))
+        #pragma omp parallel num_threads(std::clamp<long>(items.size(), 1, threads))
         {
             Scratch scratch(*this, positions * group);
             #pragma omp for schedule(dynamic, together)
@@ -106,11 +106,13 @@ private:
     };
 
     const Cache& cache;
-    const Step& step;
+    const Step &written, &step;  // whose keys and values are new, and who attends
     const Call& call;
     const bool half_query;
     const long group, panels, length;  // query heads that share one of keys; panels of a value; factors of a key
     const float unit;                  // what a score of one counts
+
+    static const Element* at(const void* from, long number) { return static_cast<const Element*>(from) + number; }
 
     Element* slot(long sequence, long position, long part, long dim, long head) const {
         long block = step.table[sequence * step.width + position / cache.block_size];
@@ -120,16 +122,14 @@ private:
 
     // The step's keys and values to their places: from then on they are read like all others.
     void write() const {
-        for (long s = 0; s < step.sequences; s++)
-            for (long at = 0; at < step.count(s); at++)
+        for (long s = 0; s < written.sequences; s++)
+            for (long n = 0; n < written.count(s); n++)
                 for (long h = 0; h < cache.kv_heads; h++) {
-                    long token = step.first(s) + at, position = step.start(s) + at;
-                    std::memcpy(slot(s, position, cache.keys, cache.key_dim, h),
-                                static_cast<const Element*>(call.key) + token * call.key_token + h * call.key_head,
-                                cache.key_dim * sizeof(Element));
-                    std::memcpy(slot(s, position, cache.values, cache.value_dim, h),
-                                static_cast<const Element*>(call.value) + token * call.value_token + h * call.value_head,
-                                cache.value_dim * sizeof(Element));
+                    long token = written.first(s) + n, position = written.start(s) + n;
+                    std::copy_n(at(call.key, token * call.key_token + h * call.key_head), cache.key_dim,
+                                slot(s, position, cache.keys, cache.key_dim, h));
+                    std::copy_n(at(call.value, token * call.value_token + h * call.value_head), cache.value_dim,
+                                slot(s, position, cache.values, cache.value_dim, h));
                 }
     }
 
@@ -335,13 +335,14 @@ private:
     }
 };
 
-// A layer's attention, in the arithmetic that fits.
+// A layer's attention, in the arithmetic that fits: keys and values of the tokens of `written` go to their places, then
+// those of `step`, which has the same sequences and the last of their tokens, attend.
 template <class T>
-void attend(const Cache& cache, const Step& step, const Call& call, bool half_query, int threads) {
+void attend(const Cache& cache, const Step& written, const Step& step, const Call& call, bool half_query, int threads) {
     bool paired = half_query && cache.key_dim % 2 == 0 && cache.value_dim % WIDTH == 0 && call.scaling > 0;
     if constexpr (WIDE && std::is_same_v<T, BFloat16>)
-        if (paired) return Attention<T, true>(cache, step, call, half_query).run(threads);
-    Attention<T, false>(cache, step, call, half_query).run(threads);
+        if (paired) return Attention<T, true>(cache, written, step, call, half_query).run(threads);
+    Attention<T, false>(cache, written, step, call, half_query).run(threads);
 }
 
 }  // namespace decant

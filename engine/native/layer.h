@@ -6,6 +6,7 @@
 // Its parts are those that the layer calls one by one otherwise, so its bits are theirs.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 #include <vector>
 
@@ -41,9 +42,10 @@ class DecoderLayer {
 public:
     DecoderLayer(const Layer& layer, long tokens, int threads) : layer(layer), tokens(tokens), threads(threads) {}
 
-    // x, out [tokens, hidden]; cos, sin [tokens, width]; visible [tokens]. What lies in `memory` is overwritten.
-    void run(const Cache& cache, const Step& step, const E* x, const E* cos, const E* sin, const int64_t* visible, E* out,
-             std::vector<E>& memory) const {
+    // x, out [tokens, hidden]; cos, sin [tokens, width]; visible [tokens]. What lies in `memory` is overwritten. With
+    // `asked` others than these answer nought: all that they have to leave are keys and values.
+    void run(const Cache& cache, const Step& step, const Asked* asked, const E* x, const E* cos, const E* sin,
+             const int64_t* visible, E* out, std::vector<E>& memory) const {
         long hidden = layer.query.inner, heads = layer.query.outputs, kv = layer.key.outputs;
         size_t needed = tokens * (hidden + std::max(2 * heads + 3 * kv, 2 * layer.gate.outputs));
         if (memory.size() < needed) memory.resize(needed);
@@ -51,23 +53,31 @@ public:
         E *query = row + tokens * hidden, *turned = query + tokens * heads;
         E *key = turned + tokens * heads, *turned_key = key + tokens * kv, *value = turned_key + tokens * kv;
         norm(layer.before, x, row, tokens, hidden);
-        multiply_all<T, 3>({by(layer.query, row, query), by(layer.key, row, key), by(layer.value, row, value)}, threads);
+        multiply_all<T, 3>({by(layer.query, row, query, tokens), by(layer.key, row, key, tokens),
+                            by(layer.value, row, value, tokens)}, threads);
         norm(layer.query_norm, query, query, tokens * layer.heads, layer.width);
         norm(layer.key_norm, key, key, tokens * layer.kv_heads, layer.width);
         rotate(query, cos, sin, turned, tokens, layer.heads, layer.width, heads, layer.width, threads);
         rotate(key, cos, sin, turned_key, tokens, layer.kv_heads, layer.width, kv, layer.width, threads);
         Call call{turned, turned_key, value, query, nullptr, visible, heads, layer.width, kv, layer.width, kv, layer.width,
                   layer.heads, float(layer.scaling), float(layer.softcap)};
-        attend<T>(cache, step, call, std::is_same_v<T, BFloat16>, threads);
-        by(layer.out, query, row).run(threads);
-        add(x, row, out, tokens, hidden, threads);
+        attend<T>(cache, step, asked ? asked->step : step, call, std::is_same_v<T, BFloat16>, threads);
+        long some = tokens;
+        if (asked) {
+            pick(*asked, query, query, heads);
+            pick(*asked, x, out, hidden);
+            x = out, some = asked->count;
+        }
+        by(layer.out, query, row, some).run(threads);
+        add(x, row, out, some, hidden, threads);
 
-        E *open = query, *up = open + tokens * layer.gate.outputs;
-        norm(layer.after, out, row, tokens, hidden);
-        multiply_all<T, 2>({by(layer.gate, row, open), by(layer.up, row, up)}, threads);
-        gate(open, up, open, tokens, layer.gate.outputs, layer.gate.outputs, threads);
-        by(layer.down, open, row).run(threads);
-        add(out, row, out, tokens, hidden, threads);
+        E *open = query, *up = open + some * layer.gate.outputs;
+        norm(layer.after, out, row, some, hidden);
+        multiply_all<T, 2>({by(layer.gate, row, open, some), by(layer.up, row, up, some)}, threads);
+        gate(open, up, open, some, layer.gate.outputs, layer.gate.outputs, threads);
+        by(layer.down, open, row, some).run(threads);
+        add(out, row, out, some, hidden, threads);
+        if (asked) spread(*asked, out, hidden);
     }
 
 private:
@@ -79,9 +89,22 @@ private:
         if (by.weight) rms_norm(x, static_cast<const E*>(by.weight), out, rows, width, float(by.eps), threads);
     }
 
-    Product<T> by(const Linear& linear, const E* x, E* out) const {
+    Product<T> by(const Linear& linear, const E* x, E* out, long rows) const {
         auto* weight = static_cast<const typename T::Word*>(linear.weight);
-        return {x, weight, linear.bias, out, tokens, linear.inner, linear.outputs / WIDTH};
+        return {x, weight, linear.bias, out, rows, linear.inner, linear.outputs / WIDTH};
+    }
+
+    // The rows that are asked for, side by side; `to` may be `from`.
+    static void pick(const Asked& asked, const E* from, E* to, long width) {
+        for (long n = 0; n < asked.count; n++) std::memmove(to + n * width, from + asked.places[n] * width, width * sizeof(E));
+    }
+
+    // Back to their places, among noughts.
+    void spread(const Asked& asked, E* rows, long width) const {
+        for (long place = tokens - 1, n = asked.count - 1; place >= 0; place--) {
+            if (n >= 0 && asked.places[n] == place) std::memmove(rows + place * width, rows + n-- * width, width * sizeof(E));
+            else std::fill_n(rows + place * width, width, E());
+        }
     }
 };
 

@@ -58,35 +58,35 @@ PyObject* py_attend(PyObject*, PyObject* args) {
     const Step& s = *pointer<const Step>(step);
     const Call& one = *pointer<const Call>(call);
     Py_BEGIN_ALLOW_THREADS
-    if (half_cache) attend<BFloat16>(c, s, one, half_query, threads);
-    else attend<Float32>(c, s, one, half_query, threads);
+    if (half_cache) attend<BFloat16>(c, s, s, one, half_query, threads);
+    else attend<Float32>(c, s, s, one, half_query, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
 template <class T>
-void run_layer(const Layer& layer, const Cache& cache, const Step& step, const unsigned long long* at, long tokens,
-               int threads) {
+void run_layer(const Layer& layer, const Cache& cache, const Step& step, const Asked* asked, const unsigned long long* at,
+               long tokens, int threads) {
     using E = typename T::Element;
     static thread_local std::vector<E> memory;  // taken once, as much as the longest step needs
     DecoderLayer<T>(layer, tokens, threads)
-        .run(cache, step, pointer<const E>(at[0]), pointer<const E>(at[1]), pointer<const E>(at[2]),
+        .run(cache, step, asked, pointer<const E>(at[0]), pointer<const E>(at[1]), pointer<const E>(at[2]),
              pointer<const int64_t>(at[3]), pointer<E>(at[4]), memory);
 }
 
 PyObject* py_layer(PyObject*, PyObject* args) {
     int half, threads;
-    unsigned long long layer, cache, step, at[5];  // x, cos, sin, visible, out
+    unsigned long long layer, cache, step, asked, at[5];  // x, cos, sin, visible, out
     long tokens;
-    if (!PyArg_ParseTuple(args, "pKKKKKKKKli", &half, &layer, &cache, &step, &at[0], &at[1], &at[2], &at[3], &at[4],
+    if (!PyArg_ParseTuple(args, "pKKKKKKKKKli", &half, &layer, &cache, &step, &asked, &at[0], &at[1], &at[2], &at[3], &at[4],
                           &tokens, &threads))
         return nullptr;
     const Layer& one = *pointer<const Layer>(layer);
     const Cache& c = *pointer<const Cache>(cache);
     const Step& s = *pointer<const Step>(step);
     Py_BEGIN_ALLOW_THREADS
-    if (half) run_layer<BFloat16>(one, c, s, at, tokens, threads);
-    else run_layer<Float32>(one, c, s, at, tokens, threads);
+    if (half) run_layer<BFloat16>(one, c, s, pointer<const Asked>(asked), at, tokens, threads);
+    else run_layer<Float32>(one, c, s, pointer<const Asked>(asked), at, tokens, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

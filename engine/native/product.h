@@ -48,8 +48,8 @@ struct Product {
 
     // Rows that go by together: as many as stay in the second level cache, or a few less, so that none are left over.
     long block() const {
-        long most = std::max(4L, CACHED / (4 * length())), blocks = (rows + most - 1) / most;
-        return (rows + blocks - 1) / blocks;
+        long most = std::max(4L, CACHED / (4 * length())), blocks = std::max(1L, (rows + most - 1) / most);
+        return std::max(1L, (rows + blocks - 1) / blocks);
     }
 
     // Rows as they are multiplied, in `memory` if not where they are.

@@ -15,7 +15,7 @@ constexpr long WORTH_SHARING = 1 << 15;  // numbers that are worth waking a thre
 
 template <class Row>
 inline void each_row(long rows, long width, long threads, const Row& row) {
-    threads = std::clamp(rows * width / WORTH_SHARING, 1L, std::min(rows, threads));
+    threads = std::clamp(rows * width / WORTH_SHARING, 1L, std::clamp(rows, 1L, threads));
     #pragma omp parallel for num_threads(threads) schedule(static)
     for (long r = 0; r < rows; r++) row(r);
 }

@@ -22,4 +22,11 @@ struct Step {
     int64_t line(Line which, int64_t sequence) const { return lines[which * sequences + sequence]; }
 };
 
+// Tokens of a step that somebody reads when all layers are through: the last ones of its sequences.
+struct Asked {
+    const int64_t* places;  // [count] where they stand among the step's tokens, in this order
+    int64_t count;
+    Step step;              // the same, without all tokens before the first that is asked of a sequence
+};
+
 }  // namespace decant

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import models
 from bench import shapes
 from engine.engine import Engine
-from engine.flat import FlatRows
+from engine.flat import FlatRows, Ints
 from engine.kv_store import KvStore
 from engine.linears import PackedLinear
 from engine.model import ModelConfig, ModelDevice, load
@@ -116,7 +117,7 @@ class Bench:
         rows.sort(key=lambda row: (row.end - row.start > 1, -row.end))
         total = sum(row.end - row.start for row in rows)
         with torch.inference_mode():
-            logits = self.device.runner.logits(rows, torch.arange(total))
+            logits = self.device.runner.logits(rows, np.arange(total))
         pieces = logits.split([row.end - row.start for row in rows])
         return {int(row.request.id[1:]): piece for row, piece in zip(rows, pieces, strict=True)}
 
@@ -196,7 +197,7 @@ class Tap(ModelRunner):
         self.__dict__.update(device.runner.__dict__)
         self.seen: dict[tuple[str, int], torch.Tensor] = {}
 
-    def forward(self, flat: FlatRows, keep: torch.Tensor) -> torch.Tensor:
+    def forward(self, flat: FlatRows, keep: Ints) -> torch.Tensor:
         logits = super().forward(flat, keep)
         known_as = [(row.request.id, position) for row in flat.rows for position in range(row.start, row.end)]
         for place, line in zip(keep.tolist(), logits, strict=True):

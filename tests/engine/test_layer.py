@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -77,7 +78,7 @@ def written(device: ModelDevice) -> list[torch.Tensor]:
             Row(Request(id, tuple(tokens[id])), tokens[id], start, end, blocks[id], True) for id, start, end in step
         ]
         rows.sort(key=lambda row: row.end - row.start > 1)
-        found.append(device.runner.logits(rows, torch.arange(sum(row.end - row.start for row in rows))).clone())
+        found.append(device.runner.logits(rows, np.arange(sum(row.end - row.start for row in rows))).clone())
     return [*found, device.store.blocks.clone()]
 
 
@@ -100,6 +101,40 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(name: str, dtype: str, tm
     for module, layer in layers:
         module.forward = layer
     assert len(joined(device)) == 2
+
+
+KEPT: tuple[list[int], ...] = ([], [3], [11], [12], [3, 11, 12, 13, 48], [13, 30, 48], [0, 4], list(range(49)))
+"""Of a step of 1, 1, 2, 9 and 36 tokens: nobody's, some of one sequence's, some of several's, all."""
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_after_the_last_layer_only_what_is_read_is_there(name: str, dtype: str, tmp_path: Path) -> None:
+    device = device_of(tmp_path, name, dtype)
+    assert len(joined(device)) == 2
+    tokens = [list(tiny.prompt(60, seed)) for seed in range(5)]
+    tables = [array("i", [index, 5 + index, 10 + index, 15 + index]) for index in range(5)]
+    spans = [(40, 41), (7, 8), (0, 2), (20, 29), (1, 37)]
+    before = [row(tokens[n], 0, start, tables[n]) for n, (start, _) in enumerate(spans) if start]
+    rows = [row(tokens[n], start, end, tables[n]) for n, (start, end) in enumerate(spans)]
+    stops = np.cumsum([end - start for start, end in spans])
+    device.runner.logits(sorted(before, key=lambda row: row.end == 1, reverse=True), np.arange(0))
+    blocks, hidden = device.store.blocks.clone(), []
+    device.model.get_submodule("model.norm").register_forward_pre_hook(
+        lambda _, given: hidden.append(given[0][0].clone())
+    )
+    whole = device.runner.logits(rows, np.arange(49))
+    written = device.store.blocks.clone()
+    for kept in KEPT:
+        device.store.blocks.copy_(blocks)
+        logits = device.runner.logits(rows, np.array(kept, np.int64))
+        assert torch.equal(logits, whole[kept]), kept
+        assert torch.equal(device.store.blocks, written), kept
+        read = np.zeros(49, bool)
+        for stop, (start, end) in zip(stops.tolist(), spans, strict=True):
+            read[min([at for at in kept if stop - end + start <= at < stop], default=stop) : stop] = True
+        assert torch.equal(hidden[-1], torch.where(torch.from_numpy(read)[:, None], hidden[0], 0.0))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +239,7 @@ def test_a_layer_that_would_answer_otherwise_is_not_taken(
 
     def layer(*arguments: int) -> None:
         right(*arguments)
-        address = arguments[8] if wrong == "answer" else _first(arguments[2])
+        address = arguments[9] if wrong == "answer" else _first(arguments[2])
         _flip(address)
 
     monkeypatch.setattr(engine.layer, "KERNELS", SimpleNamespace(layer=layer, attend=KERNELS.attend))
@@ -257,7 +292,7 @@ def test_what_it_is_not_made_for_goes_to_the_layers_own(tmp_path: Path) -> None:
     flat = device.runner.flatten([row([1, 2, 3], 0, 3, array("i", [0]))])
     for name, (given, named) in calls(torch.randn(1, 3, 128), (torch.randn(1, 3, 32), torch.randn(1, 3, 32))).items():
         seen.clear()
-        with attending(make_attention(device.store, [View(), View()], flat)):
+        with attending(make_attention(device.store, [View(), View()], flat, np.arange(3))):
             answer = layer(*given, **named)
         assert (answer == "theirs") == (name != PLAIN), name
         assert seen == ([] if name == PLAIN else [(given, named)]), name

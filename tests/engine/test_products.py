@@ -98,3 +98,13 @@ def test_both_products_agree() -> None:
     ours, weight, add = made((256, 512), torch.float32)
     rows = torch.randn(9, 512, generator=torch.Generator().manual_seed(4))
     assert torch.allclose(ours(rows), OneDnn(weight, add)(rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_rows_have_no_answers(dtype: str) -> None:
+    ours, weight, add = made((256, 512), getattr(torch, dtype))
+    none = torch.empty(1, 0, 512, dtype=getattr(torch, dtype))
+    for product in (ours, OneDnn(weight, add)):
+        answer = product(none)
+        assert answer.shape == (1, 0, 256)
+        assert answer.dtype == none.dtype
