@@ -14,6 +14,7 @@
 // nought in them. So a row's bits depend on its own position alone, not on which rows are computed beside it.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -72,22 +73,48 @@ public:
             for (long at = 0; at < step.count(s); at += positions)
                 for (long h = 0; h < cache.kv_heads; h++)
                     items.push_back({s, at, std::min<long>(positions, step.count(s) - at), h});
-        long together = items.size() < size_t(MANY * threads) ? 1 : cache.kv_heads;
+        size_t together = items.size() < size_t(MANY * threads) ? 1 : cache.kv_heads;
+        std::atomic<size_t> taken(0);
         #pragma omp parallel num_threads(std::clamp<long>(items.size(), 1, threads))
         {
             Scratch scratch(*this, positions * group);
-            #pragma omp for schedule(dynamic, together)
-            for (size_t i = 0; i < items.size(); i++) attend(items[i], scratch);
+            Turns turns{items, taken, together};
+            while (const Item* item = turns.take()) attend(*item, turns, scratch);
         }
     }
 
 private:
     struct Item { long sequence, first, count, kv_head; };
 
+    // What a thread attends to: so many of the items at a time as it takes together.
+    struct Turns {
+        const std::vector<Item>& items;
+        std::atomic<size_t>& taken;  // by all threads
+        const size_t together;
+        size_t own = 0;              // the next of those that it has
+
+        const Item* take() {
+            if (own % together == 0) own = taken.fetch_add(together);
+            return own < items.size() ? &items[own++] : nullptr;
+        }
+        // What `take` would answer now, if another thread is not quicker.
+        const Item* coming() const {
+            size_t next = own % together == 0 ? taken.load() : own;
+            return next < items.size() ? &items[next] : nullptr;
+        }
+    };
+
+    // Where some of the keys that an item sees lie, and their values.
+    struct Tile {
+        const Element *keys[TILE], *values[TILE];
+        long count;
+    };
+
     struct Scratch {
         std::vector<Factor> query, paired;
         std::vector<float> scores, sums, out, highest, total;
         std::vector<Word> memory;
+        Tile tiles[2], *tile = tiles, *next = tiles + 1;  // which is multiplied, and which memory is about to bring
         Word *keys, *values;  // panels [TILE / 16][steps(key_dim)][16] and [panels][steps(TILE)][16], aligned
         Scratch(const Attention& a, long rows)
             : query(rows * a.length), paired(PAIRED * PASS * steps<Multiplied>(TILE)), scores(PASS * TILE),
@@ -133,35 +160,45 @@ private:
                 }
     }
 
-    void attend(const Item& item, Scratch& scratch) const {
-        long rows = item.count * group, token = step.first(item.sequence) + item.first;
-        long position = step.start(item.sequence) + item.first, end = position + item.count;
+    long token(const Item& item) const { return step.first(item.sequence) + item.first; }
+    long position(const Item& item) const { return step.start(item.sequence) + item.first; }
+    long end(const Item& item) const { return position(item) + item.count; }
+
+    // Where its first tile begins.
+    long begin(const Item& item) const {
+        const int64_t* visible = call.visible + token(item);
+        return *std::min_element(visible, visible + item.count) / TILE * TILE;
+    }
+
+    // While a tile is multiplied memory brings the next one; after the last one comes the first of what is in turn.
+    void attend(const Item& item, const Turns& turns, Scratch& scratch) const {
+        long rows = item.count * group, token = this->token(item), position = this->position(item), end = this->end(item);
         read_query(item, token, scratch);
         std::fill_n(scratch.highest.begin(), rows, LOWEST);
         std::fill_n(scratch.total.begin(), rows * WIDTH, 0.0f);
         std::fill_n(scratch.out.begin(), rows * panels * WIDTH, 0.0f);
-        long first = *std::min_element(call.visible + token, call.visible + token + item.count);
         long passes = (rows + PASS - 1) / PASS;
-        const Element *keys[TILE], *values[TILE];
-        for (long base = first / TILE * TILE; base < end; base += TILE) {
-            long count = std::min(TILE, end - base);
-            find(item, base, count, keys, values);
+        find(item, begin(item), *scratch.tile);
+        for (long base = begin(item); base < end; base += TILE, std::swap(scratch.tile, scratch.next)) {
+            if (base + TILE < end) find(item, base + TILE, *scratch.next);
+            else if (const Item* then = turns.coming()) find(*then, begin(*then), *scratch.next);
+            else scratch.next->count = 0;
             auto weigh_some = [&](long r, long some) {
                 for (long n = 0; n < some; n++)
                     weigh(r + n, n, base, position + (r + n) / group, call.visible[token + (r + n) / group], scratch);
             };
             if constexpr (!PAIRED) if (rows <= FEW && cache.key_dim % 8 == 0 && cache.value_dim % 8 == 0) {
-                score_few(rows, keys, count, scratch);
+                score_few(rows, scratch);
                 weigh_some(0, rows);
-                mix_few(rows, values, count, scratch);
+                mix_few(rows, scratch);
                 continue;
             }
-            lay_out_keys(keys, count, scratch);
+            lay_out_keys(scratch);
             for (long pass = 0; pass < passes; pass++) {
                 long r = rows * pass / passes, some = rows * (pass + 1) / passes - r;
-                score(r, some, count, scratch);
+                score(r, some, scratch);
                 weigh_some(r, some);
-                if (!pass) lay_out_values(values, count, scratch);
+                if (!pass) lay_out_values(scratch);
                 mix(r, some, scratch);
             }
         }
@@ -179,47 +216,65 @@ private:
         }
     }
 
-    // Where keys and values [base, base + count) lie; memory is told that they are about to be read.
-    void find(const Item& item, long base, long count, const Element** keys, const Element** values) const {
-        for (long j = 0; j < count; j++) {
-            if (j && (base + j) % cache.block_size) {
-                keys[j] = keys[j - 1] + cache.kv_heads * cache.key_dim;
-                values[j] = values[j - 1] + cache.kv_heads * cache.value_dim;
-            } else {
-                keys[j] = slot(item.sequence, base + j, cache.keys, cache.key_dim, item.kv_head);
-                values[j] = slot(item.sequence, base + j, cache.values, cache.value_dim, item.kv_head);
-            }
-            call_for(keys[j], cache.key_dim);
+    // The tile from `base` on.
+    void find(const Item& item, long base, Tile& tile) const {
+        tile.count = std::min(TILE, end(item) - base);
+        for (long j = 0; j < tile.count;) {  // a block's
+            const Element* key = slot(item.sequence, base + j, cache.keys, cache.key_dim, item.kv_head);
+            const Element* value = slot(item.sequence, base + j, cache.values, cache.value_dim, item.kv_head);
+            long stop = std::min(tile.count, j + cache.block_size - (base + j) % cache.block_size);
+            for (; j < stop; j++, key += cache.kv_heads * cache.key_dim, value += cache.kv_heads * cache.value_dim)
+                tile.keys[j] = key, tile.values[j] = value;
         }
-        for (long j = 0; j < count; j++) call_for(values[j], cache.value_dim);
     }
 
-    static void call_for(const Element* from, long count) {
-        for (long at = 0; at < count; at += 64 / sizeof(Element))
-            _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T0);
+    // Memory is told to bring the next tile's keys or values from one on to before another: into the second level, for which
+    // it brings more at a time than for the first.
+    static void call_for(const Tile& next, const Element* const* rows, long from, long to, long dim) {
+        for (long j = from; j < std::min(to, next.count); j++)
+            for (long at = 0; at < dim; at += 64 / sizeof(Element))
+                _mm_prefetch(reinterpret_cast<const char*>(rows[j] + at), _MM_HINT_T1);
     }
 
-    void score_few(long rows, const Element** keys, long count, Scratch& scratch) const {
+    void call_for_keys(const Scratch& scratch, long from, long to) const {
+        call_for(*scratch.next, scratch.next->keys, from, to, cache.key_dim);
+    }
+
+    void call_for_values(const Scratch& scratch, long from, long to) const {
+        call_for(*scratch.next, scratch.next->values, from, to, cache.value_dim);
+    }
+
+    void score_few(long rows, Scratch& scratch) const {
+        auto& [keys, values, count] = *scratch.tile;
         for (long j = count; j % 8; j++) keys[j] = keys[count - 1];  // hidden from all
-        with_rows(rows, [&](auto number) {
+        call_for_keys(scratch, 0, TILE);
+        with_rows(rows, [&, keys = keys, count = count](auto number) {
             for (long j = 0; j < count; j += 8)
                 decant::score<number>(scratch.query.data(), cache.key_dim, keys + j, &scratch.scores[j], TILE);
         });
     }
 
-    void mix_few(long rows, const Element* const* values, long count, Scratch& scratch) const {
+    void mix_few(long rows, Scratch& scratch) const {
+        call_for_values(scratch, 0, TILE);
         with_rows(rows, [&](auto number) {
-            mix_all<number>(scratch.scores.data(), TILE, values, count, cache.value_dim, scratch.out.data(),
-                            panels * WIDTH);
+            mix_all<number>(scratch.scores.data(), TILE, scratch.tile->values, scratch.tile->count, cache.value_dim,
+                            scratch.out.data(), panels * WIDTH);
         });
     }
 
     // As panels; noughts where there is none.
-    void lay_out_keys(const Element** keys, long count, Scratch& scratch) const {
+    void lay_out_keys(Scratch& scratch) const {
+        auto& [keys, values, count] = *scratch.tile;
         if constexpr (PAIRED) {
             for (long j = count; j % WIDTH; j++) keys[j] = keys[count - 1];  // hidden from all
-            for (long j = 0; j < count; j += WIDTH) pair_keys(keys + j, length, scratch.keys + j * length);
+            long j = 0;
+            for (; j < count; j += WIDTH) {
+                call_for_keys(scratch, j, j + WIDTH);
+                pair_keys(keys + j, length, scratch.keys + j * length);
+            }
+            call_for_keys(scratch, j, TILE);
         } else {
+            call_for_keys(scratch, 0, TILE);
             if (count < TILE) std::fill_n(scratch.keys, TILE * cache.key_dim, 0.0f);
             long j = 0;
             for (; j + 8 <= count; j += 8) lay_out_eight(keys + j, j, scratch.keys);
@@ -228,15 +283,21 @@ private:
         }
     }
 
-    void lay_out_values(const Element* const* values, long count, Scratch& scratch) const {
+    void lay_out_values(Scratch& scratch) const {
+        auto& [keys, values, count] = *scratch.tile;
         if (count < TILE || cache.value_dim % WIDTH)
             std::fill_n(scratch.values, panels * WIDTH * steps<Multiplied>(TILE), Word());
         if constexpr (PAIRED) {
-            for (long j = 0; j < count; j += 2)  // one without another weighs nought with itself
+            long j = 0;
+            for (; j < count; j += 2) {  // one without another weighs nought with itself
+                call_for_values(scratch, j, j + 2);
                 for (long p = 0; p < panels; p++)
                     pair_values(values[j] + p * WIDTH, values[std::min(j + 1, count - 1)] + p * WIDTH,
                                 scratch.values + (p * TILE / 2 + j / 2) * WIDTH);
+            }
+            call_for_values(scratch, j, TILE);
         } else {
+            call_for_values(scratch, 0, TILE);
             for (long j = 0; j < count; j++) {
                 long d = 0;
                 for (; d + 8 <= cache.value_dim; d += 8) keep(value_place(j, d, scratch.values), wide(values[j] + d));
@@ -245,10 +306,10 @@ private:
         }
     }
 
-    // Some rows, from the r-th on, of a tile of `count` keys.
-    void score(long r, long some, long count, Scratch& scratch) const {
-        multiply<Multiplied>(&scratch.query[r * length], some, length, scratch.keys, (count + WIDTH - 1) / WIDTH,
-                             scratch.scores.data(), TILE);
+    // Some rows, from the r-th on, of a tile of keys.
+    void score(long r, long some, Scratch& scratch) const {
+        multiply<Multiplied>(&scratch.query[r * length], some, length, scratch.keys,
+                             (scratch.tile->count + WIDTH - 1) / WIDTH, scratch.scores.data(), TILE);
     }
 
     // Of bfloat16 the sums go on from tile to tile; a longer chain of float32 would lose some of its bits.
