@@ -52,13 +52,15 @@ public:
         E* row = memory.data();
         E *query = row + tokens * hidden, *turned = query + tokens * heads;
         E *key = turned + tokens * heads, *turned_key = key + tokens * kv, *value = turned_key + tokens * kv;
-        norm(layer.before, x, row, tokens, hidden);
+        auto at = [=](auto* rows, long t) { return rows + t * hidden; };
+        each_row(tokens, hidden, threads, [=](long t) { norm(layer.before, at(x, t), at(row, t), hidden); });
         multiply_all<T, 3>({by(layer.query, row, query, tokens), by(layer.key, row, key, tokens),
                             by(layer.value, row, value, tokens)}, threads);
-        norm(layer.query_norm, query, query, tokens * layer.heads, layer.width);
-        norm(layer.key_norm, key, key, tokens * layer.kv_heads, layer.width);
-        rotate(query, cos, sin, turned, tokens, layer.heads, layer.width, heads, layer.width, threads);
-        rotate(key, cos, sin, turned_key, tokens, layer.kv_heads, layer.width, kv, layer.width, threads);
+        each_row(tokens, heads + kv, threads, [=](long t) {
+            const E *c = cos + t * layer.width, *s = sin + t * layer.width;
+            turn(layer.query_norm, query + t * heads, c, s, turned + t * heads, layer.heads);
+            turn(layer.key_norm, key + t * kv, c, s, turned_key + t * kv, layer.kv_heads);
+        });
         Call call{turned, turned_key, value, query, nullptr, visible, heads, layer.width, kv, layer.width, kv, layer.width,
                   layer.heads, float(layer.scaling), float(layer.softcap)};
         attend<T>(cache, step, asked ? asked->step : step, call, std::is_same_v<T, BFloat16>, threads);
@@ -69,14 +71,16 @@ public:
             x = out, some = asked->count;
         }
         by(layer.out, query, row, some).run(threads);
-        add(x, row, out, some, hidden, threads);
+        each_row(some, hidden, threads, [=](long t) {
+            add_row(at(x, t), at(row, t), at(out, t), hidden);
+            norm(layer.after, at(out, t), at(row, t), hidden);
+        });
 
         E *open = query, *up = open + some * layer.gate.outputs;
-        norm(layer.after, out, row, some, hidden);
         multiply_all<T, 2>({by(layer.gate, row, open, some), by(layer.up, row, up, some)}, threads);
         gate(open, up, open, some, layer.gate.outputs, layer.gate.outputs, threads);
         by(layer.down, open, row, some).run(threads);
-        add(out, row, out, some, hidden, threads);
+        each_row(some, hidden, threads, [=](long t) { add_row(at(out, t), at(row, t), at(out, t), hidden); });
         if (asked) spread(*asked, out, hidden);
     }
 
@@ -85,8 +89,14 @@ private:
     const long tokens;
     const int threads;
 
-    void norm(const Norm& by, const E* x, E* out, long rows, long width) const {
-        if (by.weight) rms_norm(x, static_cast<const E*>(by.weight), out, rows, width, float(by.eps), threads);
+    static void norm(const Norm& by, const E* x, E* out, long width) {
+        norm_row(x, static_cast<const E*>(by.weight), out, width, float(by.eps));
+    }
+
+    // A token's queries or keys, each by itself, where there is a norm for them; rotated.
+    void turn(const Norm& by, E* x, const E* cos, const E* sin, E* out, long heads) const {
+        for (long h = 0; by.weight && h < heads; h++) norm(by, x + h * layer.width, x + h * layer.width, layer.width);
+        rotate_row(x, cos, sin, out, heads, layer.width, layer.width);
     }
 
     Product<T> by(const Linear& linear, const E* x, E* out, long rows) const {
