@@ -103,6 +103,13 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(name: str, dtype: str, tm
     assert len(joined(device)) == 2
 
 
+def test_layers_as_wide_as_those_of_real_models_are_taken(tmp_path: Path) -> None:
+    """The wider a layer, the more of its numbers a last bit can turn, and the easier it is refused."""
+    wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
+    device = device_of(tmp_path, "qwen2", "bfloat16", **wide, num_hidden_layers=6)
+    assert len(joined(device)) == 6
+
+
 KEPT: tuple[list[int], ...] = ([], [3], [11], [12], [3, 11, 12, 13, 48], [13, 30, 48], [0, 4], list(range(49)))
 """Of a step of 1, 1, 2, 9 and 36 tokens: nobody's, some of one sequence's, some of several's, all."""
 
