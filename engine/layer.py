@@ -254,12 +254,17 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> None:
             layer.follower = follower
 
 
+def joined(model: nn.Module) -> list[tuple[nn.Module, Layer]]:
+    """The layers that run in one call, and how."""
+    return [(module, module.forward) for module in model.modules() if isinstance(module.forward, Layer)]
+
+
 def apart(model: nn.Module) -> list[tuple[nn.Module, Layer]]:
     """Have all layers run module by module again; ``module.forward = layer`` joins each that is answered."""
-    joined = [(module, module.forward) for module in model.modules() if isinstance(module.forward, Layer)]
-    for module, layer in joined:
+    found = joined(model)
+    for module, layer in found:
         module.forward = layer.theirs
-    return joined
+    return found
 
 
 class _Noting:

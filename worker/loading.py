@@ -22,6 +22,7 @@ def load_model(settings: WorkerSettings) -> Device:
     from transformers.utils import logging
 
     from engine import native, warm_start
+    from engine.layer import joined
     from engine.model import ModelConfig, load
 
     logging.disable_progress_bar()
@@ -39,6 +40,7 @@ def load_model(settings: WorkerSettings) -> Device:
             block_size=settings.block_size,
         )
     )
+    _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=len(joined(device.model)))
     if settings.threads is None and device.store.blocks.device.type == "cpu":
         threads = warm_start.choose_threads(device, threads, torch.set_num_threads)
     device.costs = warm_start.measure(device)

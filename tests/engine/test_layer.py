@@ -59,7 +59,7 @@ def device_of(folder: Path, name: str, dtype: str = "float32", **changes: Any) -
 
 
 def joined(device: ModelDevice) -> list[Layer]:
-    return [module.forward for module in device.model.modules() if isinstance(module.forward, Layer)]
+    return [layer for _, layer in engine.layer.joined(device.model)]
 
 
 def row(tokens: list[int], start: int, end: int, blocks: array[int]) -> Row:
