@@ -15,7 +15,7 @@ from engine.native import KERNELS
 
 def make_attention(store: KvStore, views: Sequence[View], flat: FlatRows, keep: Ints) -> Attender:
     """For one step over ``store``; ``views[i]`` is what layer i may see, ``keep`` the flattened positions whose logits
-    are needed."""
+    are needed: what is compiled computes the others of the last layer no further than to their keys and values."""
     if KERNELS is not None and store.blocks.device.type == "cpu":
         return NativeAttention(KERNELS, store, views, flat, keep)
     return PagedAttention(store, views, flat)
