@@ -2,6 +2,7 @@
 
     error                                           another try
     a lost connection: a status without ErrorInfo   yes
+    somebody else there: UNIMPLEMENTED without it   yes
     UNAVAILABLE, QUEUE_FULL, QUOTA_EXCEEDED         yes, not before the server's RetryInfo
     ABORTED (DRAINING)                              yes
     any other                                       no
@@ -26,7 +27,13 @@ LONGEST_PAUSE_S = 30.0
 """Before anything has come. A server that asks for more is told to the caller instead, who may have other plans."""
 
 _LOST = frozenset(
-    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.UNIMPLEMENTED,  # another's server: a dead router's address is free for anyone to take
+    }
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
 import decant
@@ -37,6 +38,26 @@ async def test_a_router_that_is_not_ready_is_passed_over(two: Two) -> None:
             with pytest.raises(decant.Unavailable):
                 await client.generate("x")
     assert (two.asked, busy.asked) == (4, [])
+
+
+async def test_a_dead_router_s_address_may_be_another_s_by_now(two: Two) -> None:
+    stranger = grpc.aio.server()
+    port = stranger.add_insecure_port("127.0.0.1:0")
+    await stranger.start()
+    live = two.address.split(",")[0]
+    try:
+        for address in (f"127.0.0.1:{port},{live}", f"{live},127.0.0.1:{port}"):
+            async with AsyncClient(address) as client:
+                for _ in range(3):
+                    assert (await client.server_info()).router_id == "r"
+                    assert (await client.generate("x")).text == "abc!"
+                    two.reset([Break(2, LOST)])
+                    assert [delta.text async for delta in client.stream("x")] == ["a", "b", "c", "!"]
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            with pytest.raises(decant.Unimplemented):
+                await client.server_info()
+    finally:
+        await stranger.stop(None)
 
 
 async def test_a_name_that_stands_for_several_routers(two: Two) -> None:

@@ -105,7 +105,7 @@ def test_whoever_is_well_goes_before_whoever_rests(steps: list[tuple[str, int, f
         (lost(grpc.StatusCode.UNKNOWN), True),
         (lost(grpc.StatusCode.DEADLINE_EXCEEDED), False),
         (lost(grpc.StatusCode.RESOURCE_EXHAUSTED), False),  # gRPC's own: a message that is too large
-        (lost(grpc.StatusCode.UNIMPLEMENTED), False),
+        (lost(grpc.StatusCode.UNIMPLEMENTED), True),  # another's server, where a router was
         (away(), True),
         (decant.Unavailable(Reason.DRAINING, "draining", retry_after=0.1), True),
         (decant.QueueFull(4, retry_after=1), True),

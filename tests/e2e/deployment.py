@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -171,6 +172,16 @@ class Deployment:
 
 
 @contextmanager
+def kept(address: str) -> Iterator[None]:
+    """Nobody else is given this port, also once its server is dead: its clients must not meet another test's."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, int(port)))
+        yield
+
+
+@contextmanager
 def deployment(
     *,
     prefill: int = 1,
@@ -211,10 +222,11 @@ def deployment(
         threshold = () if handoff_min_tokens is None else ("--handoff-min-tokens", str(handoff_min_tokens))
         served = ",".join([model, another] if another else [model])
         for _ in range(routers):
-            arguments = (*common, "--models", served, *threshold, *router)
+            arguments = (*common, "--reuse-port", "--models", served, *threshold, *router)
             made.routers.append(stack.enter_context(Process("router", *arguments)))
         for routing in made.routers:
             made.addresses.append(routing.until("serving")["address"])
+            stack.enter_context(kept(made.addresses[-1]))
             routing.until("readiness", state="ready")
         yield made
         for routing in made.routers:
