@@ -14,6 +14,7 @@
 // nought in them. So a row's bits depend on its own position alone, not on which rows are computed beside it.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -43,7 +44,7 @@ struct Cache {
 // One layer's call. Queries, keys and values are [tokens, heads, dim], `*_token` and `*_head` elements apart.
 struct Call {
     const void *query, *key, *value;
-    void* out;                  // [tokens, heads, value_dim]
+    void* out;                  // [tokens, heads, value_dim]; may be `query`, of which a row is read before it is written
     const float* sinks;         // [heads], or null
     const int64_t* visible;     // [tokens] first key that each sees
     int64_t query_token, query_head, key_token, key_head, value_token, value_head, heads;
@@ -73,6 +74,9 @@ public:
             for (long at = 0; at < step.count(s); at += positions)
                 for (long h = 0; h < cache.kv_heads; h++)
                     items.push_back({s, at, std::min<long>(positions, step.count(s) - at), h});
+        // The longest first: threads end together, each with a short one.
+        auto work = [this](const Item& item) { return item.count * (end(item) - begin(item)); };
+        std::stable_sort(items.begin(), items.end(), [=](auto& one, auto& other) { return work(one) > work(other); });
         size_t together = items.size() < size_t(MANY * threads) ? 1 : cache.kv_heads;
         std::atomic<size_t> taken(0);
         #pragma omp parallel num_threads(std::clamp<long>(items.size(), 1, threads))
@@ -120,9 +124,8 @@ private:
             : query(rows * a.length), paired(PAIRED * PASS * steps<Multiplied>(TILE)), scores(PASS * TILE),
               sums(!PAIRED * PASS * a.panels * WIDTH), out(rows * a.panels * WIDTH), highest(rows),
               total(rows * WIDTH),
-              memory(TILE * a.length + a.panels * WIDTH * steps<Multiplied>(TILE) + 16) {
-            auto address = reinterpret_cast<uintptr_t>(memory.data());
-            keys = memory.data() + (64 - address % 64) % 64 / 4;
+              memory(TILE * a.length + a.panels * WIDTH * steps<Multiplied>(TILE) + LINE / sizeof(Word)) {
+            keys = at_line(memory.data());
             values = keys + TILE * a.length;
         }
         // Scores become weights where they are, unless those are of another kind.

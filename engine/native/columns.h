@@ -20,6 +20,12 @@ namespace decant {
 
 constexpr long WIDTH = 16;  // columns of a panel
 
+constexpr long LINE = 64;   // bytes that caches move at a time
+
+// Where a line begins next. What is not larger than a line, and lies at a multiple of its size from there, is in one line.
+template <class E>
+inline E* at_line(E* at) { return at + (LINE - reinterpret_cast<uintptr_t>(at) % LINE) % LINE / sizeof(E); }
+
 inline float widen(uint16_t half) {
     uint32_t word = uint32_t(half) << 16;
     float value;

@@ -47,21 +47,20 @@ public:
     void run(const Cache& cache, const Step& step, const Asked* asked, const E* x, const E* cos, const E* sin,
              const int64_t* visible, E* out, std::vector<E>& memory) const {
         long hidden = layer.query.inner, heads = layer.query.outputs, kv = layer.key.outputs;
-        size_t needed = tokens * (hidden + std::max(2 * heads + 3 * kv, 2 * layer.gate.outputs));
-        if (memory.size() < needed) memory.resize(needed);
-        E* row = memory.data();
-        E *query = row + tokens * hidden, *turned = query + tokens * heads;
-        E *key = turned + tokens * heads, *turned_key = key + tokens * kv, *value = turned_key + tokens * kv;
+        size_t needed = tokens * (hidden + std::max(heads + 2 * kv, 2 * layer.gate.outputs));
+        if (memory.size() < needed + LINE / sizeof(E)) memory.resize(needed + LINE / sizeof(E));
+        E* row = at_line(memory.data());
+        E *query = row + tokens * hidden, *key = query + tokens * heads, *value = key + tokens * kv;
         auto at = [=](auto* rows, long t) { return rows + t * hidden; };
         each_row(tokens, hidden, threads, [=](long t) { norm(layer.before, at(x, t), at(row, t), hidden); });
         multiply_all<T, 3>({by(layer.query, row, query, tokens), by(layer.key, row, key, tokens),
                             by(layer.value, row, value, tokens)}, threads);
         each_row(tokens, heads + kv, threads, [=](long t) {
             const E *c = cos + t * layer.width, *s = sin + t * layer.width;
-            turn(layer.query_norm, query + t * heads, c, s, turned + t * heads, layer.heads);
-            turn(layer.key_norm, key + t * kv, c, s, turned_key + t * kv, layer.kv_heads);
+            turn(layer.query_norm, query + t * heads, c, s, layer.heads);
+            turn(layer.key_norm, key + t * kv, c, s, layer.kv_heads);
         });
-        Call call{turned, turned_key, value, query, nullptr, visible, heads, layer.width, kv, layer.width, kv, layer.width,
+        Call call{query, key, value, query, nullptr, visible, heads, layer.width, kv, layer.width, kv, layer.width,
                   layer.heads, float(layer.scaling), float(layer.softcap)};
         attend<T>(cache, step, asked ? asked->step : step, call, std::is_same_v<T, BFloat16>, threads);
         long some = tokens;
@@ -94,9 +93,9 @@ private:
     }
 
     // A token's queries or keys, each by itself, where there is a norm for them; rotated.
-    void turn(const Norm& by, E* x, const E* cos, const E* sin, E* out, long heads) const {
+    void turn(const Norm& by, E* x, const E* cos, const E* sin, long heads) const {
         for (long h = 0; by.weight && h < heads; h++) norm(by, x + h * layer.width, x + h * layer.width, layer.width);
-        rotate_row(x, cos, sin, out, heads, layer.width, layer.width);
+        rotate_row(x, cos, sin, x, heads, layer.width, layer.width);
     }
 
     Product<T> by(const Linear& linear, const E* x, E* out, long rows) const {

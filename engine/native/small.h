@@ -49,14 +49,19 @@ inline __m256 silu(__m256 x) {
 
 #ifdef __AVX512BF16__
 
-inline __mmask16 first(long count) { return (1 << count) - 1; }
+inline __mmask16 first(long count) { return (1 << count) - 1; }  // a mask costs something, also if it leaves out nothing
 inline void fill(__m512& lanes, float value) { lanes = _mm512_set1_ps(value); }
 inline __m512 add_square(__m512 sum, __m512 x) { return _mm512_fmadd_ps(x, x, sum); }
 inline __m512 negative(__m512 x) { return _mm512_xor_ps(x, _mm512_set1_ps(-0.0f)); }
-inline __m512 some(const uint16_t* at, long count) { return sixteen(_mm256_maskz_loadu_epi16(first(count), at)); }
+
+inline __m512 some(const uint16_t* at, long count) {
+    if (count == 16) return sixteen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+    return sixteen(_mm256_maskz_loadu_epi16(first(count), at));
+}
 
 inline void keep_some(uint16_t* at, __m512 values, long count) {
-    _mm256_mask_storeu_epi16(at, first(count), halves(values));
+    if (count == 16) _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), halves(values));
+    else _mm256_mask_storeu_epi16(at, first(count), halves(values));
 }
 
 inline __m512 rounded(const uint16_t*, __m512 values) { return sixteen(halves(values)); }
@@ -78,7 +83,9 @@ using Some = decltype(some(static_cast<const E*>(nullptr), 0));
 template <class E, class F>
 inline void by_lanes(long width, const F& f) {
     constexpr long all = sizeof(Some<E>) / sizeof(float);
-    for (long at = 0; at < width; at += all) f(at, std::min(all, width - at));
+    long at = 0;
+    for (; at + all <= width; at += all) f(at, all);
+    if (at < width) f(at, width - at);
 }
 
 // x / sqrt(mean(x^2) + eps), rounded, times the weight (RMSNorm, Zhang and Sennrich 2019). `out` may be `x`.
@@ -111,7 +118,7 @@ void gate(const E* gate, const E* up, E* out, long rows, long width, long stride
 }
 
 // x * cos + rotate_half(x) * sin, each product and the sum rounded (RoPE, Su et al. 2021), of a token's heads, which are
-// `apart` numbers from each other; cos and sin [width], out [heads, width].
+// `apart` numbers from each other; cos and sin [width], out [heads, width], which may be `x` where that is as dense.
 template <class E>
 inline void rotate_row(const E* x, const E* cos, const E* sin, E* out, long heads, long width, long apart) {
     long half = width / 2;
