@@ -89,6 +89,7 @@ public:
 
 private:
     struct Item { long sequence, first, count, kv_head; };
+    struct Seen { long from, to; };  // which keys of a tile
 
     // What a thread attends to: so many of the items at a time as it takes together.
     struct Turns {
@@ -121,7 +122,7 @@ private:
         Tile tiles[2], *tile = tiles, *next = tiles + 1;  // which is multiplied, and which memory is about to bring
         Word *keys, *values;  // panels [TILE / 16][steps(key_dim)][16] and [panels][steps(TILE)][16], aligned
         Scratch(const Attention& a, long rows)
-            : query(rows * a.length), paired(PAIRED * PASS * steps<Multiplied>(TILE)), scores(PASS * TILE),
+            : query(rows * a.length), paired(PAIRED * PASS * steps<Multiplied>(TILE)), scores(!PAIRED * PASS * TILE),
               sums(!PAIRED * PASS * a.panels * WIDTH), out(rows * a.panels * WIDTH), highest(rows),
               total(rows * WIDTH),
               memory(TILE * a.length + a.panels * WIDTH * steps<Multiplied>(TILE) + LINE / sizeof(Word)) {
@@ -186,21 +187,26 @@ private:
             if (base + TILE < end) find(item, base + TILE, *scratch.next);
             else if (const Item* then = turns.coming()) find(*then, begin(*then), *scratch.next);
             else scratch.next->count = 0;
-            auto weigh_some = [&](long r, long some) {
-                for (long n = 0; n < some; n++)
-                    weigh(r + n, n, base, position + (r + n) / group, call.visible[token + (r + n) / group], scratch);
+            auto seen = [&](long r) {  // by a row
+                long place = position + r / group, visible = call.visible[token + r / group];
+                long from = std::clamp(visible - base, 0L, TILE);
+                return Seen{from, std::clamp(place + 1 - base, from, TILE)};
             };
             if constexpr (!PAIRED) if (rows <= FEW && cache.key_dim % 8 == 0 && cache.value_dim % 8 == 0) {
                 score_few(rows, scratch);
-                weigh_some(0, rows);
+                for (long r = 0; r < rows; r++) weigh(r, r, seen(r), scratch);
                 mix_few(rows, scratch);
                 continue;
             }
             lay_out_keys(scratch);
             for (long pass = 0; pass < passes; pass++) {
                 long r = rows * pass / passes, some = rows * (pass + 1) / passes - r;
-                score(r, some, scratch);
-                weigh_some(r, some);
+                if constexpr (PAIRED) {
+                    weigh_pairs(r, some, seen, scratch);
+                } else {
+                    score(r, some, scratch);
+                    for (long n = 0; n < some; n++) weigh(r + n, n, seen(r + n), scratch);
+                }
                 if (!pass) lay_out_values(scratch);
                 mix(r, some, scratch);
             }
@@ -251,7 +257,7 @@ private:
         auto& [keys, values, count] = *scratch.tile;
         for (long j = count; j % 8; j++) keys[j] = keys[count - 1];  // hidden from all
         call_for_keys(scratch, 0, TILE);
-        with_rows(rows, [&, keys = keys, count = count](auto number) {
+        with_rows<FEW>(rows, [&, keys = keys, count = count](auto number) {
             for (long j = 0; j < count; j += 8)
                 decant::score<number>(scratch.query.data(), cache.key_dim, keys + j, &scratch.scores[j], TILE);
         });
@@ -259,7 +265,7 @@ private:
 
     void mix_few(long rows, Scratch& scratch) const {
         call_for_values(scratch, 0, TILE);
-        with_rows(rows, [&](auto number) {
+        with_rows<FEW>(rows, [&](auto number) {
             mix_all<number>(scratch.scores.data(), TILE, scratch.tile->values, scratch.tile->count, cache.value_dim,
                             scratch.out.data(), panels * WIDTH);
         });
@@ -345,27 +351,64 @@ private:
         return values + (d / WIDTH * TILE + j) * WIDTH + d % WIDTH;
     }
 
-    // A row's scores, those of the n-th in its pass, become weights; what it has so far fades as its maximum grows.
-    void weigh(long row, long n, long base, long position, long visible, Scratch& scratch) const {
+    // A row's scores, those of the n-th in its pass, become weights.
+    void weigh(long row, long n, Seen seen, Scratch& scratch) const {
         float* scores = &scratch.scores[n * TILE];
         if (call.softcap != 0)
-            for (long j = 0; j < TILE; j++)
-                scores[j] = call.softcap * std::tanh((PAIRED ? call.scaling * scores[j] : scores[j]) / call.softcap);
-        long from = std::clamp(visible - base, 0L, TILE), to = std::clamp(position + 1 - base, from, TILE);
-        std::fill(scores, scores + from, HIDDEN);
-        std::fill(scores + to, scores + TILE, HIDDEN);
-        float before = scratch.highest[row], highest = std::max(before, most(scores, TILE));
-        float* total = &scratch.total[row * WIDTH];
-        if (highest > before) {
-            float decay = exponential((before - highest) * unit);
-            float* out = &scratch.out[row * panels * WIDTH];
-            for (long d = 0; d < panels * WIDTH; d++) out[d] *= decay;
-            for (long d = 0; d < WIDTH; d++) total[d] *= decay;
-            scratch.highest[row] = highest;
+            for (long j = 0; j < TILE; j++) scores[j] = capped(scores[j]);
+        std::fill(scores, scores + seen.from, HIDDEN);
+        std::fill(scores + seen.to, scores + TILE, HIDDEN);
+        float highest = raise(row, most(scores, TILE), scratch);
+        weigh_all(scores, TILE, highest, scores, &scratch.total[row * WIDTH]);
+    }
+
+    // The same of some rows, from the r-th on.
+    template <class F>
+    void weigh_pairs(long r, long some, const F& seen, Scratch& scratch) const {
+        long groups = (some + SCORED - 1) / SCORED;
+        for (long g = 0; g < groups; g++) {
+            long n = some * g / groups, count = some * (g + 1) / groups - n;
+            with_rows<SCORED>(count, [&](auto number) {
+                if (call.softcap == 0) weigh_at_once<number, false>(r + n, n, seen, scratch);
+                else weigh_at_once<number, true>(r + n, n, seen, scratch);
+            });
         }
-        auto* weights = scratch.weights() + n * steps<Multiplied>(TILE);
-        if constexpr (PAIRED) weigh_pairs(scores, TILE, highest, unit, weights, total);
-        else weigh_all(scores, TILE, highest, weights, total);
+    }
+
+    // Of as many rows as keep their scores in registers.
+    template <int COUNT, bool CAPPED, class F>
+    [[gnu::noinline]] void weigh_at_once(long r, long n, const F& seen, Scratch& scratch) const {
+        static_assert(TILE == 64, "a bit for each key");
+        Scores<COUNT> scores(&scratch.query[r * length], length, scratch.keys);
+        #pragma GCC unroll 8
+        for (int i = 0; i < COUNT; i++) {
+            auto [from, to] = seen(r + i);
+            if constexpr (CAPPED) for (auto& sixteen : scores.of[i])
+                for (long j = 0; j < WIDTH; j++) sixteen[j] = capped(sixteen[j]);
+            if (to - from < TILE) scores.hide(i, ((uint64_t(1) << (to - from)) - 1) << (from % TILE), HIDDEN);
+            float highest = raise(r + i, scores.highest(i), scratch);
+            scores.weigh(i, highest, unit, &scratch.paired[(n + i) * steps<Multiplied>(TILE)],
+                         &scratch.total[(r + i) * WIDTH]);
+        }
+    }
+
+    float capped(float score) const {
+        return call.softcap * std::tanh((PAIRED ? call.scaling * score : score) / call.softcap);
+    }
+
+    // A row's highest score so far.
+    float raise(long row, float score, Scratch& scratch) const {
+        float before = scratch.highest[row];
+        if (!(score > before)) return before;
+        fade(row, exponential((before - score) * unit), scratch);
+        return scratch.highest[row] = score;
+    }
+
+    // What a row has, as its highest score grows: not often, and kept out of the loop for that.
+    [[gnu::noinline]] void fade(long row, float decay, Scratch& scratch) const {
+        float *out = &scratch.out[row * panels * WIDTH], *total = &scratch.total[row * WIDTH];
+        for (long d = 0; d < panels * WIDTH; d++) out[d] *= decay;
+        for (long d = 0; d < WIDTH; d++) total[d] *= decay;
     }
 
     void finish(const Item& item, long token, const Scratch& scratch) const {

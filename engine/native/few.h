@@ -10,19 +10,12 @@ namespace decant {
 
 constexpr long FEW = 8;
 
-// f(the number of rows, as a constant), for 1 to FEW rows.
-template <class F>
-inline void with_rows(long rows, F f) {
-    switch (rows) {
-        case 1: return f(std::integral_constant<int, 1>());
-        case 2: return f(std::integral_constant<int, 2>());
-        case 3: return f(std::integral_constant<int, 3>());
-        case 4: return f(std::integral_constant<int, 4>());
-        case 5: return f(std::integral_constant<int, 5>());
-        case 6: return f(std::integral_constant<int, 6>());
-        case 7: return f(std::integral_constant<int, 7>());
-        default: return f(std::integral_constant<int, 8>());
-    }
+// f(the number of rows, as a constant), for 1 to MOST rows.
+template <int MOST, class F>
+inline void with_rows(long rows, const F& f) {
+    if constexpr (MOST > 1)
+        if (rows < MOST) return with_rows<MOST - 1>(rows, f);
+    f(std::integral_constant<int, MOST>());
 }
 
 // Queries [ROWS, dim] times eight keys: scores, rows `apart` numbers behind each other.

@@ -4,6 +4,15 @@
 
 #include "columns.h"
 
+namespace decant {
+
+constexpr long SCORED = 6;  // most rows whose scores fit into the registers with what they are made of
+
+template <int ROWS>
+struct Scores;
+
+}  // namespace decant
+
 #ifdef __AVX512BF16__
 
 namespace decant {
@@ -86,20 +95,62 @@ inline __m512 power(__m512 x) {
     return _mm512_scalef_ps(p, x);  // nought where it is below all numbers
 }
 
-// As weigh_all in lanes.h, e^((score - highest) * unit), of a multiple of thirty-two; rounded and paired. What they are
-// rounded to goes on top of the sixteen of `total`.
-inline void weigh_pairs(const float* scores, long count, float highest, float unit, uint32_t* to, float* total) {
-    __m512 lanes = _mm512_loadu_ps(total), top = _mm512_set1_ps(highest);
-    __m512 factor = _mm512_set1_ps(unit * 1.44269504088896341f);
-    auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3f803f80));
-    auto weights = [=](const float* at) { return power(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(at), top), factor)); };
-    for (long j = 0; j < count; j += 32) {
-        __m512bh pairs = _mm512_cvtne2ps_pbh(weights(scores + j + 16), weights(scores + j));
-        _mm512_storeu_si512(to + j / 2, reinterpret_cast<__m512i>(pairs));
-        lanes = _mm512_dpbf16_ps(lanes, pairs, ones);
+// Scores of ROWS rows with the keys of a tile, which stay in registers until they are weights.
+template <int ROWS>
+struct Scores {
+    static constexpr int PARTS = 4;  // of sixteen keys
+
+    __m512 of[ROWS][PARTS];
+
+    // query [ROWS, words]; keys as panels [PARTS][words][16].
+    Scores(const uint32_t* query, long words, const uint32_t* keys) {
+        #pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+            #pragma GCC unroll 4
+            for (int p = 0; p < PARTS; p++) of[r][p] = _mm512_setzero_ps();
+        for (long k = 0; k < words; k++) {
+            Columns factors[PARTS];
+            #pragma GCC unroll 4
+            for (int p = 0; p < PARTS; p++) factors[p] = BFloat16::load(keys + (p * words + k) * WIDTH);
+            #pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++)
+                #pragma GCC unroll 4
+                for (int p = 0; p < PARTS; p++) {
+                    Columns sums{of[r][p]};
+                    sums.add(query[r * words + k], factors[p]);
+                    of[r][p] = sums.all;
+                }
+        }
     }
-    _mm512_storeu_ps(total, lanes);
-}
+
+    // What a row does not see; `seen` has a bit for each key.
+    void hide(int row, uint64_t seen, float hidden) {
+        #pragma GCC unroll 4
+        for (int p = 0; p < PARTS; p++)
+            of[row][p] = _mm512_mask_mov_ps(_mm512_set1_ps(hidden), __mmask16(seen >> 16 * p), of[row][p]);
+    }
+
+    float highest(int row) const {
+        auto& some = of[row];
+        return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(some[0], some[1]), _mm512_max_ps(some[2], some[3])));
+    }
+
+    // As weigh_all in lanes.h, e^((score - highest) * unit); rounded and paired. What they are rounded to goes on top of the
+    // sixteen of `total`.
+    void weigh(int row, float highest, float unit, uint32_t* to, float* total) const {
+        __m512 lanes = _mm512_loadu_ps(total), top = _mm512_set1_ps(highest);
+        __m512 factor = _mm512_set1_ps(unit * 1.44269504088896341f);
+        auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3f803f80));
+        auto weights = [=](__m512 scores) { return power(_mm512_mul_ps(_mm512_sub_ps(scores, top), factor)); };
+        #pragma GCC unroll 2
+        for (int p = 0; p < PARTS; p += 2) {
+            __m512bh pairs = _mm512_cvtne2ps_pbh(weights(of[row][p + 1]), weights(of[row][p]));
+            _mm512_storeu_si512(to + p * 8, reinterpret_cast<__m512i>(pairs));
+            lanes = _mm512_dpbf16_ps(lanes, pairs, ones);
+        }
+        _mm512_storeu_ps(total, lanes);
+    }
+};
 
 }  // namespace decant
 
