@@ -1,7 +1,7 @@
 // A decoder layer in one call. See engine/layer.py.
 //
 //     x -> norm -> query, key, value -> (norm) -> rotation -> attention over blocks -> out -> + x
-//       -> norm -> gate, up -> silu(gate) * up -> down -> + what was there
+//       -> norm -> silu(gate) * up -> down -> + what was there
 //
 // Its parts are those that the layer calls one by one otherwise, so its bits are theirs.
 #pragma once
@@ -47,14 +47,14 @@ public:
     void run(const Cache& cache, const Step& step, const Asked* asked, const E* x, const E* cos, const E* sin,
              const int64_t* visible, E* out, std::vector<E>& memory) const {
         long hidden = layer.query.inner, heads = layer.query.outputs, kv = layer.key.outputs;
-        size_t needed = tokens * (hidden + std::max(heads + 2 * kv, 2 * layer.gate.outputs));
+        size_t needed = tokens * (hidden + std::max(heads + 2 * kv, layer.gate.outputs));
         if (memory.size() < needed + LINE / sizeof(E)) memory.resize(needed + LINE / sizeof(E));
         E* row = at_line(memory.data());
         E *query = row + tokens * hidden, *key = query + tokens * heads, *value = key + tokens * kv;
         auto at = [=](auto* rows, long t) { return rows + t * hidden; };
         each_row(tokens, hidden, threads, [=](long t) { norm(layer.before, at(x, t), at(row, t), hidden); });
-        multiply_all<T, 3>({by(layer.query, row, query, tokens), by(layer.key, row, key, tokens),
-                            by(layer.value, row, value, tokens)}, threads);
+        multiply_all(std::array{by(layer.query, row, query, tokens), by(layer.key, row, key, tokens),
+                                by(layer.value, row, value, tokens)}, threads);
         each_row(tokens, heads + kv, threads, [=](long t) {
             const E *c = cos + t * layer.width, *s = sin + t * layer.width;
             turn(layer.query_norm, query + t * heads, c, s, layer.heads);
@@ -75,9 +75,9 @@ public:
             norm(layer.after, at(out, t), at(row, t), hidden);
         });
 
-        E *open = query, *up = open + some * layer.gate.outputs;
-        multiply_all<T, 2>({by(layer.gate, row, open, some), by(layer.up, row, up, some)}, threads);
-        gate(open, up, open, some, layer.gate.outputs, layer.gate.outputs, threads);
+        E* open = query;
+        GatedProduct<T> gated{by(layer.gate, row, open, some), by(layer.up, row, nullptr, some)};
+        multiply_all(std::array{gated}, threads);
         by(layer.down, open, row, some).run(threads);
         each_row(some, hidden, threads, [=](long t) { add_row(at(out, t), at(row, t), at(out, t), hidden); });
         if (asked) spread(*asked, out, hidden);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "small.h"
 #include "tile.h"
 
 namespace decant {
@@ -17,15 +18,13 @@ constexpr long READ_ONCE = 32;       // rows up to which it is memory that sets 
 constexpr long CACHED = 384 * 1024;  // bytes of rows that stay in the second level cache while panels go by
 constexpr long WORTH = 1 << 16;      // sums that are worth waking a thread for
 
-template <class T>
-struct Product;
-
-template <class T, size_t N>
-void multiply_all(const std::array<Product<T>, N>& products, long threads);
+template <class P, size_t N>
+void multiply_all(const std::array<P, N>& products, long threads);
 
 template <class T>
 struct Product {
     using Element = typename T::Element;
+    using Factor = typename T::Factor;
 
     const Element* x;               // [rows, inner]
     const typename T::Word* weight; // [panels][steps(inner)][STEP], 64-byte aligned
@@ -33,8 +32,10 @@ struct Product {
     Element* out;                   // [rows, panels * WIDTH]
     long rows, inner, panels;
 
-    void store(const float* sums, long row, long panel, long count) const {
-        Element* to = out + row * panels * WIDTH + panel * WIDTH;
+    Element* place(long row, long panel) const { return out + (row * panels + panel) * WIDTH; }
+
+    // A row's outputs of some panels.
+    void store(const float* sums, long panel, long count, Element* to) const {
         const float* add = bias ? bias + panel * WIDTH : nullptr;
         for (long n = 0; n < count * WIDTH; n += WIDTH) {
             auto columns = Columns::read(sums + n);
@@ -53,9 +54,9 @@ struct Product {
     }
 
     // Rows as they are multiplied, in `memory` if not where they are.
-    const typename T::Factor* factors(long row, long count, std::vector<typename T::Factor>& memory) const {
-        if (T::KS * sizeof(Element) == sizeof(typename T::Factor) && inner % T::KS == 0)
-            return reinterpret_cast<const typename T::Factor*>(x + row * inner);
+    const Factor* factors(long row, long count, std::vector<Factor>& memory) const {
+        if (T::KS * sizeof(Element) == sizeof(Factor) && inner % T::KS == 0)
+            return reinterpret_cast<const Factor*>(x + row * inner);
         memory.resize(block() * length());
         for (long r = 0; r < count; r++) lay_out<T>(x + (row + r) * inner, inner, &memory[r * length()]);
         return memory.data();
@@ -67,22 +68,47 @@ struct Product {
     long blocks() const { return (rows + block() - 1) / block(); }
     long pieces() const { return (panels + taken() - 1) / taken(); }
 
+    // Sums of some rows and panels, rows TOGETHER panels apart.
+    void sum_up(const Factor* factors, long count, long panel, long together, float* sums) const {
+        multiply<T>(factors, count, length(), weight + panel * length() * T::STEP, together, sums, TOGETHER * WIDTH);
+    }
+
     // Some rows through some panels.
-    void part(const typename T::Factor* factors, long row, long count, long panel, long together, float* sums) const {
-        const auto* panels = weight + panel * length() * T::STEP;
-        multiply<T>(factors, count, length(), panels, together, sums, TOGETHER * WIDTH);
-        for (long r = 0; r < count; r++) store(&sums[r * TOGETHER * WIDTH], row + r, panel, together);
+    void part(const Factor* factors, long row, long count, long panel, long together, float* sums) const {
+        sum_up(factors, count, panel, together, sums);
+        for (long r = 0; r < count; r++) store(&sums[r * TOGETHER * WIDTH], panel, together, place(row + r, panel));
     }
 
     long work() const { return rows * inner * panels * WIDTH; }
 
-    void run(long threads) const { multiply_all<T, 1>({*this}, threads); }
+    void run(long threads) const { multiply_all(std::array{*this}, threads); }
+};
+
+// Of two linear layers with the same inputs: silu(x * gate) * (x * up). What they answer by themselves is not written down.
+template <class T>
+struct GatedProduct : Product<T> {  // by the gate, to where both go
+    using Element = typename T::Element;
+    using Factor = typename T::Factor;
+
+    Product<T> up;
+
+    void part(const Factor* factors, long row, long count, long panel, long together, float* sums) const {
+        Element open[TOGETHER * WIDTH], beside[TOGETHER * WIDTH];
+        this->sum_up(factors, count, panel, together, sums);
+        float* others = sums + this->block() * TOGETHER * WIDTH;
+        up.sum_up(factors, count, panel, together, others);
+        for (long r = 0; r < count; r++) {
+            this->store(&sums[r * TOGETHER * WIDTH], panel, together, open);
+            up.store(&others[r * TOGETHER * WIDTH], panel, together, beside);
+            gate_row(open, beside, this->place(row + r, panel), together * WIDTH);
+        }
+    }
 };
 
 // Products of a kind, one after the other. Each thread walks through a part of the panels that is its own, so that what it
 // reads next lies behind what it reads, and then through the others': a core that is slowed down does not make all wait.
-template <class T, size_t N>
-void multiply_all(const std::array<Product<T>, N>& products, long threads) {
+template <class P, size_t N>
+void multiply_all(const std::array<P, N>& products, long threads) {
     long work = 0, rows = 0, pieces = 0;
     for (auto& product : products) {
         work += product.work(), pieces += product.blocks() * product.pieces(), rows = std::max(rows, product.block());
@@ -90,12 +116,12 @@ void multiply_all(const std::array<Product<T>, N>& products, long threads) {
     std::vector<std::atomic<bool>> taken(pieces);  // of each block of rows, one after the other
     #pragma omp parallel num_threads(std::clamp(work / WORTH, 1L, threads))
     {
-        std::vector<typename T::Factor> memory;
-        std::vector<float> sums(rows * TOGETHER * WIDTH);
+        std::vector<typename P::Factor> memory;
+        std::vector<float> sums(2 * rows * TOGETHER * WIDTH);  // a gated product has two sums for each output
         std::atomic<bool>* free = taken.data();
         for (auto& product : products)
             for (long row = 0, all = product.pieces(); row < product.rows; row += product.block(), free += all) {
-                const typename T::Factor* factors = nullptr;
+                const typename P::Factor* factors = nullptr;
                 long count = std::min(product.block(), product.rows - row), some = product.taken();
                 long begin = all * omp_get_thread_num() / omp_get_num_threads();
                 for (long n = 0; n < all; n++) {

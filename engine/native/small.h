@@ -105,16 +105,19 @@ void rms_norm(const E* x, const E* weight, E* out, long rows, long width, float 
     each_row(rows, width, threads, [=](long r) { norm_row(x + r * width, weight, out + r * width, width, eps); });
 }
 
-// silu(gate), rounded, times up (SwiGLU, Shazeer 2020), of rows that lie `stride` numbers apart in both.
+// silu(gate), rounded, times up (SwiGLU, Shazeer 2020). `out` may be either.
+template <class E>
+inline void gate_row(const E* gate, const E* up, E* out, long width) {
+    by_lanes<E>(width, [=](long at, long count) {
+        auto open = rounded(gate, silu(some(gate + at, count)));
+        keep_some(out + at, open * some(up + at, count), count);
+    });
+}
+
+// Of rows that lie `stride` numbers apart in both.
 template <class E>
 void gate(const E* gate, const E* up, E* out, long rows, long width, long stride, long threads) {
-    each_row(rows, width, threads, [=](long r) {
-        const E *one = gate + r * stride, *other = up + r * stride;
-        by_lanes<E>(width, [&](long at, long count) {
-            auto open = rounded(one, silu(some(one + at, count)));
-            keep_some(out + r * width + at, open * some(other + at, count), count);
-        });
-    });
+    each_row(rows, width, threads, [=](long r) { gate_row(gate + r * stride, up + r * stride, out + r * width, width); });
 }
 
 // x * cos + rotate_half(x) * sin, each product and the sum rounded (RoPE, Su et al. 2021), of a token's heads, which are
