@@ -25,6 +25,7 @@ template <class T>
 struct Product {
     using Element = typename T::Element;
     using Factor = typename T::Factor;
+    static constexpr long SUMS = 1;  // for each output
 
     const Element* x;               // [rows, inner]
     const typename T::Word* weight; // [panels][steps(inner)][STEP], 64-byte aligned
@@ -89,6 +90,7 @@ template <class T>
 struct GatedProduct : Product<T> {  // by the gate, to where both go
     using Element = typename T::Element;
     using Factor = typename T::Factor;
+    static constexpr long SUMS = 2;
 
     Product<T> up;
 
@@ -117,7 +119,7 @@ void multiply_all(const std::array<P, N>& products, long threads) {
     #pragma omp parallel num_threads(std::clamp(work / WORTH, 1L, threads))
     {
         std::vector<typename P::Factor> memory;
-        std::vector<float> sums(2 * rows * TOGETHER * WIDTH);  // a gated product has two sums for each output
+        std::vector<float> sums(P::SUMS * rows * TOGETHER * WIDTH);
         std::atomic<bool>* free = taken.data();
         for (auto& product : products)
             for (long row = 0, all = product.pieces(); row < product.rows; row += product.block(), free += all) {
