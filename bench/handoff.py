@@ -3,8 +3,8 @@
     python -m bench.handoff [--model qwen2.5-0.5b] [--mib 128] [--runs 15] [--prompts 5] [--json OUT]
 
 moving     the prompt is read beforehand, in no time, so that what is measured is the moving: reading blocks, sums,
-           messages, checks, writing blocks, seal. The bare stream sends as many messages of 1 MiB and does nothing with
-           them. The two take turns.
+           messages, checks, writing blocks, seal, until the sequence has joined. The bare stream sends as many messages
+           of 1 MiB and does nothing with them. The two take turns.
 stepping   how much longer a step takes beside a handoff. Either end is a real engine on one thread:
            all at once     eight sequences decode at one end, alone, beside bare streams, and beside handoffs of a cache
                            that is there already, as fast as they go: the worst that can come
@@ -159,6 +159,7 @@ class Pair:
         return took
 
     async def close(self) -> None:
+        await self.end.taker.close()
         await self._channel.close()
         await self._transport.close()
         await self.end.loop.stop()

@@ -1,8 +1,11 @@
 """The taking end: pulls a cache into room that is already reserved, and joins the sequence when the seal agrees.
 
-reserve ──> Open(have) ──> kv_run: verify, write, acknowledge ... ──> seal: join ──> Release(owned)
+reserve ──> Open(have) ──> kv_run: verify, write, acknowledge ... ──> seal: join ──> taken, and Release(owned)
                                  │ corrupt, silent, closed                             or
-                                 └────────────> abort: the room is free ──> Release(abandoned)
+                                 └────────────> abort: the room is free ──> failed, and Release(abandoned)
+
+The word to the giver is on its way when the caller goes on: a joined sequence decodes, however long its giver takes to
+hear of it, or whether it still lives.
 """
 
 from __future__ import annotations
@@ -43,19 +46,23 @@ class Taken:
 
 
 class Taker:
-    """Fetches caches for one worker. ``peer`` is this worker's life, ``beat`` what it says of itself meanwhile."""
+    """Fetches caches for one worker. ``peer`` is this worker's life, ``beat`` what it says of itself meanwhile.
+
+    Its last words to givers are its own until ``close``, which takes at most RELEASE_SECONDS.
+    """
 
     def __init__(self, loop: EngineLoop, shape: Shape, peer: wire.Peer, beat: Callable[[], wire.Beat]) -> None:
         self._loop = loop
         self._shape = shape
         self._peer = peer
         self._beat = beat
+        self._last_words: set[asyncio.Task[None]] = set()
 
     async def take(self, source: KvSource, ticket: wire.Ticket, arrival: Arrival) -> Taken:
         """Fetch what ``ticket`` opens into ``arrival`` and join it. Owns the arrival: joined or aborted at its end.
 
         Raises HandoffFailed, and NothingLeft when the giver's sequence ended by itself. Either way, and when it is
-        cancelled, the room is free and the giver is told.
+        cancelled, the room is free and the giver is being told.
         """
         outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
         try:
@@ -65,9 +72,27 @@ class Taker:
         finally:
             if outcome == wire.ReleaseRequest.OUTCOME_ABANDONED:
                 self._loop.post(lambda _: arrival.abort())
-            release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, taker=self._peer, outcome=outcome)
+            self._tell(source, ticket, outcome)
+
+    def give_up(self, source: KvSource, ticket: wire.Ticket) -> None:
+        """Nobody comes for this cache: its giver need not wait for the lease. May be repeated."""
+        self._tell(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
+
+    async def close(self) -> None:
+        """Wait until givers were told, or could not be; whatever is being taken has to be over before."""
+        if self._last_words:
+            await asyncio.wait(self._last_words)
+
+    def _tell(self, source: KvSource, ticket: wire.Ticket, outcome: wire.ReleaseRequest.Outcome) -> None:
+        release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, taker=self._peer, outcome=outcome)
+
+        async def tell() -> None:
             with contextlib.suppress(ConnectionError):  # the lease ends by itself
                 await source.release(release, RELEASE_SECONDS)
+
+        telling = asyncio.create_task(tell())
+        self._last_words.add(telling)
+        telling.add_done_callback(self._last_words.discard)
 
     async def _fetch(self, source: KvSource, ticket: wire.Ticket, arrival: Arrival) -> Taken:
         unpacker = Unpacker(ticket.run, self._shape)

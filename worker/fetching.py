@@ -3,47 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from engine.transfer import Arrival
 from handoff.errors import HandoffFailed, NothingLeft
-from handoff.taker import RELEASE_SECONDS, Taken
+from handoff.taker import Taken
 from protos import worker_pb2 as wire
 from worker.hub import Hub
 
 
 class Fetching:
-    """The tasks of a worker that speak with givers."""
+    """What a worker has under way with givers."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._tasks: set[asyncio.Task[Taken] | asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Taken]] = set()
 
     def fetch(self, ticket: wire.Ticket, arrival: Arrival) -> asyncio.Task[Taken]:
         """Pull a cache into the room that is reserved for it. Cancelling the task may leave the room to be freed."""
         source = self._hub.transport.source(ticket.address)
         task = asyncio.create_task(self._hub.taker.take(source, ticket, arrival))
-        self._keep(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     def give_up(self, ticket: wire.Ticket) -> None:
-        """Nobody comes for this cache: its giver need not wait for the lease."""
-        self._keep(asyncio.create_task(self._release(ticket)))
+        """Nobody comes for this cache."""
+        self._hub.taker.give_up(self._hub.transport.source(ticket.address), ticket)
 
     async def close(self) -> None:
         """Wait for what is under way; fetches have to be cancelled before."""
         if self._tasks:
             await asyncio.wait(self._tasks)
-
-    async def _release(self, ticket: wire.Ticket) -> None:
-        release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, taker=self._hub.peer)
-        release.outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
-        with contextlib.suppress(ConnectionError):  # the lease ends by itself
-            await self._hub.transport.source(ticket.address).release(release, RELEASE_SECONDS)
-
-    def _keep(self, task: asyncio.Task[Taken] | asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._hub.taker.close()
 
 
 def why(error: BaseException, giver: wire.Peer) -> wire.Failure:

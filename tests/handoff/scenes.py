@@ -64,6 +64,7 @@ class Worker:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.taker.close()
         await self.loop.stop()
         self.engine.check_integrity()
 

@@ -107,6 +107,31 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
         assert not giver.giver.expired
 
 
+async def test_a_sequence_that_joined_does_not_wait_until_its_giver_has_heard_so() -> None:
+    """The giver is told meanwhile; only the taker's end waits for that."""
+    heard = asyncio.Event()
+
+    class Deaf(Wire):
+        async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
+            await heard.wait()
+            await super().release(request, seconds)
+
+    request = ask()
+    async with Worker("p") as giver, Worker("d") as taker:
+        source = Deaf(giver.giver)
+        async with asyncio.timeout(20):
+            await taker.taker.take(source, await giver.offer(request), await taker.room(request))
+            assert giver.tokens["r"] + await taker.finished("r") == await alone(request)
+        assert await giver.held()
+        closing = asyncio.create_task(taker.taker.close())
+        assert not (await asyncio.wait([closing], timeout=0.05))[0]
+        heard.set()
+        async with asyncio.timeout(20):
+            await closing
+        assert [told.outcome for told in source.released] == [wire.ReleaseRequest.OUTCOME_OWNED]
+        await giver.emptied()
+
+
 @TRANSPORTS
 async def test_a_fetch_that_breaks_is_told_and_costs_one_lease(transport: Transport) -> None:
     request = ask(length=64)
