@@ -10,10 +10,11 @@
 
 namespace decant {
 
-// A panel's steps that stay in the first level cache, and the most rows that a group of rows and panels has: its chains
-// must fit into the registers with their factors, sixteen of eight numbers or thirty-two of sixteen.
-constexpr long PIECE = WIDE ? 224 : 512;
-constexpr long GROUP = WIDE ? 12 : 6, GROUP_PANELS = WIDE ? 2 : 1;
+// A panel's steps that stay in a cache while rows go by, and the most rows that a group of rows and panels has. Its chains
+// must fit into the registers with their factors, sixteen of eight numbers or thirty-two of sixteen; and where its rows
+// lie into those for addresses, of which there are sixteen: two of twelve rows would be read from memory at each step.
+constexpr long PIECE = WIDE ? 608 : 512;
+constexpr long GROUP = WIDE ? 10 : 6, GROUP_PANELS = WIDE ? 2 : 1;
 
 // Of which panels the next piece is called for while others are multiplied.
 enum Ahead { NONE, ONE = 1, OTHER = 2, BOTH = 3 };
@@ -69,7 +70,7 @@ inline void group(const typename T::Factor* x, long rows, long inner, long count
     tile<T, ROWS, PANELS, AHEAD>(x, inner, count, factors, out, stride, begun, next);
 }
 
-// Many rows, by PANELS panels: a piece of them stays in the first level cache while all rows pass by, in groups that are
+// Many rows, by PANELS panels: a piece of them stays in a cache while all rows pass by, in groups that are
 // as equal as can be. While the last ones do, a panel each, memory brings the next piece, be it that of the next panels.
 template <class T, int PANELS>
 inline void many(const typename T::Factor* x, long rows, long inner, const typename T::Word* panels, float* out,

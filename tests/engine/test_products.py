@@ -12,7 +12,7 @@ from engine.products import PANEL, OneDnn, Panels
 
 pytestmark = pytest.mark.skipif(products._PANELS is None, reason="no kernels for this CPU")
 
-SHAPES = [(64, 1), (16, 7), (1152, 896), (896, 4864)]
+SHAPES = [(64, 1), (16, 7), (48, 2601), (1152, 896), (896, 4864)]
 
 
 def made(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True) -> tuple[Panels, torch.Tensor, torch.Tensor]:
@@ -50,7 +50,7 @@ def test_a_row_has_the_same_bits_among_others_and_with_any_number_of_threads(
     rows = torch.randn(301, shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
     torch.set_num_threads(1)
     whole = product(rows)
-    for count in (1, 2, 3, 4, 5, 6, 7, 30, 111, 300):
+    for count in (1, 2, 3, 4, 5, 6, 7, 10, 11, 30, 111, 300):
         torch.set_num_threads(1 + count % 3)
         first = (count * 13) % (301 - count)
         assert torch.equal(product(rows[first : first + count]), whole[first : first + count]), count
