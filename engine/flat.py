@@ -23,7 +23,7 @@ class FlatRows:
     lines [6, n]  of each row: which of the given rows it is, its start and end, where it begins and stops among the T,
                and 1 where the token after it is to be drawn, else 0
     flattened [3, T]  of each token: its id, its position, and where its key and value go: block * block_size + slot
-    begun [b]  blocks that get their first token
+    begun [b]  blocks that get their first token, and not all of them: in others nothing is left of what lay there
     table [n, W]  block tables, up to each row's end, padded with ``blank``
     """
 
@@ -111,7 +111,8 @@ def _flattened(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     sampled = np.array([row.sample for row in rows], np.int64)
     lines = np.stack([order, starts, ends, stops - lengths, stops, sampled])
     flattened = np.stack([np.array(tokens, np.int64), positions, places])
-    return FlatRows(rows, lines, flattened, places[positions % block_size == 0] // block_size, table)
+    begun = (positions % block_size == 0) & (positions + block_size > np.repeat(ends, lengths))
+    return FlatRows(rows, lines, flattened, places[begun] // block_size, table)
 
 
 def ending(flat: FlatRows, keep: Ints) -> tuple[Ints, Ints]:

@@ -56,7 +56,7 @@ class KvStore:
         return both, keys, values
 
     def clear(self, blocks: npt.NDArray[np.int64]) -> None:
-        """Zero blocks that are about to be filled: whatever lay there, nought times it must be nought."""
+        """Zero blocks that are about to be filled in part: whatever lay there, nought times it must be nought."""
         if self._host is None:
             self.blocks.index_fill_(0, torch.from_numpy(blocks).to(self.blocks.device), 0)
         else:

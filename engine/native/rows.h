@@ -133,7 +133,7 @@ class Flattening {
                 flat[total + first] = position;
                 const int64_t block = table[position / size], slot = position % size;
                 flat[2 * total + first] = block * size + slot;
-                if (!slot) begun_.push_back(block);
+                if (!slot && position + size > row.end) begun_.push_back(block);
             }
             Py_INCREF(row.row);
             PyList_SET_ITEM(ordered, i, row.row);

@@ -60,7 +60,13 @@ def test_every_token_stands_where_its_row_says(rows: list[Row]) -> None:
         needed = -(-row.end // SIZE)
         assert flat.table[index, :needed].tolist() == row.blocks[:needed].tolist()
         assert (flat.table[index, needed:] == BLANK).all()
-    assert flat.begun.tolist() == [place // SIZE for place in flat.places.tolist() if place % SIZE == 0]
+    begun = [
+        row.blocks[at // SIZE]
+        for row in flat.rows
+        for at in range(row.start, row.end)
+        if at % SIZE == 0 and at + SIZE > row.end
+    ]
+    assert flat.begun.tolist() == begun
 
 
 def test_spans_are_the_last_positions_of_each_row() -> None:
