@@ -10,6 +10,9 @@ from engine.errors import InvalidConfig
 from engine.kv_layout import KvLayout
 from engine.pages import noughts
 
+SETTLED = 256 << 20
+"""Bytes of the blocks that are taken first, which are memory before anybody waits."""
+
 
 class KvStore:
     """``num_blocks`` blocks of ``layout`` on one device. Knows no owners: that is the pool's half."""
@@ -54,6 +57,11 @@ class KvStore:
         keys = both[:, :border].unflatten(1, (size, spec.kv_heads, spec.key_dim))
         values = both[:, border:].unflatten(1, (size, spec.kv_heads, spec.value_dim))
         return both, keys, values
+
+    def settle(self) -> None:
+        """Have memory for the first blocks now. It comes with the first write to a page, which takes milliseconds of a
+        step where a virtual machine has to ask its host for one. Memory for all of them might never be used."""
+        self.blocks[: SETTLED // self.block_bytes].zero_()
 
     def clear(self, blocks: npt.NDArray[np.int64]) -> None:
         """Zero blocks that are about to be filled in part: whatever lay there, nought times it must be nought."""

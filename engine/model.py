@@ -113,6 +113,7 @@ def load(config: ModelConfig) -> ModelDevice:
     verdict = probe(model, source.name, layout, views, reference, window)
     eos = source.eos_token_ids(model)
     store = KvStore(layout, config.kv_bytes // layout.block_bytes, dtype, device)
+    store.settle()
     return ModelDevice(
         store=store,
         runner=ModelRunner(model, store, views, eos),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
+import sys
 from threading import Thread
 
 import pytest
@@ -11,6 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import kv_store
+from engine.kv_layout import KvLayout, LayerSpec
+from engine.kv_store import KvStore
 from engine.pages import ARENA, Arena, noughts
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
@@ -71,3 +76,27 @@ def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("engine.pages.mmap.mmap", Refusing)
     assert holds(noughts((3, 5), torch.float32), 0)
+
+
+def resident(tensor: torch.Tensor) -> int:
+    """Bytes of it that are memory, in whole pages."""
+    page = mmap.PAGESIZE
+    begin = tensor.data_ptr() // page * page
+    pages = -(-(tensor.data_ptr() + tensor.nbytes - begin) // page)
+    found = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * page), found) == 0
+    return page * sum(one & 1 for one in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is memory")
+def test_the_first_blocks_are_memory_once_a_store_has_settled_and_the_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mib = 1 << 20
+    monkeypatch.setattr(kv_store, "SETTLED", 32 * mib)
+    layout = KvLayout((LayerSpec(4, 64, 64),), 16, 4)
+    store = KvStore(layout, 128 * mib // layout.block_bytes, torch.float32, torch.device("cpu"))
+    assert resident(store.blocks) < 4 * mib
+    store.settle()
+    assert 32 * mib <= resident(store.blocks) < 40 * mib
+    assert holds(store.blocks, 0)
