@@ -11,8 +11,8 @@
 namespace decant {
 
 // A panel's steps that stay in a cache while rows go by, and the most rows that a group of rows and panels has. Its chains
-// must fit into the registers with their factors, sixteen of eight numbers or thirty-two of sixteen; and where its rows
-// lie into those for addresses, of which there are sixteen: two of twelve rows would be read from memory at each step.
+// must fit into the registers with their factors, sixteen of eight numbers or thirty-two of sixteen; and the addresses of
+// its rows into the sixteen for those: of twelve rows' two would be read from memory at each step.
 constexpr long PIECE = WIDE ? 608 : 512;
 constexpr long GROUP = WIDE ? 10 : 6, GROUP_PANELS = WIDE ? 2 : 1;
 
