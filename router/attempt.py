@@ -76,7 +76,7 @@ class Attempt:
         """Raises AttemptFailed, NoWorker, and the ServiceError that another attempt would not change."""
         if self._end is None:
             self._route.begin()
-        while self._end is None:
+        while self._end is None or self._is_to_be_explained:
             worker, event = await self._next()
             self._HEAR[type(event)](self, worker, event)
         for worker in (self.giver, self.taker):
@@ -98,6 +98,12 @@ class Attempt:
     def taker(self) -> Worker | None:
         """Who decodes."""
         return self._route.taker
+
+    @property
+    def _is_to_be_explained(self) -> bool:
+        """Whether the prompt's logprobs are still on their way: who reads it has a stream of its own, and what comes by
+        the taker's may be faster."""
+        return not self._course.is_explained and self.giver is not None and not self._prefill_over
 
     @property
     def _heir(self) -> Worker | None:

@@ -62,6 +62,8 @@ class Script:
     """Prefill waits before its ticket until `go` is set."""
     first_pause: bool = False
     """Prefill waits before its first token until `go` is set."""
+    tells_late: bool = False
+    """Prefill gives its cache, and says what it has to say once `go` is set."""
     no_room: bool = False
     """Runs wait before they are taken up, until `go` is set."""
     first_is_late: bool = False
@@ -233,6 +235,10 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             yield wire.PrefillEvent(ticket=ticket)
         if script.first_pause:
             await self.go.wait()
+        token, end = self._next(work, len(written), base)
+        if script.tells_late:
+            cache.sealed.set_result([*written, token])
+            await self.go.wait()
         before, after = _explained(run, work)
         for part in before:
             yield wire.PrefillEvent(prompt_logprobs=part)
@@ -247,12 +253,12 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             await context.abort(grpc.StatusCode.INTERNAL, "broke")
         for part in after:
             yield wire.PrefillEvent(prompt_logprobs=part)
-        token, end = self._next(work, len(written), base)
         first = wire.FirstTokens.First(output=0, token=token, finished=end, logprobs=_logprobs(work, 0, token))
         told = wire.FirstTokens(tokens=[first], cached_tokens=3, queued_us=1000, prefill_us=2_000_000)
         if request.handoff and end is None:
             yield wire.PrefillEvent(first=told)
-            cache.sealed.set_result([*written, token])
+            if not cache.sealed.done():
+                cache.sealed.set_result([*written, token])
             await cache.released.wait()
         else:
             cache.nothing_left = True

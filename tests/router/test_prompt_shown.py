@@ -13,7 +13,7 @@ from router.request import Course, Wanted
 from router.writing import Pen, unpack
 from runtime.errors import InvalidArgument
 from state.store import Store
-from tests.router.core import core, make_request
+from tests.router.core import core, ended, make_request
 from tests.router.fake_worker import fleet
 from tests.router.scenes import AT_LENGTH, tiny, valid, write
 from tests.router.test_answer import Reader, options, read, settle
@@ -113,6 +113,21 @@ async def test_a_prompt_of_one_token_waits_for_nothing():
 async def test_workers_of_either_kind_bring_them(store: Store, pools: Any) -> None:
     async with fleet(*pools) as workers, core(store, workers) as scene:
         course = await scene.answer(asked())
+        assert [found.logprob for found in course.prompt_logprobs] == THEIRS
+
+
+async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(store: Store) -> None:
+    """They come by the prefill worker's stream, the output and its end by the decode worker's."""
+    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
+        prefill.script.tells_late = True
+        course = await scene.dispatcher.begin(asked())
+        async with asyncio.timeout(20):
+            while not decode.retired:
+                await asyncio.sleep(0.01)
+        assert course.tokens
+        assert course.end is None
+        prefill.go.set()
+        await ended(course)
         assert [found.logprob for found in course.prompt_logprobs] == THEIRS
 
 
