@@ -13,7 +13,7 @@ from router.request import Course, Wanted
 from router.writing import Pen, unpack
 from runtime.errors import InvalidArgument
 from state.store import Store
-from tests.router.core import core, ended, make_request
+from tests.router.core import core, ended, make_request, until
 from tests.router.fake_worker import fleet
 from tests.router.scenes import AT_LENGTH, tiny, valid, write
 from tests.router.test_answer import Reader, options, read, settle
@@ -121,9 +121,7 @@ async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(s
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
         prefill.script.tells_late = True
         course = await scene.dispatcher.begin(asked())
-        async with asyncio.timeout(20):
-            while not decode.retired:
-                await asyncio.sleep(0.01)
+        await until(lambda: decode.retired)
         assert course.tokens
         assert course.end is None
         prefill.go.set()
