@@ -62,8 +62,7 @@ def measure(job: Job, _tell: Tell) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(job.threads)
-    short = psutil.virtual_memory().available < 6 << 30
-    size = (1 if short else 2) << 30
+    size = read_bytes()
     return {
         "read_bandwidth_gb_s": read_bandwidth(size) / 1e9,
         "read_buffer_bytes": size,
@@ -73,12 +72,22 @@ def measure(job: Job, _tell: Tell) -> dict[str, Any]:
     }
 
 
+def read_bytes() -> int:
+    """Bytes of the buffer that is read: 2 GiB, half of that where memory is short. No cache holds it."""
+    short = psutil.virtual_memory().available < 6 << 30
+    return (1 if short else 2) << 30
+
+
 def read_bandwidth(size: int) -> float:
     """Bytes per second at which a buffer of ``size`` bytes is read."""
+    return size / _best(reader(size))
+
+
+def reader(size: int) -> Callable[[], object]:
+    """What reads a buffer of ``size`` bytes, with torch's threads."""
     import torch
 
-    buffer = torch.ones(size // 4, dtype=torch.float32)
-    return size / _best(buffer.sum)
+    return torch.ones(size // 4, dtype=torch.float32).sum
 
 
 def product_rate(dtype: str, shape: tuple[int, int, int] = PRODUCT) -> float:

@@ -18,6 +18,7 @@ import torch
 from transformers import AttentionInterface
 
 from bench.child import Job, Tell
+from bench.machine import read_bytes, reader
 from bench.metrics import resident
 from bench.ours import Meter, Stopwatch, layers, make_engine, weights
 from engine.attention import NAME
@@ -113,11 +114,11 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     torch.set_num_threads(job.threads)
     before = resident()
     device = load(ModelConfig(job.model, dtype=job.dtype, device="cpu", kv_bytes=job.kv_bytes))
-    held, counted = resident() - before, weights(device.model)
+    counted = weights(device.model)
     if counted is None:
         raise InvalidConfig("model", "one whose steps read all of its weights", job.model)
-    device.store.blocks.fill_(1)  # memory that was never written costs nothing to read
-    cases = {}
+    blocks = device.store.blocks.fill_(1)  # memory that was never written costs nothing to read
+    held, cases = resident() - before - blocks.nbytes, {}
     for place, (name, case) in enumerate(CASES.items()):
         cases[name] = _decode(device, case)
         tell((place + 1) / (len(CASES) + 1))
@@ -139,16 +140,22 @@ def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
 
 
 def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
-    """Median seconds of a step, of its linear layers one after the other, and its profile."""
+    """Median seconds of a step, of its linear layers one after the other, and its profile; the bandwidth meanwhile.
+
+    A shared machine's memory can be half as fast again a second later: a buffer is read between the steps.
+    """
     engine = decoding(device, case, 1 + WARM_UP + STEPS + PROFILED)
-    seconds = [_timed(engine.step) for _ in range(WARM_UP + STEPS)][WARM_UP:]
+    size = read_bytes()
+    read = reader(size)
+    seconds, reads = zip(*((_timed(engine.step), _timed(read)) for _ in range(WARM_UP + STEPS)), strict=True)
     profile = Profile(device.model)
     parts = [profile.of(engine.step) for _ in range(PROFILED)]
     profile.close()
     if len(engine.scheduler.running) != case.sequences:
         raise RuntimeError(f"{len(engine.scheduler.running)} of {case.sequences} sequences decoded to the end")
     return {
-        "seconds": statistics.median(seconds),
+        "seconds": statistics.median(seconds[WARM_UP:]),
+        "read_bandwidth_gb_s": size / min(reads[WARM_UP:]) / 1e9,
         "sequences": case.sequences,
         "context": case.context,
         "products_seconds": _products(layers(device.model), case.sequences),
