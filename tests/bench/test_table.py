@@ -41,6 +41,16 @@ def test_weights_are_counted_as_the_shape_has_them(measured: dict[str, Any]) -> 
     assert measured["steps"]["weights"] == {"body": 2 * layer, "head": 512 * 64, "table": 512 * 64, "itemsize": 2}
 
 
+def test_memory_for_blocks_is_none_of_the_weights(measured: dict[str, Any]) -> None:
+    assert 0 < measured["steps"]["held_bytes"] < measured["kv_bytes"] / 2
+
+
+def test_one_sequence_is_held_against_what_was_read_between_its_steps(measured: dict[str, Any]) -> None:
+    meanwhile = measured["steps"]["cases"]["decode 1"]["read_bandwidth_gb_s"]
+    (line,) = (line for line in measured["lines"] if line["name"].startswith("decode, 1"))
+    assert line["limit"] == pytest.approx(2 * (measured["steps"]["weights"]["body"] + 512 * 64) / (meanwhile * 1e6))
+
+
 def test_a_profile_has_no_negative_part(measured: dict[str, Any]) -> None:
     prompt = measured["steps"]["prompt"]
     for case in (*measured["steps"]["cases"].values(), prompt):
