@@ -1,18 +1,18 @@
-"""A decoder layer in one compiled call, where it is shown to be the same: norm, attention, norm, gated layer.
+"""Decoder layers in one compiled call, where they are shown to be the same: norm, attention, norm, gated layer.
 
 Its linear layers, norms, rotation and attention are compiled already. What is left between them is the interpreter's:
 dozens of calls a layer, and their code has to come back into caches through which the layer's weights have just gone.
 For one sequence that was a quarter of a step.
 
     transformers' layer          __call__ -> norm -> q, k, v -> views -> rotation -> attention -> o -> + -> norm -> ...
-    the same, in one             __call__ -> kernels.layer (engine/native/layer.h)
+    the same, in one             __call__ -> kernels.layers (engine/native/layer.h)
 
 A layer is told by its parts, and tried: both run over the same rows and empty blocks, and the answers and what lies in
 the blocks must be the same bits. It keeps its modules; only its ``forward`` is another, which still takes whatever it
 can't do itself to the layer's own.
 
-Nor does the interpreter stand between layers: one that is asked computes those that follow it too. They answer with
-that when they are asked for just it, and else begin anew, and the one before foresees no more::
+Nor does the interpreter stand between layers: who is asked computes those that follow it in the same call. They answer
+with that when they are asked for just it, and else begin anew, and the one before foresees no more::
 
     model    layer 0 ── the same tensor, untouched ──> layer 1 ──> layer 2 ──> ...
     ours     0, 1, 2, ... computed                     known       known
@@ -107,7 +107,7 @@ class Layer:
     """The forward of a decoder layer: hidden [1, T, hidden] -> the same."""
 
     def __init__(self, kernels: ModuleType, theirs: Forward, parts: _Parts, call: AttentionCall) -> None:
-        self._kernel = kernels.layer
+        self._kernel = kernels.layers
         self.theirs = theirs
         self.follower: Layer | None = None
         """Whom the model asks next, with this one's answer: as far as is known."""
@@ -152,17 +152,16 @@ class Layer:
         layers = self._ahead(AHEAD // hidden.nbytes)
         with torch.inference_mode(False):  # a tensor that counts who writes to it
             memory = torch.empty(len(layers), *hidden.shape, dtype=self.dtype)
+        turn = take_turn()
+        turns = array("Q")  # as struct Turn
+        for place, layer in enumerate(layers, turn):
+            turns.extend((layer._address, *attender.addresses(place)))
+        lies = [part.data_ptr() for part in (hidden, *angles, memory)]
+        half, tokens = self.dtype == torch.bfloat16, hidden.shape[1]
+        self._kernel(half, turns.buffer_info()[0], len(layers), attender.step, *lies, tokens, team())
         answers = memory.unbind()
-        half, tokens, threads, turn = self.dtype == torch.bfloat16, hidden.shape[1], team(), take_turn()
-        turned = [part.data_ptr() for part in angles]
-        for place, (layer, answer) in enumerate(zip(layers, answers, strict=True)):
-            cache, step, visible = attender.addresses(turn + place)
-            given, taken = hidden.data_ptr(), answer.data_ptr()
-            asked = attender.asked(turn + place)
-            layer._kernel(half, layer._address, cache, step, asked, given, *turned, visible, taken, tokens, threads)
-            if place:
-                layer._foreseen = _Foreseen(layers[place - 1], hidden, angles, attender, answer)
-            hidden = answer
+        for (before, layer), (given, answer) in zip(pairwise(layers), pairwise(answers), strict=True):
+            layer._foreseen = _Foreseen(before, given, angles, attender, answer)
         return answers[0]
 
     def _ahead(self, most: int) -> list[Layer]:
@@ -252,6 +251,16 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> None:
     for layer, follower in pairwise(found):
         if layer.can_lead_to(follower):
             layer.follower = follower
+    for module in model.modules():
+        if type(module) is nn.ModuleList and any(isinstance(child.forward, Layer) for child in module):
+            module.__class__ = _Layers
+
+
+class _Layers(nn.ModuleList):
+    """A list of which all is the list itself: models ask for all in each step, and making one of modules takes time."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if index == slice(None, len(self)) else super().__getitem__(index)
 
 
 def joined(model: nn.Module) -> list[tuple[nn.Module, Layer]]:

@@ -55,7 +55,7 @@ class NativeAttention:
         self._visible: dict[int, torch.Tensor] = {}  # for all layers of a view, by what Python calls it
         self._flat = flat  # the step points into its arrays
         self._step = _Step(flat.lines.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
-        self._step_address = ctypes.addressof(self._step)
+        self.step = ctypes.addressof(self._step)
         self._asked: _Asked | None = None
         if keep is not None and len(keep) < len(flat.tokens):
             self._late = lines, places = ending(flat, keep)
@@ -69,7 +69,7 @@ class NativeAttention:
         _, heads, tokens, _ = query.shape
         out = query.new_empty(1, tokens, heads, value.shape[3])
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
-        cache, step, visible = self.addresses(call.layer)
+        cache, visible, _ = self.addresses(call.layer)
         said = _Call(
             *(part.data_ptr() for part in (query, key, value, out)),
             None if sinks is None else sinks.data_ptr(),
@@ -84,20 +84,16 @@ class NativeAttention:
         self._kernels.attend(
             dtype == torch.bfloat16,
             query.dtype == torch.bfloat16,
-            *(cache, step, ctypes.addressof(said)),
+            *(cache, self.step, ctypes.addressof(said)),
             team(),
         )
         return out
 
     def addresses(self, layer: int) -> tuple[int, int, int]:
-        """Of what a layer's attention needs: its part of the blocks, the step, and what each token sees first."""
-        return self._store.places[layer], self._step_address, self._first_visible(self._views[layer])
-
-    def asked(self, layer: int) -> int:
-        """Where it is written which tokens a layer's answer is needed of; 0: of all. Nobody attends to what the last
-        layer answers."""
-        is_last = layer == len(self._views) - 1
-        return ctypes.addressof(self._asked) if is_last and self._asked is not None else 0
+        """Of what is a layer's own: its part of the blocks, what each token sees first, and which tokens its answer is
+        needed of (0: all). Nobody attends to what the last layer answers."""
+        asked = 0 if self._asked is None or layer < len(self._views) - 1 else ctypes.addressof(self._asked)
+        return self._store.places[layer], self._first_visible(self._views[layer]), asked
 
     def _first_visible(self, view: View) -> int:
         if (known := self._visible.get(id(view))) is None:

@@ -11,16 +11,14 @@ def multiply(
     half: bool, x: int, packed: int, bias: int, out: int, rows: int, inner: int, panels: int, threads: int, /
 ) -> None: ...
 def attend(half_cache: bool, half_query: bool, cache: int, step: int, call: int, threads: int, /) -> None: ...
-def layer(
+def layers(
     half: bool,
-    layer: int,
-    cache: int,
+    turns: int,
+    count: int,
     step: int,
-    asked: int,
     x: int,
     cos: int,
     sin: int,
-    visible: int,
     out: int,
     tokens: int,
     threads: int,

@@ -1,4 +1,4 @@
-// A decoder layer in one call. See engine/layer.py.
+// Decoder layers in one call, each by the one before. See engine/layer.py.
 //
 //     x -> norm -> query, key, value -> (norm) -> rotation -> attention over blocks -> out -> + x
 //       -> norm -> silu(gate) * up -> down -> + what was there
@@ -33,6 +33,14 @@ struct Layer {
     Linear query, key, value, out, gate, up, down;
     int64_t heads, kv_heads, width;
     double scaling, softcap;
+};
+
+// A layer's part of a step.
+struct Turn {
+    const Layer* layer;
+    const Cache* cache;
+    const int64_t* visible;  // [tokens]
+    const Asked* asked;      // null: all of its answers
 };
 
 template <class T>
@@ -116,5 +124,18 @@ private:
         }
     }
 };
+
+// x [tokens, hidden] through `count` layers of one kind: what each answers is the next one's x, and stands in
+// `out` [count, tokens, hidden].
+template <class T>
+void run_layers(const Turn* turns, long count, const Step& step, const typename T::Element* x, const typename T::Element* cos,
+                const typename T::Element* sin, typename T::Element* out, long tokens, int threads) {
+    static thread_local std::vector<typename T::Element> memory;  // taken once, as much as the longest step needs
+    for (const Turn* turn = turns; turn < turns + count; turn++) {
+        DecoderLayer<T>(*turn->layer, tokens, threads)
+            .run(*turn->cache, step, turn->asked, x, cos, sin, turn->visible, out, memory);
+        x = out, out += tokens * turn->layer->query.inner;
+    }
+}
 
 }  // namespace decant

@@ -64,29 +64,21 @@ PyObject* py_attend(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-template <class T>
-void run_layer(const Layer& layer, const Cache& cache, const Step& step, const Asked* asked, const unsigned long long* at,
-               long tokens, int threads) {
-    using E = typename T::Element;
-    static thread_local std::vector<E> memory;  // taken once, as much as the longest step needs
-    DecoderLayer<T>(layer, tokens, threads)
-        .run(cache, step, asked, pointer<const E>(at[0]), pointer<const E>(at[1]), pointer<const E>(at[2]),
-             pointer<const int64_t>(at[3]), pointer<E>(at[4]), memory);
-}
-
-PyObject* py_layer(PyObject*, PyObject* args) {
+PyObject* py_layers(PyObject*, PyObject* args) {
     int half, threads;
-    unsigned long long layer, cache, step, asked, at[5];  // x, cos, sin, visible, out
-    long tokens;
-    if (!PyArg_ParseTuple(args, "pKKKKKKKKKli", &half, &layer, &cache, &step, &asked, &at[0], &at[1], &at[2], &at[3], &at[4],
-                          &tokens, &threads))
+    unsigned long long turns, step, x, cos, sin, out;
+    long count, tokens;
+    if (!PyArg_ParseTuple(args, "pKlKKKKKli", &half, &turns, &count, &step, &x, &cos, &sin, &out, &tokens, &threads))
         return nullptr;
-    const Layer& one = *pointer<const Layer>(layer);
-    const Cache& c = *pointer<const Cache>(cache);
+    const Turn* first = pointer<const Turn>(turns);
     const Step& s = *pointer<const Step>(step);
     Py_BEGIN_ALLOW_THREADS
-    if (half) run_layer<BFloat16>(one, c, s, pointer<const Asked>(asked), at, tokens, threads);
-    else run_layer<Float32>(one, c, s, pointer<const Asked>(asked), at, tokens, threads);
+    if (half)
+        run_layers<BFloat16>(first, count, s, pointer<const uint16_t>(x), pointer<const uint16_t>(cos),
+                             pointer<const uint16_t>(sin), pointer<uint16_t>(out), tokens, threads);
+    else
+        run_layers<Float32>(first, count, s, pointer<const float>(x), pointer<const float>(cos), pointer<const float>(sin),
+                            pointer<float>(out), tokens, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -188,7 +180,7 @@ PyMethodDef METHODS[] = {
     {"pack", py_pack, METH_VARARGS, nullptr},
     {"multiply", py_multiply, METH_VARARGS, nullptr},
     {"attend", py_attend, METH_VARARGS, nullptr},
-    {"layer", py_layer, METH_VARARGS, nullptr},
+    {"layers", py_layers, METH_VARARGS, nullptr},
     {"rms_norm", py_rms_norm, METH_VARARGS, nullptr},
     {"gate", py_gate, METH_VARARGS, nullptr},
     {"rotate", py_rotate, METH_VARARGS, nullptr},

@@ -242,15 +242,19 @@ def test_a_layer_that_would_answer_otherwise_is_not_taken(
 ) -> None:
     """The last bit of one number is enough."""
     assert KERNELS is not None
-    right = KERNELS.layer
+    right = KERNELS.layers
 
-    def layer(*arguments: int) -> None:
+    def layers(*arguments: Any) -> None:
         right(*arguments)
-        address = arguments[9] if wrong == "answer" else _first(arguments[2])
-        _flip(address)
+        _flip(arguments[7] if wrong == "answer" else _first(turns_of(*arguments[1:3])[1]))
 
-    monkeypatch.setattr(engine.layer, "KERNELS", SimpleNamespace(layer=layer, attend=KERNELS.attend))
+    monkeypatch.setattr(engine.layer, "KERNELS", SimpleNamespace(layers=layers, attend=KERNELS.attend))
     assert not joined(device_of(tmp_path, "llama"))
+
+
+def turns_of(turns: int, count: int) -> list[int]:
+    """What the kernel is told of each layer, four addresses after another: its own, cache, visible, asked."""
+    return list((ctypes.c_uint64 * (4 * count)).from_address(turns))
 
 
 def _first(cache: int) -> int:
@@ -319,11 +323,12 @@ def test_where_attention_is_not_compiled_layers_go_by_parts(tmp_path: Path, monk
 def counted(device: ModelDevice) -> list[Layer]:
     """Layers, in the order in which they will be computed from now on."""
     done: list[Layer] = []
-    for layer in joined(device):
+    by_address = {layer._address: layer for layer in joined(device)}
+    for layer in by_address.values():
 
-        def noted(*arguments: Any, kernel: Any = layer._kernel, layer: Layer = layer) -> None:
-            done.append(layer)
-            kernel(*arguments)
+        def noted(half: bool, turns: int, count: int, *more: Any, kernel: Any = layer._kernel) -> None:
+            done.extend(by_address[address] for address in turns_of(turns, count)[::4])
+            kernel(half, turns, count, *more)
 
         layer._kernel = noted
     return done
@@ -345,6 +350,14 @@ def test_layers_are_computed_ahead_and_once(kept: int, tmp_path: Path, monkeypat
     assert [layer.follower for layer in layers] == [*layers[1:], None]
     alone(layers)
     assert equal(written(device), ahead)
+
+
+def test_all_of_the_layers_are_no_new_list(tmp_path: Path) -> None:
+    layers: Any = device_of(tmp_path, "llama", num_hidden_layers=3).model.get_submodule("model.layers")
+    assert layers[:3] is layers
+    assert list(layers[:2]) == list(layers)[:2]
+    assert list(layers[1:]) == [layers[1], layers[-1]]
+    assert len(layers[:9]) == 3
 
 
 def write_to_it(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
