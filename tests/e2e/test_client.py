@@ -14,7 +14,7 @@ from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, Process, depl
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 300
+TOKENS = 1000  # more than a second of work, so that no router is through with an answer before the test has ended it
 PROMPT = [0, *(7 + n * 29 % 4000 for n in range(60))]
 WANTED: dict[str, Any] = {
     "max_tokens": TOKENS,
@@ -75,7 +75,7 @@ def is_as(reading: Reading, whole: Answer) -> None:
 @pytest.fixture
 async def running(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
     """Three routers that give a drain a moment only."""
-    router = ("--drain-seconds", "0.5")
+    router = ("--drain-seconds", "0.1")
     with deployment(routers=3, router=router, worker=(*SMALL_KV, "--lease-ms", "3000")) as made:
         yield made
         await asyncio.to_thread(made.settled)

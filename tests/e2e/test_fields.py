@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 PROMPT = "def total(values):\n    result = 0\n    for value in values:\n"
 IDS = TOKENIZER.encode(PROMPT).ids
 WRITTEN = 24
+LONG = 1500
+"""Tokens of an answer that something else comes before the end of."""
 BEGIN, END = 0, 1
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
@@ -165,7 +167,7 @@ async def _priority(stub: Stub) -> None:
         await ask(stub, request(priority=priority))
         ended.append(priority)
 
-    first = stub.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=400, ignore_eos=True)))
+    first = stub.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=LONG, ignore_eos=True)))
     await first.read()  # it has the one place
     waiting = []
     for priority in (-1000, 0, 1000):
@@ -341,7 +343,7 @@ async def _disconnect(stub: Stub) -> None:
     for state, options in ends.items():
         for stream in options:
             id = str(uuid.uuid4())
-            stopping = pb.StoppingParams(max_tokens=300, ignore_eos=True)
+            stopping = pb.StoppingParams(max_tokens=LONG, ignore_eos=True)
             call = stub.GenerateStream(request(request_id=id, stopping=stopping, stream=stream))
             await call.read()
             call.cancel()

@@ -26,7 +26,7 @@ from tests.state.ports import free_port
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 600
+TOKENS = 900
 SHORT = 150
 LONG = 1900
 """Tokens of an answer during which something else can happen."""
