@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -12,13 +10,13 @@ from typing import Any
 import grpc
 import pytest
 
-import models
 from engine.request import SamplingParams
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceServiceStub
 from router.validation import UNIMPLEMENTED_FIELDS
 from runtime.errors import Unimplemented, from_call
 from tests.e2e.asking import TOKENIZER, Answer, alone, ask, asked, open_stub
+from tests.e2e.checkpoints import small_with
 from tests.e2e.deployment import PATIENCE_S, Deployment, deployment
 
 pytestmark = pytest.mark.slow
@@ -52,10 +50,7 @@ def field(*names: str) -> Callable[[Check], Check]:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Two models, each with workers of its own; one request at a time."""
-    folder = tmp_path_factory.mktemp("models") / CHAT
-    shutil.copytree(models.path(), folder)
-    config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    folder = small_with(tmp_path_factory.mktemp("models") / CHAT, "tokenizer_config.json", chat_template=TEMPLATE)
     router = ("--resume-grace-ms", "0", "--max-active", "1")
     with deployment(router=router, another=f"{CHAT}={folder}") as made:
         yield made
