@@ -93,7 +93,9 @@ class PrivateRedis:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us: we still need it while we drain
+                # Ctrl-C is for us: we still need it while we drain. Not a session of its own: Linux shares cores out
+                # between sessions first (sched_autogroup), and under load that was seen to starve it for a second.
+                process_group=0,
             )
             try:
                 self._wait_until_it_answers(folder, output)

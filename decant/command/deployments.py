@@ -91,9 +91,7 @@ class Announcement:
     def __enter__(self) -> Self:
         self.temporary = Path(tempfile.mkdtemp(prefix=_PREFIX))
         command = ["/bin/sh", "-c", _KEEPER, "decant-keeper", str(self.path), f"{self.path}.new", str(self.temporary)]
-        self._keeper = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0)
         return self
 
     def __exit__(

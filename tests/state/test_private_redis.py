@@ -102,7 +102,7 @@ def test_it_ends_with_its_owner(folder: Path, death: int) -> None:
 
 def test_ctrl_c_at_the_terminal_does_not_reach_it() -> None:
     with PrivateRedis() as server:
-        assert os.getsid(pid_of(server.url)) != os.getsid(0)
+        assert os.getpgid(pid_of(server.url)) != os.getpgid(0)
 
 
 def test_one_that_dies_is_noticed_and_cleared_away(folder: Path) -> None:

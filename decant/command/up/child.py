@@ -39,7 +39,7 @@ class Child:
 
     @classmethod
     async def start(cls, spec: Spec, output: Output) -> Child:
-        """In a session of its own: a terminal's Ctrl-C is for `up`, which ends the others in order."""
+        """In a process group of its own: a terminal's Ctrl-C is for `up`, which ends the others in order."""
         lifeline = (sys.executable, "-I", "-S", str(_LIFELINE), str(os.getpid()), ",".join(map(str, spec.cores)))
         process = await asyncio.create_subprocess_exec(
             *lifeline,
@@ -48,7 +48,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
         return cls(spec, process, output)
 
