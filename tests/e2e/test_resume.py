@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 TOKENS = 900
 SHORT = 150
-LONG = 16_000
-"""Tokens of an answer that nothing here waits for the end of."""
+LONG = 5000
+"""Tokens of an answer during which something else can happen: more than the small model's window, seven seconds."""
 PROMPT = [0, *(5 + n * 31 % 4000 for n in range(60))]
 
 
@@ -298,18 +298,18 @@ async def test_streams_outlive_a_redis_that_comes_back_empty(tmp_path: Path) -> 
             await asyncio.to_thread(running.routers[0].until, "the state store is back")
             ended = await taken_over(other, resumed(asking, begun[-1].seq))
             text, ids = joined(begun, ended)
-            assert (text[: len(whole.text)], ids[:TOKENS]) == (whole.text, whole.ids), "nothing missing, nothing twice"
+            assert (text[: len(whole.text)], ids[:TOKENS]) == (whole.text, whole.ids)
+            assert len(ids) == LONG, "nothing is missing, nothing twice"
             assert (await failed(call)).reason is Reason.SUPERSEDED
-            await other.CancelGeneration(pb.CancelGenerationRequest(request_id=asking.request_id))
         await asyncio.to_thread(running.settled)
 
 
 async def taken_over(stub: InferenceServiceStub, asking: pb.ResumeStreamRequest) -> list[pb.GenerateStreamResponse]:
-    """The next tokens, up to TOKENS, once it is known again: until then its resume is UNAVAILABLE, never NOT_FOUND."""
+    """The rest of a stream, once it is known again: until then its resume is UNAVAILABLE, never NOT_FOUND."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
-                return await read(stub.ResumeStream(asking, timeout=PATIENCE_S), TOKENS)
+                return await rest(stub.ResumeStream(asking, timeout=PATIENCE_S))
             except grpc.aio.AioRpcError as error:
                 told = from_call(error)
                 assert (type(told), told.reason) == (Unavailable, Reason.STATE_STORE_AWAY)
