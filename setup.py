@@ -83,7 +83,7 @@ class Build(build):
 FLAGS = ("-std=c++17", "-O3", "-g0", "-mfma", "-ffp-contract=off", "-fopenmp")
 CPUS = {
     "_kernels": ("module.cpp", ("-mavx2",)),
-    "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16"))),
+    "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2", "bf16"))),
 }
 """The engine's own kernels, by what a CPU has (engine/native picks one)."""
 

@@ -4,7 +4,8 @@ and among others, for every number of rows and of threads.
 A general matrix product picks its kernel by the number of rows, and then a row's last bits depend on its neighbours.
 Two kinds of product do not::
 
-    panels    with kernels of our own (engine/native). bfloat16 stays bfloat16 in memory, sums are float32.
+    panels    with kernels of our own (engine/native). bfloat16 stays bfloat16 in memory, in twelve bits a number where
+              the CPU multiplies it; sums are float32.
     oneDNN    without, and where a CPU multiplies whole tiles (AMX), which ours don't use: oneDNN's on packed weights.
               bfloat16 where the CPU multiplies it, else as float32.
 """
@@ -48,8 +49,8 @@ class Panels:
         self._multiply = module.multiply
         self._half = weight.dtype == torch.bfloat16
         weight = weight.detach().contiguous()
-        # As many elements in another order, and a nought for the last of a row that come in pairs.
-        self._weight = _WEIGHTS.noughts((self.outputs, self.inner + self.inner % 2), weight.dtype)
+        needed = module.pack(self._half, weight.data_ptr(), 0, *weight.shape)
+        self._weight = _WEIGHTS.noughts((needed,), torch.uint8)
         module.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), *weight.shape)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()

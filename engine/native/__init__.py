@@ -1,9 +1,11 @@
-"""What is written in C++, for CPUs with AVX2, and once more for those that multiply bfloat16 (AVX512-BF16); compiled at
-install where there is a compiler.
+"""What is written in C++, for CPUs with AVX2, and once more for those that multiply bfloat16 (AVX512-BF16, with VBMI and
+VBMI2); compiled at install where there is a compiler.
 
 rows.h        the rows of a step as arrays (``engine/flat.py``)
 columns.h     what a panel of a weight is, on either CPU
-tile.h        rows times panels: the inner loop of the next two
+tile.h        rows times panels: the inner loop of the next four
+weight.h      how a linear layer's weight lies in memory
+stream.h      rows times bfloat16 in twelve bits
 product.h     linear layers (``engine/products.py``)
 attention.h   attention over blocks (``engine/attention/native.py``)
 few.h         its inner loops where a few rows share keys, as they do while decoding
@@ -36,8 +38,9 @@ def load() -> ModuleType | None:
 
 def fitting() -> list[str]:
     """Modules that this CPU can run, the best first."""
+    has = torch.cpu.get_capabilities()
     match torch.backends.cpu.get_cpu_capability():
-        case "AVX512" if torch.cpu.get_capabilities().get("avx512_bf16"):
+        case "AVX512" if all(has.get(f"avx512_{part}") for part in ("bf16", "vbmi", "vbmi2")):
             return ["_kernels_avx512", "_kernels"]
         case "AVX512" | "AVX2":
             return ["_kernels"]

@@ -107,8 +107,7 @@ private:
     }
 
     Product<T> by(const Linear& linear, const E* x, E* out, long rows) const {
-        auto* weight = static_cast<const typename T::Word*>(linear.weight);
-        return {x, weight, linear.bias, out, rows, linear.inner, linear.outputs / WIDTH};
+        return {x, Weight<T>(linear.weight), linear.bias, out, rows, linear.inner, linear.outputs / WIDTH};
     }
 
     // The rows that are asked for, side by side; `to` may be `from`.

@@ -26,11 +26,13 @@ PyObject* py_pack(PyObject*, PyObject* args) {
     unsigned long long weight, packed;
     long outputs, inner;
     if (!PyArg_ParseTuple(args, "pKKll", &half, &weight, &packed, &outputs, &inner)) return nullptr;
+    long bytes;
+    void* to = pointer<void>(packed);
     Py_BEGIN_ALLOW_THREADS
-    if (half) pack<BFloat16>(pointer<const uint16_t>(weight), pointer<uint32_t>(packed), outputs, inner);
-    else pack<Float32>(pointer<const float>(weight), pointer<float>(packed), outputs, inner);
+    if (half) bytes = Weight<BFloat16>::pack(pointer<const uint16_t>(weight), outputs, inner, to);
+    else bytes = Weight<Float32>::pack(pointer<const float>(weight), outputs, inner, to);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return PyLong_FromLong(bytes);
 }
 
 PyObject* py_multiply(PyObject*, PyObject* args) {
@@ -41,10 +43,10 @@ PyObject* py_multiply(PyObject*, PyObject* args) {
         return nullptr;
     Py_BEGIN_ALLOW_THREADS
     if (half)
-        Product<BFloat16>{pointer<const uint16_t>(x), pointer<const uint32_t>(weight), pointer<const float>(bias),
+        Product<BFloat16>{pointer<const uint16_t>(x), Weight<BFloat16>(pointer<void>(weight)), pointer<const float>(bias),
                           pointer<uint16_t>(out), rows, inner, panels}.run(threads);
     else
-        Product<Float32>{pointer<const float>(x), pointer<const float>(weight), pointer<const float>(bias),
+        Product<Float32>{pointer<const float>(x), Weight<Float32>(pointer<void>(weight)), pointer<const float>(bias),
                          pointer<float>(out), rows, inner, panels}.run(threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;

@@ -9,7 +9,7 @@
 
 #include "lanes.h"
 #include "small.h"
-#include "tile.h"
+#include "weight.h"
 
 namespace decant {
 
@@ -28,7 +28,7 @@ struct Product {
     static constexpr long SUMS = 1;  // for each output
 
     const Element* x;               // [rows, inner]
-    const typename T::Word* weight; // [panels][steps(inner)][STEP], 64-byte aligned
+    Weight<T> weight;               // of [panels * WIDTH, inner]
     const float* bias;              // [panels * WIDTH], or null
     Element* out;                   // [rows, panels * WIDTH]
     long rows, inner, panels;
@@ -71,7 +71,7 @@ struct Product {
 
     // Sums of some rows and panels, rows TOGETHER panels apart.
     void sum_up(const Factor* factors, long count, long panel, long together, float* sums) const {
-        multiply<T>(factors, count, length(), weight + panel * length() * T::STEP, together, sums, TOGETHER * WIDTH);
+        weight.multiply(factors, count, length(), panel, together, sums, TOGETHER * WIDTH);
     }
 
     // Some rows through some panels.
@@ -133,15 +133,6 @@ void multiply_all(const std::array<P, N>& products, long threads) {
                     product.part(factors, row, count, panel, std::min(some, product.panels - panel), sums.data());
                 }
             }
-    }
-}
-
-// A weight [outputs, inner] into panels that are noughts.
-template <class T>
-void pack(const typename T::Element* weight, typename T::Word* packed, long outputs, long inner) {
-    for (long n = 0; n < outputs; n++) {
-        auto* panel = packed + n / WIDTH * steps<T>(inner) * T::STEP;
-        for (long k = 0; k < inner; k++) T::put(panel, k, n % WIDTH, weight[n * inner + k]);
     }
 }
 

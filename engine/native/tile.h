@@ -17,17 +17,24 @@ constexpr long PIECE = WIDE ? 608 : 512;
 constexpr long GROUP = WIDE ? 10 : 6, GROUP_PANELS = WIDE ? 2 : 1;
 
 // Of which panels the next piece is called for while others are multiplied.
-enum Ahead { NONE, ONE = 1, OTHER = 2 };
+enum Ahead { NONE, ONE = 1, OTHER = 2, BOTH = 3 };
 
 // Rows from which on memory is told what comes next. Where there are fewer, a core waits for memory alone and has its next
 // loads under way by itself.
 constexpr long TOLD = 4;
 
-// ROWS rows through PANELS panels for `count` of the `inner` steps. With `begun` chains go on from the sums in `out`. What
-// is called for meanwhile lies at `next` as these factors do at `panels`.
+// Where a step of some panels lies: the first's, and how many words from one to the next.
+template <class T>
+struct Place {
+    const typename T::Word* at;
+    long apart;
+};
+
+// ROWS rows through PANELS panels for `count` of the `inner` steps. With `begun` chains go on from the sums in `out`. As many
+// bytes as are read are called for at `next`.
 template <class T, int ROWS, int PANELS, Ahead AHEAD>
-inline void tile(const typename T::Factor* x, long inner, long count, const typename T::Word* panels, float* out,
-                 long stride, bool begun, const typename T::Word* next) {
+inline void tile(const typename T::Factor* x, long inner, long count, Place<T> panels, float* out, long stride, bool begun,
+                 Place<T> next) {
     Columns chains[ROWS][PANELS];
     #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
@@ -38,9 +45,9 @@ inline void tile(const typename T::Factor* x, long inner, long count, const type
         Columns factors[PANELS];
         #pragma GCC unroll 16
         for (int p = 0; p < PANELS; p++) {
-            long at = (p * inner + k) * T::STEP;
-            if (AHEAD >> p & 1) _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
-            factors[p] = T::load(panels + at);
+            if (AHEAD >> p & 1)
+                _mm_prefetch(reinterpret_cast<const char*>(next.at + p * next.apart + k * T::STEP), _MM_HINT_T1);
+            factors[p] = T::load(panels.at + p * panels.apart + k * T::STEP);
         }
         #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
@@ -55,16 +62,22 @@ inline void tile(const typename T::Factor* x, long inner, long count, const type
 
 // A group of rows through PANELS panels. Of several groups each has at least half of the rows that fit.
 template <class T, int PANELS, Ahead AHEAD, int ROWS = GROUP>
-inline void group(const typename T::Factor* x, long rows, long inner, long count, const typename T::Word* factors,
-                  float* out, long stride, bool begun, const typename T::Word* next) {
+inline void group(const typename T::Factor* x, long rows, long inner, long count, Place<T> panels, float* out, long stride,
+                  bool begun, Place<T> next) {
     if constexpr (ROWS > (PANELS == 1 ? 1 : GROUP / 2))
         if (rows < ROWS)
-            return group<T, PANELS, AHEAD, ROWS - 1>(x, rows, inner, count, factors, out, stride, begun, next);
-    tile<T, ROWS, PANELS, AHEAD>(x, inner, count, factors, out, stride, begun, next);
+            return group<T, PANELS, AHEAD, ROWS - 1>(x, rows, inner, count, panels, out, stride, begun, next);
+    tile<T, ROWS, PANELS, AHEAD>(x, inner, count, panels, out, stride, begun, next);
+}
+
+// What a group of rows goes through PANELS panels by, with `left` groups to go: the last ones call for the next piece.
+template <class T, int PANELS>
+inline auto ahead(long left) {
+    return left > PANELS ? group<T, PANELS, NONE> : left == PANELS ? group<T, PANELS, ONE> : group<T, PANELS, OTHER>;
 }
 
 // All rows through PANELS panels: a piece of them stays in a cache while all rows pass by, in groups that are as equal as
-// can be. While the last ones do, a panel each, memory brings the next piece, be it that of the next panels.
+// can be. While the last ones do, memory brings the next piece, be it that of the next panels.
 template <class T, int PANELS>
 inline void pass(const typename T::Factor* x, long rows, long inner, const typename T::Word* panels, float* out,
                  long stride, bool begun) {
@@ -73,13 +86,11 @@ inline void pass(const typename T::Factor* x, long rows, long inner, const typen
     for (long k = 0; k < inner; k += PIECE) {
         long count = std::min(PIECE, inner - k);
         const auto* next = k + PIECE < inner ? panels + (k + PIECE) * T::STEP : panels + PANELS * inner * T::STEP;
+        Place<T> here{panels + k * T::STEP, inner * T::STEP}, there{next, inner * T::STEP};
         for (long g = 0; g < groups; g++) {
             long first = rows * g / groups, some = rows * (g + 1) / groups - first, left = groups - g;
-            auto through = left > PANELS || rows < TOLD ? group<T, PANELS, NONE>
-                           : left == PANELS             ? group<T, PANELS, ONE>
-                                                        : group<T, PANELS, OTHER>;
-            through(x + first * inner + k, some, inner, count, panels + k * T::STEP, out + first * stride, stride,
-                    begun || k > 0, next);
+            auto through = rows < TOLD ? group<T, PANELS, NONE> : ahead<T, PANELS>(left);
+            through(x + first * inner + k, some, inner, count, here, out + first * stride, stride, begun || k > 0, there);
         }
     }
 }

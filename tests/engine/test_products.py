@@ -78,10 +78,51 @@ def test_a_width_that_is_no_whole_panel_is_refused() -> None:
         Panels(products._PANELS, torch.zeros(17, 4), None)  # type: ignore[arg-type]
 
 
-def test_the_weight_is_held_once_in_its_own_dtype() -> None:
+def spread(shape: tuple[int, int], kind: str) -> torch.Tensor:
+    """Weights of bfloat16 whose exponents lie close to each other, or not."""
+    generator = torch.Generator().manual_seed(7)
+    some = torch.randn(*shape, generator=generator)
+    match kind:
+        case "trained":
+            return (some * 0.02).bfloat16()
+        case "constant":
+            return torch.full(shape, -3.0).bfloat16()
+        case "large":
+            return (some.sign() * 3e38).bfloat16()
+        case "with noughts":
+            return (some * (torch.rand(*shape, generator=generator) < 0.999)).bfloat16()
+        case "far apart":
+            return (some * 2.0 ** torch.randint(-100, 100, shape, generator=generator)).bfloat16()
+    raise ValueError(kind)
+
+
+@pytest.mark.parametrize("kind", ["trained", "constant", "large", "with noughts", "far apart"])
+@pytest.mark.parametrize("shape", [(48, 1300), (32, 32), (16, 97)])
+def test_no_bit_of_a_weight_is_lost(shape: tuple[int, int], kind: str) -> None:
+    """Rows of a one and noughts answer what the weight has there, alone and in groups that read it in other ways."""
+    weight = spread(shape, kind)
+    rows = torch.eye(shape[1]).bfloat16()
+    for name in native.fitting():
+        product = Panels(pytest.importorskip(f"engine.native.{name}"), weight, None)
+        for count in (1, 3, 6, 10, 11, 25, 64):
+            answers = torch.cat([product(some) for some in rows.split(count)])
+            assert torch.equal(answers, weight.T), (name, count)
+
+
+def test_the_weight_is_held_once_in_its_own_dtype_or_in_less() -> None:
     product, weight, _ = made((1152, 896), torch.bfloat16)
-    assert product._weight.nbytes == weight.nbytes
+    assert products._PANELS is not None
+    is_squeezed = products._PANELS.__name__.endswith("_kernels_avx512")
+    assert product._weight.nbytes / weight.nbytes == pytest.approx(0.76 if is_squeezed else 1, abs=0.02)
     assert product._weight.data_ptr() != weight.data_ptr()
+    full, weight, _ = made((1152, 896), torch.float32)
+    assert full._weight.nbytes == weight.nbytes
+
+
+def test_a_weight_that_can_t_be_squeezed_takes_what_it_did() -> None:
+    weight = spread((1152, 896), "far apart")
+    assert products._PANELS is not None
+    assert Panels(products._PANELS, weight, None)._weight.nbytes == pytest.approx(weight.nbytes, rel=0.005)
 
 
 @pytest.mark.skipif(len(native.fitting()) < 2, reason="one build of the kernels for this CPU")

@@ -1,0 +1,168 @@
+// A linear layer's weight as it lies in memory, and rows times some of its panels.
+//
+// Panels (columns.h) lie one behind the other. Of bfloat16, where a CPU multiplies it, a number takes twelve bits instead
+// of sixteen wherever it can. Its upper byte is a sign and seven of the eight bits of an exponent, and neighbours in a
+// weight are of much the same size: eight such exponents in a row, of 128, hold all 512 numbers of a block nearly always.
+// So four bits tell the upper byte, and the lower one stays. No bit is lost: a block that they do not hold stays as it is.
+//
+//     weight   | where each panel begins, and the last one ends, in lines | panel | panel | ...      each at a line
+//     panel    | a byte for each block: its lowest exponent, or PLAIN | block | block | ...
+//     block    BLOCK steps of sixteen words. PLAIN: as they are. Else, of four steps at a time:
+//                | codes of the upper bytes of all four | lower bytes of the first and second | of the third and fourth |
+//              The half words of a line stand as those of a step do. Of a half word of lower bytes the first step has the
+//              lower, and the second the upper; of codes, the first and third have the upper byte, the second and fourth
+//              the lower one, and the first two a byte's lower half.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "stream.h"
+
+namespace decant {
+
+// A panel of a weight [16, inner], from noughts.
+template <class T>
+void lay_out_panel(const typename T::Element* weight, long inner, typename T::Word* panel) {
+    for (long column = 0; column < WIDTH; column++)
+        for (long k = 0; k < inner; k++) T::put(panel, k, column, weight[column * inner + k]);
+}
+
+template <class T>
+class Weight {
+    using Word = typename T::Word;
+
+public:
+    explicit Weight(const void* at) : panels(static_cast<const Word*>(at)) {}
+
+    // x [rows, length] times `count` panels -> out, rows `stride` apart.
+    void multiply(const typename T::Factor* x, long rows, long length, long panel, long count, float* out,
+                  long stride) const {
+        decant::multiply<T>(x, rows, length, panels + panel * length * T::STEP, count, out, stride);
+    }
+
+    // The bytes that a weight [outputs, inner] takes. Unless `to` is null it is written there, to noughts from a line on.
+    static long pack(const typename T::Element* weight, long outputs, long inner, void* to) {
+        long panel = steps<T>(inner) * T::STEP;
+        for (long n = 0; to && n < outputs / WIDTH; n++)
+            lay_out_panel<T>(weight + n * WIDTH * inner, inner, static_cast<Word*>(to) + n * panel);
+        return outputs / WIDTH * panel * long(sizeof(Word));
+    }
+
+private:
+    const Word* panels;
+};
+
+#ifdef __AVX512BF16__
+
+// Four steps of words into three lines of noughts.
+inline void squeeze(const uint32_t* words, int lowest, char* to) {
+    for (int s = 0; s < 4; s++)
+        for (int n = 0; n < 2 * WIDTH; n++) {
+            uint32_t number = words[s * WIDTH + n / 2] >> (n % 2 * 16) & 0xffff;
+            uint32_t code = number >> 15 << 3 | ((number >> 8 & 0x7f) - lowest);
+            to[(1 + s / 2) * LINE + 2 * n + s % 2] = char(number);
+            to[2 * n + 1 - s % 2] |= char(code << (s / 2 * 4));
+        }
+}
+
+// The lowest exponent of a block if all are less than eight above it, else PLAIN.
+inline uint8_t lowest_exponent(const uint32_t* words) {
+    int least = 127, most = 0;
+    for (long n = 0; n < BLOCK * WIDTH; n++)
+        for (int shift : {8, 24}) {
+            int exponent = words[n] >> shift & 0x7f;
+            least = std::min(least, exponent), most = std::max(most, exponent);
+        }
+    return most - least < 8 ? uint8_t(least) : PLAIN;
+}
+
+inline long whole_lines(long bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+// A panel of `length` steps: the bytes that it takes, and itself unless `to` is null.
+inline long pack_panel(const uint32_t* words, long length, char* to) {
+    long end = whole_lines(blocks(length));
+    for (long b = 0; b < blocks(length); b++, words += BLOCK * WIDTH) {
+        long count = std::min(BLOCK, length - b * BLOCK);
+        uint8_t lowest = count == BLOCK ? lowest_exponent(words) : PLAIN;
+        long needed = lowest == PLAIN ? count * LINE : BLOCK / 4 * FOUR;
+        if (to) {
+            to[b] = char(lowest);
+            if (lowest == PLAIN) std::memcpy(to + end, words, needed);
+            else for (long s = 0; s < BLOCK; s += 4) squeeze(words + s * WIDTH, lowest, to + end + s / 4 * FOUR);
+        }
+        end += needed;
+    }
+    return end;
+}
+
+template <>
+class Weight<BFloat16> {
+public:
+    explicit Weight(const void* at) : start(static_cast<const char*>(at)), lines(static_cast<const uint32_t*>(at)) {}
+
+    // Where memory sets the pace, panels go one by one, in the order in which they lie.
+    void multiply(const uint32_t* x, long rows, long length, long panel, long count, float* out,
+                  long stride) const {
+        long p = 0;
+        if (rows > GROUP / 2)
+            for (; p + GROUP_PANELS <= count; p += GROUP_PANELS)
+                pass<GROUP_PANELS>(x, rows, length, panel + p, out + p * WIDTH, stride);
+        for (; p < count; p++) pass<1>(x, rows, length, panel + p, out + p * WIDTH, stride);
+    }
+
+    static long pack(const uint16_t* weight, long outputs, long inner, void* to) {
+        long panels = outputs / WIDTH, length = steps<BFloat16>(inner);
+        long end = whole_lines((panels + 1) * sizeof(uint32_t));
+        std::vector<uint32_t> plain(length * WIDTH);
+        for (long p = 0; p < panels; p++) {
+            if (to) static_cast<uint32_t*>(to)[p] = uint32_t(end / LINE);
+            std::fill(plain.begin(), plain.end(), 0);
+            lay_out_panel<BFloat16>(weight + p * WIDTH * inner, inner, plain.data());
+            end += pack_panel(plain.data(), length, to ? static_cast<char*>(to) + end : nullptr);
+        }
+        if (to) static_cast<uint32_t*>(to)[panels] = uint32_t(end / LINE);
+        return end;
+    }
+
+private:
+    const char* start;
+    const uint32_t* lines;
+
+    const char* begin(long panel) const { return start + lines[panel] * LINE; }
+
+    // A group of rows goes through panels as they lie. If there are more, it leaves a piece of them plain, in a cache, for
+    // the others, and these call for the next piece, which lies about as this one does.
+    template <int PANELS>
+    void pass(const uint32_t* x, long rows, long length, long panel, float* out, long stride) const {
+        static thread_local std::vector<uint32_t> memory(GROUP_PANELS * PIECE * WIDTH + LINE / sizeof(uint32_t));
+        uint32_t* kept = at_line(memory.data());
+        Reading from[PANELS];
+        for (int p = 0; p < PANELS; p++) {
+            const char* at = begin(panel + p);
+            from[p] = {reinterpret_cast<const uint8_t*>(at), at + whole_lines(blocks(length))};
+        }
+        const char *after = begin(panel + PANELS), *last = begin(panel + PANELS - 1);
+        long apart = (last - begin(panel)) / long(sizeof(uint32_t)), groups = (rows + GROUP - 1) / GROUP;
+        if (groups == 1) {
+            auto through = rows < CALLED ? stream_group<PANELS, false, NONE> : stream_group<PANELS, false, BOTH>;
+            return through(x, rows, length, length, from, out, stride, false, nullptr, after);
+        }
+        auto first = groups > 2 ? stream_group<PANELS, true, NONE> : stream_group<PANELS, true, ONE>;
+        for (long k = 0; k < length; k += PIECE) {
+            long count = std::min(PIECE, length - k);
+            const char* next = k + PIECE < length ? from[0].at + count / 4 * FOUR : after;
+            first(x + k, rows / groups, length, count, from, out, stride, k > 0, kept, next);
+            Place<BFloat16> here{kept, PIECE * WIDTH}, there{reinterpret_cast<const uint32_t*>(next), apart};
+            for (long g = 1; g < groups; g++) {
+                long row = rows * g / groups, some = rows * (g + 1) / groups - row;
+                auto through = ahead<BFloat16, PANELS>(groups - g);
+                through(x + row * length + k, some, length, count, here, out + row * stride, stride, k > 0, there);
+            }
+        }
+    }
+};
+
+#endif
+
+}  // namespace decant
