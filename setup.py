@@ -81,9 +81,10 @@ class Build(build):
 
 
 FLAGS = ("-std=c++17", "-O3", "-g0", "-mfma", "-ffp-contract=off", "-fopenmp")
+AVX512 = ("f", "bw", "dq", "vl", "vbmi", "vbmi2", "bf16")
 CPUS = {
     "_kernels": ("module.cpp", ("-mavx2",)),
-    "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2", "bf16"))),
+    "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in AVX512)),
 }
 """The engine's own kernels, by what a CPU has (engine/native picks one)."""
 
