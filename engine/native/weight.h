@@ -24,8 +24,8 @@ namespace decant {
 // A panel of a weight [16, inner], from noughts.
 template <class T>
 void lay_out_panel(const typename T::Element* weight, long inner, typename T::Word* panel) {
-    for (long column = 0; column < WIDTH; column++)
-        for (long k = 0; k < inner; k++) T::put(panel, k, column, weight[column * inner + k]);
+    for (long k = 0; k < inner; k++)
+        for (long column = 0; column < WIDTH; column++) T::put(panel, k, column, weight[column * inner + k]);
 }
 
 template <class T>
@@ -55,15 +55,20 @@ private:
 
 #ifdef __AVX512BF16__
 
-// Four steps of words into three lines of noughts.
+// Four steps of words into three lines.
 inline void squeeze(const uint32_t* words, int lowest, char* to) {
-    for (int s = 0; s < 4; s++)
-        for (int n = 0; n < 2 * WIDTH; n++) {
-            uint32_t number = words[s * WIDTH + n / 2] >> (n % 2 * 16) & 0xffff;
-            uint32_t code = number >> 15 << 3 | ((number >> 8 & 0x7f) - lowest);
-            to[(1 + s / 2) * LINE + 2 * n + s % 2] = char(number);
-            to[2 * n + 1 - s % 2] |= char(code << (s / 2 * 4));
-        }
+    __m512i steps[4], codes[4];
+    for (int s = 0; s < 4; s++) {
+        steps[s] = _mm512_loadu_si512(words + s * WIDTH);
+        __m512i exponents = _mm512_and_si512(_mm512_srli_epi16(steps[s], 8), _mm512_set1_epi16(0x7f));
+        __m512i signs = _mm512_and_si512(_mm512_srli_epi16(steps[s], 12), _mm512_set1_epi16(8));
+        codes[s] = _mm512_or_si512(signs, _mm512_sub_epi16(exponents, _mm512_set1_epi16(short(lowest))));
+    }
+    auto line = [=](int n, __m512i one, __m512i other) { _mm512_store_si512(to + n * LINE, _mm512_or_si512(one, other)); };
+    auto two = [](__m512i first, __m512i second) { return _mm512_or_si512(_mm512_slli_epi16(first, 8), second); };
+    line(0, two(codes[0], codes[1]), _mm512_slli_epi16(two(codes[2], codes[3]), 4));
+    for (int n = 0; n < 2; n++)
+        line(1 + n, _mm512_and_si512(steps[2 * n], _mm512_set1_epi16(0xff)), _mm512_slli_epi16(steps[2 * n + 1], 8));
 }
 
 // The lowest exponent of a block if all are less than eight above it, else PLAIN.
