@@ -1,4 +1,4 @@
-"""What is written in C++, for CPUs with AVX2, and once more for those that multiply bfloat16 (AVX512 with BF16, VBMI and
+"""What is written in C++, for CPUs with AVX2, and once more for those that multiply bfloat16 (AVX512 with BF16, VBMI,
 VBMI2); compiled at install where there is a compiler.
 
 rows.h        the rows of a step as arrays (``engine/flat.py``)
