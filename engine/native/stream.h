@@ -44,12 +44,7 @@ inline void unpack(const char* at, __m512i upper, __m512i& first, __m512i& secon
 template <int ROWS, int PANELS, bool KEPT, Ahead AHEAD>
 inline void stream(const uint32_t* x, long length, long count, Reading* panels, float* out, long stride, bool begun,
                    uint32_t* kept, const char* next) {
-    Columns chains[ROWS][PANELS];
-    #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
-        #pragma GCC unroll 2
-        for (int p = 0; p < PANELS; p++)
-            chains[r][p] = begun ? Columns::read(out + r * stride + p * WIDTH) : Columns::noughts();
+    Chains<ROWS, PANELS> chains(out, stride, begun);
 
     // A step, of the panels from p to before `end`; four of them.
     auto one = [&](long k, int p, int end, const __m512i* factors) __attribute__((always_inline)) {
@@ -58,7 +53,7 @@ inline void stream(const uint32_t* x, long length, long count, Reading* panels, 
         #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
             #pragma GCC unroll 2
-            for (int n = p; n < end; n++) chains[r][n].add(take(x + r * length + k), {_mm512_castsi512_ps(factors[n])});
+            for (int n = p; n < end; n++) chains.of[r][n].add(take(x + r * length + k), {_mm512_castsi512_ps(factors[n])});
     };
     auto four = [&](long k, int p, int end, auto& at, auto& upper) __attribute__((always_inline)) {
         __m512i first[PANELS], second[PANELS];
@@ -112,10 +107,7 @@ inline void stream(const uint32_t* x, long length, long count, Reading* panels, 
     }
     #pragma GCC unroll 2
     for (int p = 0; p < PANELS; p++) panels[p] = {panels[p].lowest + blocks(count), at[p]};
-    #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
-        #pragma GCC unroll 2
-        for (int p = 0; p < PANELS; p++) chains[r][p].write(out + r * stride + p * WIDTH);
+    chains.write(out, stride);
 }
 
 // A group of rows, as in tile.h.

@@ -23,6 +23,30 @@ enum Ahead { NONE, ONE = 1, OTHER = 2, BOTH = 3 };
 // loads under way by itself.
 constexpr long TOLD = 4;
 
+// Chains in registers: they go on from the sums in `out` if they have begun, and leave theirs there.
+template <int ROWS, int PANELS>
+struct Chains {
+    Columns of[ROWS][PANELS];
+
+    __attribute__((always_inline)) Chains(const float* out, long stride, bool begun) {
+        each([=](int r, int p, Columns& chain) __attribute__((always_inline)) {
+            chain = begun ? Columns::read(out + r * stride + p * WIDTH) : Columns::noughts();
+        });
+    }
+
+    __attribute__((always_inline)) void write(float* out, long stride) {
+        each([=](int r, int p, Columns& chain) __attribute__((always_inline)) { chain.write(out + r * stride + p * WIDTH); });
+    }
+
+    template <class F>
+    __attribute__((always_inline)) void each(const F& f) {
+        #pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+            #pragma GCC unroll 16
+            for (int p = 0; p < PANELS; p++) f(r, p, of[r][p]);
+    }
+};
+
 // Where a step of some panels lies: the first's, and how many words from one to the next.
 template <class T>
 struct Place {
@@ -35,12 +59,7 @@ struct Place {
 template <class T, int ROWS, int PANELS, Ahead AHEAD>
 inline void tile(const typename T::Factor* x, long inner, long count, Place<T> panels, float* out, long stride, bool begun,
                  Place<T> next) {
-    Columns chains[ROWS][PANELS];
-    #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
-        #pragma GCC unroll 16
-        for (int p = 0; p < PANELS; p++)
-            chains[r][p] = begun ? Columns::read(out + r * stride + p * WIDTH) : Columns::noughts();
+    Chains<ROWS, PANELS> chains(out, stride, begun);
     for (long k = 0; k < count; k++) {
         Columns factors[PANELS];
         #pragma GCC unroll 16
@@ -49,15 +68,11 @@ inline void tile(const typename T::Factor* x, long inner, long count, Place<T> p
                 _mm_prefetch(reinterpret_cast<const char*>(next.at + p * next.apart + k * T::STEP), _MM_HINT_T1);
             factors[p] = T::load(panels.at + p * panels.apart + k * T::STEP);
         }
-        #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++)
-            #pragma GCC unroll 16
-            for (int p = 0; p < PANELS; p++) chains[r][p].add(take(x + r * inner + k), factors[p]);
+        chains.each([&](int r, int p, Columns& chain) __attribute__((always_inline)) {
+            chain.add(take(x + r * inner + k), factors[p]);
+        });
     }
-    #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
-        #pragma GCC unroll 16
-        for (int p = 0; p < PANELS; p++) chains[r][p].write(out + r * stride + p * WIDTH);
+    chains.write(out, stride);
 }
 
 // A group of rows through PANELS panels. Of several groups each has at least half of the rows that fit.
