@@ -9,7 +9,12 @@
 
 All that the client asks for may be asked again: what generates carries an id, under which the service runs it once.
 
-    nothing has come yet      each router once, and ``MORE_TRIES``
+    cause                                          rests
+    a lost connection, no ErrorInfo, DRAINING      the router, for all calls
+    QUOTA_EXCEEDED                                 all routers, for this call: they share the quota
+    any other: QUEUE_FULL, NO_WORKER ...           the router, for this call
+
+    nothing has come yet      each router once, and ``MORE_TRIES``; after QUOTA_EXCEEDED these alone
     a stream has begun        for ``patience`` seconds after it broke, counted anew whenever something comes
     a deadline                holds for both: a try that would come too late is not waited for
 """
@@ -18,13 +23,13 @@ from __future__ import annotations
 
 import grpc
 
-from decant.turns import Turns
+from decant.turns import SPREAD, Turn, Turns
 from runtime.errors import ServiceError
 from runtime.fault import Reason
 
 MORE_TRIES = 2
 LONGEST_PAUSE_S = 30.0
-"""Before anything has come. A server that asks for more is told to the caller instead, who may have other plans."""
+"""Before anything has come. An error whose server asks for a longer pause is raised."""
 
 _LOST = frozenset(
     {
@@ -35,6 +40,9 @@ _LOST = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,  # another's server: a dead router's address is free for anyone to take
     }
 )
+
+
+_OF_ROUTER = frozenset({Reason.UNSPECIFIED, Reason.DRAINING})
 
 
 def may_try_again(error: ServiceError) -> bool:
@@ -54,7 +62,9 @@ class Tries:
         self._clock = turns.clock
         self._deadline = None if seconds is None else turns.clock() + seconds
         self._patience = patience
-        self._left = turns.count + MORE_TRIES
+        self._rests = turns.rests_of_call()
+        self._unasked = set(range(turns.count))
+        self._left = MORE_TRIES
         self._has_begun = False
         self._broke_at: float | None = None
         self._router = turns.take().router
@@ -74,6 +84,7 @@ class Tries:
         if not self._is_well:
             self._is_well = self._has_begun = True
             self._broke_at = None
+            self._rests = self._turns.rests_of_call()
             self._turns.answered(self._router)
 
     def after(self, error: ServiceError) -> float:
@@ -81,19 +92,32 @@ class Tries:
         if not may_try_again(error):
             raise error
         self._is_well = False
-        self._turns.failed(self._router, error.retry_after or 0.0)
-        turn = self._turns.take()
-        if self._is_late(turn.pause):
+        self._rest(error)
+        turn = self._turns.take(self._rests)
+        if self._is_late(turn):
             raise error
         self._router = turn.router
         return turn.pause
 
-    def _is_late(self, pause: float) -> bool:
+    def _rest(self, error: ServiceError) -> None:
+        asked_for = self._turns.spread(error.retry_after or 0.0)
+        self._unasked.discard(self._router)
+        if error.reason in _OF_ROUTER:
+            self._turns.failed(self._router, asked_for)
+            return
+        self._turns.answered(self._router)
+        shared = error.reason is Reason.QUOTA_EXCEEDED
+        for router in range(self._turns.count) if shared else [self._router]:
+            self._rests.failed(router, asked_for)
+        if shared:
+            self._unasked.clear()
+
+    def _is_late(self, turn: Turn) -> bool:
         now = self._clock()
-        if self._deadline is not None and now + pause >= self._deadline:
+        if self._deadline is not None and now + turn.pause >= self._deadline:
             return True
         if self._has_begun:
             self._broke_at = now if self._broke_at is None else self._broke_at
-            return now + pause >= self._broke_at + self._patience
-        self._left -= 1
-        return self._left == 0 or pause > LONGEST_PAUSE_S
+            return now + turn.pause >= self._broke_at + self._patience
+        self._left -= turn.router not in self._unasked
+        return self._left < 0 or turn.pause > LONGEST_PAUSE_S * (1 + SPREAD)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import decant
 from decant.channel import targets
 from decant.tries import LONGEST_PAUSE_S, MORE_TRIES, Tries, may_try_again
-from decant.turns import LONGEST_REST_S, Turn, Turns
+from decant.turns import LONGEST_REST_S, SPREAD, Turn, Turns
 from runtime.errors import from_fault
 from runtime.fault import Fault, Reason, ResumePoint
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 def make_turns(count: int, clock: Clock) -> Turns:
-    """Begins with router 0, and keeps every rest in full."""
+    """Begins with router 0, keeps every rest in full, and adds all that may be added to a wait."""
     draws = iter([(count - 1) / count])
     return Turns(count, clock, lambda: next(draws, 1.0))
 
@@ -133,8 +133,8 @@ def test_only_what_may_be_answered_elsewhere_or_later_is_tried_again(error: deca
     tries = Tries(make_turns(2, Clock()), patience=30)
     tries.heard()
     if again:
-        assert tries.after(error) == 0
-        assert tries.router == 1
+        pause = tries.after(error)
+        assert (pause, tries.router) == (1 + SPREAD if error.reason is Reason.QUOTA_EXCEEDED else 0, 1)
     else:
         with pytest.raises(type(error)):
             tries.after(error)
@@ -193,8 +193,9 @@ def test_a_new_call_is_not_held_up_by_what_others_met() -> None:
 
 def test_what_the_server_asks_for_is_waited_for_unless_it_is_much_or_too_late() -> None:
     clock = Clock()
-    assert Tries(make_turns(1, clock)).after(away(2)) == 2
-    assert Tries(make_turns(1, clock), seconds=3).after(away(2)) == 2
+    assert Tries(make_turns(1, clock)).after(away(2)) == 2 * (1 + SPREAD)
+    assert Tries(make_turns(1, clock)).after(away(LONGEST_PAUSE_S)) == LONGEST_PAUSE_S * (1 + SPREAD)
+    assert Tries(make_turns(1, clock), seconds=4).after(away(2)) == 2 * (1 + SPREAD)
     for seconds, asked in ((1, 2), (None, LONGEST_PAUSE_S + 1)):
         with pytest.raises(decant.Unavailable):
             Tries(make_turns(1, clock), seconds).after(away(asked))
@@ -203,7 +204,58 @@ def test_what_the_server_asks_for_is_waited_for_unless_it_is_much_or_too_late() 
 def test_another_router_is_asked_before_one_is_waited_for() -> None:
     tries = Tries(make_turns(2, Clock()))
     assert (tries.after(away(3)), tries.router) == (0, 1)
-    assert (tries.after(away(3)), tries.router) == (3, 0)
+    assert (tries.after(away(3)), tries.router) == (3 * (1 + SPREAD), 0)
+
+
+def test_a_router_that_refused_one_call_is_still_asked_by_others() -> None:
+    for refusal in (
+        decant.QueueFull(4, retry_after=20),
+        away(20),
+        decant.Unavailable(Reason.WORKERS_LOST, "lost", retry_after=20),
+        decant.Unavailable(Reason.STATE_STORE_AWAY, "away", retry_after=20),
+    ):
+        turns = make_turns(2, Clock())
+        refused = Tries(turns)
+        assert (refused.after(refusal), refused.router) == (0, 1)
+        assert Tries(turns).router == 0
+        other = Tries(turns)
+        assert other.router == 1
+        assert (other.after(lost()), other.router) == (0, 0)
+
+
+def test_a_router_that_drains_or_is_gone_is_passed_over_by_others() -> None:
+    for error in (lost(), decant.Unavailable(Reason.DRAINING, "draining", retry_after=0.1)):
+        turns = make_turns(2, Clock())
+        assert Tries(turns).after(error) == 0
+        assert [turns.take().router for _ in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 10])
+def test_a_quota_is_not_asked_of_the_next_router_before_its_time(count: int) -> None:
+    clock = Clock()
+    tries = Tries(make_turns(count, clock))
+    refusal = decant.QuotaExceeded("t", "in_flight", 4, 5, retry_after=2)
+    for _ in range(MORE_TRIES):
+        pause = tries.after(refusal)
+        assert pause >= 2
+        clock.now += pause
+    with pytest.raises(decant.QuotaExceeded):
+        tries.after(refusal)
+
+
+def test_calls_that_are_refused_together_do_not_come_back_together() -> None:
+    for refusal in (decant.QueueFull(4, retry_after=1), decant.QuotaExceeded("t", "in_flight", 4, 5, retry_after=1)):
+        turns = Turns(1, Clock())
+        pauses = [Tries(turns).after(refusal) for _ in range(100)]
+        assert all(1 <= pause <= 1 + SPREAD for pause in pauses)
+        assert len({round(pause, 2) for pause in pauses}) > 20
+
+
+def test_a_refusal_before_the_stream_began_does_not_delay_its_resumption() -> None:
+    tries = Tries(make_turns(2, Clock()), patience=3)
+    assert (tries.after(decant.QueueFull(4, retry_after=20)), tries.router) == (0, 1)
+    tries.heard()
+    assert (tries.after(lost()), tries.router) == (0, 0)
 
 
 @given(st.floats(0, 50), st.lists(st.tuples(st.booleans(), st.floats(0, 8)), max_size=30))
