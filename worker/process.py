@@ -4,6 +4,8 @@ listen ── load and measure the model ── engine, hub, services ── one
    (a thread: the loop turns, and calls are refused by name)                                  │
 end <── leave the directory <── runs are gone, sessions end <── draining <────────────── SIGTERM
 end with 1 <── an engine that crashed, another life under this name
+
+SIGTERM while it loads or warms up ends the process at once: no other process knows of it yet.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
     _check(settings)
     async with AsyncExitStack() as stack:
         worker = Worker(settings, role, load_device, stack)
-        return await serve(
+        orderly = await serve(
             worker.services(),
             settings,
             worker.readiness,
@@ -113,6 +115,10 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
             warm_up=worker.warm_up,
             drain=worker.drain,
         )
+        if not worker.is_announced:
+            # Asked to end while the model loads: the thread that loads, or runs the first step, cannot be interrupted.
+            shutdown.end_process(0 if orderly else 1)
+        return orderly
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,8 @@ class Worker:
     ) -> None:
         self.readiness = Readiness()
         self.registry = Registry()
+        self.is_announced = False
+        """Whether others may know of it: it has begun to register."""
         self._settings = settings
         self._role = role
         self._load_device = load_device
@@ -202,6 +210,7 @@ class Worker:
             ),
             equal_bits=hub.equal_bits,
         )
+        self.is_announced = True
         lifetimes = Lifetimes()
         store = await self._stack.enter_async_context(Store(StoreSettings(self._settings.redis_url)))
         registrar = Registrar(
@@ -262,6 +271,7 @@ async def _first_steps(hub: Hub) -> None:
 
     hub.step_listeners.append(hear)
     hub.crash_listeners.append(ended.set_exception)
+    _log.info("first steps")
     await hub.loop.call(begin)
     if detail := await ended:
         raise ModelRefused(hub.model, f"its first step failed: {detail}")

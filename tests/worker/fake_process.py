@@ -1,18 +1,21 @@
 """A worker's process over a torch-free engine: ``python -m tests.worker.fake_process decode --model ...``.
 
 It ends with 3 when torch or transformers were imported all the same. With CRASH set its engine breaks in the step
-after the first that somebody else than the warm-up asks for.
+after the first that somebody else than the warm-up asks for. SLOW_LOAD and SLOW_STEP are seconds that the load and each
+step take, in a call that cannot be interrupted.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
 from decode_worker.main import KIND as DECODE
 from engine.fake import FakeDevice
 from engine.plan import StepPlan, StepResult
 from prefill_worker.main import KIND as PREFILL
+from runtime import logs
 from worker.process import main
 from worker.settings import WorkerSettings
 
@@ -21,11 +24,15 @@ class Device(FakeDevice):
     def run(self, plan: StepPlan) -> StepResult:
         if os.environ.get("CRASH") and any(row.request.id != "warm-up" for row in plan.rows):
             raise ZeroDivisionError("the device is broken")
+        time.sleep(float(os.environ.get("SLOW_STEP", "0")))
         return super().run(plan)
 
 
 def load(settings: WorkerSettings) -> Device:
     """As much of the settings as a fake device can honour."""
+    if slow := os.environ.get("SLOW_LOAD"):
+        logs.get(__name__).info("loading slowly")
+        time.sleep(float(slow))
     blocks = settings.kv_bytes // (settings.block_size * 8)
     return Device(num_blocks=blocks, block_size=settings.block_size, vocab_size=4096, window=settings.window)
 

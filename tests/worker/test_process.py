@@ -173,6 +173,17 @@ async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: Private
     assert not await registered(redis)
 
 
+@pytest.mark.parametrize("slow", ["SLOW_LOAD", "SLOW_STEP"])
+def test_a_worker_that_is_stopped_while_it_loads_ends_without_finishing_the_load(run: Run, slow: str) -> None:
+    worker = run(**{slow: "100000"})  # far beyond any deadline of the test
+    if slow == "SLOW_LOAD":
+        worker.until("loading slowly")
+    else:
+        worker.until("first steps")
+    assert worker.terminate() == (0, "")
+    assert worker.lines[-1]["event"] == "ended"
+
+
 def test_a_drain_waits_for_what_is_at_work_and_refuses_the_rest(run: Run) -> None:
     worker = run(FAKE, *SMALL, "--lease-ms", "3000")
     with channel_to(worker.ready()) as channel:
