@@ -6,6 +6,7 @@ Safetensors only; no code from a repository is ever run.
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engine import native, rope
+from engine import native, rope, weight_files
 from engine.errors import InvalidConfig, ModelRefused
 from engine.kv_layout import KvLayout
 
@@ -49,6 +50,11 @@ FAILURES = (
     ValueError,
 )
 """What transformers and a model's code raise over a checkpoint that is broken, or of a kind that is not served."""
+
+CONSTANTS = (".rotary_emb.inv_freq", "position_ids", ".attn.masked_bias")
+"""How tensors end that older releases of transformers saved and that follow from the configuration."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 _SAMPLE = 1 << 20
 """Bytes hashed of each weight file of a folder, spread over it: enough to tell two checkpoints apart."""
@@ -139,6 +145,12 @@ class Checkpoint:
         missing = sorted(loaded[1]["missing_keys"])
         if missing:  # transformers goes on with random numbers
             raise ModelRefused(self.name, f"it lacks {len(missing)} of its weights, {missing[0]} among them")
+        if surplus := _surplus(loaded[1]["unexpected_keys"], self.config.get_text_config()):
+            reason = f"it has {len(surplus)} weights that the model does not use, {surplus[0]} among them"
+            raise ModelRefused(self.name, reason)
+        if self.revision is not None:  # a hub's weight files are there only now
+            folder = _folder(self.path, self.revision)
+            weight_files.check_weights(folder, weight_files.read_config(folder))
         _drop_other_media(model)
         torch.nn.Module.to(model, device)
         model.eval()
@@ -160,7 +172,7 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     """Read the configuration of a folder or hub name. Raises ModelRefused with what stands in the way."""
     local = Path(path).exists()
     if local:
-        _check_folder(path, Path(path))
+        weight_files.check(Path(path))
     with refusing(path, "its configuration can't be read" if local else "no folder, and no hub name within reach"):
         revision = revision if local else _commit(path, revision)
         raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
@@ -168,6 +180,8 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         needs = "it wants code of its own to be run" if "auto_map" in raw else "transformers has no code for it"
         raise ModelRefused(f"{kind or 'an unnamed model type'} ({path})", f"{needs}; no remote code is run here")
+    if not local:
+        weight_files.check_format(_folder(path, revision), raw)
     with refusing(f"{kind} ({path})", "its configuration is not one of that type"):
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     if config.is_encoder_decoder:
@@ -177,24 +191,37 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
 
 def _commit(name: str, revision: str | None) -> str:
     """What a hub name stands for now: all that is read later is read of that commit."""
-    return Path(hf_hub_download(name, "config.json", revision=revision)).parent.name
+    return _folder(name, revision).name
 
 
-def _check_folder(path: str, folder: Path) -> None:
-    if not folder.is_dir():
-        raise ModelRefused(path, "it is a file; a folder or a hub name is needed")
-    if not (folder / "config.json").is_file():
-        raise ModelRefused(path, "the folder has no config.json")
-    if not any(folder.glob("*.safetensors")):
-        pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(kind))
-        found = f"only {', '.join(pickles)}, and pickles can run code" if pickles else "no weights"
-        raise ModelRefused(path, f"safetensors are needed; the folder has {found}")
+def _folder(name: str, revision: str | None) -> Path:
+    """Where the files of a hub name are kept on this machine."""
+    return Path(hf_hub_download(name, "config.json", revision=revision)).parent
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """Who knows the model of a configuration: most multimodal ones are not listed among the causal models."""
-    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    """The class of models that a checkpoint was saved from: of a multimodal one, the text model's own class would leave
+    the weights of other media over."""
+    multimodal: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM if multimodal is None else AutoModelForImageTextToText
+    saved = getattr(multimodal, "__name__", None) in (config.architectures or ())
+    return AutoModelForImageTextToText if saved else AutoModelForCausalLM
+
+
+def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
+    """Tensors that the model has no use for, though they may matter: all but constants, and the layers that predict
+    further tokens, which follow the model's own where its configuration counts them.
+
+    transformers has left out what the model's class lists in ``_keys_to_ignore_on_load_unexpected``.
+    """
+    first = getattr(text, "num_hidden_layers", 0)
+    predicting = range(first, first + (getattr(text, "num_nextn_predict_layers", None) or 0))
+    return sorted(
+        name
+        for name in unexpected
+        if not name.endswith(CONSTANTS) and not ((layer := _LAYER.search(name)) and int(layer.group(1)) in predicting)
+    )
 
 
 def _drop_other_media(model: PreTrainedModel) -> None:

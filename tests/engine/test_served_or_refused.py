@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
@@ -221,11 +222,13 @@ def test_a_configuration_that_does_not_fit_its_weights_or_its_type_is_refused(ch
         serve(edit(copy, **changes))
 
 
-@pytest.mark.parametrize("kept", [0, 4, 40, -500])
-def test_truncated_weights_are_refused(kept, copy):
+@pytest.mark.parametrize(
+    ("kept", "reason"), [(0, "can't be read"), (4, "can't be read"), (40, "can't be read"), (-500, "its header says")]
+)
+def test_truncated_weights_are_refused(kept, reason, copy):
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(ModelRefused, match=r"LlamaForCausalLM.*can't load"):
+    with pytest.raises(ModelRefused, match=rf"LlamaForCausalLM.*model\.safetensors.*{reason}"):
         serve(copy)
 
 
@@ -234,6 +237,95 @@ def test_missing_weights_are_refused_and_not_made_up(copy):
     weights = {name: tensor for name, tensor in load_file(file).items() if "layers.1.self_attn.q_proj" not in name}
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ModelRefused, match=r"lacks 1 of its weights, model\.layers\.1\.self_attn\.q_proj\.weight"):
+        serve(copy)
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    """Save what ``change`` makes of the tensors of a folder's weight file."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_file_with_more_layers_than_the_configuration_is_refused_by_name(copy):
+    edit(copy, num_hidden_layers=1)
+    with pytest.raises(ModelRefused, match=r"has 9 weights that the model does not use, model\.layers\.1\.input_lay"):
+        serve(copy)
+
+
+def test_biases_of_another_model_type_are_refused_by_name(tmp_path):
+    """A Llama without biases would load Qwen's weights, drop their biases, and answer wrong."""
+    folder = tiny.save(tiny.config("qwen2"), tmp_path)
+    edit(folder, model_type="llama", architectures=["LlamaForCausalLM"])
+    with pytest.raises(ModelRefused, match=r"model\.layers\.0\.self_attn\.k_proj\.bias among them"):
+        serve(folder)
+
+
+def test_scales_of_quantized_weights_are_refused_by_name(copy):
+    _rewrite(copy, lambda had: had | {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)})
+    with pytest.raises(ModelRefused, match=r"does not use, model\.layers\.0\.mlp\.up_proj\.weight_scale_inv"):
+        serve(copy)
+
+
+@pytest.mark.parametrize(("dtype", "named"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
+def test_quantized_weights_without_their_scales_are_refused_by_name(dtype, named, copy):
+    name = "model.layers.1.mlp.up_proj.weight"
+    _rewrite(copy, lambda had: had | {name: had[name].to(dtype)})
+    with pytest.raises(ModelRefused, match=rf"{named} weights are not served yet \({name} in model\.safetensors\)"):
+        serve(copy)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
+        ({"quant_method": "awq"}, "AWQ"),
+        ({"quant_method": "fp8"}, "FP8"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "one_of_its_own"}, "one_of_its_own"),
+        ({"load_in_4bit": True}, "bitsandbytes"),
+        ({}, "quantized"),
+    ],
+    ids=str,
+)
+def test_a_quantized_format_is_refused_by_its_name(config, named, copy):
+    with pytest.raises(ModelRefused, match=rf"LlamaForCausalLM.*: {named} weights are not served yet$"):
+        serve(edit(copy, quantization_config=config))
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_in_the_folder_is_refused_by_name(name, copy):
+    (copy / name).write_text("{}")
+    with pytest.raises(ModelRefused, match=rf"it has an adapter \({name}\), and adapters are not served yet"):
+        serve(copy)
+
+
+def test_constants_that_older_checkpoints_carry_are_left_out(copy):
+    older = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq": torch.ones(8) for index in range(2)}
+    assert serve(_rewrite(copy, lambda had: had | older)).verdict.exact
+
+
+@pytest.mark.parametrize(("predicting", "refused"), [(1, False), (0, True)])
+def test_a_layer_that_predicts_further_tokens_is_left_out_where_the_configuration_counts_it(predicting, refused, copy):
+    layer = {"model.layers.2.eh_proj.weight": torch.ones(64, 128), "model.layers.2.enorm.weight": torch.ones(64)}
+    edit(_rewrite(copy, lambda had: had | layer), num_nextn_predict_layers=predicting)
+    if refused:
+        with pytest.raises(ModelRefused, match=r"model\.layers\.2\.eh_proj\.weight among them"):
+            serve(copy)
+    else:
+        assert serve(copy).verdict.exact
+
+
+def test_a_missing_shard_is_refused_by_name(llama, copy):
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    files = dict(zip(weights, itertools.cycle(("model-1.safetensors", "model-2.safetensors")), strict=False))
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in weights if files[name] == file}, copy / file, {"format": "pt"})
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert serve(copy).verdict.exact
+    (copy / "model-2.safetensors").unlink()
+    with pytest.raises(ModelRefused, match=r"1 of 2 weight files are missing, model-2\.safetensors among them"):
         serve(copy)
 
 
