@@ -22,14 +22,11 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
 
 
 def include_paths() -> list[str]:
-    """Where imports are looked up: our root, then google/protobuf (grpc_tools), then google/rpc."""
+    """Where imports are looked up: our root, then google/rpc (protos/), then google/protobuf (grpc_tools)."""
     bundled = find_spec("grpc_tools")
-    common = find_spec("google.rpc")
-    if bundled is None or common is None:
-        raise ExecError("compiling protos/ needs grpcio-tools and googleapis-common-protos")
-    folders = [Path(where) / "_proto" for where in bundled.submodule_search_locations or ()]
-    folders += [Path(where).parents[1] for where in common.submodule_search_locations or ()]
-    return [".", *(str(folder) for folder in folders)]
+    if bundled is None:
+        raise ExecError("compiling protos/ needs grpcio-tools")
+    return [".", str(PROTOS), *(str(Path(where) / "_proto") for where in bundled.submodule_search_locations or ())]
 
 
 def compile_proto(source: Path, out: Path) -> None:

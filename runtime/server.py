@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from runtime import logs
 from runtime.admin import AdminServer
@@ -31,6 +30,7 @@ from runtime.health import HealthService, Readiness, State
 from runtime.interceptor import ErrorInterceptor
 from runtime.listening import ServerSettings, bind, join_address, server_options
 from runtime.metrics import Registry, ShellMetrics
+from runtime.reflection import add_reflection
 from runtime.settings import Refused
 from runtime.shutdown import Shutdown, first
 
@@ -127,7 +127,7 @@ class Server:
         for service in self._services:
             service.add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(HealthService(self.readiness, names), self._server)
-        reflection.enable_server_reflection((*names, _HEALTH, reflection.SERVICE_NAME), self._server)
+        add_reflection(self._server, (*names, _HEALTH))
         try:
             self.port = bind(self._server, self._settings)
             await self._server.start()

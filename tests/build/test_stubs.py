@@ -87,6 +87,9 @@ def test_an_install_has_the_stubs(python: Path, tree: Path, tmp_path: Path, edit
     assert found.is_relative_to(home)
     assert (found / "inference_pb2.pyi").exists()
     assert (found / "inference.proto").exists()
+    assert (found / "google/rpc/error_details.proto").exists()
+    where = run(python, "-c", "from google.rpc import status_pb2; print(status_pb2.__file__)", cwd=elsewhere)
+    assert not Path(where.stdout.strip()).is_relative_to(found)
 
 
 @INSTALLS
@@ -118,7 +121,7 @@ def test_an_sdist_carries_protos_and_installs(python: Path, tree: Path, tmp_path
     (archive,) = (tree / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
-    assert {"setup.py", "protos/inference.proto", "protos/worker.proto"} <= names
+    assert {"setup.py", "protos/inference.proto", "protos/worker.proto", "protos/google/rpc/status.proto"} <= names
     assert not any("_pb2" in name for name in names)
 
     done = install(python, archive, editable=False)

@@ -13,8 +13,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from protos import inference_pb2 as pb
 from runtime.errors import Unavailable, from_call
@@ -121,20 +122,29 @@ async def test_a_warm_up_that_raises_ends_the_server() -> None:
             await s.running
 
 
-async def test_reflection_lists_all_services_and_gives_their_files() -> None:
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_all_services_and_gives_their_files(version: str) -> None:
+    """Both versions have the same messages; newer clients ask for v1 alone."""
     async with scene() as s:
-        stub = reflection_pb2_grpc.ServerReflectionStub(s.channel)
-        call = stub.ServerReflectionInfo()
+        call: Any = s.channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         listed = {service.name for service in (await call.read()).list_services_response.service}
         assert listed == {
             "decant.v1.InferenceService",
             "decant.internal.v1.Decode",
             "grpc.health.v1.Health",
+            "grpc.reflection.v1.ServerReflection",
             "grpc.reflection.v1alpha.ServerReflection",
         }
-        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol="decant.v1.InferenceService"))
-        assert (await call.read()).file_descriptor_response.file_descriptor_proto
+        for name in listed:  # as `grpcurl describe` asks
+            await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=name))
+            files = (await call.read()).file_descriptor_response.file_descriptor_proto
+            packages = {FileDescriptorProto.FromString(file).package for file in files}
+            assert name.rpartition(".")[0] in packages
         call.cancel()
 
 

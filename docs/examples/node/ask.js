@@ -7,7 +7,7 @@ import { create } from "@bufbuild/protobuf";
 import { Code, ConnectError, createClient } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
 import { BadRequestSchema, ErrorInfoSchema } from "./gen/google/rpc/error_details_pb.js";
-import { FinishReason, GenerateRequestSchema, InferenceService } from "./gen/protos/inference_pb.js";
+import { FinishReason, GenerateRequestSchema, InferenceService } from "./gen/inference_pb.js";
 
 const address = process.env.DECANT_ADDRESS ?? "127.0.0.1:50051";
 const client = createClient(InferenceService, createGrpcTransport({ baseUrl: `http://${address}` }));
