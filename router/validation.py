@@ -53,13 +53,15 @@ WindowOf = Callable[[str], int | None]
 """The least window that the live workers of a model serve; None while there are none."""
 
 _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
-    "SamplingParams.n": lambda request: request.sampling.n > MAX_OUTPUTS,
+    "SamplingParams.n": lambda request: request.sampling.n if request.sampling.n > MAX_OUTPUTS else None,
     "GenerateRequest.guided": lambda request: request.HasField("guided"),
     "GenerateRequest.lora_name": lambda request: request.lora_name,
 }
 """What this build can't honour, and whether a request asks for it."""
 
 UNIMPLEMENTED_FIELDS = tuple(_UNSUPPORTED)
+
+_MOST = {"SamplingParams.n": f"{MAX_OUTPUTS} is all this server does"}
 
 
 async def validate(
@@ -117,7 +119,8 @@ def salt_of(tenant: str, cache_salt: str) -> bytes:
 async def chat_tokens(messages: pb.Messages, model: ServedModel) -> list[int]:
     """A conversation as the model's chat template writes it. Raises InvalidArgument."""
     if model.chat is None:
-        raise InvalidArgument("messages", "a model with a chat template", model.id)
+        advice = f"{model.id} has no chat template: send a text"
+        raise InvalidArgument("messages", "a model with a chat template", model.id, advice=advice)
     if not messages.messages:
         raise InvalidArgument("messages.messages", "at least 1 message", 0)
     opens = messages.add_generation_prompt if messages.HasField("add_generation_prompt") else True
@@ -132,11 +135,9 @@ def _check_supported(request: pb.GenerateRequest) -> None:
     check_known(request)
     for field, asked in _UNSUPPORTED.items():
         if value := asked(request):
-            raise Unimplemented(field, "a value" if isinstance(value, Message) else _shown(value))
-
-
-def _shown(value: Any) -> Any:
-    return "a value" if value is True or not isinstance(value, str) else value
+            raise Unimplemented(
+                field, "a value" if value is True else value, limit=_MOST.get(field, Unimplemented.LIMIT)
+            )
 
 
 def check_known(message: Message) -> None:

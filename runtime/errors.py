@@ -125,21 +125,23 @@ class _FieldError(ServiceError):
 
 
 class InvalidArgument(_FieldError):
-    """A field breaks a limit. `reason` may also be EMPTY_PROMPT or PROMPT_TOO_LONG."""
+    """A field breaks a limit. `reason` may also be EMPTY_PROMPT or PROMPT_TOO_LONG; `advice` is the message where it
+    says more than "field: limit, got value"."""
 
-    def __init__(self, field: str, limit: str, value: object, *, reason: Reason = Reason.INVALID_FIELD) -> None:
-        super().__init__(_field_fault(grpc.StatusCode.INVALID_ARGUMENT, reason, field, limit, value))
+    def __init__(
+        self, field: str, limit: str, value: object, *, reason: Reason = Reason.INVALID_FIELD, advice: str = ""
+    ) -> None:
+        fault = _field_fault(grpc.StatusCode.INVALID_ARGUMENT, reason, field, limit, value)
+        super().__init__(replace(fault, message=message_text(advice)) if advice else fault)
 
 
 class Unimplemented(_FieldError):
-    """A field that is set and that this build can't honour."""
+    """A field that is set and that this build can't honour, or not beyond `limit`."""
 
     LIMIT = "not supported by this build"
 
-    def __init__(self, field: str, value: object = "a value") -> None:
-        super().__init__(
-            _field_fault(grpc.StatusCode.UNIMPLEMENTED, Reason.FIELD_NOT_SUPPORTED, field, self.LIMIT, value)
-        )
+    def __init__(self, field: str, value: object = "a value", *, limit: str = LIMIT) -> None:
+        super().__init__(_field_fault(grpc.StatusCode.UNIMPLEMENTED, Reason.FIELD_NOT_SUPPORTED, field, limit, value))
 
 
 class NotFound(ServiceError):

@@ -143,6 +143,21 @@ async def test_what_is_refused_by_name_is_on_the_list_and_what_is_on_it_is_refus
     assert refused == listed
 
 
+async def test_a_refusal_says_what_to_do():
+    chat = pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message(role="user", content="hi")]))
+    for request, message in (
+        (chat, "tiny-python has no chat template: send a text"),
+        (set_n(2), "SamplingParams.n: 1 is all this server does, got 2"),
+    ):
+        with pytest.raises(ServiceError) as caught:
+            await validate(request, Models([tiny()]), window(None), Deadline(), "default")
+        assert str(caught.value) == message
+
+
+def set_n(n: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(n=n))
+
+
 def test_the_list_names_fields_that_exist():
     for name in UNIMPLEMENTED_FIELDS:
         kind, _, field = name.partition(".")
