@@ -4,7 +4,7 @@
     a lost connection: a status without ErrorInfo   yes
     somebody else there: UNIMPLEMENTED without it   yes
     UNAVAILABLE, QUEUE_FULL, QUOTA_EXCEEDED         yes, not before the server's RetryInfo
-    ABORTED (DRAINING)                              yes
+    ABORTED (DRAINING, OWNER_CHANGED)               yes
     any other                                       no
 
 All that the client asks for may be asked again: what generates carries an id, under which the service runs it once.
@@ -43,13 +43,15 @@ _LOST = frozenset(
 
 
 _OF_ROUTER = frozenset({Reason.UNSPECIFIED, Reason.DRAINING})
+_MOVED = frozenset({Reason.DRAINING, Reason.OWNER_CHANGED})
+"""The request goes on at another router."""
 
 
 def may_try_again(error: ServiceError) -> bool:
     """Whether the same, asked elsewhere or later, may be answered."""
     if error.reason is Reason.UNSPECIFIED:
         return error.code in _LOST
-    return error.retryable or error.reason is Reason.DRAINING
+    return error.retryable or error.reason in _MOVED
 
 
 class Tries:

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NoReturn
 
 from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
-from router.failures import NO_ROOM, AttemptFailed, NoWorker, raised_by
+from router.failures import NO_ROOM, AttemptFailed, NoWorker, OwnedElsewhere, raised_by
 from router.following import Drains
 from router.job import Job
 from router.pool import Pool, Worker
@@ -36,7 +36,6 @@ from router.route import Lost, Route, Woken
 from router.stops import ended_by, written_out
 from router.writing import Trouble
 from runtime import logs
-from runtime.errors import Aborted
 from runtime.fault import Reason
 from state.names import State
 
@@ -73,7 +72,7 @@ class Attempt:
         course.path = Path(attempts=owned.attempt)
 
     async def run(self) -> Ended:
-        """Raises AttemptFailed, NoWorker, and the ServiceError that another attempt would not change."""
+        """Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final for the request."""
         if self._end is None:
             self._route.begin()
         while self._end is None or self._is_to_be_explained:
@@ -307,7 +306,7 @@ class Attempt:
         raise raised_by(failed.failure, worker.life)
 
     def _hear_superseded(self, _: Worker, superseded: wire.Superseded) -> None:
-        raise Aborted(Reason.SUPERSEDED, f"another router owns the request, in epoch {superseded.epoch}")
+        raise OwnedElsewhere(superseded.epoch)
 
     def _hear_prompt(self, _: Worker, told: wire.PromptLogprobs) -> None:
         self._job.pen.explain(told)

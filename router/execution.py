@@ -21,7 +21,7 @@ from router.account import receipt_of, usage_of
 from router.admission import Admission, Admitted
 from router.attempt import Attempt
 from router.bookings import Bookings
-from router.failures import AttemptFailed, NoWorker
+from router.failures import AttemptFailed, NoWorker, OwnedElsewhere
 from router.flush import Flusher, append_new
 from router.job import Job
 from router.pool import Pool
@@ -180,17 +180,20 @@ class Execution:
         self.end(self._leaving())
 
     def _leaving(self) -> ServiceError:
-        words, written = "this router ends", len(self.course.tokens)
+        return self._interrupted(Reason.DRAINING, "this router ends")
+
+    def _interrupted(self, reason: Reason, words: str) -> ServiceError:
+        """The end of a stream here that a client resumes elsewhere, or asks for again before its first token."""
+        written = len(self.course.tokens)
         if written:
-            return Aborted(Reason.DRAINING, words, resume=ResumePoint(0, written))
-        return Unavailable(Reason.DRAINING, words, retry_after=RETRY_SECONDS)
+            return Aborted(reason, words, resume=ResumePoint(0, written))
+        return Unavailable(reason, words, retry_after=RETRY_SECONDS)
 
     def superseded(self, error: errors.Superseded) -> None:
         """Another router owns it: nothing more is written."""
         self.is_superseded = True
         cancelled = error.state == Generation.STATE_CANCELLED
-        words = f"another router owns the request, in epoch {error.epoch}"
-        self.end(Cancelled() if cancelled else Aborted(Reason.SUPERSEDED, words))
+        self.end(Cancelled() if cancelled else self._moved(is_resumed=error.stream_epoch > self.owned.epoch))
 
     def _run(self) -> wire.Run:
         return wire.Run(request=str(self.owned.key), epoch=self.owned.epoch, attempt=self.owned.attempt)
@@ -258,8 +261,8 @@ class Execution:
                 end = await attempt.run()
             except AttemptFailed as failed:
                 self._failed(attempt, failed)
-            except Aborted as superseded:
-                raise await self._cause(superseded) from None
+            except OwnedElsewhere as superseded:
+                raise await self._superseded_by(superseded) from None
             except NoWorker:
                 job.note(attempt.giver, attempt.taker, wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
                 raise self._lost(Reason.NO_WORKER, "no worker can take the request now") from None
@@ -283,20 +286,29 @@ class Execution:
         append_new(self.owned, self.course)
         self.owned.start_over(datetime.now(UTC))
 
-    async def _cause(self, superseded: Aborted) -> ServiceError:
-        """Why a worker knows a newer owner: a newer stream, as far as the store doesn't say that it was cancelled."""
+    async def _superseded_by(self, error: OwnedElsewhere) -> ServiceError:
+        """What the store says of the owner that a worker knows of.
+
+        While the store is away: the same epoch was begun again by a client's stream on another router; a greater one
+        is taken for a takeover, after which a client may resume.
+        """
         self.is_superseded = True
         try:
             found = await self._router.requests.read(self.owned.key, first=self.owned.length)
         except StateError:
-            return superseded
-        return Cancelled() if found.state == Generation.STATE_CANCELLED else superseded
+            return self._moved(is_resumed=error.epoch == self.owned.epoch)
+        if found.state == Generation.STATE_CANCELLED:
+            return Cancelled()
+        return self._moved(is_resumed=found.stream_epoch > self.owned.epoch or error.epoch == self.owned.epoch)
+
+    def _moved(self, *, is_resumed: bool) -> ServiceError:
+        """How a stream here ends when another router owns the request, by a client's newer stream or by itself."""
+        if is_resumed:
+            return Aborted(Reason.SUPERSEDED, "a newer stream of this request is open at another router")
+        return self._interrupted(Reason.OWNER_CHANGED, "another router took over the request")
 
     def _lost(self, reason: Reason, words: str) -> ServiceError:
-        written = len(self.course.tokens)
-        if written:
-            return Aborted(Reason.WORKERS_LOST, words, resume=ResumePoint(0, written))
-        return Unavailable(reason, words, retry_after=RETRY_SECONDS)
+        return self._interrupted(Reason.WORKERS_LOST if self.course.tokens else reason, words)
 
     def _record_end(self, end: Ended | ServiceError) -> None:
         owned, course, record = self.owned, self.course, self.owned.record

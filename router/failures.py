@@ -40,6 +40,14 @@ class AttemptFailed(Exception):
         self.blamed = blamed
 
 
+class OwnedElsewhere(Exception):
+    """A worker refuses this router's run: the request is owned in `epoch` now."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"another router owns the request, in epoch {epoch}")
+        self.epoch = epoch
+
+
 class NoWorker(Exception):
     """No worker took the request for as long as it was worth waiting."""
 

@@ -56,7 +56,9 @@ _CLIENT_CODES = frozenset(
     }
 )
 _CLIENT_REASONS = frozenset({Reason.QUOTA_EXCEEDED, Reason.SUPERSEDED})
-_CAPACITY_REASONS = frozenset({Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DRAINING, Reason.DEADLINE_EXCEEDED})
+_CAPACITY_REASONS = frozenset(
+    {Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DRAINING, Reason.OWNER_CHANGED, Reason.DEADLINE_EXCEEDED}
+)
 
 
 class ServiceError(Exception):
@@ -206,7 +208,7 @@ class QueueFull(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """Not here, or not now. `reason` is NO_WORKER, DRAINING, WORKERS_LOST or STATE_STORE_AWAY."""
+    """Not here, or not now. `reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_AWAY."""
 
     def __init__(self, reason: Reason, message: str, *, retry_after: float) -> None:
         fault = _fault(grpc.StatusCode.UNAVAILABLE, reason, message)
@@ -228,8 +230,8 @@ class Cancelled(ServiceError):
 
 
 class Aborted(ServiceError):
-    """A stream that can't go on here. `reason` is WORKERS_LOST or TAIL_UNCERTAIN with a point to resume from, or
-    SUPERSEDED without."""
+    """A stream that can't go on here. `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST or TAIL_UNCERTAIN with a point
+    to resume from, or SUPERSEDED without."""
 
     def __init__(self, reason: Reason, message: str, *, resume: ResumePoint | None = None) -> None:
         super().__init__(replace(_fault(grpc.StatusCode.ABORTED, reason, message), resume=resume))

@@ -58,6 +58,7 @@ class Reason(StrEnum):
     SUPERSEDED = "SUPERSEDED"
     TAIL_UNCERTAIN = "TAIL_UNCERTAIN"
     INTERNAL = "INTERNAL"
+    OWNER_CHANGED = "OWNER_CHANGED"
     WRONG_PEER = "WRONG_PEER"  # between router and worker only, as in decant.internal.v1.Cause
     WRONG_PROTOCOL = "WRONG_PROTOCOL"
 

@@ -34,14 +34,18 @@ class StoreFault(StateError):
 
 
 class Superseded(StateError):
-    """A write by a router that no longer owns the request, or for an attempt that is over. Nothing was written."""
+    """A write by a router that no longer owns the request, or for an attempt that is over. Nothing was written.
 
-    def __init__(self, key: RequestKey, epoch: int, owner: Life, state: State) -> None:
+    `stream_epoch`: the last epoch that began with a client's stream on another router; 0: none did.
+    """
+
+    def __init__(self, key: RequestKey, epoch: int, owner: Life, state: State, stream_epoch: int = 0) -> None:
         super().__init__(f"request {key}: epoch {epoch} is owned by {owner}")
         self.key = key
         self.epoch = epoch
         self.owner = owner
         self.state = state
+        self.stream_epoch = stream_epoch
 
 
 class Replaced(StateError):

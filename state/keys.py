@@ -7,6 +7,8 @@ decant:{tenant/id}:request            hash    epoch, attempt, state: integers   
                                               payload: GenerateRequest as accepted
                                               digest: SHA-256 of payload
                                               prompt_logprobs: where asked for, see logprobs.py
+                                              stream_epoch: the last epoch that a client's new
+                                              stream began, if one did
 decant:{tenant/id}:journal            string  entries, 4 bytes each, see journal.py              as the request's
 decant:{tenant/id}:logprobs           string  one for each entry, where asked for                as the request's
 decant:{workers|routers}:peers        hash    i:<id> incarnation; s:<id> first registered, in    directory_s from the

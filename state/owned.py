@@ -25,6 +25,7 @@ class StoredRequest:
     attempt: int
     state: State
     owner: Life
+    stream_epoch: int  # the last epoch that began with a client's stream on another router; 0: none
     record: RequestRecord
     payload: GenerateRequest
     entries: list[Entry]  # of the journal, from the first that was asked for

@@ -198,7 +198,7 @@ def _own_names(request: OwnedRequest) -> list[str]:
 
 def _stored(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
     """Raises StoreFault for logprobs that don't go with the journal."""
-    epoch, attempt, state, owner, record, packed_payload, ttl_ms, length, packed, *more = snapshot
+    epoch, attempt, state, owner, stream_epoch, record, packed_payload, ttl_ms, length, packed, *more = snapshot
     payload = GenerateRequest.FromString(packed_payload)
     entries = journal.unpack(packed)
     asked = LogprobsAsked.of(payload)
@@ -212,6 +212,7 @@ def _stored(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
         attempt=attempt,
         state=state,
         owner=Life.parse(owner.decode()),
+        stream_epoch=stream_epoch,
         record=RequestRecord.FromString(record),
         payload=payload,
         entries=entries,
@@ -223,4 +224,4 @@ def _stored(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
 
 
 def _superseded(key: RequestKey, reply: list[Reply]) -> Superseded:
-    return Superseded(key, reply[1], Life.parse(reply[2].decode()), reply[3])
+    return Superseded(key, reply[1], Life.parse(reply[2].decode()), reply[3], reply[4])

@@ -30,12 +30,12 @@ local function keep(milliseconds, ...)
   end
 end
 
--- All of a request: epoch, attempt, state, owner, record, payload, ms until it expires, entries in the journal,
+-- All of a request: epoch, attempt, state, owner, stream_epoch, record, payload, ms until it expires, entries in the journal,
 -- those from `from` on; the prompt's logprobs and the output's, if the key of the latter is given.
 local function snapshot(request, journal, logprobs, from)
-  local found = redis.call('HMGET', request, 'epoch', 'attempt', 'state', 'owner', 'record', 'payload')
+  local found = redis.call('HMGET', request, 'epoch', 'attempt', 'state', 'owner', 'stream_epoch', 'record', 'payload')
   local shown = {
-    tonumber(found[1]), tonumber(found[2]), tonumber(found[3]), found[4], found[5], found[6],
+    tonumber(found[1]), tonumber(found[2]), tonumber(found[3]), found[4], tonumber(found[5] or 0), found[6], found[7],
     redis.call('PTTL', request), redis.call('STRLEN', journal) / ENTRY,
     redis.call('GETRANGE', journal, from * ENTRY, -1),
   }

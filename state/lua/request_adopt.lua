@@ -2,18 +2,22 @@
 -- To cancel it is to become its owner and end it by one step, so that whoever is superseded by that learns why; the
 -- snapshot shows what was cancelled, the record of the end is for the new owner to write.
 -- KEYS request, journal, logprobs   ARGV router, open_ms, the epoch that is taken over or '', ended_ms to cancel or ''
--- Returns {'unknown'}, {'superseded', epoch, owner, state} when that epoch is over, or {'exists', snapshot}.
+-- Without an epoch it is for a client's new stream: `stream_epoch` keeps the last epoch that began so.
+-- Returns {'unknown'}, {'superseded', epoch, owner, state, stream_epoch} when that epoch is over, or {'exists', snapshot}.
 
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'owner')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'owner', 'stream_epoch')
 local epoch, state, owner = tonumber(found[1]), tonumber(found[2]), found[3]
 if not epoch then
   return {'unknown'}
 end
 if state < FIRST_END and owner ~= ARGV[1] then
   if ARGV[3] ~= '' and tonumber(ARGV[3]) ~= epoch then
-    return {'superseded', epoch, owner, state}
+    return {'superseded', epoch, owner, state, tonumber(found[4] or 0)}
   end
   redis.call('HSET', KEYS[1], 'epoch', epoch + 1, 'owner', ARGV[1])
+  if ARGV[3] == '' then
+    redis.call('HSET', KEYS[1], 'stream_epoch', epoch + 1)
+  end
   keep(ARGV[2], unpack(KEYS))
 end
 local shown = {'exists', snapshot(KEYS[1], KEYS[2], KEYS[3], 0)}

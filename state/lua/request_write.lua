@@ -4,8 +4,8 @@
 -- ARGV owner, epoch, attempt, state, base, entries, record, open_ms, ended_ms,
 --      then with the third key: bytes of one entry's logprobs or 0, those of the entries, the prompt's or '',
 --      then of a whole one: digest, payload
--- Returns {'written', entries now}, {'superseded', epoch, owner, state}, {'behind', entries now} when the journal ends before
--- `base`, {'incomplete'} when only a whole write can be kept. Only 'written' has written.
+-- Returns {'written', entries now}, {'superseded', epoch, owner, state, stream_epoch}, {'behind', entries now} when the
+-- journal ends before `base`, {'incomplete'} when only a whole write can be kept. Only 'written' has written.
 
 local owner, epoch, attempt, state = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local base, entries = tonumber(ARGV[5]), ARGV[6]
@@ -43,7 +43,7 @@ local function append_all(length, logprobs)
   end
 end
 
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'attempt', 'state', 'owner')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'attempt', 'state', 'owner', 'stream_epoch')
 local old_epoch, old_attempt, old_state, old_owner = tonumber(found[1]), tonumber(found[2]), tonumber(found[3]), found[4]
 
 if not old_epoch or epoch > old_epoch then
@@ -60,7 +60,7 @@ end
 
 -- Two routers hold the same epoch only where Redis lost an adoption: the first that is stored stays.
 if epoch < old_epoch or owner ~= old_owner or attempt < old_attempt then
-  return {'superseded', old_epoch, old_owner, old_state}
+  return {'superseded', old_epoch, old_owner, old_state, tonumber(found[5] or 0)}
 end
 
 -- One owner writes one sequence of entries, so those that are stored already are equal.

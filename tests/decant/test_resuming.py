@@ -29,6 +29,7 @@ KINDS: list[decant.ServiceError | grpc.StatusCode] = [
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
     DRAINING,
+    decant.Aborted(Reason.OWNER_CHANGED, "taken over", resume=ResumePoint(0, 3)),
     decant.Unavailable(Reason.STATE_STORE_AWAY, "away", retry_after=0.001),
 ]
 MESSAGES = 6
@@ -75,7 +76,7 @@ async def test_a_break_after_any_message_changes_nothing(some: Two, after: int, 
 
 
 @given(
-    breaks=st.lists(st.builds(Break, st.integers(0, MESSAGES), st.sampled_from(KINDS[:-2])), max_size=6),
+    breaks=st.lists(st.builds(Break, st.integers(0, MESSAGES), st.sampled_from(KINDS[:4])), max_size=6),
     routers=st.integers(1, 2),
 )
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

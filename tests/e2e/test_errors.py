@@ -21,12 +21,14 @@ from google.rpc.status_pb2 import Status
 
 from protos import inference_pb2 as pb
 from state import keys
+from state.names import Life, RequestKey
 from state.private_redis import PrivateRedis
 from state.store import Store
 from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
 from tests.router.core import PATIENCE, until
 from tests.router.fake_worker import answer
 from tests.router.test_credentials import OTHER, SECRET, bearer, digest
+from tests.router.test_dispatch import pass_on
 from tests.router.test_router_process import MODEL
 from tests.state.conftest import bare, server, store
 
@@ -209,6 +211,20 @@ async def test_who_comes_too_many_too_late_or_is_sent_away(scene: Scene) -> None
     assert (gone.code, gone.reason) == (Code.CANCELLED, "CANCELLED")
     go_on(scene)
     assert await next(ended) == answer(PROMPT, 5)
+
+
+@reason("OWNER_CHANGED")
+async def test_a_stream_whose_router_lost_the_request_says_where_to_resume(scene: Scene, store: Store) -> None:
+    paused(scene, 2)
+    stream = scene.stream(5, request_id="taken")
+    await stream.read()
+    key = RequestKey("default", "taken")
+    await store.requests.adopt(key, Life("other", 1), (await store.requests.read(key)).epoch)
+    pass_on(scene.workers[1], 3)
+    changed = await told(read(stream))
+    assert (changed.code, changed.reason) == (Code.ABORTED, "OWNER_CHANGED")
+    assert changed.details[pb.ResumePoint].last_seq >= 2
+    go_on(scene)
 
 
 @reason("NO_WORKER")

@@ -266,9 +266,11 @@ async def test_who_learns_from_the_store_that_it_was_cancelled_elsewhere_says_so
         assert isinstance((await ended(course)).end, Cancelled)
 
 
-async def test_while_the_store_is_away_nobody_knows_more_than_that_a_newer_owner_is_there(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("epoch", "reason"), [(2, Reason.OWNER_CHANGED), (1, Reason.SUPERSEDED)])
+async def test_while_the_store_is_away_the_epoch_says_whether_a_client_may_resume(
+    store: Store, monkeypatch: pytest.MonkeyPatch, epoch: int, reason: Reason
 ) -> None:
+    """Only a client's stream begins an epoch that runs already at a worker; a greater epoch is a takeover's."""
     async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
         workers[1].script.pause_at = 3
         course = await scene.dispatcher.begin(make_request())
@@ -276,10 +278,47 @@ async def test_while_the_store_is_away_nobody_knows_more_than_that_a_newer_owner
         with monkeypatch.context() as patch:
             patch.setattr(store.requests, "read", raising(StoreUnavailable("away")))
             (run,) = workers[1].runs.values()
-            workers[1]._say(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=2)), run)
+            workers[1]._say(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=epoch)), run)
             error = (await ended(course)).end
             assert isinstance(error, Aborted)
-            assert error.reason is Reason.SUPERSEDED
+            assert error.reason is reason
+
+
+@pytest.mark.parametrize("resumed_by_client", [False, True], ids=["taken over", "resumed elsewhere"])
+@pytest.mark.parametrize("notified_by", ["worker", "store"])
+async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_the_request(
+    store: Store, notified_by: str, resumed_by_client: bool
+) -> None:
+    flush_ms = 10 if notified_by == "store" else 10_000
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=flush_ms) as scene:
+        workers[1].script.pause_at = 3
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 3)
+        await store.requests.adopt(KEY, Life("other", 1), None if resumed_by_client else 1)
+        if notified_by == "worker":
+            (run,) = workers[1].runs.values()
+            workers[1]._say(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=2)), run)
+        else:
+            pass_on(workers[1], until=4)
+        error = (await ended(course)).end
+        assert isinstance(error, Aborted)
+        if resumed_by_client:
+            assert (error.reason, error.resume) == (Reason.SUPERSEDED, None)
+        else:
+            assert (error.reason, error.resume) == (Reason.OWNER_CHANGED, ResumePoint(0, len(course.tokens)))
+        assert (await store.requests.read(KEY)).owner == Life("other", 1)
+
+
+async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[0].script.prefill_pause = True
+        course = await scene.dispatcher.begin(make_request())
+        await store.requests.adopt(KEY, Life("other", 1), 1)
+        scene.owned("r").move(Generation.STATE_PREFILLING, datetime.now(UTC))
+        error = (await ended(course)).end
+        assert isinstance(error, Unavailable)
+        assert error.reason is Reason.OWNER_CHANGED
+        workers[0].go.set()
 
 
 async def test_who_owns_it_no_longer_cancels_it_where_it_is_owned(store: Store) -> None:

@@ -55,6 +55,7 @@ class Fault:
 
 ANEW = test_requests.test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_request
 CANCELLING = test_requests.test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment
+STREAM = test_requests.test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request
 UNHEARD = test_requests.test_one_that_follows_a_failure_of_which_redis_has_not_heard_is_the_greater
 MENDED = test_requests.test_logprobs_that_lost_their_end_are_mended
 
@@ -81,6 +82,8 @@ FAULTS = [
     Fault(scripts.REQUEST_ACCEPT, "or redis.call('EXISTS', KEYS[2]) == 1", ""),
     Fault(scripts.REQUEST_ADOPT, "redis.call('HSET', KEYS[1], 'state', CANCELLED)", "", CANCELLING),
     Fault(scripts.REQUEST_ADOPT, "keep(ARGV[4], unpack(KEYS))", "", CANCELLING),
+    Fault(scripts.REQUEST_ADOPT, "'owner', ARGV[1])", "'owner', ARGV[1], 'stream_epoch', 1)", STREAM),
+    Fault(scripts.REQUEST_ADOPT, "if ARGV[3] == '' then", "if false then", STREAM),
     Fault(scripts.REQUEST_ADOPT, "epoch + 1", "epoch"),
     Fault(scripts.REQUEST_ADOPT, "tonumber(ARGV[3]) ~= epoch", "false"),
     Fault(scripts.REQUEST_ADOPT, "state < FIRST_END and", ""),

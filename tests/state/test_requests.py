@@ -316,6 +316,21 @@ async def test_the_newest_stream_owns_the_request_and_the_older_owner_is_told(st
     assert (found.state, found.entries) == (QUEUED, written(1, 2, 3))
 
 
+async def test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request(store: Store) -> None:
+    first = make_request(tokens=[1])
+    await store.requests.accept(first)
+    for epoch, stream_epoch, by_client in ((2, 0, False), (3, 3, True), (4, 3, False)):
+        found = await store.requests.adopt(KEY, router(epoch), None if by_client else epoch - 1)
+        assert (found.epoch, found.stream_epoch) == (epoch, stream_epoch)
+        continued(first, epoch)
+        with pytest.raises(Superseded) as written_late:
+            await store.requests.write(first)
+        with pytest.raises(Superseded) as adopted_late:
+            await store.requests.adopt(KEY, router(9), epoch - 1)
+        for error in (written_late.value, adopted_late.value):
+            assert (error.epoch, error.stream_epoch) == (epoch, stream_epoch)
+
+
 async def test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment(store: Store) -> None:
     old = make_request(tokens=[1, 2])
     await store.requests.accept(old)
