@@ -147,7 +147,7 @@ class Answer:
 
     def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
         course, words = self._course, self._model.words
-        pairs = zip(course.tokens[first:end], course.logprobs[first:end], strict=True)
+        pairs = zip(course.tokens[first:end], course.logprobs.entries(first, end), strict=True)
         return [_logprob(words, token, logprobs) for token, logprobs in pairs]
 
     def _prompt_logprobs(self) -> list[pb.TokenLogprob]:

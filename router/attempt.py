@@ -148,7 +148,7 @@ class Attempt:
         self._reach(Generation.STATE_PREFILLING)
         self._route.hand_over(ticket)
 
-    def _hear_first(self, _: Worker, told: wire.FirstTokens) -> None:
+    def _hear_first(self, worker: Worker, told: wire.FirstTokens) -> None:
         path, request = self._course.path, self._course.request
         path.prefill_s = told.prefill_us / 1e6
         self._first_at = self._now()
@@ -160,8 +160,11 @@ class Attempt:
         for first in told.tokens:
             position = request.prompt_tokens + self._written
             logprobs = first.logprobs if first.HasField("logprobs") else None
-            if self._job.pen.put(position, first.token, logprobs) is Trouble.CONFLICT:
+            trouble = self._job.pen.put(position, first.token, logprobs)
+            if trouble is Trouble.CONFLICT:
                 _log.error("a first token differs from the known one", worker=path.prefill_worker)
+            elif trouble is Trouble.MALFORMED:
+                self._fail(worker, wire.CAUSE_CORRUPT, "its first token or the logprobs are malformed")
             if first.HasField("finished"):
                 path.decode_worker = ""
                 self._end_with(first.finished)
@@ -308,8 +311,9 @@ class Attempt:
     def _hear_superseded(self, _: Worker, superseded: wire.Superseded) -> None:
         raise OwnedElsewhere(superseded.epoch)
 
-    def _hear_prompt(self, _: Worker, told: wire.PromptLogprobs) -> None:
-        self._job.pen.explain(told)
+    def _hear_prompt(self, worker: Worker, told: wire.PromptLogprobs) -> None:
+        if self._job.pen.explain(told) is not None:
+            self._fail(worker, wire.CAUSE_CORRUPT, "its logprobs of the prompt are malformed")
 
     # How it stands
 

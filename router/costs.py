@@ -90,7 +90,7 @@ class Costs:
 
     def moved(self, tokens: int, seconds: float) -> None:
         """An answer stood still for so long because its cache moved; ``tokens`` were not there already."""
-        self._moved.add(tokens, max(0.0, seconds), self._now())
+        self._moved.add(max(0, tokens), max(0.0, seconds), self._now())
 
     @property
     def handoff_min_tokens(self) -> int:

@@ -160,7 +160,7 @@ class Flusher:
 def append_new(owned: OwnedRequest, course: Course) -> None:
     """The course's new tokens become entries of the journal, with their logprobs if they have any."""
     if not owned.is_explained and course.is_explained:
-        owned.explain(course.prompt_logprobs)
+        owned.explain(course.prompt_logprobs.packed())
     if len(course.tokens) > owned.length:
         first = owned.length
-        owned.append((Entry(0, token) for token in course.tokens[first:]), course.logprobs[first:])
+        owned.append((Entry(0, token) for token in course.tokens[first:]), course.logprobs.packed(first))

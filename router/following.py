@@ -65,6 +65,11 @@ class Following:
         return self._pen.position
 
     @property
+    def end_limit(self) -> int:
+        """The position after the last token that the run may write."""
+        return self._pen.end_limit
+
+    @property
     def is_complete(self) -> bool:
         """Whether it ended, and all that it wrote is here."""
         return self.ended is not None and self.position >= self.ended.end.end_position

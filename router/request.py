@@ -19,6 +19,8 @@ from protos.state_pb2 import RequestRecord
 from router.stop_texts import StopTexts
 from runtime.channel import Deadline
 from runtime.errors import ServiceError
+from state.journal import TOKEN_LIMIT
+from state.logprobs import Logprobs
 from state.names import RequestKey
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class ValidRequest:
     """Those that end its output: none where it ignores them."""
     session: str = ""
     """Whose prefix is likely this one's too, as the client hints; empty: nobody's."""
+    vocab_size: int = TOKEN_LIMIT
+    """Ids of its output's tokens are below this."""
     begin_text: Callable[[], OutputText] | None = None
     """The output's text before its first token, for whoever looks for stop texts; None: there are none."""
 
@@ -120,8 +124,8 @@ class Course:
 
     request: ValidRequest
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[wire.TokenLogprobs] = field(default_factory=list)  # one per token, where asked for
-    prompt_logprobs: list[wire.TokenLogprobs] = field(default_factory=list)  # of the prompt's second token and on
+    logprobs: Logprobs = field(init=False)  # one per token, where asked for
+    prompt_logprobs: Logprobs = field(init=False)  # of the prompt's second token and on
     cached_tokens: int = 0
     resumable: bool = True
     is_behind: bool = False
@@ -140,6 +144,11 @@ class Course:
     counted: int | None = None
     """Tokens that the metrics have counted; None: nothing of this request was."""
     _waiting: asyncio.Future[None] | None = None
+
+    def __post_init__(self) -> None:
+        wanted = self.request.wanted
+        self.logprobs = Logprobs(wanted.logprobs or 0)
+        self.prompt_logprobs = Logprobs(wanted.prompt_logprobs or 0)
 
     def told(self) -> None:
         """Something was written, or it ended: whoever waits looks again."""

@@ -60,7 +60,8 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
 
 def course_of(found: StoredRequest, request: ValidRequest) -> Course:
     """All that is written of it."""
-    course = Course(request, [entry.token for entry in found.entries], found.logprobs, found.prompt_logprobs)
+    course = Course(request, [entry.token for entry in found.entries])
+    course.logprobs, course.prompt_logprobs = found.logprobs, found.prompt_logprobs
     if found.record.HasField("certain_seq"):
         course.certain = found.record.certain_seq
     return course

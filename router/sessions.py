@@ -316,17 +316,24 @@ class Session:
 
     def _explain(self, told: wire.PromptLogprobs) -> None:
         following = self._runs.get(key_of(told.run))
-        if following is not None:
-            following.explain(told)
+        if following is not None and (trouble := following.explain(told)) is not None:
+            self._troubled(following, trouble)
 
     def _troubled(self, following: Following, trouble: Trouble) -> None:
         if trouble is Trouble.GAP:
             self._ask_again(following)
             return
-        self.conflicts += 1
-        _log.error("a token differs from the known one", worker=self.worker.id, run=following.run.request)
+        if trouble is Trouble.CONFLICT:
+            self.conflicts += 1
+            self._refuse(following, "it brought another token for a known position")
+        else:
+            self._refuse(following, "it brought a token or logprobs that the request can't have")
+
+    def _refuse(self, following: Following, detail: str) -> None:
+        """A message about this run is wrong: the attempt fails here, and the worker's other runs go on."""
+        _log.error("a worker's message about a run is wrong", worker=self.worker.id, run=following.key, why=detail)
         self.cancel(wire.Cancel(run=following.run, reason=wire.Cancel.REASON_ATTEMPT))
-        self._fail(following, wire.CAUSE_CORRUPT, "it brought another token for a known position")
+        self._fail(following, wire.CAUSE_CORRUPT, detail)
 
     def _ask_again(self, following: Following) -> None:
         """Once for each place: the stream loses nothing."""
@@ -372,6 +379,9 @@ class Session:
         following = self._runs.get(key_of(ended.run))
         if following is None:
             self._retire(ended.run)
+            return
+        if ended.end.end_position > following.end_limit:
+            self._refuse(following, f"it ended at {ended.end.end_position}, after {following.end_limit}")
             return
         following.ended = ended
         if following.is_complete:

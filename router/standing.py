@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from protos import inference_pb2 as pb
@@ -47,8 +48,9 @@ async def generation(standing: Standing, model: ServedModel) -> pb.Generation:
 
 async def _result(course: Course, model: ServedModel) -> pb.GenerateResponse:
     """What a stream that stopped here would have brought, joined."""
-    end = Cancelled() if course.end is None else course.end
-    so_far = replace(course, tokens=list(course.tokens), end=end)
+    so_far = copy.copy(course)
+    so_far.tokens = list(course.tokens)
+    so_far.end = Cancelled() if course.end is None else course.end
     work = course.request.work
     result = pb.GenerateResponse(request_id=course.request.key.id, model=model.id, seed=work.sampling.seed)
     output = result.outputs.add()

@@ -106,6 +106,7 @@ async def validate(
         detach_ms=_detach_ms(request.stream),
         eos_token_ids=frozenset() if stopping.ignore_eos else model.eos_token_ids,
         session=f"{tenant}/{request.cache.session_id}" if request.cache.session_id else "",
+        vocab_size=model.vocab_size,
         begin_text=partial(begin_text, model, wanted, stopping) if wanted.stops else None,
     )
 

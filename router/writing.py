@@ -20,14 +20,15 @@ from enum import Enum
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
 from router.request import Course, Ended
-from state.journal import TOKEN_LIMIT
+from state.logprobs import Logprobs
 
 
 class Trouble(Enum):
     """Why a token was not written, where that is not for being known already."""
 
     GAP = "gap"
-    CONFLICT = "conflict"  # with the known one, or with what a token can be
+    CONFLICT = "conflict"  # another token is known for that position
+    MALFORMED = "malformed"  # no token of this output, or not with the logprobs that were asked for
 
 
 class Pen:
@@ -43,6 +44,8 @@ class Pen:
         self._text = begin() if begin is not None else None
         self._tokens = course.tokens
         self._base = course.request.prompt_tokens
+        self._limit = course.request.work.stopping.max_tokens
+        self._vocab_size = course.request.vocab_size
         self._logprobs = course.logprobs if course.request.wanted.logprobs is not None else None
         self._now = asyncio.get_running_loop().time
         for token in course.tokens:  # of an earlier owner's
@@ -53,17 +56,22 @@ class Pen:
         """Of the first token that is lacking."""
         return self._base + len(self._tokens)
 
+    @property
+    def end_limit(self) -> int:
+        """The position after the last token that may be written."""
+        return self._base + self._limit
+
     def put(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> Trouble | None:
         tokens = self._tokens
         index = position - self._base
         if index == len(tokens):
             course = self.course
-            if token >= TOKEN_LIMIT:
-                return Trouble.CONFLICT
+            if token >= self._vocab_size or index >= self._limit:
+                return Trouble.MALFORMED
             if course.end is None and self.stopped is None:
+                if self._logprobs is not None and not _copied(logprobs, self._logprobs):
+                    return Trouble.MALFORMED
                 tokens.append(token)
-                if self._logprobs is not None:
-                    self._logprobs.append(logprobs or wire.TokenLogprobs())
                 course.last_token_at = self._now()
                 if self._text is not None:
                     self._follow(token)
@@ -73,13 +81,17 @@ class Pen:
             return Trouble.GAP if self.stopped is None else None
         return None if index >= 0 and tokens[index] == token else Trouble.CONFLICT
 
-    def explain(self, told: wire.PromptLogprobs) -> None:
+    def explain(self, told: wire.PromptLogprobs) -> Trouble | None:
         """Logprobs of a part of the prompt. They come in order; an attempt that starts over says them again."""
         known = self.course.prompt_logprobs
         next = 1 + len(known)  # the first token has none
         if told.first_position <= next < self._base:
-            known.extend(told.logprobs[next - told.first_position :][: self._base - next])
+            try:
+                known.extend(told.logprobs[next - told.first_position :][: self._base - next])
+            except ValueError:
+                return Trouble.MALFORMED
             self.course.told()
+        return None
 
     def _follow(self, token: int) -> None:
         if self._text is None:
@@ -90,6 +102,17 @@ class Pen:
             self._text = None
             if self.tell_stopped is not None:
                 self.tell_stopped()
+
+
+def _copied(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:
+    """Whether a token's logprobs are there and well formed; they are appended to ``known`` then."""
+    if logprobs is None:
+        return False
+    try:
+        known.append(logprobs)
+    except ValueError:
+        return False
+    return True
 
 
 def pack(numbers: list[int]) -> bytes:

@@ -9,11 +9,13 @@ the prompt are written once. An alternative that is lacking, as in a vocabulary 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from protos.worker_pb2 import TokenLogprobs
 
 NONE = (1 << 32) - 1
+_ID_LIMIT = 1 << 24
+"""Token ids are below this, as in the journal."""
 
 
 def entry_bytes(alternatives: int) -> int:
@@ -21,24 +23,69 @@ def entry_bytes(alternatives: int) -> int:
     return 8 * (1 + alternatives)
 
 
-def pack(found: Iterable[TokenLogprobs], alternatives: int) -> bytes:
-    """Alternatives beyond those that were asked for are left out."""
-    layout = struct.Struct("<fI" + "If" * alternatives)
-    return b"".join(layout.pack(one.logprob, one.rank, *_top(one, alternatives)) for one in found)
+class Logprobs:
+    """Logprobs of consecutive tokens in one packed buffer.
 
+    Values are copied out of the messages that bring them: a protobuf sub-message that is kept would keep the whole
+    message it arrived in.
+    """
 
-def unpack(data: bytes, alternatives: int) -> list[TokenLogprobs]:
-    """Raises ValueError when the bytes end within an entry."""
-    size = entry_bytes(alternatives)
-    if len(data) % size:
-        raise ValueError(f"logprobs: {len(data)} bytes are not whole entries of {size}")
-    return [_one(numbers) for numbers in struct.iter_unpack("<fI" + "If" * alternatives, data)]
+    __slots__ = ("_alternatives", "_data", "_layout")
 
+    def __init__(self, alternatives: int = 0, data: bytes = b"") -> None:
+        """`data`: packed entries. Raises ValueError when it ends within an entry."""
+        size = entry_bytes(alternatives)
+        if len(data) % size:
+            raise ValueError(f"logprobs: {len(data)} bytes are not whole entries of {size}")
+        self._alternatives = alternatives
+        self._layout = struct.Struct("<fI" + "If" * alternatives)
+        self._data = bytearray(data)
 
-def _top(one: TokenLogprobs, alternatives: int) -> list[float]:
-    pairs = [*zip(one.top_ids, one.top_logprobs, strict=True)][:alternatives]
-    pairs += [(NONE, 0.0)] * (alternatives - len(pairs))
-    return [number for pair in pairs for number in pair]
+    def __len__(self) -> int:
+        return len(self._data) // self._layout.size
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        return iter(self.entries())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Logprobs):
+            return NotImplemented
+        return self._alternatives == other._alternatives and self._data == other._data
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def append(self, found: TokenLogprobs) -> None:
+        """Copy one token's values; alternatives beyond those that were asked for are left out.
+
+        Raises ValueError for alternatives whose ids and logprobs differ in number, and for an id that no token has.
+        """
+        self._data += self._layout.pack(found.logprob, found.rank, *self._top(found))
+
+    def extend(self, found: Iterable[TokenLogprobs]) -> None:
+        """Copy several tokens' values up to the first that `append` refuses. Raises ValueError for that one."""
+        for one in found:
+            self.append(one)
+
+    def entries(self, first: int = 0, end: int | None = None) -> list[TokenLogprobs]:
+        """New messages with the values of entries `first` to `end`."""
+        size = self._layout.size
+        data = self._data[first * size : None if end is None else end * size]
+        return [_one(numbers) for numbers in self._layout.iter_unpack(data)]
+
+    def packed(self, first: int = 0) -> bytes:
+        """The bytes of entry `first` and on."""
+        return bytes(self._data[first * self._layout.size :])
+
+    def _top(self, found: TokenLogprobs) -> list[float]:
+        ids, values = found.top_ids, found.top_logprobs
+        if len(ids) != len(values):
+            raise ValueError(f"logprobs: as many top_ids as top_logprobs, got {len(ids)} and {len(values)}")
+        top: list[float] = []
+        for id, value in zip(ids[: self._alternatives], values[: self._alternatives], strict=True):
+            if id >= _ID_LIMIT:
+                raise ValueError(f"logprobs: top_ids below {_ID_LIMIT}, got {id}")
+            top += (id, value)
+        return top + [NONE, 0.0] * (self._alternatives - len(top) // 2)
 
 
 def _one(numbers: Sequence[float]) -> TokenLogprobs:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
 from protos.inference_pb2 import GenerateRequest, Generation
 from protos.state_pb2 import RequestRecord
-from protos.worker_pb2 import TokenLogprobs
 from state import journal, logprobs
 from state.journal import ENTRY_BYTES, Entry
+from state.logprobs import Logprobs
 from state.names import ENDED, Life, RequestKey, State, may_follow
 
 
@@ -31,8 +31,8 @@ class StoredRequest:
     entries: list[Entry]  # of the journal, from the first that was asked for
     length: int  # entries in the whole journal
     expires_in_s: float  # until it is forgotten, if nobody writes of it
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each of `entries`, where they were asked for
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the second token and on; all or none
+    logprobs: Logprobs = field(default_factory=Logprobs)  # one for each of `entries`, where they were asked for
+    prompt_logprobs: Logprobs = field(default_factory=Logprobs)  # of the second token and on; all or none
 
     @property
     def ended(self) -> bool:
@@ -107,8 +107,8 @@ class OwnedRequest:
             raise ValueError(f"{found.key}: only a whole, unfinished request is gone on with")
         request = cls(found.key, found.owner, found.payload, found.record)
         request.epoch, request.attempt, request.state = found.epoch, found.attempt, found.state
-        request.append(found.entries, found.logprobs)
-        request._prompt_logprobs = logprobs.pack(found.prompt_logprobs, request.asked.prompt or 0)
+        request.append(found.entries, found.logprobs.packed())
+        request._prompt_logprobs = found.prompt_logprobs.packed()
         request.stored, request.told = found.length, (found.attempt, found.state)
         return request
 
@@ -135,8 +135,8 @@ class OwnedRequest:
         """Whether the prompt's logprobs are here, if they were asked for."""
         return self.asked.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
 
-    def append(self, entries: Iterable[Entry], found: Sequence[TokenLogprobs] = ()) -> None:
-        """`found`: the logprobs of these entries, one for each where they were asked for.
+    def append(self, entries: Iterable[Entry], packed_logprobs: bytes = b"") -> None:
+        """`packed_logprobs`: as `Logprobs.packed`, one for each of these entries where they were asked for.
 
         Raises ValueError for another number of them, after the end, and for what an entry can't hold.
         """
@@ -144,15 +144,18 @@ class OwnedRequest:
             raise ValueError(f"{self.key}: nothing is written after the end")
         packed = journal.pack(entries)
         if self.asked.output is not None:
-            if len(found) * ENTRY_BYTES != len(packed):
-                raise ValueError(f"{self.key}: one for each entry, got {len(found)} logprobs")
-            self._logprobs += logprobs.pack(found, self.asked.output)
+            count, size = len(packed) // ENTRY_BYTES, self.asked.entry_bytes
+            if len(packed_logprobs) != count * size:
+                raise ValueError(
+                    f"{self.key}: logprobs of {count} entries are {count * size} bytes, got {len(packed_logprobs)}"
+                )
+            self._logprobs += packed_logprobs
         self._journal += packed
 
-    def explain(self, found: Iterable[TokenLogprobs]) -> None:
-        """All of the prompt's logprobs, once, where they were asked for."""
+    def explain(self, packed_logprobs: bytes) -> None:
+        """All of the prompt's logprobs, as `Logprobs.packed`, once, where they were asked for."""
         if self.asked.prompt is not None:
-            self._prompt_logprobs = logprobs.pack(found, self.asked.prompt)
+            self._prompt_logprobs = packed_logprobs
             self.unexplained = bool(self._prompt_logprobs)
 
     def packed(self, first: int) -> bytes:

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 
 from protos.inference_pb2 import GenerateRequest
 from protos.state_pb2 import RequestRecord
-from state import journal, keys, logprobs, scripts
+from state import journal, keys, scripts
 from state.client import Client, Reply
 from state.directory import Routers
 from state.era import Era
 from state.errors import AlreadyExists, OwnerAlive, StoreFault, Superseded
 from state.keys import Lifetimes
+from state.logprobs import Logprobs
 from state.names import Life, RequestKey
 from state.open import OpenRequests
 from state.owned import LogprobsAsked, OwnedRequest, StoredRequest
@@ -218,8 +219,8 @@ def _stored(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
         entries=entries,
         length=length,
         expires_in_s=ttl_ms / 1000,
-        logprobs=logprobs.unpack(shown, asked.output or 0),
-        prompt_logprobs=logprobs.unpack(prompt_logprobs, asked.prompt or 0),
+        logprobs=Logprobs(asked.output or 0, shown),
+        prompt_logprobs=Logprobs(asked.prompt or 0, prompt_logprobs),
     )
 
 

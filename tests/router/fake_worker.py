@@ -30,7 +30,7 @@ EOS = 2
 
 
 def token_at(prompt: bytes, k: int) -> int:
-    return 10 + zlib.crc32(prompt + k.to_bytes(4, "little")) % 50_000
+    return 10 + zlib.crc32(prompt + k.to_bytes(4, "little")) % 4_000  # tokens of tiny-python
 
 
 def answer(prompt: list[int], count: int) -> list[int]:

@@ -55,7 +55,7 @@ def write(course: Course, *tokens: int, end: Ended | ServiceError | None = None)
     """What dispatch does when tokens arrive."""
     course.tokens += tokens
     if course.request.wanted.logprobs is not None:
-        course.logprobs += [logprobs(course.request.wanted.logprobs, token) for token in tokens]
+        course.logprobs.extend(logprobs(course.request.wanted.logprobs, token) for token in tokens)
     course.last_token_at = asyncio.get_running_loop().time()
     course.end = course.end or end
     course.told()

@@ -12,6 +12,7 @@ from protos.worker_pb2 import ROLE_DECODE, Peer, TokenLogprobs
 from state import keys
 from state.journal import Entry
 from state.keys import Lifetimes
+from state.logprobs import Logprobs
 from state.names import Life, RequestKey
 from state.owned import OwnedRequest
 from state.store import Store, StoreSettings
@@ -54,13 +55,19 @@ def continued(request: OwnedRequest, *tokens: int) -> None:
     """So many more tokens, with the logprobs that were asked for."""
     alternatives = request.asked.output
     found = [] if alternatives is None else [logprobs(token, alternatives) for token in tokens]
-    request.append(written(*tokens), found)
+    request.append(written(*tokens), packed(found, alternatives or 0))
 
 
 def logprobs(token: int, alternatives: int) -> TokenLogprobs:
     """Those of a token, of no other one."""
     top = range(token, token + alternatives)
     return TokenLogprobs(logprob=-token - 0.5, rank=token, top_ids=top, top_logprobs=[-0.25 * id for id in top])
+
+
+def packed(found: Iterable[TokenLogprobs], alternatives: int) -> bytes:
+    kept = Logprobs(alternatives)
+    kept.extend(found)
+    return kept.packed()
 
 
 def written(*tokens: int) -> list[Entry]:

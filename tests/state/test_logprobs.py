@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.worker_pb2 import TokenLogprobs
-from state import logprobs
+from state.logprobs import Logprobs, entry_bytes
 
 NUMBERS = st.floats(width=32, allow_nan=False)
 TOKENS = st.integers(0, (1 << 24) - 1)
@@ -35,17 +35,31 @@ def entries(draw: st.DrawFn) -> tuple[int, list[TokenLogprobs]]:
 @given(entries())
 def test_every_entry_reads_back_and_all_are_equally_long(made: tuple[int, list[TokenLogprobs]]) -> None:
     alternatives, found = made
-    data = logprobs.pack(found, alternatives)
-    assert len(data) == len(found) * logprobs.entry_bytes(alternatives)
-    assert logprobs.unpack(data, alternatives) == found
+    kept = Logprobs(alternatives)
+    kept.extend(found)
+    assert len(kept.packed()) == len(found) * entry_bytes(alternatives)
+    assert Logprobs(alternatives, kept.packed()) == kept
+    assert kept.entries() == found
+    assert kept.entries(1, 3) == found[1:3]
+    assert kept.packed(1) == kept.packed()[entry_bytes(alternatives) :]
 
 
 def test_what_was_not_asked_for_is_left_out() -> None:
     found = TokenLogprobs(logprob=-1, rank=1, top_ids=[5, 6], top_logprobs=[-1, -2])
-    (kept,) = logprobs.unpack(logprobs.pack([found], 1), 1)
+    packed = Logprobs(1)
+    packed.append(found)
+    (kept,) = packed
     assert (list(kept.top_ids), list(kept.top_logprobs)) == ([5], [-1])
 
 
 def test_bytes_that_end_within_an_entry_are_refused() -> None:
     with pytest.raises(ValueError, match="whole entries"):
-        logprobs.unpack(struct.pack("<fIf", 0.0, 1, 0.0), 1)
+        Logprobs(1, struct.pack("<fIf", 0.0, 1, 0.0))
+
+
+@pytest.mark.parametrize("top_ids", [[5], [5, 6, 7], [5, 1 << 24]])
+def test_alternatives_that_cannot_be_read_back_are_refused_and_change_nothing(top_ids: list[int]) -> None:
+    kept = Logprobs(2)
+    with pytest.raises(ValueError, match="top_ids"):
+        kept.append(TokenLogprobs(logprob=-1, rank=1, top_ids=top_ids, top_logprobs=[-1, -2]))
+    assert len(kept) == 0

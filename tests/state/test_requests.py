@@ -32,6 +32,7 @@ from tests.state.scenes import (
     logprobs,
     make_request,
     make_store,
+    packed,
     pass_time,
     router,
     router_facts,
@@ -71,7 +72,7 @@ async def test_logprobs_read_back_beside_their_tokens(store: Store, shown: Respo
         continued(request, token)
         await store.requests.write(request)
         if token == 1:
-            request.explain(of_prompt)
+            request.explain(packed(of_prompt, shown.prompt_logprobs))
     equal = make_request(owner=router(2), shown=shown)
     for found in (
         await store.requests.read(KEY),
@@ -81,23 +82,23 @@ async def test_logprobs_read_back_beside_their_tokens(store: Store, shown: Respo
         assert found
         asked = request.asked.output
         assert found.entries == written(0, 1, 2, 3)
-        assert found.logprobs == ([] if asked is None else [logprobs(token, asked) for token in range(4)])
-        assert found.prompt_logprobs == (of_prompt if shown.prompt_logprobs else [])
+        assert found.logprobs.entries() == ([] if asked is None else [logprobs(token, asked) for token in range(4)])
+        assert found.prompt_logprobs.entries() == (of_prompt if shown.prompt_logprobs else [])
     found = await store.requests.read(KEY)
-    assert (await store.requests.read(KEY, first=3)).logprobs == found.logprobs[3:]
+    assert (await store.requests.read(KEY, first=3)).logprobs.entries() == found.logprobs.entries(3)
 
     new = OwnedRequest.adopted(found)
     continued(new, 4)
     await store.requests.write(new)
     again = await store.requests.read(KEY)
     assert len(again.logprobs) == (0 if asked is None else 5)
-    assert again.prompt_logprobs == (of_prompt if shown.prompt_logprobs else [])
+    assert again.prompt_logprobs.entries() == (of_prompt if shown.prompt_logprobs else [])
 
 
 async def test_each_token_has_its_logprobs_or_none_has() -> None:
     request = make_request(shown=ResponseOptions(logprobs=1))
-    with pytest.raises(ValueError, match="one for each entry"):
-        request.append(written(1, 2), [logprobs(1, 1)])
+    with pytest.raises(ValueError, match="logprobs of 2 entries are 32 bytes, got 16"):
+        request.append(written(1, 2), packed([logprobs(1, 1)], 1))
     assert request.length == 0
 
 
@@ -126,7 +127,7 @@ async def failed(store: Store, *tokens: int) -> OwnedRequest:
     request = make_request(tokens=tokens, shown=ResponseOptions(prompt_logprobs=0))
     await store.requests.accept(request)
     request.record.prompt_tokens = 2
-    request.explain([logprobs(1, 0)])
+    request.explain(packed([logprobs(1, 0)], 0))
     request.move(FAILED, NOW)
     await store.requests.write(request)
     return request
@@ -146,7 +147,7 @@ async def test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_requ
     assert again.epoch == 2
     found = await store.requests.read(KEY)
     assert (found.epoch, found.attempt, found.state, found.owner) == (2, 1, QUEUED, router(2))
-    assert found.prompt_logprobs == []
+    assert not found.prompt_logprobs.entries()
     assert found.expires_in_s > Lifetimes().ended_s
     assert await store.open.of(router(2)) == {KEY}
 
@@ -449,7 +450,7 @@ async def test_logprobs_that_lost_their_end_are_mended(store: Store, bare: sync_
             await store.requests.read(KEY)
         continued(request, 10 + left)
         await store.requests.write(request)
-        assert (await store.requests.read(KEY)).logprobs == [logprobs(e.token, 1) for e in request.entries()]
+        assert (await store.requests.read(KEY)).logprobs.entries() == [logprobs(e.token, 1) for e in request.entries()]
 
 
 async def test_a_request_taken_while_redis_was_away_is_written_later(store: Store) -> None:

@@ -19,6 +19,7 @@ from tests.state.scenes import (
     continued,
     logprobs,
     make_request,
+    packed,
     router,
     router_facts,
     worker_facts,
@@ -57,7 +58,7 @@ async def walk(store: Store) -> list[Step]:
     async def write_logprobs() -> None:
         if not shown.length:
             shown.record.prompt_tokens = 3
-            shown.explain([logprobs(1, 0), logprobs(2, 0)])
+            shown.explain(packed([logprobs(1, 0), logprobs(2, 0)], 0))
             continued(shown, 1, 2)
         shown.stored, shown.told = 0, (1, shown.state)
         await store.requests.write(shown)

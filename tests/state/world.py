@@ -31,6 +31,7 @@ from tests.state.scenes import (
     continued,
     logprobs,
     make_request,
+    packed,
     router,
 )
 
@@ -119,7 +120,7 @@ class Writers:
     async def explain(self) -> None:
         owner = self.pick()
         if not owner.is_explained:
-            owner.explain(PROMPT)
+            owner.explain(packed(PROMPT, 1))
 
     async def move(self) -> None:
         owner, state = self.pick(), self.random.choice(STATES)
@@ -239,5 +240,5 @@ class Writers:
         assert found.record.prompt_tokens == now.serial, "an older record"
         asked = now.owner.asked
         if asked.output is not None:
-            assert found.logprobs == [logprobs(entry.token, asked.output) for entry in found.entries]
-        assert found.prompt_logprobs == (PROMPT if now.explained else []), "the prompt's logprobs"
+            assert found.logprobs.entries() == [logprobs(entry.token, asked.output) for entry in found.entries]
+        assert found.prompt_logprobs.entries() == (PROMPT if now.explained else []), "the prompt's logprobs"

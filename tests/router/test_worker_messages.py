@@ -1,0 +1,320 @@
+"""Messages of a faulty worker: one run fails with a typed error, everything else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from protos.state_pb2 import WorkerRegistration
+from router.following import Following
+from router.request import Course, Ended
+from router.sessions import Session
+from router.view import View
+from router.writing import Pen, pack
+from runtime.errors import Aborted, ServiceError, Unavailable
+from runtime.fault import Reason
+from state.store import Store
+from tests.router import fake_worker
+from tests.router.core import Core, core, ended, make_request, until, written
+from tests.router.fake_worker import FakeWorker, fleet, logprobs_of
+
+P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
+SHOWN = pb.ResponseOptions(logprobs=1)
+LAST = (1 << 32) - 1
+
+
+class Views:
+    """What a pool does with the heartbeats of one worker."""
+
+    def __init__(self) -> None:
+        self.view = View(WorkerRegistration())
+
+    def opened(self, session: Session) -> None:
+        self.view.forget()
+
+    def heard(self, session: Session, beat: wire.Beat) -> None:
+        self.view.hear(beat)
+
+
+def make_session() -> Session:
+    """One that is not connected: tests call what its reader calls."""
+    channel = grpc.aio.insecure_channel("127.0.0.1:1")
+    return Session(wire.Peer(id="r"), wire.Peer(id="w"), channel, Views())
+
+
+def follow(session: Session, request: str, slot: int, *, logprobs: int | None = None) -> tuple[Course, list[Any]]:
+    """A running sequence of that session: its tokens, and the events that its attempt gets."""
+    shown = pb.ResponseOptions() if logprobs is None else pb.ResponseOptions(logprobs=logprobs)
+    course, events = Course(make_request(request, max_tokens=1000, shown=shown)), list[Any]()
+    run = wire.Run(request=request, epoch=1, attempt=1)
+    following = Following(wire.Start(run=run), Pen(course), events.append)
+    session._runs[following.key] = session._slots[slot] = following
+    following.slots.add(slot)
+    return course, events
+
+
+def more_ids_than_logprobs(found: wire.TokenLogprobs) -> None:
+    found.top_ids.append(9)
+
+
+def fewer_ids_than_logprobs(found: wire.TokenLogprobs) -> None:
+    del found.top_ids[:]
+
+
+def an_id_that_no_token_has(found: wire.TokenLogprobs) -> None:
+    found.top_ids[0] = LAST
+
+
+FAULTS = [more_ids_than_logprobs, fewer_ids_than_logprobs, an_id_that_no_token_has]
+
+
+def spoil(patch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None], times: int) -> None:
+    """The next logprobs of an output token, of any worker, are wrong in this way."""
+    real, left = fake_worker._logprobs, iter(range(times))
+
+    def odd(work: wire.Work, entry: int, token: int) -> wire.TokenLogprobs | None:
+        found = real(work, entry, token)
+        if found is not None and next(left, None) is not None:
+            fault(found)
+        return found
+
+    patch.setattr(fake_worker, "_logprobs", odd)
+
+
+async def all_goes_on(scene: Core) -> None:
+    """The router still answers and records requests."""
+    course = await scene.answer(make_request("another"))
+    assert isinstance(course.end, Ended)
+    assert course.resumable
+    task = scene.router.flusher._task
+    assert task is not None
+    assert not task.done()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("pools", [(P, D), (D,)])
+async def test_a_worker_whose_logprobs_are_malformed_ends_that_request_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None], pools: Any
+) -> None:
+    spoil(monkeypatch, fault, times=1000)
+    async with fleet(*pools) as workers, core(store, workers) as scene:
+        with suppress(ServiceError):
+            course = await scene.answer(make_request(shown=SHOWN))
+            assert isinstance(course.end, Aborted | Unavailable)
+            assert course.end.reason is Reason.WORKERS_LOST
+            assert len(course.logprobs) == len(course.tokens)
+        await all_goes_on(scene)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
+    store: Store, monkeypatch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None]
+) -> None:
+    spoil(monkeypatch, fault, times=1)
+    async with fleet(D, D2) as workers, core(store, workers) as scene:
+        course = await scene.answer(make_request(shown=SHOWN))
+        assert isinstance(course.end, Ended)
+        assert course.path.attempts == 2
+        assert course.logprobs.entries() == [logprobs_of(token, 1) for token in course.tokens]
+
+
+async def test_a_token_without_the_logprobs_that_were_asked_for_is_never_shown() -> None:
+    session = make_session()
+    course, events = follow(session, "r", 0, logprobs=1)
+    session._take(wire.FromWorker(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
+    assert not course.tokens
+    (failed,) = events
+    assert failed.failure.cause == wire.CAUSE_CORRUPT
+
+
+@pytest.mark.parametrize(("position", "token"), [(3, 1 << 24), (3, LAST), (3 + 1000, 7)])
+async def test_a_token_that_the_request_cannot_have_fails_its_run_alone(position: int, token: int) -> None:
+    session = make_session()
+    course, events = follow(session, "r", 0)
+    other, others = follow(session, "other", 1)
+    course.tokens += [5] * (position - 3)
+    frame = wire.Frame(slots=pack([0, 1]), positions=pack([position, 3]), tokens=pack([token, 8]))
+    session._take(wire.FromWorker(frame=frame))
+    assert len(course.tokens) == position - 3
+    assert [event.failure.cause for event in events] == [wire.CAUSE_CORRUPT]
+    assert (other.tokens, others) == ([8], [])
+
+
+async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_waiting_for_more() -> None:
+    session = make_session()
+    _, events = follow(session, "r", 0)
+    end = wire.OutputEnd(reason=wire.OutputEnd.REASON_LENGTH, end_position=LAST)
+    session._take(wire.FromWorker(ended=wire.Ended(run=wire.Run(request="r", epoch=1, attempt=1), end=end)))
+    assert [event.failure.cause for event in events] == [wire.CAUSE_CORRUPT]
+    assert not session.is_busy
+
+
+async def test_logprobs_keep_no_frame_in_memory() -> None:
+    """Frames carry the logprobs of all sequences of a step; one long request keeps only its own."""
+    session = make_session()
+    course, _ = follow(session, "r", 0, logprobs=1)
+    others = [
+        wire.TokenLogprobs(entry=entry, logprob=-1, rank=1, top_ids=range(20), top_logprobs=[-1.0] * 20)
+        for entry in range(1, 500)
+    ]
+    mine = wire.TokenLogprobs(entry=0, logprob=-1, rank=1, top_ids=[1], top_logprobs=[-1])
+
+    def step(k: int) -> None:
+        frame = wire.Frame(slots=pack([0]), positions=pack([3 + k]), tokens=pack([7]), logprobs=[mine, *others])
+        frame.slots += pack([1] * len(others))
+        frame.positions += pack([3] * len(others))
+        frame.tokens += pack([7] * len(others))
+        session._take(wire.FromWorker.FromString(wire.FromWorker(frame=frame).SerializeToString()))
+
+    for k in range(50):
+        step(k)
+    before = psutil.Process().memory_info().rss
+    for k in range(50, 450):
+        step(k)
+    grown = psutil.Process().memory_info().rss - before
+    assert len(course.logprobs) == 450
+    assert grown < 20 << 20, "400 frames of about 150 KiB"
+
+
+# -------------------------------------------------------------------------------------------- any message
+
+
+RUNS = [wire.Run(request=request, epoch=1, attempt=1) for request in ("a", "b", "nobody's")]
+
+
+class Maker:
+    """Random messages of worker.proto, many of which concern a run that is there."""
+
+    def __init__(self, seed: int, runs: list[wire.Run]) -> None:
+        self._random = random.Random(seed)
+        self._runs = runs
+
+    def fill(self, message: Message, depth: int = 0) -> None:
+        if isinstance(message, wire.Run) and self._random.random() < 0.8:
+            message.CopyFrom(self._random.choice(self._runs))
+            return
+        fields: list[Any] = list(message.DESCRIPTOR.fields)
+        oneofs: dict[str, str] = {}
+        for field in self._random.sample(fields, len(fields)):
+            if field.containing_oneof is not None:
+                oneofs[field.containing_oneof.name] = field.name
+        for field in fields:
+            oneof = field.containing_oneof
+            if oneof is not None and len(oneof.fields) > 1 and oneofs[oneof.name] != field.name:
+                continue
+            if self._random.random() < (0.9 if depth < 2 else 0.6):
+                self._set(message, field, depth)
+        if isinstance(message, wire.Frame) and self._random.random() < 0.7:
+            self._pair(message)
+
+    def _pair(self, frame: wire.Frame) -> None:
+        """Arrays of one length, whatever is in them."""
+        count = self._random.randrange(4)
+        frame.slots = pack([self._random.choice([0, 1, 2]) for _ in range(count)])
+        frame.positions = pack([self._random.choice([0, 3, 3, 4, 5, LAST]) for _ in range(count)])
+        frame.tokens = pack([self._random.choice([7, 8, 1 << 24, LAST]) for _ in range(count)])
+
+    def _set(self, message: Message, field: Any, depth: int) -> None:
+        count = self._random.choice([0, 1, 1, 2, 5]) if field.is_repeated else 1
+        if field.message_type is None:
+            values = [self._value(field) for _ in range(count)]
+            if field.is_repeated:
+                getattr(message, field.name).extend(values)
+            else:
+                setattr(message, field.name, values[0])
+            return
+        for _ in range(count if depth < 4 else 0):
+            part = getattr(message, field.name)
+            self.fill(part.add() if field.is_repeated else part, depth + 1)
+
+    def _value(self, field: Any) -> Any:
+        pick = self._random.choice
+        if field.enum_type is not None:
+            return pick([*(value.number for value in field.enum_type.values), 99])
+        match field.cpp_type:
+            case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
+                arrays = [pack([pick([0, 1, 3, 4, LAST]) for _ in range(size)]) for size in (1, 2, 2, 3)]
+                return pick([b"", b"x", self._random.randbytes(7), bytes(8), *arrays])
+            case FieldDescriptor.CPPTYPE_STRING:
+                return pick(["", "x", "é" * 50])
+            case FieldDescriptor.CPPTYPE_BOOL:
+                return pick([False, True])
+            case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
+                return pick([0.0, -1.5, float("nan"), float("-inf")])
+            case FieldDescriptor.CPPTYPE_UINT64:
+                return pick([0, 1, LAST, (1 << 64) - 1])
+            case FieldDescriptor.CPPTYPE_UINT32:
+                return pick([0, 1, 2, 3, 4, 5, 1 << 24, LAST])
+            case _:
+                return pick([0, 1, 2, 3, 4, 5, 1 << 24])
+
+
+def messages(seed: int, runs: list[wire.Run], count: int) -> Iterator[wire.FromWorker]:
+    maker = Maker(seed, runs)
+    for _ in range(count):
+        message = wire.FromWorker()
+        maker.fill(message)
+        yield message
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_whatever_a_worker_says_its_session_reads_it_or_breaks_in_order(seed: int) -> None:
+    """ValueError is what the session's reader takes for a broken session, after which its runs move elsewhere."""
+
+    async def scene() -> None:
+        session = make_session()
+        courses = [follow(session, request, slot, logprobs=1)[0] for slot, request in enumerate("ab")]
+        for message in messages(seed, RUNS, 40):
+            with suppress(ValueError):
+                session._take(message)
+        for course in courses:
+            assert len(course.logprobs) == len(course.tokens) <= 1000
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_a_worker_says_the_router_goes_on(store: Store, seed: int) -> None:
+    async with fleet(D, D2) as workers, core(store, workers, resume_grace_ms=0) as scene:
+        for worker in workers:
+            worker.script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request(max_tokens=50, shown=SHOWN))
+        await written(course, 2)
+        for number, message in enumerate(messages(seed, [*_runs(workers), *RUNS], 60)):
+            if course.end is not None:
+                course = await _again(scene, number)
+            for worker in workers:
+                worker._say(message)
+            await asyncio.sleep(0.005)
+        for worker in workers:
+            worker.script.pause_at = None
+            worker.go.set()
+        await ended(course)
+        await until(lambda: any(worker.is_usable for worker in scene.router.pool.of(fake_worker.MODEL)))
+        await all_goes_on(scene)
+
+
+def _runs(workers: list[FakeWorker]) -> list[wire.Run]:
+    return [run.run for worker in workers for run in worker.runs.values()]
+
+
+async def _again(scene: Core, number: int) -> Course:
+    """A request in the place of one that came to its end, by whatever was said of it."""
+    while True:
+        with suppress(ServiceError):
+            return await scene.dispatcher.begin(make_request(f"r{number}", max_tokens=50, shown=SHOWN))
+        await asyncio.sleep(0.05)
