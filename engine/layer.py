@@ -36,7 +36,7 @@ from engine.attention.views import View
 from engine.flat import flatten
 from engine.kv_layout import KvLayout, LayerSpec
 from engine.kv_store import KvStore
-from engine.linears import PackedLinear
+from engine.linears import ANOTHER, PackedLinear
 from engine.native import KERNELS
 from engine.plan import Row
 from engine.products import Panels
@@ -51,8 +51,6 @@ OPTIONAL = ("q_norm", "k_norm")
 
 TRIAL_BLOCK = 16
 """Slots of the block that a trial writes to."""
-ANOTHER = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a module raises that is called as no layer of its kind is."""
 FAR = 1 << 20
 """Where a trial's rows stand, for a layer that asks: one that scales what is far is another."""
 AHEAD = 32 << 20

@@ -22,6 +22,10 @@ LANES = 64
 """Elements that the widest vector loop takes at once (bf16, AVX512, twice unrolled)."""
 
 
+ANOTHER = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a module raises that is called in a way that is not its own."""
+
+
 class PackedLinear(nn.Module):
     """x [..., in] -> [..., out], as ``nn.Linear`` with weight [out, in] would.
 
@@ -164,7 +168,27 @@ def _packed(module: nn.Module) -> nn.Module | None:
     if next(module.children(), None) is not None:
         return None
     own = list(module.parameters(recurse=False))
-    matrix = any(parameter.dim() == 2 and min(parameter.shape) > 1 for parameter in own)
-    if matrix and not isinstance(module, nn.Embedding | FixedRows | PackedLinear):
-        return FixedRows(module)
-    return None
+    matrices = [parameter for parameter in own if parameter.dim() == 2 and min(parameter.shape) > 1]
+    if isinstance(module, nn.Embedding | FixedRows | PackedLinear):
+        return None
+    return FixedRows(module) if any(not _is_elementwise(module, matrix) for matrix in matrices) else None
+
+
+@torch.inference_mode()
+def _is_elementwise(module: nn.Module, weight: torch.Tensor) -> bool:
+    """Whether a module multiplies its input by ``weight`` [a, b] element by element, as a norm over heads does.
+
+    It then takes exactly as many rows as the weight has; a matrix that rows are multiplied by takes any number.
+    """
+    count, width = weight.shape
+    try:
+        answer = module(weight.new_ones(1, count, width))
+    except ANOTHER:
+        return False
+    if not isinstance(answer, torch.Tensor) or answer.shape != (1, count, width):
+        return False
+    try:
+        module(weight.new_ones(1, count + 1, width))
+    except RuntimeError:  # the shapes can't be broadcast
+        return True
+    return False

@@ -110,6 +110,7 @@ SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "gemma3_text",
         {"sliding_window": 24, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
     ),
+    "cohere_qk_norm": ("cohere", {"use_qk_norm": True, "logit_scale": 1.0}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3_longrope": (
         "phi3",
