@@ -13,8 +13,9 @@ from engine.costs import Costs
 from engine.errors import InvalidConfig, check_whole
 from engine.kv_layout import KvLayout
 from engine.kv_store import KvStore
+from engine.other_state import refuse_other_state
 from engine.plan import StepPlan, StepResult
-from engine.probe import Verdict, alone, learn, probe, table
+from engine.probe import Verdict, alone, learn, probe, table, trials
 from engine.runner import ModelRunner
 
 
@@ -101,6 +102,7 @@ def load(config: ModelConfig) -> ModelDevice:
     model = source.read(dtype, device)
     with checkpoint.refusing(source.name, "its rotary scaling can't be frozen"):
         rope.freeze(model, window)
+    refuse_other_state(model, source.name, trials(model, window)[0].tokens)
     reference = alone(model, source.name, window)
     views, specs = learn(model, source.name, window)
     if device.type == "cpu":

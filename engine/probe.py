@@ -148,7 +148,8 @@ def learn(model: PreTrainedModel, name: str, window: int) -> tuple[tuple[View, .
             model(input_ids=_ids(model, trials(model, window)[0].tokens[:2]), use_cache=False)
             calls = calls_made()
     if calls != layers or not layers:
-        raise ModelRefused(name, f"attention was called {calls} times for {layers} layers")
+        reason = f"transformers' attention functions were called {calls} times for {layers} layers"
+        raise ModelRefused(name, f"its attention can't be replaced: {reason}")
     _check_kept(model, name, recorder.views, window)
     return tuple(recorder.views), tuple(recorder.specs)
 

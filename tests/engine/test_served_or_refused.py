@@ -47,13 +47,21 @@ _NEXT = {
     "shared_expert_intermediate_size": 48,
 }
 
+_NOT_CALLED = "its attention can't be replaced: transformers' attention functions were called 0 times for 2 layers"
+
 # model type -> (what its configuration adds, a part of the reason)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bloom": ({"n_head": 4, "n_layer": 2}, "attention was called 0 times for 2 layers"),
-    "gptj": ({**_DECODER, "rotary_dim": 8}, "attention was called 0 times for 2 layers"),
-    "mamba": ({"state_size": 8}, "attention was called 0 times for 2 layers"),
-    "falcon_h1": (_HYBRID, "differ|depend on its neighbours"),
-    "qwen3_next": (_NEXT, "attention was called 1 times for 2 layers"),
+    "bloom": ({"n_head": 4, "n_layer": 2}, _NOT_CALLED),
+    "gptj": ({**_DECODER, "rotary_dim": 8}, _NOT_CALLED),
+    "codegen": ({**_DECODER, "rotary_dim": 8}, _NOT_CALLED),
+    "gpt_neo": ({"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}, _NOT_CALLED),
+    "falcon": ({"head_dim": ...}, _NOT_CALLED),
+    "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}, _NOT_CALLED),
+    "mamba": ({"state_size": 8}, r"a state other than KV \(LinearAttentionLayer in layer 0\)"),
+    "rwkv": ({}, r"a state other than KV \(state\)"),
+    "falcon_h1": (_HYBRID, r"a state other than KV \(LinearAttentionAndFullAttentionLayer in layer 0\)"),
+    "qwen3_next": (_NEXT, r"a state other than KV \(LinearAttentionLayer in layer 0\)"),
+    "deepseek_v32": (tiny._MLA | {"index_n_heads": 2, "index_head_dim": 16}, "a state other than KV .*indexer_keys"),
 }
 
 

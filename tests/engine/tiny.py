@@ -212,10 +212,11 @@ SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The configuration of an entry of SERVED, or of a plain model type."""
+    """The configuration of an entry of SERVED, or of a plain model type. A change to ``...`` leaves an entry out."""
     kind, own = SERVED.get(name, (name, {}))
     base = {} if "text_config" in own else _BASE
-    return AutoConfig.for_model(kind, **{**base, **own, **changes})
+    entries = {**base, **own, **changes}
+    return AutoConfig.for_model(kind, **{name: value for name, value in entries.items() if value is not ...})
 
 
 def _auto_class(made: PreTrainedConfig) -> Any:
