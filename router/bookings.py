@@ -9,8 +9,8 @@ While Redis is away nobody is refused: what runs is held here, and counted by th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 
 from runtime import logs
 from runtime.errors import QuotaExceeded
@@ -57,6 +57,29 @@ class Bookings:
             raise
         if is_new:  # else another router runs it, or did
             self._held.add(key)
+
+    @asynccontextmanager
+    async def during(self, key: RequestKey) -> AsyncIterator[None]:
+        """Books a call that uses no tokens, until the block ends. Its release is written by then, as far as Redis is
+        there: the tenant's next call finds the place free. Raises QuotaExceeded."""
+        await self.book(key, 0)
+        try:
+            yield
+        finally:
+            await self._release_now(key)
+
+    async def _release_now(self, key: RequestKey) -> None:
+        if key not in self._held:
+            return
+        self._held.remove(key)
+        used = Used(key, 0, self._limits[key.tenant])
+        try:
+            await self._quotas.release(*used)
+        except StateError as error:
+            _log.warning("a booking's release can't be written", error=str(error))
+        except asyncio.CancelledError:
+            self._write_soon(used)
+            raise
 
     def hold(self, key: RequestKey) -> None:
         """It is at work here, whoever booked it."""

@@ -8,7 +8,7 @@ The file is TOML, read once, and the same for every router of a deployment:
     [tenants.acme]
     tokens = ["64 hexadecimal digits"]    digests, never the secrets
     models = ["tiny-python"]              those that it may use; unset: all
-    max_in_flight = 8                     requests at work, over all routers; unset: no limit
+    max_in_flight = 8                     requests at work, over all routers, Tokenize too; unset: no limit
     tokens_per_minute = 100000            of prompts and answers; unset: no limit
 
 Without a file everybody is one tenant, who may do everything.

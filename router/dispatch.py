@@ -7,8 +7,9 @@ begin --> waiting for admission, recorded, placed, answered --> ended, forgotten
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 
 from protos import worker_pb2 as wire
@@ -185,6 +186,12 @@ class Dispatcher:
     def window_of(self, model: str) -> int | None:
         """Tokens of the least window among the workers that may get work of that model; None while there are none."""
         return self._router.pool.window_of(model)
+
+    def booked(self, tenant: str) -> AbstractAsyncContextManager[None]:
+        """Counts a call that needs no worker among its tenant's requests at work. Raises QuotaExceeded."""
+        if self._router.flusher.is_away:
+            return nullcontext()
+        return self._router.bookings.during(RequestKey(tenant, f"call-{uuid.uuid4()}"))
 
     async def drain(self, seconds: float | None = None) -> None:
         """Takes no more requests; returns when none is left, and all are written as far as Redis is there.

@@ -9,7 +9,6 @@ tokens that the file lacks, and says whether a special token that is spelt out i
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +22,15 @@ from protos import inference_pb2 as pb
 from router.limits import check_sampling
 from router.templates import ChatTemplate
 from router.text import UnsupportedDecoder, Words, words_of
+from router.text_bounds import TextBound, text_bound
+from router.text_work import TextWork
+from runtime.channel import Deadline
 from runtime.errors import InvalidArgument, NotFound, PermissionDenied
 from runtime.model_files import ModelFiles, ModelUnreadable, find
 
 ENCODED_AT_ONCE = 2048
-"""Characters of a text that is tokenized on the event loop; a longer one goes to a thread."""
+"""Characters or tokens that are converted on the event loop, in about a millisecond; more go to a thread."""
+NO_DEADLINE = Deadline()
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")
@@ -37,7 +40,7 @@ _MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")
 class ServedModel:
     """One model. ``window`` is None where its configuration names none: then its workers say.
 
-    ``default_sampling`` has every field set but seed.
+    ``default_sampling`` has every field set but seed. ``texts`` does the work on long texts.
     """
 
     id: str
@@ -49,35 +52,48 @@ class ServedModel:
     chat: ChatTemplate | None
     tokenizer_hash: int
     tokenizer: Tokenizer = field(repr=False)
+    texts: TextWork = field(default_factory=TextWork, repr=False)
     words: Words = field(init=False, repr=False)
+    bound: TextBound | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises UnsupportedDecoder."""
         object.__setattr__(self, "words", words_of(self.tokenizer))
+        object.__setattr__(self, "bound", text_bound(self.tokenizer))
 
     @property
     def has_chat_template(self) -> bool:
         return self.chat is not None
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text; with ``special`` those that the model wants around a prompt."""
+    async def encode(self, text: str, *, special: bool = True, deadline: Deadline = NO_DEADLINE) -> list[int]:
+        """Token ids of a text; with ``special`` those that the model wants around a prompt.
+
+        Raises QueueFull, DeadlineExceeded.
+        """
         if len(text) <= ENCODED_AT_ONCE:
             return self._encode(text, special)
-        return await asyncio.to_thread(self._encode, text, special)
+        return await self.texts.run(len(text), deadline, self._encode, text, special)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        # Of the library's calls only those for batches release the interpreter's lock.
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
-    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Ids that no token has are passed over."""
+    async def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = True, deadline: Deadline = NO_DEADLINE
+    ) -> str:
+        """The text of token ids. Ids that no token has are passed over. Raises QueueFull, DeadlineExceeded."""
         if len(ids) <= ENCODED_AT_ONCE:
             return self._decode(ids, skip_special_tokens)
-        return await asyncio.to_thread(self._decode, ids, skip_special_tokens)
+        return await self.texts.run(4 * len(ids), deadline, self._decode, ids, skip_special_tokens)
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         return text
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that a text becomes at least, without tokenizing it; 0 where that is not known."""
+        return 0 if self.bound is None else self.bound.least_tokens(text)
 
 
 class Models:
@@ -110,12 +126,15 @@ class Models:
 
 
 def load(sources: Iterable[str]) -> Models:
-    """Reads models, each SOURCE or ID=SOURCE; a hub's files are fetched. Raises ModelUnreadable, also for an id
-    that comes twice."""
+    """Reads models, each SOURCE or ID=SOURCE; a hub's files are fetched. They share one queue for long texts.
+
+    Raises ModelUnreadable, also for an id that comes twice.
+    """
     models: dict[str, ServedModel] = {}
+    texts = TextWork()
     for source in sources:
         id, place = _named(source)
-        model = served(find(place, id=id))
+        model = served(find(place, id=id), texts)
         if model.id in models:
             raise ModelUnreadable(source, f"another model is called {model.id} already; give it a name: NAME={place}")
         models[model.id] = model
@@ -129,7 +148,7 @@ def _named(source: str) -> tuple[str | None, str]:
     return id or None, place
 
 
-def served(files: ModelFiles) -> ServedModel:
+def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
     """A model from its small files. Raises ModelUnreadable, by name for one without a tokenizer that can be used."""
     config = _config(files)
     tokenizer = _tokenizer(files, config)
@@ -145,6 +164,7 @@ def served(files: ModelFiles) -> ServedModel:
             chat=_chat(files, config),
             tokenizer_hash=files.tokenizer,
             tokenizer=tokenizer,
+            texts=texts or TextWork(),
         )
     except UnsupportedDecoder as error:
         raise ModelUnreadable(files.id, f"tokenizer.json: {error}") from None

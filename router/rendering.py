@@ -3,9 +3,13 @@
 A template comes with a model and is a program: it may loop for ever or ask for all memory there is. Here it has little
 memory, opens no file and no socket, and is killed by whoever waits too long.
 
-    question and answer    | length: u32, big-endian | JSON |
-    question               {"template", "variables", "most": characters}
-    answer                 {"text"}, or {"refused"}: by the template itself, or {"failed"}: why it can't be rendered
+    question and answer    | length of head: u32, big-endian | length of text: u32 | head: JSON | text: UTF-8 |
+    question               {"template", "variables", "most": characters, "lengths": bytes of the text's parts}
+                           its text: role and content of each message, one after the other
+    answer                 {}, and the text; or {"refused"}: by the template itself; or {"failed"}: why it can't be
+                           rendered
+
+Texts are not part of the JSON: for megabytes its encoding would stop the router's event loop.
 
 Stands on jinja2 alone, and is not imported by the router. What templates get beside their variables is what
 transformers gives them.
@@ -20,8 +24,10 @@ import struct
 import sys
 import textwrap
 import unicodedata
+from collections.abc import Iterator
 from datetime import datetime
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import IO, Any, NoReturn
 
 import jinja2.debug
@@ -101,32 +107,42 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def answer(question: dict[str, Any]) -> dict[str, str]:
+def answer(question: dict[str, Any], texts: bytes) -> tuple[dict[str, str], bytes]:
+    """Head and text. ``lengths`` of the question is taken out of it."""
     try:
-        return {"text": render(**question)}
+        question["variables"]["messages"] = list(_messages(question.pop("lengths"), texts))
+        return {}, render(**question).encode()
     except Refused as error:
-        return {"refused": str(error)}
+        return {"refused": str(error)}, b""
     except TooLong as error:
-        return {"failed": str(error)}
+        return {"failed": str(error)}, b""
     except TemplateError as error:
-        return {"failed": f"{type(error).__name__}: {error}"}
+        return {"failed": f"{type(error).__name__}: {error}"}, b""
     except Exception as error:  # noqa: BLE001 - a template may do anything
-        return {"failed": f"{type(error).__name__}: {error}"}
+        return {"failed": f"{type(error).__name__}: {error}"}, b""
+
+
+def _messages(lengths: list[int], texts: bytes) -> Iterator[dict[str, str]]:
+    ends = list(accumulate(lengths, initial=0))
+    parts = [texts[begin:end].decode() for begin, end in pairwise(ends)]
+    for role, content in zip(parts[::2], parts[1::2], strict=True):
+        yield {"role": role, "content": content}
 
 
 def serve(questions: IO[bytes], answers: IO[bytes]) -> None:
     """Until nobody asks any more."""
-    while len(head := questions.read(4)) == 4:
-        said = json.dumps(answer(json.loads(questions.read(*struct.unpack(">I", head))))).encode()
-        answers.write(struct.pack(">I", len(said)) + said)
+    while len(lengths := questions.read(8)) == 8:
+        head, texts = (questions.read(length) for length in struct.unpack(">II", lengths))
+        said, text = answer(json.loads(head), texts)
+        shown = json.dumps(said).encode()
+        answers.write(struct.pack(">II", len(shown), len(text)) + shown + text)
         answers.flush()
 
 
 def confine() -> None:
     """From here on this process opens nothing, starts nothing, and has little memory."""
-    question = {"variables": {"messages": [{"role": "user"}]}, "most": 10_000}
     for template in (_ALL_WORDS, "{% if %}", "{{ raise_exception('x') }}", "{{ 1 / 0 }}", "{{ x.y.z }}"):
-        answer({"template": template, **question})
+        answer({"template": template, "variables": {}, "most": 10_000, "lengths": [4, 0]}, b"user")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))

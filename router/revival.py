@@ -16,8 +16,9 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2 import Generation
 from protos.state_pb2 import RequestRecord
 from router.models import Models
+from router.prompts import WindowOf
 from router.request import Course, Ended, ValidRequest
-from router.validation import WindowOf, validate
+from router.validation import validate
 from runtime.channel import Deadline
 from runtime.errors import Cancelled, DeadlineExceeded, NotFound, ServiceError, Unavailable, from_fault
 from runtime.fault import Reason, from_status

@@ -11,7 +11,7 @@ Nothing is sent before the first token, not even metadata: until then a client's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,17 +24,12 @@ from router.answer import Answer
 from router.credentials import Call, Callers, for_callers
 from router.limits import check_id, check_size
 from router.models import Models, ServedModel
+from router.prompts import UNKNOWN_WINDOW, window
 from router.reading import Reading, begin_behind
 from router.request import Course, Ended, ValidRequest
 from router.standing import Standing, generation
-from router.validation import (
-    UNIMPLEMENTED_FIELDS,
-    chat_tokens,
-    check_known,
-    check_vocabulary,
-    validate,
-    window,
-)
+from router.tokenizing import detokenize, tokenize
+from router.validation import UNIMPLEMENTED_FIELDS, check_known, validate
 from runtime.channel import Deadline
 from runtime.errors import Cancelled, InvalidArgument, NotFound, ServiceError
 from runtime.interceptor import Gone
@@ -74,6 +69,9 @@ class Dispatcher(Protocol):
 
     def window_of(self, model: str) -> int | None:
         """The least window that the model's live workers serve; None while there are none."""
+
+    def booked(self, tenant: str) -> AbstractAsyncContextManager[None]:
+        """Counts a call that needs no worker among its tenant's requests at work. Raises QuotaExceeded."""
 
 
 @dataclass(frozen=True)
@@ -179,27 +177,18 @@ class InferenceService:
         check_size(request)
         check_known(request)
         model = call.tenant.models.find(request.model)
-        match request.WhichOneof("input"):
-            case "messages":
-                if request.HasField("add_special_tokens"):
-                    limit = "unset with messages, whose template brings its own"
-                    raise InvalidArgument("add_special_tokens", limit, request.add_special_tokens)
-                ids = await chat_tokens(request.messages, model)
-            case "text":
-                special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                ids = await model.encode(request.text, special=special)
-            case _:
-                raise InvalidArgument("text", "a text", "none")
-        tokens = [model.words.bytes_of(id).decode(errors="replace") for id in ids] if request.return_tokens else ()
-        return pb.TokenizeResponse(count=len(ids), token_ids=ids, tokens=tokens)
+        async with self._dispatcher.booked(call.tenant.name):
+            return await tokenize(request, model, self._longest(model), Deadline.of(call.context))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:  # noqa: N802
         check_size(request)
         check_known(request)
         model = call.tenant.models.find(request.model)
-        check_vocabulary("token_ids", request.token_ids, model)
-        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return pb.DetokenizeResponse(text=await model.decode(list(request.token_ids), skip_special_tokens=skip))
+        async with self._dispatcher.booked(call.tenant.name):
+            return await detokenize(request, model, self._longest(model), Deadline.of(call.context))
+
+    def _longest(self, model: ServedModel) -> int:
+        return window(model, self._dispatcher.window_of) or UNKNOWN_WINDOW
 
     async def ListModels(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:  # noqa: N802
         check_known(request)

@@ -6,7 +6,6 @@ messages --> ChatTemplate --> rendering.py, one process per model, started when 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import select
@@ -16,16 +15,18 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from protos import inference_pb2 as pb
+from router.text_work import TextWork
+from runtime.channel import Deadline
 from runtime.errors import InvalidArgument
 
 RENDER_SECONDS = 5.0
 MAX_RENDERED = 16 * 1024 * 1024
 """Characters."""
+NO_DEADLINE = Deadline()
 
 _PROGRAM = Path(__file__).with_name("rendering.py")
 _KEPT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
@@ -38,43 +39,47 @@ class ChatTemplate:
     def __init__(self, template: str, tokens: Mapping[str, str]) -> None:
         self._template = template
         self._tokens = dict(tokens)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
+        self._work = TextWork(at_once=1)
         self._process: subprocess.Popen[bytes] | None = None
         self._ending: Callable[[], Any] = _nothing
 
-    async def render(self, messages: Sequence[pb.Message], *, add_generation_prompt: bool) -> str:
-        """Raises InvalidArgument for messages that the template refuses or fails at."""
-        variables = {
-            **self._tokens,
-            "messages": [{"role": message.role, "content": message.content} for message in messages],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+    async def render(
+        self, messages: Sequence[pb.Message], *, add_generation_prompt: bool, deadline: Deadline = NO_DEADLINE
+    ) -> str:
+        """Raises InvalidArgument for messages that the template refuses or fails at; QueueFull, DeadlineExceeded."""
+        texts = [text.encode() for message in messages for text in (message.role, message.content)]
+        head = {
+            "template": self._template,
+            "variables": {
+                **self._tokens,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            },
+            "most": MAX_RENDERED,
+            "lengths": list(map(len, texts)),
         }
-        question = {"template": self._template, "variables": variables, "most": MAX_RENDERED}
-        loop = asyncio.get_running_loop()
-        said = await loop.run_in_executor(self._thread, self._ask, json.dumps(question).encode())
+        joined = b"".join(texts)
+        said, text = await self._work.run(len(joined), deadline, self._ask, json.dumps(head).encode(), joined)
         match said:
-            case {"text": str(text)}:
-                return text
             case {"refused": refusal}:
                 raise InvalidArgument("messages", "a conversation that the model's chat template takes", refusal)
-            case _:
-                limit = "a conversation that the model's chat template can render"
-                raise InvalidArgument("messages", limit, said["failed"])
+            case {"failed": failure}:
+                raise InvalidArgument("messages", "a conversation that the model's chat template can render", failure)
+        return text
 
-    def _ask(self, question: bytes) -> Mapping[str, Any]:
+    def _ask(self, head: bytes, texts: bytes) -> tuple[Mapping[str, Any], str]:
         """On its own thread, one after the other."""
         if self._process is None:
             self._process = _start()
             self._ending = weakref.finalize(self, _end, self._process)
         try:
-            said: Mapping[str, Any] = json.loads(_exchange(self._process, question, time.monotonic() + RENDER_SECONDS))
+            said, text = _exchange(self._process, head, texts, time.monotonic() + RENDER_SECONDS)
         except OSError as error:
             self._process = None
             self._ending()
-            return {"failed": str(error)}
-        return said
+            return {"failed": str(error)}, ""
+        return json.loads(said), text.decode()
 
 
 def _nothing() -> None:
@@ -100,16 +105,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-def _exchange(process: subprocess.Popen[bytes], question: bytes, ends_at: float) -> bytes:
-    """Raises OSError: no answer in time, or the process has ended."""
+def _exchange(process: subprocess.Popen[bytes], head: bytes, texts: bytes, ends_at: float) -> tuple[bytes, bytes]:
+    """The answer's head and text. Raises OSError: no answer in time, or the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    left = memoryview(struct.pack(">I", len(question)) + question)
-    while left:
-        _ready(process.stdin.fileno(), select.POLLOUT, ends_at)
-        left = left[os.write(process.stdin.fileno(), left) :]
-    (length,) = struct.unpack(">I", _read(process.stdout.fileno(), 4, ends_at))
-    return _read(process.stdout.fileno(), length, ends_at)
+    for part in (struct.pack(">II", len(head), len(texts)), head, texts):
+        left = memoryview(part)
+        while left:
+            _ready(process.stdin.fileno(), select.POLLOUT, ends_at)
+            left = left[os.write(process.stdin.fileno(), left) :]
+    lengths = struct.unpack(">II", _read(process.stdout.fileno(), 8, ends_at))
+    said, text = (_read(process.stdout.fileno(), length, ends_at) for length in lengths)
+    return said, text
 
 
 def _read(pipe: int, count: int, ends_at: float) -> bytes:

@@ -13,7 +13,7 @@ import hashlib
 import secrets
 import struct
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,17 +40,16 @@ from router.limits import (
 )
 from router.models import Models, ServedModel
 from router.output_text import begin_text
+from router.prompts import WindowOf, check_vocabulary, prompt_of, window
 from router.request import ValidRequest, Wanted
 from router.stop_texts import StopTexts
+from router.writing import pack
 from runtime.channel import Deadline
 from runtime.errors import InvalidArgument, Unavailable, Unimplemented
 from runtime.fault import Reason
 from state.names import RequestKey
 
 RETRY_SECONDS = 1.0
-
-WindowOf = Callable[[str], int | None]
-"""The least window that the live workers of a model serve; None while there are none."""
 
 _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
     "SamplingParams.n": lambda request: request.sampling.n if request.sampling.n > MAX_OUTPUTS else None,
@@ -68,7 +67,8 @@ async def validate(
     request: pb.GenerateRequest, models: Models, window_of: WindowOf, deadline: Deadline, tenant: str
 ) -> ValidRequest:
     """Raises InvalidArgument, Unimplemented, NotFound, PermissionDenied; Unavailable where only workers could say how
-    long a sequence of the model may be, and there are none."""
+    long a sequence of the model may be, and there are none; QueueFull and DeadlineExceeded for a long input, which may
+    have to wait for its turn to be tokenized."""
     accepted_at = asyncio.get_running_loop().time()
     check_size(request)
     _check_supported(request)
@@ -77,14 +77,16 @@ async def validate(
     wanted = _wanted(request)
     sampling = _sampling(request.sampling, model)
     longest = window(model, window_of)
-    prompt = await _prompt(request, model, longest)
+    if longest is None:
+        raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_SECONDS)
+    prompt = await prompt_of(request, model, longest, deadline)
     if request.response.echo:
-        wanted = replace(wanted, echo=await _shown_prompt(request, prompt, model, wanted))
-    stopping = _stopping(request.stopping, model, _room(request, len(prompt), longest))
+        wanted = replace(wanted, echo=await _shown_prompt(request, prompt, model, wanted, deadline))
+    stopping = _stopping(request.stopping, model, longest - len(prompt))
     id = request.request_id or str(uuid.uuid4())
     work = wire.Work(
         model=model.id,
-        prompt=struct.pack(f"<{len(prompt)}I", *prompt),
+        prompt=pack(list(prompt)),
         outputs=[wire.Written(output=0)],
         sampling=sampling,
         stopping=stopping,
@@ -115,18 +117,6 @@ def salt_of(tenant: str, cache_salt: str) -> bytes:
     """Blocks are shared between equal salts only: those of one tenant, and there of one salt of the client's own."""
     name = tenant.encode()
     return hashlib.blake2b(struct.pack("<I", len(name)) + name + cache_salt.encode(), digest_size=16).digest()
-
-
-async def chat_tokens(messages: pb.Messages, model: ServedModel) -> list[int]:
-    """A conversation as the model's chat template writes it. Raises InvalidArgument."""
-    if model.chat is None:
-        advice = f"{model.id} has no chat template: send a text"
-        raise InvalidArgument("messages", "a model with a chat template", model.id, advice=advice)
-    if not messages.messages:
-        raise InvalidArgument("messages.messages", "at least 1 message", 0)
-    opens = messages.add_generation_prompt if messages.HasField("add_generation_prompt") else True
-    text = await model.chat.render(messages.messages, add_generation_prompt=opens)
-    return await model.encode(text, special=False)
 
 
 # ------------------------------------------------------------------------------------ the request as a whole
@@ -181,55 +171,13 @@ def _with_id(request: pb.GenerateRequest, id: str) -> pb.GenerateRequest:
 # ---------------------------------------------------------------------------------------------- its parts
 
 
-async def _prompt(request: pb.GenerateRequest, model: ServedModel, longest: int | None) -> Sequence[int]:
-    """Its token ids, at least one, each one of the model's. Far more than fit are not even looked at."""
-    match request.WhichOneof("input"):
-        case "messages":
-            ids = await chat_tokens(request.messages, model)
-            check_vocabulary("messages", ids, model)
-            if ids:
-                return ids
-        case "token_ids":
-            if not request.token_ids.ids:
-                raise InvalidArgument("token_ids.ids", "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
-            _check_fits("token_ids.ids", len(request.token_ids.ids), longest)
-            ids = list(request.token_ids.ids)
-            check_vocabulary("token_ids.ids", ids, model)
-            return ids
-        case "prompt" if request.prompt:
-            ids = await model.encode(request.prompt)
-            if ids:
-                check_vocabulary("prompt", ids, model)
-                return ids
-    raise InvalidArgument("prompt", "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
-
-
-async def _shown_prompt(request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, wanted: Wanted) -> str:
+async def _shown_prompt(
+    request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, wanted: Wanted, deadline: Deadline
+) -> str:
     """The prompt's text: as it was sent, or what its tokens say."""
     if request.HasField("prompt"):
         return request.prompt
-    return await model.decode(prompt, skip_special_tokens=wanted.skip_special_tokens)
-
-
-def window(model: ServedModel, window_of: WindowOf) -> int | None:
-    """Tokens of prompt and output together: what the workers serve, which may be less than the model was made for, or
-    more where its rotary scaling reaches further. None where only they could tell, and there are none."""
-    served = window_of(model.id)
-    return model.window if served is None else served
-
-
-def _check_fits(field: str, tokens: int, longest: int | None) -> None:
-    if longest is not None and tokens >= longest:
-        limit = f"at most {longest - 1} tokens, so that one more fits the window of {longest}"
-        raise InvalidArgument(field, limit, tokens, reason=Reason.PROMPT_TOO_LONG)
-
-
-def _room(request: pb.GenerateRequest, tokens: int, longest: int | None) -> int:
-    """Output tokens for which the window has room beside so many of the prompt, at least 1."""
-    if longest is None:
-        raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_SECONDS)
-    _check_fits(request.WhichOneof("input") or "prompt", tokens, longest)
-    return longest - tokens
+    return await model.decode(prompt, skip_special_tokens=wanted.skip_special_tokens, deadline=deadline)
 
 
 def _wanted(request: pb.GenerateRequest) -> Wanted:
@@ -309,10 +257,3 @@ def _stopping(asked: pb.StoppingParams, model: ServedModel, room: int) -> wire.S
         stop_token_ids=sorted(set(asked.stop_token_ids)),
         ignore_eos=asked.ignore_eos,
     )
-
-
-def check_vocabulary(field: str, ids: Iterable[int], model: ServedModel) -> None:
-    """Raises InvalidArgument for an id that the model has no row for."""
-    highest = max(ids, default=0)
-    if highest >= model.vocab_size:
-        raise InvalidArgument(field, f"token ids below {model.vocab_size}", highest)

@@ -200,10 +200,11 @@ class QuotaExceeded(_FieldError):
 
 
 class QueueFull(ServiceError):
-    """As much waits as is taken in: `limit` requests."""
+    """As much waits as is taken in: `limit` requests, or what the text `limit` says."""
 
-    def __init__(self, limit: int, *, retry_after: float) -> None:
-        fault = _fault(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, f"queue: at most {limit} requests wait")
+    def __init__(self, limit: int | str, *, retry_after: float) -> None:
+        words = limit if isinstance(limit, str) else f"at most {limit} requests wait"
+        fault = _fault(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, f"queue: {words}")
         super().__init__(replace(fault, retry_after=_seconds(retry_after)))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -81,6 +82,8 @@ class ScriptedDispatcher:
         self.known: dict[RequestKey, Course] = {}
         self.window: int | None = None
         self.refusal: ServiceError | None = None
+        self.booked_for: list[str] = []
+        """Tenants of calls that need no worker."""
         self.plan: Callable[[Course], Any] = lambda course: None
 
     async def begin(self, request: ValidRequest) -> Course:
@@ -113,3 +116,8 @@ class ScriptedDispatcher:
 
     def window_of(self, model: str) -> int | None:
         return self.window
+
+    @asynccontextmanager
+    async def booked(self, tenant: str) -> AsyncIterator[None]:
+        self.booked_for.append(tenant)
+        yield

@@ -94,6 +94,27 @@ async def test_a_tenant_without_limits_costs_no_command(store: Store, monkeypatc
         assert not {name for name in sent if name.startswith("quota")}
 
 
+async def test_a_call_that_needs_no_worker_is_one_of_the_share_while_it_runs(
+    store: Store, at_work: Callable[[], set[str]]
+) -> None:
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
+        async with scene.dispatcher.booked("default"):
+            assert len(at_work()) == 1
+            with pytest.raises(QuotaExceeded):
+                await scene.dispatcher.begin(make_request())
+            with pytest.raises(QuotaExceeded):
+                async with scene.dispatcher.booked("default"):
+                    pytest.fail("it is beyond the share")
+            async with scene.dispatcher.booked("other"):
+                pass
+        assert not at_work(), "the tenant's next call finds its place free"
+        with pytest.raises(ZeroDivisionError):
+            async with scene.dispatcher.booked("default"):
+                raise ZeroDivisionError
+        assert not at_work()
+        assert tokens_of(await scene.answer(make_request())) == answer(PROMPT, 5)
+
+
 async def by_itself(scene: Core, workers: list[FakeWorker]) -> None:
     workers[1].go.set()
 

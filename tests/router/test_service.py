@@ -16,7 +16,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from router.credentials import Anybody, Call, Callers
 from router.limits import limits
-from router.models import Models
+from router.models import Models, ServedModel
 from router.request import Course
 from router.service import About, InferenceService
 from router.templates import ChatTemplate
@@ -462,6 +462,40 @@ async def test_tokens_go_there_and_back():
         assert text.text == "x = 😀"
         request = pb.DetokenizeRequest(token_ids=made.token_ids, skip_special_tokens=False)
         assert (await s.stub.Detokenize(request)).text == "<|begin|>x = 😀"
+
+
+async def test_what_can_not_fit_the_context_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch):
+    async def never(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError
+
+    chat = model(id="chat", chat=ChatTemplate("{{ messages[0].content }}", {}))
+    async with scene(Models([tiny(), chat])) as s:
+        s.dispatcher.window = 64
+        monkeypatch.setattr(ServedModel, "encode", never)
+        monkeypatch.setattr(ServedModel, "decode", never)
+        text = "def f(x):\n" * 1000
+        said = pb.Messages(messages=[pb.Message(role="user", content=text)])
+        calls = {
+            "prompt": s.stub.Generate(asked(prompt=text)),
+            "messages": s.stub.Generate(pb.GenerateRequest(model="chat", messages=said)),
+            "text": s.stub.Tokenize(pb.TokenizeRequest(text=text)),
+        }
+        for field, sent in calls.items():
+            error = await refused(sent)
+            assert isinstance(error, InvalidArgument)
+            assert (error.field, error.reason) == (field, Reason.PROMPT_TOO_LONG)
+            assert "64" in error.limit
+            assert error.value.startswith("at least ")
+        error = await refused(s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * 65)))
+        assert isinstance(error, InvalidArgument)
+        assert (error.field, error.value) == ("token_ids", "65")
+
+
+async def test_work_on_words_is_one_of_its_tenants_calls():
+    async with scene() as s:
+        await s.stub.Tokenize(pb.TokenizeRequest(text="x"))
+        await s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5]))
+        assert s.dispatcher.booked_for == ["default", "default"]
 
 
 async def test_a_conversation_is_tokenized_as_its_model_writes_it():
