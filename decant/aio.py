@@ -9,8 +9,10 @@ from typing import Any, Self, Unpack, cast
 from google.protobuf.message import Message
 
 from decant import options, results
-from decant.channel import Tls, targets
-from decant.options import Options, Prompt
+from decant.address import targets
+from decant.channel import Tls
+from decant.option_help import with_options
+from decant.options import Messages, Options, Prompt
 from decant.results import Answer, CancelStatus, Generation
 from decant.routers import AsyncRouters
 from decant.streams import AsyncStream
@@ -39,12 +41,14 @@ class AsyncClient:
         """As `decant.Client`."""
         self._call_seconds = call_seconds
         self._resume_seconds = resume_seconds
-        self._routers = AsyncRouters(targets(address), tls, token)
+        self._routers = AsyncRouters(targets(address, tls=tls is not None), tls, token)
 
+    @with_options
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | None = None,
         *,
+        messages: Messages | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - the request's deadline: it travels to the workers
         **wanted: Unpack[Options],
     ) -> Answer:
@@ -54,7 +58,7 @@ class AsyncClient:
         >>> answer = await client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms
         """
-        request = options.named_request(prompt, wanted)
+        request = options.named_request(prompt, messages, wanted)
         ended = False
         try:
             message = await self._routers.ask("Generate", request, timeout)
@@ -67,7 +71,15 @@ class AsyncClient:
                 await self._routers.leave(request.request_id)
         return results.answer(message)
 
-    def stream(self, prompt: Prompt, *, timeout: float | None = None, **wanted: Unpack[Options]) -> AsyncStream:
+    @with_options
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        timeout: float | None = None,
+        **wanted: Unpack[Options],
+    ) -> AsyncStream:
         """The answer as it is written; it goes on by itself when a connection breaks. Leaving it early, or cancelling
         the task that reads, cancels the request, but for one with ``on_disconnect="detach"``.
 
@@ -76,7 +88,7 @@ class AsyncClient:
         ...         print(delta.text, end="")
         >>> stream.finished.reason, stream.usage.completion_tokens, stream.receipt.decode_worker
         """
-        request = options.named_request(prompt, wanted)
+        request = options.named_request(prompt, messages, wanted)
         return AsyncStream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
 
     def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> AsyncStream:

@@ -1,9 +1,8 @@
-"""Which routers are meant, and the way to one, or to several behind one name."""
+"""The connection to a router, or to several behind one name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +18,6 @@ _SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": ""},
 }
-
-_LISTS = ("ipv4:", "ipv6:")
 
 _OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
@@ -59,16 +56,6 @@ class Tls:
     def credentials(self) -> grpc.ChannelCredentials:
         """Raises OSError for a file that can't be read."""
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
-
-
-def targets(addresses: str | Sequence[str]) -> tuple[str, ...]:
-    """The routers that are meant, as gRPC takes them: one for each part between commas, but for ``ipv4:`` and
-    ``ipv6:``, which may list addresses themselves. Raises ValueError where there is none."""
-    given = [addresses] if isinstance(addresses, str) else addresses
-    parts = [part.strip() for one in given for part in ([one] if one.startswith(_LISTS) else one.split(","))]
-    if not parts or not all(parts):
-        raise ValueError(f"address: 'host:port', or several with commas between them, got {addresses!r}")
-    return tuple(dict.fromkeys(parts))
 
 
 def credentials_of(token: str | None) -> tuple[tuple[str, str], ...]:

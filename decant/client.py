@@ -12,8 +12,10 @@ from typing import Any, Self, Unpack, cast
 from google.protobuf.message import Message
 
 from decant import options, results
-from decant.channel import Tls, targets
-from decant.options import Options, Prompt
+from decant.address import targets
+from decant.channel import Tls
+from decant.option_help import with_options
+from decant.options import Messages, Options, Prompt
 from decant.results import Answer, CancelStatus, Generation
 from decant.routers import Routers
 from decant.streams import Stream
@@ -23,8 +25,9 @@ from runtime.errors import ServiceError
 
 
 class Client:
-    """A service and its routers: "host:port"; several, as a sequence or with commas between them; or
-    "dns:///name:port" for all that a name stands for. Threads may share one. Close it, or use it in a ``with``.
+    """A service and its routers: "host:port" or "host", which means port 50051; several, as a sequence or with commas
+    between them; or "dns:///name:port" for all that a name stands for. Threads may share one. Close it, or use it in a
+    ``with``.
 
     Routers are asked in turn; one that drains, is not ready or not there is passed over until it is back. What may be
     asked again is, before an error is raised: where a connection broke or a router can't take the call now, as soon
@@ -52,15 +55,23 @@ class Client:
         """
         self._call_seconds = call_seconds
         self._resume_seconds = resume_seconds
-        self._routers = Routers(targets(address), tls, token)
+        self._routers = Routers(targets(address, tls=tls is not None), tls, token)
 
-    def generate(self, prompt: Prompt, *, timeout: float | None = None, **wanted: Unpack[Options]) -> Answer:
+    @with_options
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        timeout: float | None = None,
+        **wanted: Unpack[Options],
+    ) -> Answer:
         """The whole answer at once. `timeout` is the request's deadline in seconds.
 
         >>> answer = client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms
         """
-        request = options.named_request(prompt, wanted)
+        request = options.named_request(prompt, messages, wanted)
         ended = False
         try:
             message = self._routers.ask("Generate", request, timeout)
@@ -73,7 +84,15 @@ class Client:
                 self._routers.leave(request.request_id)
         return results.answer(message)
 
-    def stream(self, prompt: Prompt, *, timeout: float | None = None, **wanted: Unpack[Options]) -> Stream:
+    @with_options
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        timeout: float | None = None,
+        **wanted: Unpack[Options],
+    ) -> Stream:
         """The answer as it is written; it goes on by itself when a connection breaks. Leaving it early cancels the
         request, but for one with ``on_disconnect="detach"``.
 
@@ -82,7 +101,7 @@ class Client:
         ...         print(delta.text, end="")
         >>> stream.finished.reason, stream.usage.completion_tokens, stream.receipt.decode_worker
         """
-        request = options.named_request(prompt, wanted)
+        request = options.named_request(prompt, messages, wanted)
         return Stream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
 
     def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> Stream:

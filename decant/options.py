@@ -10,15 +10,18 @@ import difflib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, cast
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from protos import inference_pb2 as pb
 from runtime.errors import InvalidArgument
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text; token ids; or messages, oldest first: ``{"role": "user", "content": "..."}``."""
+Messages: TypeAlias = Sequence[Mapping[str, str]]
+"""A conversation, oldest message first: ``{"role": "user", "content": "..."}``."""
+Prompt: TypeAlias = str | Sequence[int] | Messages
+"""Text; token ids; or messages."""
 
 
 class Options(TypedDict, total=False):
@@ -85,23 +88,25 @@ _GROUP_OF = {field.name: group for group, kind in _GROUPS.items() for field in k
 
 def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """The request that asks for this. Raises InvalidArgument for a value that its field can't hold, TypeError for an
-    option that there is none of."""
+    unknown option."""
     made = pb.GenerateRequest()
-    if isinstance(prompt, str):
-        made.prompt = prompt
-    elif prompt and isinstance(prompt[0], Mapping):
-        put_messages(made.messages, prompt)
-    else:
-        _fill(made.token_ids, "ids", prompt, "token_ids.ids")
+    _put_prompt(made, prompt)
     for name, value in options.items():
         if value is not None:
             _put(made, name, value)
     return made
 
 
-def named_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    """The request, under an id of its own where none was given: it can be asked for again, and is run once."""
-    made = request(prompt, options)
+def named_request(prompt: Prompt | None, messages: Messages | None, options: Options) -> pb.GenerateRequest:
+    """The request, under an id of its own where none is given, so that it can be repeated and is run once. Its input is
+    `prompt` or `messages`. Raises as `request`, and TypeError where both are given or neither."""
+    if (prompt is None) == (messages is None):
+        raise TypeError(
+            f"{_PROMPTS}, or messages=: " + ("both are given" if messages is not None else "neither is given")
+        )
+    if messages is not None and not _are_messages(messages):
+        raise InvalidArgument("messages", 'a list of {"role": ..., "content": ...}', repr(messages))
+    made = request(cast(Prompt, prompt if messages is None else messages), options)
     made.request_id = made.request_id or str(uuid.uuid4())
     return made
 
@@ -119,52 +124,107 @@ def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: 
 def put_messages(to: pb.Messages, messages: Sequence[Any]) -> None:
     """Raises InvalidArgument."""
     for index, message in enumerate(messages):
-        field = f"messages.messages[{index}]"
+        field = f"messages[{index}]"
         if not isinstance(message, Mapping) or not message.keys() <= {"role", "content"}:
-            raise InvalidArgument(field, "role and content, and nothing else", message)
+            raise InvalidArgument(field, "role and content, and nothing else", repr(message))
         made = to.messages.add()
         for name, value in message.items():
             _fill(made, name, value, f"{field}.{name}")
 
 
+def _put_prompt(made: pb.GenerateRequest, prompt: Any) -> None:
+    if isinstance(prompt, str):
+        _fill(made, "prompt", prompt, "prompt")
+    elif isinstance(prompt, bytes | bytearray | Mapping) or not hasattr(prompt, "__len__"):
+        raise InvalidArgument("prompt", _PROMPTS, repr(prompt))
+    elif _are_messages(prompt):
+        put_messages(made.messages, prompt)
+    else:
+        try:
+            made.token_ids.ids.extend(prompt)
+        except (TypeError, ValueError):
+            raise InvalidArgument("prompt", f"{_PROMPTS}; token ids are ints from 0", repr(prompt)) from None
+
+
+_PROMPTS = "a text, token ids or messages"
+
+
+def _are_messages(prompt: Any) -> bool:
+    return not isinstance(prompt, str | Mapping) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
 def _put(made: pb.GenerateRequest, name: str, value: object) -> None:
     if name == "add_generation_prompt":
         if made.WhichOneof("input") != "messages":
-            raise InvalidArgument("messages.add_generation_prompt", "only where messages are given", value)
-        _fill(made.messages, name, value, f"messages.{name}")
+            raise InvalidArgument(name, "only with messages", value)
+        _fill(made.messages, name, value, name)
+    elif name == "choice":
+        made.guided.choice.SetInParent()
+        _fill(made.guided.choice, "choices", None if isinstance(value, str) else value, name, value)
     elif group := _GROUP_OF.get(name):
-        _fill(getattr(made, group), name, _as_sent(name, value), f"{group}.{name}")
+        _fill(getattr(made, group), name, _as_sent(name, value), name, value)
     elif name in Options.__annotations__:
         _fill(made, name, value, name)
     else:
-        near = difflib.get_close_matches(name, list(Options.__annotations__), n=1)
+        near = difflib.get_close_matches(name, [*Options.__annotations__, "timeout", "messages"], n=1)
         raise TypeError(f"no such option: {name}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def _as_sent(name: str, value: object) -> object:
-    """An option may be given in a handier form than the message has."""
+    """The form that the message has, of an option that may be given in a shorter one."""
     if name == "stop" and isinstance(value, str):
         return [value]
     if name == "json_schema" and isinstance(value, Mapping):
         return json.dumps(value)
-    if name == "choice" and isinstance(value, Sequence) and not isinstance(value, str):
-        return pb.Choices(choices=value)
     if name == "on_disconnect" and isinstance(value, str):
         return f"ON_DISCONNECT_{value.upper()}"
     return value
 
 
-def _fill(message: Message, name: str, value: Any, path: str) -> None:
-    """Sets one field; `path` is what an error calls it."""
+def _fill(message: Message, name: str, value: Any, option: str, given: object = None) -> None:
+    """Sets one field to `value`; an error names the `option` and shows what was `given` for it."""
     field = message.DESCRIPTOR.fields_by_name[name]
     try:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             getattr(message, name).update(value)
         elif field.is_repeated:
             getattr(message, name).extend(value)
-        elif field.message_type is not None:
-            getattr(message, name).CopyFrom(value)
         else:
             setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(path, f"a value that the field can hold ({error})", value) from None
+    except (TypeError, ValueError):
+        shown = value if given is None else given
+        raise InvalidArgument(option, _expected(field, shown), repr(shown)) from None
+
+
+def _expected(field: Any, value: object) -> str:
+    """What a field takes, in Python's words."""
+    if field.name == "token_ids":
+        return "True or False; as input, token ids are the prompt: generate([1, 2])"
+    if field.name == "on_disconnect":
+        return "'cancel' or 'detach'"
+    if field.name == "logit_bias":
+        return "a dict of token ids and numbers"
+    one = _ONE[field.cpp_type]
+    if field.is_repeated:
+        return f"a list of {one[1]}" if field.name != "stop" else "a text or a list of texts"
+    if isinstance(value, str) and field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return "a text that UTF-8 can encode"
+    if isinstance(value, int) and field.cpp_type in _BOUNDS:
+        low, high = _BOUNDS[field.cpp_type]
+        return f"an int from {low} to {high}"
+    return one[0]
+
+
+_ONE = {
+    FieldDescriptor.CPPTYPE_STRING: ("a text", "texts"),
+    FieldDescriptor.CPPTYPE_BOOL: ("True or False", "bools"),
+    FieldDescriptor.CPPTYPE_FLOAT: ("a number", "numbers"),
+    FieldDescriptor.CPPTYPE_INT32: ("an int", "ints"),
+    FieldDescriptor.CPPTYPE_UINT32: ("an int", "ints from 0"),
+    FieldDescriptor.CPPTYPE_UINT64: ("an int", "ints from 0"),
+}
+_BOUNDS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}

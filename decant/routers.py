@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from decant.channel import Tls, credentials_of, open_async, open_blocking
+from decant.transport import clearer
 from decant.tries import Tries
 from decant.turns import Turns
 from protos import inference_pb2 as pb
@@ -66,6 +67,7 @@ class Routers:
         can't be sent."""
         self.addresses = addresses
         self._metadata = credentials_of(token)
+        self._has_tls = tls is not None
         self.turns = Turns(len(addresses))
         self._channels = [open_blocking(address, tls) for address in addresses]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
@@ -100,9 +102,12 @@ class Routers:
     def wait(self, tries: Tries, bell: Bell, error: ServiceError) -> None:
         """Until the next try. Raises `error` where there is none, Cancelled when the bell rings."""
         if not bell.has_rung:
-            bell.wait(tries.after(error))
+            bell.wait(tries.after(self._clearer(error, tries)))
         if bell.has_rung:
             raise closed_here() from None
+
+    def _clearer(self, error: ServiceError, tries: Tries) -> ServiceError:
+        return clearer(error, self.addresses[tries.router], tls=self._has_tls, seconds=tries.seconds)
 
     def leave(self, request_id: str) -> None:
         """Cancels what nobody waits for any more. The end of its call says the same, only later, so an error here is
@@ -176,6 +181,7 @@ class AsyncRouters:
         can't be sent."""
         self.addresses = addresses
         self._metadata = credentials_of(token)
+        self._has_tls = tls is not None
         self.turns = Turns(len(addresses))
         self._channels = [open_async(address, tls) for address in addresses]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
@@ -213,9 +219,12 @@ class AsyncRouters:
     async def wait(self, tries: Tries, bell: AsyncBell, error: ServiceError) -> None:
         """Until the next try. Raises `error` where there is none, Cancelled when the bell rings."""
         if not bell.has_rung:
-            await bell.wait(tries.after(error))
+            await bell.wait(tries.after(self._clearer(error, tries)))
         if bell.has_rung:
             raise closed_here() from None
+
+    def _clearer(self, error: ServiceError, tries: Tries) -> ServiceError:
+        return clearer(error, self.addresses[tries.router], tls=self._has_tls, seconds=tries.seconds)
 
     async def leave(self, request_id: str) -> None:
         """Cancels what nobody waits for any more; see `Routers.leave`."""

@@ -60,6 +60,7 @@ class Tries:
     def __init__(self, turns: Turns, seconds: float | None = None, patience: float = 0.0) -> None:
         """`seconds` until the deadline, None without one; `patience` with a stream that has begun, 0 for none. The
         first try is not held up by what others met: it begins at once."""
+        self.seconds = seconds
         self._turns = turns
         self._clock = turns.clock
         self._deadline = None if seconds is None else turns.clock() + seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import pydoc
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import decant
 from decant import AsyncClient, CancelStatus, Client, FinishReason, GenerationState
+from decant.option_help import OPTION_HELP
 from decant.options import Options, request
 from protos import inference_pb2 as pb
 from runtime.fault import Reason, ResumePoint
@@ -187,6 +189,100 @@ def test_the_timeout_is_the_requests_deadline(client: Client, script: Script) ->
     assert 0 < script.time_left < 45
 
 
+async def test_a_deadline_in_mid_stream_has_the_documented_reason(address: str, script: Script) -> None:
+    script.answering = for_ever
+    errors = []
+    with Client(address) as client:
+        for ask in (lambda: list(client.stream("x", timeout=0.5)), lambda: client.generate("x", timeout=0.5)):
+            with pytest.raises(decant.DeadlineExceeded) as caught:
+                await asyncio.to_thread(ask)
+            errors.append(caught.value)
+    async with AsyncClient(address) as awaiting:
+        with pytest.raises(decant.DeadlineExceeded) as caught:
+            async for _ in awaiting.stream("x", timeout=0.5):
+                pass
+        errors.append(caught.value)
+        with pytest.raises(decant.DeadlineExceeded) as caught:
+            await awaiting.generate("x", timeout=0.5)
+        errors.append(caught.value)
+    assert {error.reason for error in errors} == {Reason.DEADLINE_EXCEEDED}
+    assert {str(error) for error in errors} == {"the deadline of 0.5 s has passed"}
+
+
+async def test_messages_may_be_a_keyword(address: str, script: Script) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with Client(address) as client:
+        client.generate(messages=messages)
+        list(client.stream(messages=messages, max_tokens=3))
+    async with AsyncClient(address) as awaiting:
+        await awaiting.generate(messages=messages)
+        assert [delta.text async for delta in awaiting.stream(messages=messages)] == ["a", "b", "c"]
+    assert [asked.messages.messages[0].content for asked in script.asked] == ["hi"] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "a text, token ids or messages, or messages=: neither is given"),
+        (
+            {"prompt": "x", "messages": [{"role": "user"}]},
+            "a text, token ids or messages, or messages=: both are given",
+        ),
+        ({"prompt": "x", "max_token": 3}, "no such option: max_token; did you mean max_tokens?"),
+    ],
+)
+def test_a_call_that_is_no_request_is_a_type_error(client: Client, arguments: Any, message: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        client.generate(**arguments)
+    assert str(caught.value) == message
+
+
+PROMPT = "prompt: a text, token ids or messages"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_tokens": "3"}, "max_tokens: an int, got '3'"),
+        ({"max_tokens": -1}, "max_tokens: an int from 0 to 4294967295, got -1"),
+        ({"top_k": 2**31}, "top_k: an int from -2147483648 to 2147483647, got 2147483648"),
+        ({"seed": 1.5}, "seed: an int, got 1.5"),
+        ({"temperature": "hot"}, "temperature: a number, got 'hot'"),
+        ({"ignore_eos": "yes"}, "ignore_eos: True or False, got 'yes'"),
+        ({"stop": 5}, "stop: a text or a list of texts, got 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids: a list of ints from 0, got 5"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids: a list of ints from 0, got ['a']"),
+        ({"logit_bias": [1]}, "logit_bias: a dict of token ids and numbers, got [1]"),
+        ({"on_disconnect": "stay"}, "on_disconnect: 'cancel' or 'detach', got 'stay'"),
+        ({"choice": "yes"}, "choice: a list of texts, got 'yes'"),
+        ({"choice": [1]}, "choice: a list of texts, got [1]"),
+        ({"user": "\ud800"}, "user: a text that UTF-8 can encode, got '\\ud800'"),
+        ({"model": 3}, "model: a text, got 3"),
+        (
+            {"token_ids": [1, 2]},
+            "token_ids: True or False; as input, token ids are the prompt: generate([1, 2]), got [1, 2]",
+        ),
+        ({"prompt": "\ud800"}, "prompt: a text that UTF-8 can encode, got '\\ud800'"),
+        ({"prompt": b"x"}, f"{PROMPT}, got b'x'"),
+        ({"prompt": 5}, f"{PROMPT}, got 5"),
+        ({"prompt": {"role": "user"}}, f"{PROMPT}, got {{'role': 'user'}}"),
+        ({"prompt": ["a", "b"]}, f"{PROMPT}; token ids are ints from 0, got ['a', 'b']"),
+        ({"prompt": [1, -1]}, f"{PROMPT}; token ids are ints from 0, got [1, -1]"),
+        ({"prompt": [{"role": 3}]}, "messages[0].role: a text, got 3"),
+        ({"prompt": [{"name": "x"}]}, "messages[0]: role and content, and nothing else, got {'name': 'x'}"),
+        ({"prompt": None, "messages": "x"}, 'messages: a list of {"role": ..., "content": ...}, got \'x\''),
+        ({"prompt": None, "messages": []}, 'messages: a list of {"role": ..., "content": ...}, got []'),
+        ({"prompt": [{"role": "a"}, 3]}, "messages[1]: role and content, and nothing else, got 3"),
+    ],
+    ids=str,
+)
+def test_a_refusal_before_sending_says_what_is_expected(client: Client, arguments: Any, message: str) -> None:
+    with pytest.raises(decant.InvalidArgument) as caught:
+        client.generate(**{"prompt": "x", **arguments})
+    assert str(caught.value) == message
+    assert caught.value.field == message.partition(":")[0]
+
+
 def test_the_other_calls(client: Client) -> None:
     assert list(client.tokenize("ab").token_ids) == [97, 98]
     assert list(client.tokenize([{"role": "user", "content": "hi"}]).tokens) == ["h", "i"]
@@ -316,6 +412,16 @@ def test_every_field_of_a_request_is_an_option_by_its_own_name() -> None:
     assert fields | {"add_generation_prompt"} == Options.__annotations__.keys()
 
 
+def test_help_shows_every_option_with_its_meaning() -> None:
+    assert OPTION_HELP.keys() == Options.__annotations__.keys()
+    for method in (Client.generate, Client.stream, AsyncClient.generate, AsyncClient.stream):
+        shown = pydoc.plain(pydoc.render_doc(method))
+        for name, text in OPTION_HELP.items():
+            assert f"{name}: " in shown, name
+            assert text in shown, name
+        assert inspect.signature(method).parameters["max_tokens"].annotation == int | None
+
+
 def test_options_reach_their_fields() -> None:
     made = request(
         [{"role": "user", "content": "hi"}],
@@ -350,13 +456,13 @@ def test_options_reach_their_fields() -> None:
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
-        ("x", {"max_tokens": -1}, "stopping.max_tokens"),
-        ("x", {"temperature": "hot"}, "sampling.temperature"),
-        ("x", {"stop_token_ids": ["a"]}, "stopping.stop_token_ids"),
-        ("x", {"add_generation_prompt": True}, "messages.add_generation_prompt"),
-        ("x", {"on_disconnect": "stay"}, "stream.on_disconnect"),
-        ([-1], {}, "token_ids.ids"),
-        ([{"role": "user", "name": "x"}], {}, "messages.messages[0]"),
+        ("x", {"max_tokens": -1}, "max_tokens"),
+        ("x", {"temperature": "hot"}, "temperature"),
+        ("x", {"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ("x", {"add_generation_prompt": True}, "add_generation_prompt"),
+        ("x", {"on_disconnect": "stay"}, "on_disconnect"),
+        ([-1], {}, "prompt"),
+        ([{"role": "user", "name": "x"}], {}, "messages[0]"),
     ],
 )
 def test_a_value_that_its_field_cannot_hold_is_refused_by_name(prompt: Any, options: Any, field: str) -> None:
@@ -387,10 +493,30 @@ async def test_tls_both_ways(tmp_path: Path) -> None:
             assert (await client.server_info()).version == "1"
         with Client(address, tls=tls) as blocking:
             assert (await asyncio.to_thread(blocking.server_info)).version == "1"
-        for wrong in (None, decant.Tls(ca=ours.ca)):
+        for wrong, advice in (
+            (None, "it may speak TLS, which tls=Tls(ca=...) (--ca) turns on"),
+            (decant.Tls(ca=ours.ca), "it may ask for Tls(certificate=..., key=...) (--certificate, --key)"),
+        ):
             async with AsyncClient(address, tls=wrong) as client:
-                with pytest.raises(decant.Unavailable):
+                with pytest.raises(decant.Unavailable) as caught:
                     await client.server_info()
+            assert str(caught.value) == f"no connection to {address}: it closed the connection: {advice}"
+
+
+async def test_tls_that_does_not_fit_is_named(tmp_path: Path, address: str) -> None:
+    ours = Certificates(tmp_path)
+    async with scene(tls_certificate=ours.certificate, tls_key=ours.key) as served:
+        for where, tls, advice in (
+            (served.server.address, decant.Tls(ca=ours.ca, name="other"), "give it as Tls(name=...)"),
+            (served.server.address, decant.Tls(), "does not chain to the roots of tls="),
+            (address, decant.Tls(ca=ours.ca), "it speaks plaintext, and TLS is asked for"),
+            ("127.0.0.1:1", None, "Connection refused"),
+        ):
+            async with AsyncClient(where, tls=tls) as client:
+                with pytest.raises(decant.Unavailable) as caught:
+                    await client.server_info()
+            assert str(caught.value).startswith(f"no connection to {where}: ")
+            assert advice in str(caught.value)
 
 
 TOKEN = "s3cret-of-acme"

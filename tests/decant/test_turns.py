@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import decant
-from decant.channel import targets
+from decant.address import targets
 from decant.tries import LONGEST_PAUSE_S, MORE_TRIES, Tries, may_try_again
 from decant.turns import LONGEST_REST_S, SPREAD, Turn, Turns
 from runtime.errors import from_fault
@@ -286,13 +286,32 @@ def test_no_try_begins_after_the_deadline(seconds: float, steps: list[tuple[bool
         ("dns:///decant.example:50051", ("dns:///decant.example:50051",)),
         ("ipv4:10.0.0.1:1,10.0.0.2:1", ("ipv4:10.0.0.1:1,10.0.0.2:1",)),
         ("[::1]:5", ("[::1]:5",)),
+        ("localhost", ("localhost:50051",)),
+        ("a, b:2", ("a:50051", "b:2")),
+        ("::1", ("[::1]:50051",)),
+        ("[::1]", ("[::1]:50051",)),
+        ("dns:///decant.example", ("dns:///decant.example:50051",)),
+        ("dns://8.8.8.8/decant.example:7", ("dns://8.8.8.8/decant.example:7",)),
+        ("grpc://a:1,http://b,HTTP://c:3/", ("a:1", "b:50051", "c:3")),
+        ("unix:/run/decant.sock", ("unix:/run/decant.sock",)),
     ],
 )
 def test_routers_are_named_one_by_one(addresses: str | list[str], meant: tuple[str, ...]) -> None:
     assert targets(addresses) == meant
 
 
-@pytest.mark.parametrize("addresses", ["", ",", "a:1,", []])
-def test_no_address_is_refused(addresses: str | list[str]) -> None:
+def test_a_scheme_says_whether_tls_is_meant() -> None:
+    assert targets("https://a:1, grpcs://b", tls=True) == ("a:1", "b:50051")
+    with pytest.raises(ValueError, match=r"https:// means TLS: give its roots too \(tls=Tls\(ca=...\), --ca\)"):
+        targets("https://a:1")
+    with pytest.raises(ValueError, match="http:// means plaintext, and TLS is asked for"):
+        targets("http://a:1", tls=True)
+
+
+BAD = ["", ",", "a:1,", [], "ftp://a:1", "a:0", "a:65536", "a:http", "http://a:1/path", "http://", "a b", "a:"]
+
+
+@pytest.mark.parametrize("addresses", BAD)
+def test_what_is_no_address_is_refused(addresses: str | list[str]) -> None:
     with pytest.raises(ValueError, match="address: "):
         targets(addresses)
