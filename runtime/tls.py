@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ssl
+import threading
 from pathlib import Path
 
 import grpc
 from pydantic import Field, model_validator
 
+from runtime import logs
 from runtime.settings import Refused, Settings
+
+_log = logs.get(__name__)
 
 
 class ServerTls(Settings):
@@ -58,21 +63,76 @@ class PeerTls(Settings):
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
-    """None for plaintext. Raises Refused for a file that can't be read."""
+    """None for plaintext. The files are read again when they have changed, before the next handshake.
+
+    Raises Refused for a file that can't be used now; later the last good ones are kept.
+    """
     if tls.tls_certificate is None or tls.tls_key is None:
         return None
-    chain = _read("tls_certificate", tls.tls_certificate)
-    key = _read("tls_key", tls.tls_key)
-    clients = _read("tls_client_ca", tls.tls_client_ca) if tls.tls_client_ca else None
-    return grpc.ssl_server_credentials([(key, chain)], clients, require_client_auth=clients is not None)
+    files = _ServerFiles(tls.tls_certificate, tls.tls_key, tls.tls_client_ca)
+    return grpc.dynamic_ssl_server_credentials(
+        files.configuration(),
+        files.changed,  # type: ignore[arg-type]  # the stubs forget that None stands for no change
+        require_client_authentication=tls.tls_client_ca is not None,
+    )
+
+
+class _ServerFiles:
+    """A server's certificate, its key and the roots of its clients, as they are on disk."""
+
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
+        self._paths = {"tls_certificate": certificate, "tls_key": key}
+        if client_ca is not None:
+            self._paths["tls_client_ca"] = client_ca
+        self._version = self._stat()
+        self._lock = threading.Lock()
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Raises Refused."""
+        _check_pair("tls_certificate", self._paths["tls_certificate"], self._paths["tls_key"])
+        _check_roots("tls_client_ca", self._paths.get("tls_client_ca"))
+        content = {field: _read(field, path) for field, path in self._paths.items()}
+        pair = [(content["tls_key"], content["tls_certificate"])]
+        return grpc.ssl_server_certificate_configuration(pair, content.get("tls_client_ca"))
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """The files if they differ from those of the last call, else None. Called on gRPC's threads, before each
+        handshake. Files that are replaced while they are read are left for the next handshake."""
+        with self._lock:
+            version = self._stat()
+            if version in (None, self._version):
+                return None
+            try:
+                configuration = self.configuration()
+            except Refused as error:
+                _log.warning("TLS files not reloaded", reason=str(error))
+                return None
+            if self._stat() != version:
+                return None
+            self._version = version
+            _log.info("TLS files reloaded")
+            return configuration
+
+    def _stat(self) -> list[tuple[int, int, int]] | None:
+        """Identity of each file's content, None while one is missing."""
+        try:
+            found = [path.stat() for path in self._paths.values()]
+        except OSError:
+            return None
+        return [(one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
 
 
 def channel_credentials(tls: PeerTls) -> grpc.ChannelCredentials | None:
-    """None for plaintext. Raises Refused for a file that can't be read."""
+    """None for plaintext. The files are read now: a channel keeps its credentials as long as it lives.
+
+    Raises Refused for a file that can't be used.
+    """
     if tls.peer_ca is None:
         return None
+    _check_roots("peer_ca", tls.peer_ca)
     if tls.peer_certificate is None or tls.peer_key is None:
         return grpc.ssl_channel_credentials(_read("peer_ca", tls.peer_ca))
+    _check_pair("peer_certificate", tls.peer_certificate, tls.peer_key)
     return grpc.ssl_channel_credentials(
         _read("peer_ca", tls.peer_ca),
         _read("peer_key", tls.peer_key),
@@ -84,6 +144,24 @@ def _pair(one: str, first: Path | None, other: str, second: Path | None) -> None
     if (first is None) != (second is None):
         given, missing = (one, other) if second is None else (other, one)
         raise Refused(given, f"needs {missing}", first or second)
+
+
+def _check_pair(field: str, chain: Path, key: Path) -> None:
+    """Raises Refused unless the key is that of the chain: gRPC itself reports a bad file as a bad address."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
+    except OSError as error:  # ssl.SSLError too
+        limit = f"a PEM certificate chain with the unencrypted key {key} ({error.strerror or error})"
+        raise Refused(field, limit, chain) from None
+
+
+def _check_roots(field: str, roots: Path | None) -> None:
+    """Raises Refused unless there are certificates in the file."""
+    try:
+        if roots is not None:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(roots)
+    except OSError as error:
+        raise Refused(field, f"a file of PEM certificates ({error.strerror or error})", roots) from None
 
 
 def _read(field: str, path: Path) -> bytes:

@@ -14,8 +14,8 @@ from runtime.channel import CHANNEL_OPTIONS, NAME_OVERRIDE, Deadline, open_chann
 from runtime.errors import DeadlineExceeded
 from runtime.layers import load
 from runtime.listening import ServerSettings, server_options
-from runtime.settings import InvalidSettings
-from runtime.tls import PeerTls
+from runtime.settings import InvalidSettings, Refused
+from runtime.tls import PeerTls, ServerTls, channel_credentials, server_credentials
 from tests.runtime.certificates import Certificates
 from tests.runtime.scene import scene
 
@@ -62,6 +62,72 @@ async def test_mutual_tls_proves_the_client_too(certificates: Certificates, othe
         await refused(s.server.address, PeerTls(peer_ca=ours.ca))
         strange = PeerTls(peer_ca=ours.ca, peer_certificate=others.certificate, peer_key=others.key)
         await refused(s.server.address, strange)
+
+
+class Rotating:
+    """A server's files, replaced as a certificate manager does it."""
+
+    def __init__(self, folder: Path, first: Certificates) -> None:
+        folder.mkdir()
+        self.tls: dict[str, Any] = {
+            "tls_certificate": folder / "tls.crt",
+            "tls_key": folder / "tls.key",
+            "tls_client_ca": folder / "ca.crt",
+        }
+        self.replace(first)
+
+    def replace(self, by: Certificates) -> None:
+        contents = {"tls_certificate": by.certificate, "tls_key": by.key, "tls_client_ca": by.ca}
+        for field, source in contents.items():
+            new = self.tls[field].with_suffix(".new")
+            new.write_bytes(source.read_bytes())
+            new.rename(self.tls[field])
+
+
+def peer_of(certificates: Certificates) -> PeerTls:
+    return PeerTls(peer_ca=certificates.ca, peer_certificate=certificates.certificate, peer_key=certificates.key)
+
+
+async def test_a_server_uses_replaced_tls_files_without_a_restart(
+    certificates: Certificates, others: Certificates, tmp_path: Path
+) -> None:
+    files = Rotating(tmp_path / "tls", certificates)
+    async with scene(peer=peer_of(certificates), **files.tls) as s:
+        await s.inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+        files.replace(others)
+        assert await version(open_channel(s.server.address, peer_of(others))) == "1"
+        await refused(s.server.address, peer_of(certificates))
+        await s.inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)  # connected before the change
+
+
+async def test_a_server_keeps_its_certificate_while_the_files_do_not_fit_together(
+    certificates: Certificates, others: Certificates, tmp_path: Path
+) -> None:
+    files = Rotating(tmp_path / "tls", certificates)
+    async with scene(**files.tls) as s:
+        files.tls["tls_key"].write_bytes(others.key.read_bytes())
+        assert await version(open_channel(s.server.address, peer_of(certificates))) == "1"
+        files.tls["tls_certificate"].unlink()
+        assert await version(open_channel(s.server.address, peer_of(certificates))) == "1"
+        files.replace(others)
+        assert await version(open_channel(s.server.address, peer_of(others))) == "1"
+
+
+async def test_tls_files_that_can_not_be_used_are_refused_by_name(
+    certificates: Certificates, others: Certificates, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.touch()
+    good = {"tls_certificate": certificates.certificate, "tls_key": certificates.key, "tls_client_ca": certificates.ca}
+    bad: dict[str, Path] = {"tls_key": others.key, "tls_client_ca": empty, "tls_certificate": empty}
+    for field, path in bad.items():
+        with pytest.raises(Refused) as caught:
+            server_credentials(ServerTls(**{**good, field: path}))
+        assert caught.value.field == ("tls_certificate" if field == "tls_key" else field)
+    with pytest.raises(Refused, match="peer_certificate"):
+        channel_credentials(
+            PeerTls(peer_ca=certificates.ca, peer_certificate=certificates.certificate, peer_key=others.key)
+        )
 
 
 @pytest.mark.parametrize(
