@@ -3,8 +3,8 @@
     python -m bench.handoff [--model qwen2.5-0.5b] [--mib 128] [--runs 15] [--prompts 5] [--json OUT]
 
 moving     the prompt is read beforehand, in no time, so that what is measured is the moving: reading blocks, sums,
-           messages, checks, writing blocks, seal, until the sequence has joined. The bare stream sends as many messages
-           of 1 MiB and does nothing with them. The two take turns.
+           messages, checks, writing blocks, seal, until the sequence has joined, over plaintext and over mutual TLS, as
+           workers do it. The bare stream sends as many messages of 1 MiB and does nothing with them. They take turns.
 stepping   how much longer a step takes beside a handoff. Either end is a real engine on one thread:
            all at once     eight sequences decode at one end, alone, beside bare streams, and beside handoffs of a cache
                            that is there already, as fast as they go: the worst that can come
@@ -21,8 +21,10 @@ import asyncio
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -37,8 +39,11 @@ from bench.shapes import checkpoint
 from engine.errors import InvalidConfig
 from handoff.packing import MESSAGE_BYTES
 from handoff.service import KvSourceService
-from handoff.transport import GrpcTransport
+from handoff.transport import GrpcSource, GrpcTransport
 from protos import worker_pb2 as wire
+from runtime import certificates
+from runtime.channel import open_channel
+from runtime.tls import PeerTls, ServerTls, server_credentials
 
 GOAL = 0.8
 """Share of the bare stream's rate that a handoff should reach."""
@@ -52,8 +57,8 @@ ENDS = ("giver", "taker")
 # -- the giver's process -----------------------------------------------------------------------------------------
 
 
-async def give(model: Path, mib: int) -> None:
-    """Serve until standard input closes; the first line says the port."""
+async def give(model: Path, mib: int, tls: ServerTls) -> None:
+    """Serve until standard input closes; the first line has the ports for plaintext and for `tls`."""
     end = End("giver", model, mib)
 
     async def offer(name: str, tokens: int, computed: bool) -> wire.Ticket:
@@ -94,7 +99,9 @@ async def give(model: Path, mib: int) -> None:
         "Ask": grpc.unary_unary_rpc_method_handler(answer),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Bench", methods),))
-    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    credentials = server_credentials(tls)
+    assert credentials is not None
+    print(server.add_insecure_port("127.0.0.1:0"), server.add_secure_port("127.0.0.1:0", credentials), flush=True)
     await server.start()
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(None)
@@ -109,13 +116,15 @@ def connect(address: str) -> grpc.aio.Channel:
 
 
 class Pair:
-    """The taker at ``end``, and the giver at ``address``."""
+    """The taker at ``end``, and the giver at ``address``; at ``tls_address`` it speaks TLS alone."""
 
-    def __init__(self, end: End, address: str) -> None:
+    def __init__(self, end: End, address: str, tls_address: str, tls: PeerTls) -> None:
         self.end = end
-        self._address = address
         self._channel = connect(address)
         self._transport = GrpcTransport(connect)
+        self._tls_transport = GrpcTransport(partial(open_channel, tls=tls))
+        self._plain_source = self._transport.source(address)
+        self._tls_source = self._tls_transport.source(tls_address)
         self._names = (f"prompt-{number}" for number in count())
 
     async def ask(self, do: str, **words: object) -> bytes:
@@ -134,11 +143,15 @@ class Pair:
 
     async def handoff(self) -> Span:
         """Of a cache that is there already."""
-        return await self._taken(self.end.tokens, computed=False)
+        return await self._taken(self._plain_source, self.end.tokens, computed=False)
+
+    async def tls(self) -> Span:
+        """The same over mutual TLS."""
+        return await self._taken(self._tls_source, self.end.tokens, computed=False)
 
     async def fetched(self) -> Span:
         """A prompt is computed and fetched meanwhile."""
-        return await self._taken(PROMPT_TOKENS, computed=True)
+        return await self._taken(self._plain_source, PROMPT_TOKENS, computed=True)
 
     async def unfetched(self) -> Span:
         """A prompt is computed."""
@@ -146,14 +159,14 @@ class Pair:
         await self.ask("read", name=next(self._names), tokens=PROMPT_TOKENS)
         return Span(began, time.monotonic())
 
-    async def _taken(self, tokens: int, *, computed: bool) -> Span:
+    async def _taken(self, source: GrpcSource, tokens: int, *, computed: bool) -> Span:
         """From the fetch to a joined sequence."""
         name = next(self._names)
         ticket = wire.Ticket.FromString(await self.ask("offer", name=name, tokens=tokens, computed=computed))
         request = self.end.request(name, tokens, park=False)
         arrival = await self.end.loop.call(lambda engine: engine.reserve(request))
         began = time.monotonic()
-        await self.end.taker.take(self._transport.source(self._address), ticket, arrival)
+        await self.end.taker.take(source, ticket, arrival)
         took = Span(began, time.monotonic())
         await self.end.happened(name)
         return took
@@ -162,6 +175,7 @@ class Pair:
         await self.end.taker.close()
         await self._channel.close()
         await self._transport.close()
+        await self._tls_transport.close()
         await self.end.loop.stop()
         self.end.engine.check_integrity()
 
@@ -201,16 +215,26 @@ class Length(NamedTuple):
 
 
 async def measure(model: Path, mib: int, length: Length, console: Console) -> dict[str, Any]:
-    """Seconds of both, in turn, after one round to warm up; then the steps of either end. Raises InvalidConfig."""
+    """Seconds of each, in turn, after one round to warm up; then the steps of either end. Raises InvalidConfig."""
+    with tempfile.TemporaryDirectory() as folder:
+        return await _measure(model, mib, length, console, certificates.make(Path(folder, "tls")))
+
+
+async def _measure(
+    model: Path, mib: int, length: Length, console: Console, files: certificates.PeerFiles
+) -> dict[str, Any]:
     end = End("taker", model, mib)
-    command = [sys.executable, "-m", "bench.handoff", "--give", "--mib", str(mib), "--model", str(model)]
+    command = [sys.executable, "-m", "bench.handoff", "--mib", str(mib), "--model", str(model)]
+    command += ["--give", str(files.ca.parent)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        pair = Pair(end, f"127.0.0.1:{int(await process.stdout.readline())}")
-        moves: dict[str, Move] = {"bare": pair.bare, "handoff": pair.handoff}
+        plain, secure = (f"127.0.0.1:{int(port)}" for port in (await process.stdout.readline()).split())
+        tls = PeerTls(peer_ca=files.ca, peer_certificate=files.certificate, peer_key=files.key)
+        pair = Pair(end, plain, secure, tls)
+        moves: dict[str, Move] = {"bare": pair.bare, "handoff": pair.handoff, "tls": pair.tls}
         taken: dict[str, list[float]] = {name: [] for name in moves}
         for _ in track(range(length.runs + 1), "moving", console=console, transient=True):
             for name, move in moves.items():
@@ -277,9 +301,10 @@ def report(mib: int, figures: dict[str, Any]) -> dict[str, Any]:
     return {
         "mib": mib,
         **figures,
-        "mib_per_s": {name: mib / statistics.median(figures[f"{name}_s"]) for name in ("bare", "handoff")},
+        "mib_per_s": {name: mib / statistics.median(figures[f"{name}_s"]) for name in ("bare", "handoff", "tls")},
         "ratio": statistics.median(ratios),
         "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2,
+        "tls_ratio": statistics.median(_ratios(figures["handoff_s"], figures["tls_s"])),
         "goal": GOAL,
         "step_slower": {
             "all_at_once": {end: step["handoff"] / step["alone"] for end, step in steps.items()},
@@ -303,6 +328,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"bare stream {rates['bare']:.0f} MiB/s, handoff {rates['handoff']:.0f} MiB/s: "
         f"{result['ratio']:.0%} of it, quartiles {low:.0%} and {high:.0%} (goal {GOAL:.0%})"
     )
+    console.print(f"over mutual TLS {rates['tls']:.0f} MiB/s: {result['tls_ratio']:.0%} of a handoff in plaintext")
     at_once, as_read = result["all_at_once"], result["as_it_is_read"]
     slower = result["step_slower"]
     for end in ENDS:
@@ -310,7 +336,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(
             f"all at once: a step of the {end} {step['alone']:.1f} ms alone, {step['bare']:.1f} beside a bare stream, "
             f"{step['handoff']:.1f} beside a handoff ({rate:.0f} MiB/s): {slower['all_at_once'][end]:.2f} times "
-            f"(goal {STEP_GOAL})"
+            f"(goal {STEP_GOAL}), {step['tls']:.1f} beside one over TLS"
         )
     prompt, step = (
         [statistics.median(as_read[f"{name}_{what}"]) for name in ("unfetched", "fetched")]
@@ -331,12 +357,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.5, help="how long decodes are watched in each company")
     parser.add_argument("--prompts", type=positive, default=5, help="so many are fetched as they are computed")
     parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
-    parser.add_argument("--give", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--give", metavar="TLS_FOLDER", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     try:
         model = checkpoint(args.model)
         if args.give:
-            asyncio.run(give(model, args.mib))
+            files = certificates.PeerFiles(*(args.give / name for name in ("ca.crt", "tls.crt", "tls.key")))
+            tls = ServerTls(tls_certificate=files.certificate, tls_key=files.key, tls_client_ca=files.ca)
+            asyncio.run(give(model, args.mib, tls))
             return 0
         length = Length(args.runs, args.seconds, args.prompts)
         result = report(args.mib, asyncio.run(measure(model, args.mib, length, Console(stderr=True))))

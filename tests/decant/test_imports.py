@@ -15,7 +15,17 @@ OURS = {"decant", "protos", "runtime"}
 GRPC = {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "grpc_tools", "typing_extensions"}
 EXTENSIONS = {"cygrpc", "cython_runtime"}  # what compiled modules leave behind
 RUNTIME = {"runtime", "runtime.errors", "runtime.fault"}
-COMMAND_MODULES = {"typer", "rich", "redis", "pydantic", "torch", "transformers", "tokenizers", "structlog"}
+COMMAND_MODULES = {
+    "typer",
+    "rich",
+    "redis",
+    "pydantic",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "structlog",
+    "cryptography",
+}
 
 
 def loaded_by(code: str) -> set[str]:

@@ -1,0 +1,115 @@
+"""A certificate authority for the processes of one deployment on one machine.
+
+All processes share one certificate, which authenticates them as servers and as clients. The authority's own key is
+never written: no other certificate of this deployment can be issued.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+PEER_NAME = "peer.decant.internal"
+"""The DNS name in the certificate: processes are reached by address, and their peers expect this name."""
+
+_VALID_FOR = datetime.timedelta(days=3650)
+"""Longer than any run: the files are deleted at its end."""
+_CLOCK_SKEW = datetime.timedelta(hours=1)
+_LOOPBACK = ("127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class PeerFiles:
+    """PEM files, readable by their owner alone, with the names that a Kubernetes TLS Secret has."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+
+def make(folder: Path) -> PeerFiles:
+    """Create `folder` with mode 0700, and in it the roots, a certificate and its key, each with mode 0600.
+
+    Raises FileExistsError: files of another run are not replaced.
+    """
+    folder.mkdir(mode=0o700)
+    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    ca = _authority(ca_key)
+    certificate = _certificate(key, ca, ca_key)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return PeerFiles(
+        ca=_write(folder / "ca.crt", ca.public_bytes(serialization.Encoding.PEM)),
+        certificate=_write(folder / "tls.crt", certificate.public_bytes(serialization.Encoding.PEM)),
+        key=_write(folder / "tls.key", private),
+    )
+
+
+def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    name = _name("decant authority")
+    usage = x509.KeyUsage(
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    return (
+        _builder(name, name, key)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _certificate(
+    key: ec.EllipticCurvePrivateKey, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey
+) -> x509.Certificate:
+    names = [x509.DNSName(PEER_NAME), *(x509.IPAddress(ip_address(address)) for address in _LOOPBACK)]
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    return (
+        _builder(_name(PEER_NAME), ca.subject, key)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + _VALID_FOR)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _write(path: Path, content: bytes) -> Path:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+    return path
