@@ -114,8 +114,9 @@ class Checkpoint:
         return dtype
 
     def choose_window(self, window: int | None) -> int:
-        """The served window: what the checkpoint was made for, or less; where its rotary scaling grows with the length,
-        as much more as that is for, when asked. Raises InvalidConfig, ModelRefused.
+        """The served window: what the checkpoint was made for, or less. Where its rotary scaling is for more than
+        ``max_position_embeddings``, that is the limit; for a scaling that changes with the length or does not name the
+        original length, only when asked for. Raises InvalidConfig, ModelRefused.
         """
         text = self.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
@@ -126,7 +127,7 @@ class Checkpoint:
         reach = rope.reach(text, most)
         if window is not None and window > reach:
             raise InvalidConfig("window", f"at most the checkpoint's {reach} positions", window)
-        return window or int(most)
+        return window or rope.default_length(text, most)
 
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         """Weights into transformers' own causal model; parts for other media are left empty. Raises ModelRefused."""

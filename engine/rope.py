@@ -15,9 +15,28 @@ _MOVING = ("dynamic", "longrope")
 
 
 def reach(config: Any, positions: int) -> int:
-    """How long a window may be for a text ``config`` that was made for ``positions``."""
+    """The longest context, in tokens, that a text ``config`` with ``max_position_embeddings`` of ``positions`` is for.
+
+    Checkpoints differ in what that number says of a scaled rotary embedding: the length before scaling, or after it.
+    """
+    scaling, factor = _scaling(config)
+    if scaling.get("rope_type") in ("dynamic", "linear"):
+        return int(positions * factor)
+    return max(positions, int(factor * (scaling.get("original_max_position_embeddings") or 0)))
+
+
+def default_length(config: Any, positions: int) -> int:
+    """The context length that is served unless another is asked for: ``reach`` where the frequencies are the same for
+    every length and the checkpoint names the length before scaling; else ``positions``."""
+    scaling, _ = _scaling(config)
+    is_fixed = "original_max_position_embeddings" in scaling and not _moves(scaling.get("rope_type", ""))
+    return reach(config, positions) if is_fixed else positions
+
+
+def _scaling(config: Any) -> tuple[dict[str, Any], float]:
+    """The parameters of the rotary embedding, and by how much it is scaled."""
     scaling = getattr(config, "rope_parameters", None) or {}
-    return int(positions * scaling.get("factor", 1.0)) if scaling.get("rope_type") == "dynamic" else positions
+    return scaling, float(scaling.get("factor") or 1.0)
 
 
 def freeze(model: torch.nn.Module, window: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
     text: Mapping[str, Any] = config.get("text_config") or config
     generation = _json(model, folder / "generation_config.json") or {}
     try:
-        window, vocab_size = _count(text, "max_position_embeddings"), _count(text, "vocab_size")
+        window, vocab_size = _context_length(text), _count(text, "vocab_size")
         eos = _ids(generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id"))))
         sampling = _default_sampling(generation)
     except ValueError as error:
@@ -114,6 +115,20 @@ def _count(config: Mapping[str, Any], name: str) -> int | None:
     if value is not None and not _whole(value, 1):
         raise ValueError(f"config.json: {name} is no whole number above 0")
     return value
+
+
+def _context_length(config: Mapping[str, Any]) -> int | None:
+    """What workers serve unless set to less (as engine/rope.py): some checkpoints name the length before scaling."""
+    positions = _count(config, "max_position_embeddings")
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if positions is None or not isinstance(scaling, dict):
+        return positions
+    if scaling.get("rope_type", scaling.get("type")) not in ("yarn", "llama3"):
+        return positions
+    original, factor = scaling.get("original_max_position_embeddings", positions), scaling.get("factor", 1.0)
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in (original, factor)):
+        raise ValueError("config.json: the factor or the original length of its rotary scaling is no number")
+    return max(positions, int(original * factor))
 
 
 def _ids(value: Any) -> tuple[int, ...]:

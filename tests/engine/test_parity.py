@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from engine import checkpoint, rope
 from engine.attention.views import Kind
 from engine.engine import Engine
+from engine.errors import InvalidConfig
 from engine.kv_store import KvStore
 from engine.model import ModelConfig, ModelDevice, load
 from engine.probe import learn
@@ -282,6 +283,36 @@ def test_dynamic_scaling_is_frozen_by_the_served_window(subjects, tmp_path):
     still = tiny.reference(folder)
     for id, tokens in PROMPTS.items():
         assert tiny.generate(still, tokens, COUNT).tokens == subject.written[id].tokens
+
+
+_SHORT = tiny.WINDOW // 4
+_SCALED = {"rope_theta": 10000.0, "factor": 4.0}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": _SHORT}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions", "default", "longest"),
+    [
+        (tiny.YARN, _SHORT, tiny.WINDOW, tiny.WINDOW),  # as Qwen2.5's users are told to write it
+        (tiny.YARN, tiny.WINDOW, tiny.WINDOW, tiny.WINDOW),  # as DeepSeek writes it
+        ({"rope_type": "llama3", **_SCALED, **_LLAMA3}, tiny.WINDOW, tiny.WINDOW, tiny.WINDOW),
+        ({"rope_type": "llama3", **_SCALED, **_LLAMA3}, _SHORT, tiny.WINDOW, tiny.WINDOW),
+        ({"rope_type": "linear", **_SCALED}, _SHORT, _SHORT, tiny.WINDOW),
+    ],
+    ids=str,
+)
+def test_a_scaled_context_is_served_to_its_end(scaling, positions, default, longest, tmp_path):
+    """Twelve tokens after a prompt that ends near the end of the scaled context, as generate writes them."""
+    made = tiny.config("llama", rope_parameters=dict(scaling), max_position_embeddings=positions)
+    folder = tiny.save(made, tmp_path)
+    source = checkpoint.open(str(folder))
+    assert (source.choose_window(None), source.choose_window(longest)) == (default, longest)
+    with pytest.raises(InvalidConfig, match=f"at most the checkpoint's {longest} positions"):
+        source.choose_window(longest + 1)
+    device = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, window=longest))
+    prompt = tiny.prompt(longest - COUNT - 1, 7)
+    run = tiny.run(engine_on(device), [tiny.greedy("long", prompt, COUNT)])
+    assert tuple(run.tokens["long"]) == tiny.generate(tiny.reference(folder), prompt, COUNT).tokens
 
 
 def test_generation_stops_at_the_checkpoints_own_end_token(subjects, tmp_path):

@@ -55,6 +55,7 @@ _LONG_ROPE = {
     "original_max_position_embeddings": 64,
     "factor": 4.0,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": WINDOW // 4}
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -92,6 +93,7 @@ SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "max_position_embeddings": WINDOW // 4,
         },
     ),
+    "llama_yarn": ("llama", {"rope_parameters": YARN, "max_position_embeddings": WINDOW // 4}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {"sliding_window": 24}),

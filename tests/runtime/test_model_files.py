@@ -30,6 +30,22 @@ def test_the_tiny_model_is_what_it_is():
     assert found.folder == trained.path().resolve()
 
 
+@pytest.mark.parametrize(
+    ("scaling", "window"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, 128),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 128),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}, 32),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}}, 64),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, 32),
+        ({"rope_scaling": None}, 32),
+    ],
+    ids=str,
+)
+def test_a_window_is_the_scaled_context(scaling, window, tmp_path):
+    assert find(made(tmp_path / "m", config={"max_position_embeddings": 32, **scaling})).window == window
+
+
 def test_a_name_of_its_own_changes_nothing_else(tmp_path):
     place = made(tmp_path / "m")
     plain, named = find(place), find(place, id="mine")
@@ -78,6 +94,7 @@ def test_a_path_that_is_no_folder_is_refused_by_name(tmp_path):
         ({"generation_config": 3}, "generation_config.json"),
         ({"config": {"vocab_size": "many"}}, "vocab_size"),
         ({"config": {"max_position_embeddings": 0}}, "max_position_embeddings"),
+        ({"config": {"max_position_embeddings": 8, "rope_scaling": {"type": "yarn", "factor": "x"}}}, "rotary scaling"),
         ({"config": {"eos_token_id": "</s>"}}, "eos_token_id"),
         ({"generation_config": {"eos_token_id": [1, -1]}}, "eos_token_id"),
         ({"generation_config": {"temperature": "hot"}}, "temperature"),
