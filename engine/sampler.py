@@ -243,16 +243,31 @@ def _keep_top_p(ps: Sequence[float], probabilities: torch.Tensor) -> None:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of ``tokens`` [n] under logits [n, vocabulary] and the ``counts[i]`` likeliest of each row."""
+    """Log-probabilities of ``tokens`` [n] under logits [n, vocabulary] and the ``counts[i]`` likeliest of each row.
+
+    An entry depends on its own row and count alone; equally likely alternatives are ordered by token id.
+    """
     normal = torch.log_softmax(logits, -1)
     chosen = normal.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     ranks = (normal > chosen).sum(-1) + 1
-    most = max(counts)
-    best = normal.topk(most, dim=-1) if most else None
-    entries = []
-    for index, (token, count) in enumerate(zip(tokens, counts, strict=True)):
-        top: tuple[tuple[int, float], ...] = ()
-        if best is not None:
-            top = tuple(zip(best.indices[index, :count].tolist(), best.values[index, :count].tolist(), strict=True))
-        entries.append(TokenLogprobs(token, float(chosen[index]), int(ranks[index]), top))
-    return entries
+    entries = zip(tokens, chosen[:, 0].tolist(), ranks.tolist(), _top_tokens(normal, counts), strict=True)
+    return [TokenLogprobs(*entry) for entry in entries]
+
+
+def _top_tokens(scores: torch.Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """The ``counts[i]`` highest scores of each row of [n, vocabulary] with their tokens, best first.
+
+    Of ``topk`` only the values are used: which of equal scores it returns, and in what order, depends on the k of the
+    call, and that is the largest count of the batch.
+    """
+    most = min(max(counts), scores.shape[-1])
+    found: list[list[tuple[float, int]]] = [[] for _ in counts]
+    if most:
+        last = torch.tensor(counts, device=scores.device)[:, None].clamp(max=most) - 1
+        lowest = scores.topk(most, dim=-1).values.gather(1, last.clamp(min=0))
+        rows, tokens = ((scores >= lowest) & (last >= 0)).nonzero(as_tuple=True)
+        for row, token, score in zip(rows.tolist(), tokens.tolist(), scores[rows, tokens].tolist(), strict=True):
+            found[row].append((-score, token))
+    return [
+        tuple((token, -score) for score, token in sorted(of)[:count]) for of, count in zip(found, counts, strict=True)
+    ]

@@ -233,6 +233,34 @@ def run(engine: Engine) -> None:
     engine.check_integrity()
 
 
+def logprobs_of(device: ModelDevice, asked: Sequence[Request], running: int, budget: int) -> dict[str, list[Any]]:
+    """Token and prompt log-probabilities of each request, by its id."""
+    limits = Limits(token_budget=budget, max_running=running, window=min(device.window, 512))
+    engine, entries = Engine(device, limits), dict[str, list[Any]]()
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        output = engine.step()
+        for token in output.tokens:
+            entries.setdefault(token.id, []).append(token.logprobs)
+        for part in output.prompt_logprobs:
+            entries.setdefault(f"{part.id}, prompt", []).extend(part.entries)
+    return entries
+
+
+def test_logprobs_are_the_same_bits_at_any_concurrency(device: ModelDevice) -> None:
+    """Of output and prompt tokens, with other numbers of alternatives beside them: equal logits are common in
+    bfloat16, and stand in one order."""
+    asked = [
+        dataclasses.replace(request, logprobs=index % 6, prompt_logprobs=index % 3 if index % 5 == 0 else None)
+        for index, request in enumerate(requests(device.vocab_size, (90, 3, 150, 40, 64, 31) * 4, 12))
+    ]
+    alone = logprobs_of(device, asked, 1, 512)
+    assert len(alone) == len(asked) + 5
+    for running, budget in ((4, 512), (24, 512), (24, 48)):
+        assert logprobs_of(device, asked, running, budget) == alone
+
+
 def preemption_changes_nothing(device: ModelDevice, blocks: int, budget: int, asked: Sequence[Request]) -> None:
     window = min(device.window, blocks * BLOCK)
     calm, expected = engine_on(device, 100, Limits(token_budget=512, max_running=8, window=window))

@@ -359,6 +359,26 @@ def test_logprobs_are_those_of_the_unchanged_logits():
     assert entry.rank == 1
 
 
+@pytest.mark.parametrize("vocabulary", [VOCAB, 3000])
+def test_logprobs_of_a_row_do_not_depend_on_the_rows_beside_it(vocabulary: int) -> None:
+    """Nor on how many alternatives those ask for, where many tokens are equally likely."""
+    logits = logits_of(9, 70, vocabulary).mul(4).round().div(4)
+    tokens, counts = [at % VOCAB for at in range(70)], [at % 21 for at in range(70)]
+    alone = [token_logprobs(logits[at : at + 1], [tokens[at]], [counts[at]])[0] for at in range(70)]
+    for size in (2, 3, 8, 31, 64, 70):
+        for first in range(0, 70 - size + 1, 13):
+            span = slice(first, first + size)
+            assert token_logprobs(logits[span], tokens[span], counts[span]) == alone[span]
+
+
+def test_equally_likely_alternatives_stand_in_the_order_of_their_ids() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, [7, 30, 31]] = 1.0
+    entries = token_logprobs(logits, [0, 7], [5, 2])
+    assert [[token for token, _ in entry.top] for entry in entries] == [[7, 30, 31, 0, 1], [7, 30]]
+    assert [token for token, _ in token_logprobs(logits[:1], [0], [VOCAB + 5])[0].top][:4] == [7, 30, 31, 0]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny.config("llama"), tmp_path_factory.mktemp("llama"))
