@@ -1,12 +1,12 @@
 """What users import and type: the client, and the `decant` command.
 
-    from decant import Client
-
-    with Client("localhost:50051") as client:
-        with client.stream("def add(a, b):", max_tokens=40) as stream:
-            for delta in stream:
-                print(delta.text, end="", flush=True)
-        print(stream.usage.completion_tokens, stream.receipt.ttft_ms)
+    >>> from decant import Client
+    >>> with Client("localhost:50051") as client:
+    ...     with client.stream("def add(a, b):", max_tokens=40) as stream:
+    ...         for delta in stream:
+    ...             print(delta.text, end="", flush=True)
+    ...     print(f" ({stream.usage.completion_tokens} tokens, first after {stream.receipt.ttft_ms} ms)")
+    return a + b (4 tokens, first after 5.0 ms)
 
 `Client` blocks, `AsyncClient` awaits; they have the same methods, options and results. Importing this package loads
 grpcio and protobuf and nothing else of others'.

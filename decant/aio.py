@@ -27,6 +27,7 @@ class AsyncClient:
 
     >>> async with AsyncClient("router-1:50051,router-2:50051") as client:
     ...     print((await client.generate("def add(a, b):", max_tokens=40)).text)
+    return a + b
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class AsyncClient:
 
         >>> answer = await client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms
+        ((311, 264, 489, 293), <FinishReason.STOP: 'stop'>, 5.0)
         """
         request = options.named_request(prompt, messages, wanted)
         ended = False
@@ -86,7 +88,9 @@ class AsyncClient:
         >>> async with client.stream("def add(a, b):", temperature=0.7, seed=1) as stream:
         ...     async for delta in stream:
         ...         print(delta.text, end="")
+        return a + b
         >>> stream.finished.reason, stream.usage.completion_tokens, stream.receipt.decode_worker
+        (<FinishReason.STOP: 'stop'>, 4, 'd')
         """
         request = options.named_request(prompt, messages, wanted)
         return AsyncStream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
@@ -95,7 +99,9 @@ class AsyncClient:
         """The rest of a request's stream, from whichever router; see `decant.Client.resume`.
 
         >>> async for delta in client.resume("6f9c", after_seq=2):
-        ...     print(delta.text, end="")
+        ...     print(repr(delta.text))
+        ' +'
+        ' b'
         """
         request = pb.ResumeStreamRequest(request_id=request_id, after_seq=after_seq)
         return AsyncStream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
@@ -105,7 +111,7 @@ class AsyncClient:
 
         >>> found = await client.generation("6f9c")
         >>> found.state, found.last_seq, found.text
-        (<GenerationState.DECODING: 'decoding'>, 2, ' return')
+        (<GenerationState.DECODING: 'decoding'>, 2, 'return a')
         """
         return results.generation(await self._ask("GetGeneration", pb.GetGenerationRequest(request_id=request_id)))
 

@@ -35,6 +35,7 @@ class Client:
 
     >>> with Client("router-1:50051,router-2:50051") as client:
     ...     print(client.generate("def add(a, b):", max_tokens=40).text)
+    return a + b
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Client:
 
         >>> answer = client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms
+        ((311, 264, 489, 293), <FinishReason.STOP: 'stop'>, 5.0)
         """
         request = options.named_request(prompt, messages, wanted)
         ended = False
@@ -99,7 +101,9 @@ class Client:
         >>> with client.stream("def add(a, b):", temperature=0.7, seed=1) as stream:
         ...     for delta in stream:
         ...         print(delta.text, end="")
+        return a + b
         >>> stream.finished.reason, stream.usage.completion_tokens, stream.receipt.decode_worker
+        (<FinishReason.STOP: 'stop'>, 4, 'd')
         """
         request = options.named_request(prompt, messages, wanted)
         return Stream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
@@ -111,7 +115,9 @@ class Client:
         or forgotten.
 
         >>> for delta in client.resume("6f9c", after_seq=2):
-        ...     print(delta.text, end="")
+        ...     print(repr(delta.text))
+        ' +'
+        ' b'
         """
         request = pb.ResumeStreamRequest(request_id=request_id, after_seq=after_seq)
         return Stream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
@@ -121,7 +127,7 @@ class Client:
 
         >>> found = client.generation("6f9c")
         >>> found.state, found.last_seq, found.text
-        (<GenerationState.DECODING: 'decoding'>, 2, ' return')
+        (<GenerationState.DECODING: 'decoding'>, 2, 'return a')
         """
         return results.generation(self._ask("GetGeneration", pb.GetGenerationRequest(request_id=request_id)))
 

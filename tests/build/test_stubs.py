@@ -86,6 +86,7 @@ def test_an_install_has_the_stubs(python: Path, tree: Path, tmp_path: Path, edit
     home = tree if editable else python.parents[1]
     assert found.is_relative_to(home)
     assert (found / "inference_pb2.pyi").exists()
+    assert (found / "py.typed").exists()
     assert (found / "inference.proto").exists()
     assert (found / "google/rpc/error_details.proto").exists()
     where = run(python, "-c", "from google.rpc import status_pb2; print(status_pb2.__file__)", cwd=elsewhere)

@@ -395,13 +395,6 @@ def test_both_clients_have_the_same_methods() -> None:
     assert methods(Client) == methods(AsyncClient)
 
 
-def test_every_public_method_shows_an_example() -> None:
-    for kind in (Client, AsyncClient):
-        for name, method in inspect.getmembers(kind, inspect.isfunction):
-            if not name.startswith("_") and name != "close":
-                assert ">>> " in (method.__doc__ or ""), name
-
-
 def test_every_field_of_a_request_is_an_option_by_its_own_name() -> None:
     groups = {"sampling", "stopping", "response", "guided", "cache", "stream"}
     inputs = {"prompt", "token_ids", "messages"}
