@@ -3,25 +3,30 @@
 # make test-fast  the suite without what is marked slow
 # make check      ruff, mypy, import-linter
 # make demo       a whole deployment with the small model: one question, what each worker did, the end
+# make lock       resolve requirements.lock anew from pyproject.toml
 #
 # AT_ONCE=0                     tests one after the other instead of three at a time
 # PYTHON=python3.12             another interpreter for a new .venv (3.11 or newer)
-# TORCH_INDEX=https://...       another index for torch, such as PyTorch's own with its CPU builds
+# INSTALLER=pip                 pip instead of uv
+# TORCH_INDEX=https://...       another index for torch; without an NVIDIA driver it is PyTorch's, of CPU builds
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-TORCH_INDEX ?=
+export TORCH_INDEX ?=
+INSTALLER ?= uv
 AT_ONCE ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(AT_ONCE) --dist worksteal
 PYTHON ?=
+CUDA_PACKAGES := triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
+    cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
 
 # What tells that the environment is up to date, and one of the stubs for all of them.
 INSTALLED := $(VENV)/.installed
 STUBS := protos/worker_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast check demo format clean
+.PHONY: help setup test test-fast check demo lock format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -39,15 +44,15 @@ $(BIN)/python:
 	     "Name one with PYTHON=/path/to/python." >&2; \
 	exit 1
 
-# torch by version first: without one, a dependency of a dependency may choose another build.
-$(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
-	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[all,dev]'
+$(INSTALLED): pyproject.toml requirements.lock install.py | $(BIN)/python
+	@$(BIN)/python install.py --with $(INSTALLER)
 	@touch $@
 
 # The environment has the build requirements, so only what is compiled is made again.
-$(STUBS): $(INSTALLED) $(wildcard protos/*.proto) $(wildcard engine/native/*.h engine/native/*.cpp)
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+$(STUBS): $(INSTALLED) setup.py $(wildcard protos/*.proto) $(wildcard engine/native/*.h engine/native/*.cpp)
+	@echo "protos/ and C++ kernels ..."
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
 
 test: setup
 	$(PYTEST)
@@ -63,6 +68,12 @@ check: setup
 
 demo: setup
 	@$(BIN)/python -m decant.command demo
+
+# CUDA's libraries follow from torch's own metadata, for a build of torch that has them.
+lock: setup
+	$(BIN)/python -m uv pip compile --quiet --universal --python-version 3.11 --extra all --extra dev --no-annotate \
+	    --custom-compile-command 'make lock' $(foreach name,$(CUDA_PACKAGES),--no-emit-package $(name)) \
+	    --output-file requirements.lock pyproject.toml
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -105,4 +105,8 @@ def extensions() -> list[Extension]:
     ]
 
 
-setup(ext_modules=extensions(), cmdclass={"build": Build, "compile_protos": CompileProtos})
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build": Build, "compile_protos": CompileProtos},
+    options={"build_ext": {"parallel": len(CPUS)}},
+)
