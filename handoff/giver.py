@@ -7,6 +7,9 @@ Open ──> export ──> kv_run, kv_run ... (as blocks fill) ──> parked �
 A prompt that is read for another parks after its first token. A live sequence is written on here meanwhile, and parks
 at the first step at which no more than its last, unfilled block is left to be sent. When its fetch or its lease ends
 without a seal, it goes on here as if nothing had been asked.
+
+A ticket opens once, so a fetch that breaks before its seal ends the ticket at once: the connection was closed, or the
+receiver was silent. After the seal the receiver may own the sequence; then Release or the lease ends the ticket.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from engine.loop import EngineLoop
 from engine.output import StepOutput
 from engine.transfer import Export
 from engine.transfer import Seal as EngineSeal
-from handoff.beats import BEAT_SECONDS
+from handoff.beats import heard
 from handoff.codec import encode
 from handoff.errors import HandoffFailed
 from handoff.packing import FilledBlock, Shape, pack
 from handoff.tickets import Lease, TicketOffice
 from protos import worker_pb2 as wire
+from runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 
 LEASE_MS = 10_000
 """How long a ticket, or a fetch whose runs nobody acknowledges, keeps its blocks."""
@@ -113,18 +117,18 @@ class Giver:
             return
         giving = self._giving[lease.sequence]
         async with AsyncExitStack() as stack:
-            if giving.is_live:
-                stack.callback(self._unless_sealed, lease)
+            stack.callback(self._unless_sealed, lease)
             for job in (self._lead(lease, giving, opened.have), self._hear(lease, giving, incoming)):
                 stack.push_async_callback(_stop, asyncio.create_task(job))
             messages = await stack.enter_async_context(aclosing(self._say(lease, giving)))
             async for message in messages:
                 yield message
 
-    def _unless_sealed(self, lease: Lease) -> None:
-        """The fetch of a live sequence has ended. Without a seal nothing comes of its ticket."""
+    def _unless_sealed(self, lease: Lease, detail: str = "the fetch broke") -> None:
+        """End the ticket of a fetch that has ended, unless its seal was sent."""
         if not lease.sealed:
-            self.reclaim(lease.ticket.id, wire.Failure(cause=wire.CAUSE_PEER_LOST, detail="the fetch broke"))
+            failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.taker)
+            self.reclaim(lease.ticket.id, failure)
 
     def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
         """Take back what a ticket holds; an open fetch is told why. Nothing happens where the ticket has ended."""
@@ -205,7 +209,7 @@ class Giver:
                 yield giving.last
                 return
             try:
-                async with asyncio.timeout_at(said + BEAT_SECONDS):
+                async with asyncio.timeout_at(said + HEARTBEAT_SECONDS):
                     await giving.changed.wait()
             except TimeoutError:
                 yield encode(wire.FetchResponse(beat=self._beat()))
@@ -229,12 +233,15 @@ class Giver:
         return self._giving.get(lease.sequence) is giving
 
     async def _hear(self, lease: Lease, giving: _Giving, incoming: AsyncIterator[wire.FetchRequest]) -> None:
-        """Acknowledged runs renew the lease; so does a beat while the taker has all that there is so far."""
-        async for message in incoming:
-            if message.HasField("ack"):
-                giving.acknowledged = message.ack.kv_runs
-            if message.HasField("ack") or giving.acknowledged >= giving.messages:
-                self.office.renew(lease.ticket.id)
+        """Renew the lease by acknowledged runs, and by a heartbeat while the receiver has all that there is so far."""
+        try:
+            async for message in heard(incoming, "the receiver", SILENT_SECONDS):
+                if message.HasField("ack"):
+                    giving.acknowledged = message.ack.kv_runs
+                if message.HasField("ack") or giving.acknowledged >= giving.messages:
+                    self.office.renew(lease.ticket.id)
+        except HandoffFailed as silent:
+            self._unless_sealed(lease, silent.detail)
 
     def _expire(self, lease: Lease) -> None:
         """Nobody renewed it: stop its fetch, then free."""

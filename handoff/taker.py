@@ -20,12 +20,13 @@ from engine.errors import EngineError, NoRoom, TransferRejected
 from engine.loop import EngineLoop
 from engine.transfer import Arrival
 from engine.transfer import Seal as EngineSeal
-from handoff.beats import BEAT_SECONDS, heard
+from handoff.beats import heard
 from handoff.codec import Received
 from handoff.errors import HandoffFailed, NothingLeft
 from handoff.packing import Shape, Unpacker
 from handoff.transport import KvSource
 from protos import worker_pb2 as wire
+from runtime.heartbeat import HEARTBEAT_SECONDS
 
 RELEASE_SECONDS = 2.0
 """How long the word to the giver may take; its lease ends without it as well."""
@@ -160,7 +161,7 @@ class _Fetch:
         yield wire.FetchRequest(open=opening)
         acknowledged = 0
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             if acknowledged == self._messages:
                 yield wire.FetchRequest(beat=beat())
             else:

@@ -2,7 +2,8 @@
 
     opening --welcome--> open --breaks--> opening ... after 100 ms, 200 ms, ... 1 s
        |                   |                 |
-       |                   |                 '-- runs are still there after RECONNECT_SECONDS: they lost their worker
+       |                   |                 |-- the connection is refused: the runs there lost their worker now
+       |                   |                 '-- still not open after RECONNECT_SECONDS: so they did then
        |                   '-- silent: suspect after 1 s, broken after 3 s
        '-- it is another life, or nobody wants it any more: over
 
@@ -29,13 +30,10 @@ from router.following import Drains, Following, Guest, RunKey, Watcher, key_of
 from router.writing import Trouble, unpack
 from runtime import logs
 from runtime.fault import Reason
+from runtime.heartbeat import HEARTBEAT_SECONDS, LoopTimer, Silence, loop_timeout
 from runtime.peer import same_life
 from runtime.shutdown import first
 
-BEAT_SECONDS = 0.25
-SUSPECT_BEATS = 4
-"""Beats of ours without a word of the worker's: counted, not timed, so a pause of our own suspects nobody."""
-SILENT_BEATS = 12
 RECONNECT_SECONDS = 1.0
 """After a break, before the runs there are given up."""
 WELCOME_SECONDS = 5.0
@@ -72,13 +70,13 @@ class Session:
         self._stub = services.DecodeStub(channel)
         self._watcher = watcher
         self._beat = wire.Beat()
-        self._quiet = 0  # beats of ours since the last word of the worker's
+        self._silence = Silence()
         self._runs: dict[RunKey, Following] = {}
         self._slots: dict[int, Following] = {}
         self._incomplete: set[Following] = set()  # ended, and some tokens are still to come
         self._retiring: list[wire.Run] = []
         self._outgoing = asyncio.Queue[wire.ToWorker]()
-        self._grace: asyncio.TimerHandle | None = None
+        self._grace: LoopTimer | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -87,7 +85,7 @@ class Session:
 
     @property
     def is_suspect(self) -> bool:
-        return self._quiet >= SUSPECT_BEATS
+        return self._silence.is_suspect
 
     @property
     def is_stuck(self) -> bool:
@@ -164,19 +162,23 @@ class Session:
     async def _once(self) -> bool:
         """One session from hello to break; whether it was ever open."""
         call = self._stub.Session()
+        is_lost = False
         try:
             await self._open(call)
             await first(self._hear(call), self._send(call), self._keep_beating())
         except (Broken, TimeoutError) as error:
             self._note(error)
+            is_lost = isinstance(error, Broken) and error.is_of_dead_process
         except ValueError as error:  # arrays that are none: it would send them again
             self._note(error)
-            self._give_up()
+            is_lost = True
         finally:
             was_open, self.is_open = self.is_open, False
             call.cancel()
             self.tried.set()
             self._broke()
+        if is_lost:
+            self._give_up()
         return was_open
 
     async def _open(self, call: Any) -> None:
@@ -185,7 +187,7 @@ class Session:
         named = set(self._runs)
         owned = [following.owned() for following in self._runs.values()]
         hello = wire.Hello(router=self._router, worker=self.worker, owned=owned)
-        async with asyncio.timeout(WELCOME_SECONDS):
+        async with loop_timeout(WELCOME_SECONDS):
             await write(call, wire.ToWorker(hello=hello))
             answer = await read(call)
         if answer is None or not answer.HasField("welcome"):
@@ -197,7 +199,8 @@ class Session:
             self._say(following.first_word())  # begun while the worker was greeted
 
     def _welcomed(self, welcome: wire.Welcome) -> None:
-        self.is_open, self._quiet = True, 0
+        self.is_open = True
+        self._silence.reset()
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
@@ -231,7 +234,7 @@ class Session:
     def _hope(self) -> None:
         """Those who are here wait a little for the session to come back."""
         if self._grace is None:
-            self._grace = asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self._give_up)
+            self._grace = LoopTimer(RECONNECT_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
         """Whoever is here has lost his worker."""
@@ -258,17 +261,17 @@ class Session:
 
     async def _keep_beating(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            self._quiet += 1
-            if self._quiet >= SILENT_BEATS:
-                raise Broken("nothing was heard for too long")
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            self._silence.tick()
+            if self._silence.is_lost:
+                raise Broken("no message was received for too long")
             self._say_retired()
             self._say(wire.ToWorker(beat=wire.Beat(renew=self.unclaimed | self.renewed)))
             self.renewed.clear()
 
     async def _hear(self, call: Any) -> None:
         while (message := await read(call)) is not None:
-            self._quiet = 0
+            self._silence.reset()
             self._take(message)
 
     def _take(self, message: wire.FromWorker) -> None:

@@ -23,13 +23,13 @@ from engine.errors import EngineStopped
 from engine.loop import EngineLoop
 from engine.output import Load, StepOutput
 from engine.transfer import Arrival
-from handoff.beats import BEAT_SECONDS
 from handoff.errors import HandoffFailed
 from handoff.giver import LEASE_MS, Giver
 from handoff.packing import Shape
 from handoff.taker import Taken, Taker
 from handoff.transport import KvSource, Transport
 from protos import worker_pb2 as wire
+from runtime.heartbeat import HEARTBEAT_SECONDS
 from worker.cache_news import CacheNews
 from worker.epochs import Epochs
 
@@ -182,7 +182,7 @@ class Hub:
 
     async def _keep_looking(self) -> None:
         while self.loop.healthy:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             try:
                 await self.look()
             except EngineStopped:

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
-from handoff.beats import BEAT_SECONDS, SUSPECT_SECONDS
 from protos import worker_pb2 as wire
 from runtime import logs
 from runtime.errors import Aborted, ServiceError
 from runtime.fault import Reason
+from runtime.heartbeat import HEARTBEAT_SECONDS, Silence
 
 MAX_BEHIND = 10_000
 """Messages that a router may leave unread; then its session ends, and it can come back for what it lacks."""
@@ -41,7 +41,7 @@ class RouterSession:
         self._error: ServiceError | None = None
         self._free_slots: list[int] = []
         self._slots = 0
-        self._heard = asyncio.get_running_loop().time()
+        self._silence = Silence()
         self._suspect = False
 
     # -- speaking -----------------------------------------------------------------------------------------------
@@ -100,9 +100,8 @@ class RouterSession:
     async def _read(
         self, requests: AsyncIterator[wire.ToWorker], hear: Callable[[RouterSession, wire.ToWorker], None]
     ) -> None:
-        loop = asyncio.get_running_loop()
         async for message in requests:
-            self._heard = loop.time()
+            self._silence.reset()
             if not message.HasField("beat") or message.beat.renew:
                 hear(self, message)
 
@@ -116,15 +115,16 @@ class RouterSession:
     async def _beats(self) -> None:
         """A beat says that this process lives; the step that runs is not asked."""
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             self.tell(wire.FromWorker(beat=self._beat(self)))
-            self._watch(asyncio.get_running_loop().time() - self._heard)
+            self._silence.tick()
+            self._watch()
 
-    def _watch(self, silence: float) -> None:
+    def _watch(self) -> None:
         """A silent router is suspect and no more: its runs are orphans only when the session breaks."""
-        suspect = silence > SUSPECT_SECONDS
+        suspect = self._silence.is_suspect
         if suspect and not self._suspect:
-            _log.warning("router is silent", router=self.router.id, seconds=round(silence, 1))
+            _log.warning("router is silent", router=self.router.id, seconds=self._silence.seconds)
         elif self._suspect and not suspect:
             _log.info("router is heard again", router=self.router.id)
         self._suspect = suspect

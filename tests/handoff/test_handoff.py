@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -15,6 +16,7 @@ import pytest
 from engine.engine import Engine
 from engine.request import Request
 from handoff import packing
+from handoff.beats import heard
 from handoff.codec import Received, decode
 from handoff.errors import HandoffFailed, NothingLeft
 from handoff.packing import MESSAGE_BYTES, Shape, message_sum
@@ -307,18 +309,42 @@ async def test_a_ticket_that_nobody_opens_ends_with_its_lease_and_renewals_keep_
         assert not giver.giver.office.renew(ticket.id)
 
 
-async def test_a_taker_that_dies_in_mid_fetch_costs_one_lease() -> None:
-    async with Worker("p", lease_ms=400) as giver, Worker("d") as taker:
-        ticket, arrival = await giver.offer(ask()), await taker.room(ask())
+@pytest.mark.parametrize("is_silent", [False, True], ids=["closed connection", "silence"])
+async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease(
+    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("handoff.giver.SILENT_SECONDS", 0.3)
+    async with Worker("p", lease_ms=600_000) as giver, Worker("d") as taker:
+        request = ask()
+        ticket, arrival = await giver.offer(request), await taker.room(request)
 
         async def dies() -> AsyncIterator[wire.FetchRequest]:
             yield wire.FetchRequest(open=taker.taker._open(ticket, arrival))
+            if is_silent:
+                await asyncio.sleep(3600)
 
+        # Nothing is read after the first message, so that the seal is never sent.
         async with contextlib.aclosing(giver.giver.fetch(dies())) as responses:
-            async for _ in responses:
-                break
+            await anext(responses)
+            if is_silent:
+                await giver.emptied()
         await giver.emptied()
+        assert not giver.giver.office.leases()
+        assert giver.giver.expired == 0
         await taker.loop.call(lambda _: arrival.abort())
+
+
+async def test_a_stall_of_the_receivers_own_loop_is_not_silence_of_the_sender() -> None:
+    async def sends() -> AsyncIterator[int]:
+        for number in range(3):
+            await asyncio.sleep(0.01)
+            yield number
+
+    received = []
+    async for number in heard(sends(), "the sender", 0.5):
+        received.append(number)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.8)  # longer than the limit, while it waits for a message
+    assert received == [0, 1, 2]
 
 
 @pytest.mark.parametrize("message_bytes", [64, 20])

@@ -19,7 +19,7 @@ from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc as services
 from protos.state_pb2 import Capacity, WorkerRegistration
 from router.writing import pack, unpack
-from runtime.errors import FailedPrecondition, ServiceError
+from runtime.errors import FailedPrecondition, ServiceError, Unavailable
 from runtime.fault import Reason, trailers
 from runtime.peer import new_peer, same_life
 
@@ -74,6 +74,8 @@ class Script:
     drop_frames: int = 0
     """So many frames are not sent."""
     refuse_sessions: bool = False
+    is_starting: bool = False
+    """Sessions are refused as by a process that still loads its model."""
     welcome_pause: bool = False
     """A session waits before its welcome until `go` is set."""
     wrong_token_at: int | None = None
@@ -286,6 +288,9 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         hello = (await anext(aiter(requests))).hello
         if not same_life(hello.worker, self.facts.peer):
             error: ServiceError = FailedPrecondition(Reason.WRONG_PEER, "another life")
+            await context.abort(error.code, error.fault.message, trailers(error.fault))
+        if self.script.is_starting:
+            error = Unavailable(Reason.NO_WORKER, "this worker is starting", retry_after=1)
             await context.abort(error.code, error.fault.message, trailers(error.fault))
         if self.script.refuse_sessions:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")

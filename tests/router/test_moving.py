@@ -114,7 +114,7 @@ def asked(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) 
 @pytest.fixture(autouse=True)
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a drain is heard of at many instants of a short answer."""
-    monkeypatch.setattr("worker.session.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("worker.session.HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr("router.sessions.RETIRED_AT_ONCE", 1)
 
 

@@ -189,6 +189,45 @@ async def test_a_session_that_does_not_come_back_loses_its_runs_once() -> None:
         assert run.kinds.count(wire.Failed) == 1
 
 
+@pytest.mark.parametrize("is_restarting", [False, True], ids=["port refuses", "another process starts"])
+async def test_the_runs_of_a_killed_worker_are_lost_at_once(
+    is_restarting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.sessions.RECONNECT_SECONDS", 10 * PATIENCE)
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.pause_at = 2
+        run = make_run()
+        opened.start(run.following)
+        await until(lambda: len(run.course.tokens) == 2)
+        if is_restarting:
+            worker.script.is_starting = True
+            worker.break_session()
+        else:
+            await worker.stop()
+        await until(lambda: wire.Failed in run.kinds)
+        assert run.told[-1].failure.cause == wire.CAUSE_PEER_LOST
+        assert not opened.is_busy
+
+
+async def test_the_runs_of_a_worker_whose_session_broke_wait_while_it_is_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.sessions.RECONNECT_SECONDS", 10 * PATIENCE)
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.pause_at = 2
+        run = make_run()
+        opened.start(run.following)
+        await until(lambda: len(run.course.tokens) == 2)
+        worker.script.refuse_sessions = True  # a process answers there
+        worker.break_session()
+        await until(lambda: not opened.is_open)
+        assert opened.is_busy
+        worker.script.refuse_sessions = False
+        worker.go.set()
+        await until(lambda: wire.Ended in run.kinds)
+        assert run.course.tokens == answer(PROMPT, 5)
+
+
 async def test_another_life_is_not_spoken_to() -> None:
     async with fleet(D) as (worker,):
         known = wire.Peer()
@@ -260,7 +299,7 @@ def test_tokens_in_any_order_and_repetition_are_each_written_once(order: list[in
         for k, token in enumerate(course.tokens):
             assert pen.put(3 + k, token + 1) is Trouble.CONFLICT
         assert pen.put(2, 1) is Trouble.CONFLICT
-        assert pen.put(pen.position, 1 << 24) is Trouble.CONFLICT
+        assert pen.put(pen.position, 1 << 24) is Trouble.MALFORMED
         assert course.tokens == [100 + k for k in range(len(course.tokens))]
 
     asyncio.run(scene())

@@ -1,0 +1,79 @@
+"""Heartbeats between processes, and how long a peer has been silent.
+
+Silence is counted in ticks of this process's own event loop, not by the clock. A loop that is late can't read, and what
+it has not read yet is not the peer's silence: a stall of any length counts as one tick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from math import ceil
+
+HEARTBEAT_SECONDS = 0.25
+"""Between two heartbeats on a session or a fetch, each way; also the length of a tick."""
+SUSPECT_SECONDS = 1.0
+"""A peer that is silent for longer gets no new work."""
+SILENT_SECONDS = 3.0
+"""A peer that is silent for longer is lost."""
+
+
+class Silence:
+    """Ticks since the last message of a peer. The owner calls ``tick`` every HEARTBEAT_SECONDS."""
+
+    def __init__(self) -> None:
+        self._ticks = 0
+
+    @property
+    def seconds(self) -> float:
+        return self._ticks * HEARTBEAT_SECONDS
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.seconds >= SUSPECT_SECONDS
+
+    @property
+    def is_lost(self) -> bool:
+        return self.seconds >= SILENT_SECONDS
+
+    def tick(self) -> None:
+        self._ticks += 1
+
+    def reset(self) -> None:
+        """A message was received."""
+        self._ticks = 0
+
+
+class LoopTimer:
+    """Calls ``then`` once the event loop has been running for ``seconds``, in ticks: a stall counts as one of them."""
+
+    def __init__(self, seconds: float, then: Callable[[], object]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._left = max(1, ceil(seconds / HEARTBEAT_SECONDS))
+        self._tick_seconds = seconds / self._left
+        self._then = then
+        self._handle = self._loop.call_later(self._tick_seconds, self._tick)
+
+    def cancel(self) -> None:
+        """``then`` is not called any more. May be repeated."""
+        self._handle.cancel()
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left:
+            self._handle = self._loop.call_later(self._tick_seconds, self._tick)
+        else:
+            self._then()
+
+
+@asynccontextmanager
+async def loop_timeout(seconds: float) -> AsyncIterator[None]:
+    """As `asyncio.timeout`, in ticks of the event loop. Raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+        timer = LoopTimer(seconds, lambda: limit.reschedule(loop.time()))
+        try:
+            yield
+        finally:
+            timer.cancel()
