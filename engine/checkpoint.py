@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from transformers import (
 from engine import native, rope, weight_files
 from engine.errors import InvalidConfig, ModelRefused
 from engine.kv_layout import KvLayout
+from engine.weight_hash import Digests, digest_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -55,9 +55,6 @@ CONSTANTS = (".rotary_emb.inv_freq", "position_ids", ".attn.masked_bias")
 """How tensors end that older releases of transformers saved and that follow from the configuration."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
-_SAMPLE = 1 << 20
-"""Bytes hashed of each weight file of a folder, spread over it: enough to tell two checkpoints apart."""
 
 
 @contextmanager
@@ -157,6 +154,16 @@ class Checkpoint:
         model.eval()
         return model
 
+    def weights(self) -> Digests:
+        """What stands for the weights: a hub commit, or digests of a folder's configuration and weight files, which are
+        read unless their digests are kept. Raises ModelRefused."""
+        if self.revision is not None:
+            return Digests((f"{self.path}@{self.revision}",), {})
+        folder = Path(self.path)
+        files = weight_files.weight_files(folder, weight_files.read_config(folder))
+        with refusing(self.name, "its weights can't be read"):
+            return digest_files([folder / "config.json", *files])
+
     def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
         """End tokens, from the generation config if it names any. One that the vocabulary lacks is never drawn."""
         generation = getattr(model, "generation_config", None)
@@ -175,7 +182,7 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     if local:
         weight_files.check(Path(path))
     with refusing(path, "its configuration can't be read" if local else "no folder, and no hub name within reach"):
-        revision = revision if local else _commit(path, revision)
+        revision = None if local else _commit(path, revision)
         raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
         kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -238,7 +245,7 @@ def _drop_other_media(model: PreTrainedModel) -> None:
                 setattr(parent, name, torch.nn.Identity())
 
 
-def layout_hash(source: Checkpoint, layout: KvLayout, window: int, dtype: torch.dtype, device: torch.device) -> str:
+def layout_hash(weights: Digests, layout: KvLayout, window: int, dtype: torch.dtype, device: torch.device) -> str:
     """Equal exactly when two devices can exchange blocks: same weights, shapes, software and kind of device."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else native.kind()
     facts = [
@@ -251,33 +258,8 @@ def layout_hash(source: Checkpoint, layout: KvLayout, window: int, dtype: torch.
         transformers.__version__,
     ]
     digest = hashlib.blake2b(digest_size=8)
-    for fact in (*facts, *_identity(source)):
+    for fact in (*facts, *weights.values):
         digest.update(fact.encode() + b"\0")
-    return digest.hexdigest()
-
-
-def _identity(source: Checkpoint) -> Iterable[str]:
-    """Which weights: a hub commit, or for a folder its configuration, tensor headers and samples of every file."""
-    folder = Path(source.path)
-    if not folder.is_dir():
-        yield f"{source.path}@{source.revision}"
-        return
-    yield hashlib.blake2b((folder / "config.json").read_bytes()).hexdigest()
-    for file in sorted(folder.glob("*.safetensors")):
-        yield f"{file.name}:{_sampled(file)}"
-
-
-def _sampled(file: Path) -> str:
-    """Digest of a safetensors header (a little-endian u64 length, then JSON) and of 16 pieces of the file."""
-    size = file.stat().st_size
-    digest = hashlib.blake2b(struct.pack("<Q", size))
-    piece = _SAMPLE // 16
-    with file.open("rb") as stream:
-        (header,) = struct.unpack("<Q", stream.read(8))
-        digest.update(stream.read(min(header, size)))
-        for index in range(16):
-            stream.seek(max(0, size - piece) * index // 15)
-            digest.update(stream.read(piece))
     return digest.hexdigest()
 
 

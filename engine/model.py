@@ -99,7 +99,9 @@ def load(config: ModelConfig) -> ModelDevice:
     source = checkpoint.open(config.model, config.revision)
     dtype = source.choose_dtype(config.dtype, device)
     window = source.choose_window(config.window)
+    weights = source.weights()
     model = source.read(dtype, device)
+    weights.check_unchanged(source.name)
     with checkpoint.refusing(source.name, "its rotary scaling can't be frozen"):
         rope.freeze(model, window)
     refuse_other_state(model, source.name, trials(model, window)[0].tokens)
@@ -122,7 +124,7 @@ def load(config: ModelConfig) -> ModelDevice:
         window=window,
         vocab_size=table(model).num_embeddings,
         eos_token_ids=eos,
-        layout=checkpoint.layout_hash(source, layout, window, dtype, device),
+        layout=checkpoint.layout_hash(weights, layout, window, dtype, device),
         equal_bits=device.type == "cpu",
         verdict=verdict,
         model=model,

@@ -486,6 +486,18 @@ def test_a_layout_differs_with_the_weights(llama, tmp_path):
     assert serve(other).layout != serve(llama).layout
 
 
+def test_a_layout_differs_with_any_tensor(tmp_path):
+    """Of 8 MB, one number in the middle."""
+    folder = tiny.save(tiny.config("llama", vocab_size=16384), tmp_path)
+    before = serve(folder).layout
+
+    def change(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        weights["model.embed_tokens.weight"][8000, 5] += 1
+        return weights
+
+    assert serve(_rewrite(folder, change)).layout != before
+
+
 # -- everything that transformers has ---------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {

@@ -1,0 +1,111 @@
+"""A digest covers every byte of a weight file, and is read again only when the file may have changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine import weight_hash
+from engine.errors import ModelRefused
+from engine.weight_hash import digest_files
+
+
+@pytest.fixture(autouse=True)
+def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Names of the files that were read, in order; small and new files count as large and settled."""
+    read, names = weight_hash.read_digest, []
+
+    def noted(file: Path) -> str:
+        names.append(file.name)
+        return read(file)
+
+    monkeypatch.setattr(weight_hash, "read_digest", noted)
+    monkeypatch.setattr(weight_hash, "KEPT_FROM", 0)
+    monkeypatch.setattr(weight_hash, "SETTLED_NS", -1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return names
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    file = folder / "model.safetensors"
+    file.write_bytes(bytes(range(256)) * 100)
+    return file
+
+
+@pytest.mark.parametrize("at", [0, 1, 9_999, 12_800, 25_599])
+def test_every_byte_counts(at, weights):
+    before = digest_files([weights]).values
+    content = bytearray(weights.read_bytes())
+    content[at] ^= 1
+    weights.write_bytes(content)
+    assert digest_files([weights]).values != before
+
+
+def test_a_second_start_reads_nothing(weights, reads):
+    first, second = digest_files([weights]), digest_files([weights])
+    assert first.values == second.values
+    assert reads == ["model.safetensors"]
+    assert [file.name for file in weights.parent.iterdir() if file != weights] == [".model.safetensors.xxh128"]
+
+
+def test_a_file_of_the_same_size_and_time_is_read_again(weights, reads):
+    before, times = digest_files([weights]).values, weights.stat()
+    weights.write_bytes(bytes(len(weights.read_bytes())))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert digest_files([weights]).values != before
+    assert len(reads) == 2
+
+
+def test_a_replaced_file_is_read_again(weights, reads):
+    before, times = digest_files([weights]).values, weights.stat()
+    other = weights.with_name("other")
+    other.write_bytes(bytes(times.st_size))
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.replace(weights)
+    assert digest_files([weights]).values != before
+    assert len(reads) == 2
+
+
+def test_a_folder_that_cannot_be_written_has_its_digests_in_the_users_cache(weights, reads, tmp_path):
+    (weights.parent / ".model.safetensors.xxh128").mkdir()  # as root may write to any folder
+    assert digest_files([weights]).values == digest_files([weights]).values
+    assert reads == ["model.safetensors"]
+    assert len(list((tmp_path / "cache" / "decant" / "weights").iterdir())) == 1
+    assert len(list(weights.parent.iterdir())) == 2
+
+
+def test_without_any_place_to_keep_it_a_digest_is_read_each_time(weights, reads, monkeypatch, tmp_path):
+    (weights.parent / ".model.safetensors.xxh128").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert digest_files([weights]).values == digest_files([weights]).values
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"stamp": 3}', b'{"stamp": [1, 2, 3, 4], "digest": "x"}'])
+def test_a_kept_digest_that_is_broken_or_of_another_file_is_read_again(content, weights, reads):
+    before = digest_files([weights]).values
+    (weights.parent / ".model.safetensors.xxh128").write_bytes(content)
+    assert digest_files([weights]).values == before
+    assert len(reads) == 2
+
+
+def test_the_digest_of_a_file_that_was_written_just_now_is_not_kept(weights, reads, monkeypatch):
+    """A second write in the same tick of the file system's clock would leave the same times."""
+    monkeypatch.setattr(weight_hash, "SETTLED_NS", 3600 * 10**9)
+    digest_files([weights, weights])
+    digest_files([weights])
+    assert len(reads) == 2
+
+
+def test_a_file_that_changes_while_it_is_loaded_refuses_the_model(weights):
+    digests = digest_files([weights])
+    digests.check_unchanged("m")
+    weights.write_bytes(b"other")
+    with pytest.raises(ModelRefused, match=r"model\.safetensors changed while it was loaded"):
+        digests.check_unchanged("m")
