@@ -123,12 +123,21 @@ def audit(
     key: Key = None,
     server_name: ServerName = None,
 ) -> None:
-    """Every block of every worker, accounted for. Ends with 1 where something doesn't add up."""
+    """Every block of every worker, accounted for.
+
+    Ends with 1 where something doesn't add up, with 2 where there is no worker to ask. Workers of a deployment that
+    runs here are called with its certificates, others with --ca, --certificate and --key.
+    """
     from decant.command import audit as auditing
 
     with said_in_one_line():
-        url = redis_url or deployments.youngest("--redis-url").redis_url
-        if not auditing.run(url, _tls(ca, certificate, key, server_name), as_json=as_json):
+        tls = _tls(ca, certificate, key, server_name)
+        if redis_url is None:
+            deployment = deployments.youngest("--redis-url")
+            redis_url, tls = deployment.redis_url, tls or deployment.peer_tls
+        elif tls is None and (known := deployments.with_redis(redis_url)) is not None:
+            tls = known.peer_tls
+        if not auditing.run(redis_url, tls, as_json=as_json):
             raise SystemExit(1)
 
 

@@ -52,7 +52,7 @@ def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
     """
     workers, _ = status.directory(redis_url)
     if not workers.present:
-        raise CommandFailed("no worker is registered: there is nothing to audit")
+        raise CommandFailed("no worker is registered: there is nothing to audit", status=2)
     audits = asyncio.run(_ask_all([one.facts for one in workers.present], _peer_tls(tls)))
     if as_json:
         print(json.dumps({"workers": [_document(one) for one in audits]}))

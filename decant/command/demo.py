@@ -29,7 +29,7 @@ def run() -> None:
         print("\ndecant status", flush=True)
         status.run(running.redis_url, as_json=False)
         print("\ndecant audit", flush=True)
-        adds_up = audit.run(running.redis_url, None, as_json=False)
+        adds_up = audit.run(running.redis_url, running.peer_tls, as_json=False)
     if not adds_up:
         raise CommandFailed("the audit found blocks that nobody accounts for")
     print("\nended, nothing left behind")

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from decant.channel import Tls
 from decant.command.errors import CommandFailed
 
 _PREFIX = "decant-up-"
@@ -30,12 +31,18 @@ _STOP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Deployment:
-    """What others need to know of a running deployment. `addresses` are those of its routers."""
+    """What others need to know of a running deployment. `addresses` are those of its routers; `peers` are the fields of
+    a `Tls` with which its workers are called."""
 
     pid: int
     addresses: tuple[str, ...]
     redis_url: str
+    peers: dict[str, str | None] = field(default_factory=dict)
     processes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def peer_tls(self) -> Tls | None:
+        return Tls(**self.peers) if self.peers else None
 
 
 def folder() -> Path:
@@ -58,6 +65,11 @@ def youngest(option: str) -> Deployment:
     if not deployments:
         raise CommandFailed(f"no deployment runs on this machine: start one with `decant up`, or give {option}")
     return deployments[0]
+
+
+def with_redis(redis_url: str) -> Deployment | None:
+    """The youngest of this user's deployments that use this Redis."""
+    return next((one for one in running() if one.redis_url == redis_url), None)
 
 
 class Announcement:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import socket
 import sys
 import tempfile
 import threading
 from datetime import UTC, datetime
+
+from decant.command.up.peers import OF_PEERS, OF_SERVERS
 
 
 def say(event: str, **fields: object) -> None:
@@ -31,6 +34,7 @@ def main() -> int:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with socket.create_server(("127.0.0.1", given.port)) as listener:
+        say("credentials", **{name: value for name, value in os.environ.items() if name in OF_PEERS | OF_SERVERS})
         say("serving", address=f"127.0.0.1:{listener.getsockname()[1]}")
         if given.does != "never-ready":
             say("readiness", state="ready")

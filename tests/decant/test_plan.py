@@ -126,6 +126,21 @@ def test_each_process_gets_the_variables_that_are_its_own() -> None:
     }
 
 
+def test_tls_variables_are_those_of_routers_and_peer_variables_are_set_when_a_process_starts() -> None:
+    public = {"DECANT_TLS_CERTIFICATE": "/c", "DECANT_TLS_KEY": "/k"}
+    peers = {"DECANT_PEER_CA": "/a", "DECANT_PEER_CERTIFICATE": "/b", "DECANT_PEER_KEY": "/d", "DECANT_PEER_NAME": "n"}
+    made = plan({**public, **peers})
+    assert made.routers[0].environment == public
+    assert not [name for name in made.workers[0].environment if name.startswith("DECANT")]
+    assert made.peers is not None
+    assert made.peers.of_router() == peers
+    served = {"DECANT_TLS_CERTIFICATE": "/b", "DECANT_TLS_KEY": "/d", "DECANT_TLS_CLIENT_CA": "/a"}
+    assert made.peers.of_worker() == peers | served
+    assert plan(public).peers is None
+    with pytest.raises(CommandFailed, match="DECANT_PEER_CA: needs DECANT_PEER_CERTIFICATE, DECANT_PEER_KEY"):
+        plan({"DECANT_PEER_CA": "/a"})
+
+
 @pytest.mark.parametrize("name", ["DECANT_BLOK_SIZE", "DECANT_ID", "DECANT_PORT", "DECANT_ADVERTISE", "DECANT_THREADS"])
 def test_variables_that_no_process_or_not_all_can_have_are_refused(name: str) -> None:
     with pytest.raises(CommandFailed, match=name):

@@ -113,8 +113,8 @@ def test_a_worker_that_does_not_answer_is_no_worker_that_adds_up(redis: str, wor
 
 def test_an_audit_of_nobody_is_no_audit(redis: str) -> None:
     done = run("audit", "--redis-url", redis)
-    assert done.exit_code == 1
-    assert "no worker" in done.stderr
+    assert done.exit_code == 2
+    assert done.stderr == "decant: no worker is registered: there is nothing to audit\n"
 
 
 def test_a_redis_that_is_not_there_is_one_line() -> None:

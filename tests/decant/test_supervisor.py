@@ -45,6 +45,23 @@ def test_routers_start_when_the_workers_are_ready_and_end_before_them(tmp_path: 
         nothing_left(descendants, ports, tmp_path)
 
 
+def test_the_processes_of_a_run_share_private_credentials_which_are_gone_afterwards(tmp_path: Path) -> None:
+    with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
+        running.until("up", "ready")
+        worker, router = (running.until(name, "credentials") for name in ("decode-1", "router-1"))
+        peers = {name: worker[f"DECANT_PEER_{name}"] for name in ("CA", "CERTIFICATE", "KEY", "NAME")}
+        assert {name: router[f"DECANT_PEER_{name}"] for name in peers} == peers
+        served = {name: worker[f"DECANT_TLS_{name}"] for name in ("CLIENT_CA", "CERTIFICATE", "KEY")}
+        assert served == {"CLIENT_CA": peers["CA"], "CERTIFICATE": peers["CERTIFICATE"], "KEY": peers["KEY"]}
+        assert not [name for name in router if name.startswith("DECANT_TLS")], "those of a router are for its clients"
+        key = Path(peers["KEY"])
+        assert key.is_relative_to(tmp_path)
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+        assert {stat.S_IMODE(folder.stat().st_mode) for folder in (key.parent, key.parent.parent)} == {0o700}
+        assert running.end() == 0
+        nothing_left([], [], tmp_path)
+
+
 def test_lines_that_are_no_json_are_passed_on_with_their_process(tmp_path: Path) -> None:
     with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
         running.until("decode-1", "not JSON")

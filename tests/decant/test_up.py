@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import psutil
 import pytest
 
 from decant import Client
+from protos.worker_pb2 import AuditRequest
+from protos.worker_pb2_grpc import AuditStub
+from runtime import certificates
 from tests.decant.supervising import Up, nothing_left, up
 
 pytestmark = pytest.mark.slow
@@ -50,6 +56,13 @@ def running(folder: Path) -> Iterator[Up]:
         nothing_left(descendants, [int(ready["address"].rpartition(":")[2])], folder)
 
 
+def deployment(folder: Path) -> dict[str, Any]:
+    """What `up` has announced."""
+    (file,) = folder.glob("decant-up-*.json")
+    announced: dict[str, Any] = json.loads(file.read_text())
+    return announced
+
+
 def test_it_is_found_and_asked(running: Up, folder: Path) -> None:
     done = command(folder, "generate", "def add(a, b):\n", "--max-tokens", "8", "--temperature", "0", "--json")
     assert done.returncode == 0, done.stderr
@@ -73,6 +86,21 @@ def test_everybody_is_there_and_every_block_accounted_for(running: Up, folder: P
     assert [one["peer"]["id"] for one in told["routers"]] == ["router-1"]
     assert {one["peer"]["id"] for one in told["workers"]} == {"prefill-1", "decode-1"}
     assert command(folder, "audit").returncode == 0
+    assert command(folder, "audit", "--redis-url", deployment(folder)["redis_url"]).returncode == 0
+
+
+def test_a_caller_without_the_credentials_of_the_run_gets_nothing_from_a_worker(running: Up, folder: Path) -> None:
+    for name in ("prefill-1", "decode-1"):
+        assert running.until(name, "serving")["tls"] == "mutual"
+        with grpc.insecure_channel(running.until(name, "serving")["address"]) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                AuditStub(channel).Audit(AuditRequest(), timeout=PATIENCE_S)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    strange = certificates.make(folder / "strange")
+    files = ("--ca", str(strange.ca), "--certificate", str(strange.certificate), "--key", str(strange.key))
+    done = command(folder, "audit", *files)
+    shutil.rmtree(folder / "strange")
+    assert done.returncode == 1
 
 
 def test_a_worker_that_is_killed_comes_back(running: Up, folder: Path) -> None:

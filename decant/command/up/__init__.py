@@ -7,6 +7,7 @@
 
 shares.py      cores and memory, divided
 plan.py        which processes, with which settings
+peers.py       how they authenticate each other
 lifeline.py    becomes a process that does not outlive this one
 child.py       one process: its start, its log, its end
 supervisor.py  all of them: start, restart, drain

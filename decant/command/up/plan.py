@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import models
 from decant.command.errors import CommandFailed
-from decant.command.up import shares
+from decant.command.up import peers, shares
+from decant.command.up.peers import PeerCredentials
 from router.settings import RouterSettings
 from runtime.layers import OF_CLIENTS, load
 from runtime.listening import join_address
@@ -70,6 +71,8 @@ class Plan:
     ready_seconds: float
     drain_seconds: float
     facts: Mapping[str, object]
+    peers: PeerCredentials | None = None
+    """Those that the user names; None: they are made for this run."""
 
 
 def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | None = None) -> Plan:
@@ -92,6 +95,7 @@ def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | N
             "kv_bytes_each": next(one.kv_bytes for one in settings if isinstance(one, WorkerSettings)),
             "cores": {spec.name: list(spec.cores) for spec in workers},
         },
+        peers=peers.from_environment(environment),
     )
 
 
@@ -101,7 +105,7 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
     if not names:
         raise CommandFailed("--prefill and --decode: at least one worker in all, got none", status=2)
     cores = shares.usable_cores()
-    own = _only(environment, WorkerSettings)
+    own = _only(environment, WorkerSettings, peers.OF_PEERS | peers.OF_SERVERS)
     if len(names) > len(cores):  # a barrier that spins waits for a thread that is not running
         own.setdefault("GOMP_SPINCOUNT", "0")
     where = ("--redis-url", redis_url, "--host", "127.0.0.1", "--log-format", "json")
@@ -130,7 +134,7 @@ def _routers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
                 *("--id", _id(options, f"router-{n + 1}"), "--redis-url", redis_url, "--host", options.host),
                 *("--models", _model(options), "--log-format", "json"),
             ),
-            environment=_only(environment, RouterSettings),
+            environment=_only(environment, RouterSettings, peers.OF_PEERS),
             port=options.port + n if options.port else 0,
         )
         for n in range(options.router)
@@ -161,9 +165,10 @@ def _check_variables(environment: Mapping[str, str]) -> None:
             raise CommandFailed(f"{name}: no process has such a variable", status=2)
 
 
-def _only(environment: Mapping[str, str], kind: type[Settings]) -> dict[str, str]:
-    """A process refuses variables of ours that it doesn't know: it gets its own."""
-    return {name: value for name, value in environment.items() if not name.startswith(PREFIX) or name in _names(kind)}
+def _only(environment: Mapping[str, str], kind: type[Settings], without: Set[str]) -> dict[str, str]:
+    """A process refuses variables of ours that it doesn't know: it gets its own, except those that `up` sets later."""
+    names = _names(kind) - without
+    return {name: value for name, value in environment.items() if not name.startswith(PREFIX) or name in names}
 
 
 def _names(kind: type[Settings]) -> set[str]:

@@ -13,11 +13,13 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from decant.command.deployments import Announcement, Deployment
+from decant.command.up import peers
 from decant.command.up.child import Child
 from decant.command.up.output import Output
+from decant.command.up.peers import PeerCredentials
 from decant.command.up.plan import Plan, Spec, address_of
 from runtime import logs
 from runtime.shutdown import Shutdown, first
@@ -53,11 +55,14 @@ class Supervisor:
         self._keepers: list[asyncio.Task[None]] = []
         self._shutdown = Shutdown()
         self._announcement = Announcement()
+        self._peers: PeerCredentials
+        self._router_names = {spec.name for spec in plan.routers}
 
     async def run(self) -> int:
         """Until it is told to end; 0 after an orderly end. Raises StartFailed."""
         self._shutdown.on_signals()
         with self._announcement:
+            self._peers = self._plan.peers or peers.make(self._announcement.temporary / "peers")
             try:
                 await first(self._serve(), self._shutdown.asked())
                 return await first(self._drain(), self._insisted())
@@ -83,7 +88,10 @@ class Supervisor:
         self._keepers += [asyncio.create_task(self._keep(child)) for child in started]
 
     async def _start(self, spec: Spec) -> Child:
-        own = replace(spec, environment={**spec.environment, "TMPDIR": str(self._announcement.temporary)})
+        is_router = spec.name in self._router_names
+        credentials = self._peers.of_router() if is_router else self._peers.of_worker()
+        shared = {"TMPDIR": str(self._announcement.temporary), **credentials}
+        own = replace(spec, environment={**spec.environment, **shared})
         self._children[spec.name] = child = await Child.start(own, self._output)
         return child
 
@@ -110,14 +118,14 @@ class Supervisor:
 
     def _again(self, child: Child) -> Spec:
         """A router comes back on its port: its clients know no other. A worker tells its new one."""
-        names = {spec.name for spec in self._plan.routers}
-        if child.spec.name in names and child.address is not None:
+        if child.spec.name in self._router_names and child.address is not None:
             return replace(child.spec, port=int(child.address.rpartition(":")[2]))
         return child.spec
 
     def _announce(self) -> None:
         processes = {name: child.pid for name, child in self._children.items()}
-        self._announcement.write(Deployment(os.getpid(), self._addresses(), self._plan.redis_url, processes))
+        facts = (os.getpid(), self._addresses(), self._plan.redis_url)
+        self._announcement.write(Deployment(*facts, asdict(self._peers), processes))
 
     def _addresses(self) -> tuple[str, ...]:
         routers = [self._children[spec.name] for spec in self._plan.routers]

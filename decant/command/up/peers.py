@@ -1,0 +1,64 @@
+"""How the processes of a deployment authenticate each other: mutual TLS, with certificates made for this run.
+
+    DECANT_PEER_CA, _CERTIFICATE, _KEY, _NAME     shown to workers, by routers, by other workers and by `decant audit`
+    DECANT_TLS_CERTIFICATE, _KEY, _CLIENT_CA      a worker's own end; those of a router are for its clients
+
+Where the environment has DECANT_PEER_*, these files are used instead: for several deployments on one Redis, whose
+routers reach each other's workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from decant.command.errors import CommandFailed
+from runtime.settings import variable_name
+from runtime.tls import PeerTls, ServerTls
+
+OF_PEERS = frozenset(variable_name(name) for name in PeerTls.model_fields)
+OF_SERVERS = frozenset(variable_name(name) for name in ServerTls.model_fields)
+_NEEDED = tuple(variable_name(f"peer_{name}") for name in ("ca", "certificate", "key"))
+
+
+@dataclass(frozen=True)
+class PeerCredentials:
+    """PEM files that all processes of a deployment share; `name` is the one in the certificate, None: the address."""
+
+    ca: str
+    certificate: str
+    key: str
+    name: str | None = None
+
+    def of_router(self) -> dict[str, str]:
+        """Variables with which a router reaches workers."""
+        return {variable_name(f"peer_{name}"): value for name, value in asdict(self).items() if value is not None}
+
+    def of_worker(self) -> dict[str, str]:
+        """Variables with which a worker reaches others, and serves them alone."""
+        served = {"tls_certificate": self.certificate, "tls_key": self.key, "tls_client_ca": self.ca}
+        return self.of_router() | {variable_name(name): value for name, value in served.items()}
+
+
+def make(folder: Path) -> PeerCredentials:
+    """New ones, in `folder`, which is created for this user alone. Raises CommandFailed."""
+    try:
+        from runtime import certificates
+    except ModuleNotFoundError as error:
+        text = f"{error.name}: not installed, and needed for the certificates of the processes"
+        raise CommandFailed(f"{text}: pip install 'decant-llm[router]'", status=2) from None
+    files = certificates.make(folder)
+    return PeerCredentials(str(files.ca), str(files.certificate), str(files.key), certificates.PEER_NAME)
+
+
+def from_environment(environment: Mapping[str, str]) -> PeerCredentials | None:
+    """Those that the user names; None: none. Raises CommandFailed unless they are complete."""
+    named = OF_PEERS & environment.keys()
+    if not named:
+        return None
+    missing = [name for name in _NEEDED if name not in environment]
+    if missing:
+        raise CommandFailed(f"{', '.join(sorted(named))}: needs {', '.join(missing)}", status=2)
+    ca, certificate, key = (environment[name] for name in _NEEDED)
+    return PeerCredentials(ca, certificate, key, environment.get(variable_name("peer_name")))
