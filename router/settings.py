@@ -29,7 +29,7 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
     )
     queue_limit: int = Field(default=1024, ge=1, description="requests that may wait for a worker")
     max_active: int = Field(default=4096, ge=1, description="requests at work at once")
-    flush_ms: int = Field(default=50, ge=1, le=10_000, description="how often journals are written")
+    flush_ms: int = Field(default=50, ge=1, le=10_000, description="how often journals are written, at most")
     resume_grace_ms: int = Field(default=3_000, ge=0, description="how long a lost stream's request is kept")
     attempts: int = Field(default=3, ge=1, le=100, description="tries at one request, the first included")
     handoff_min_tokens: int | None = Field(

@@ -15,7 +15,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from state.errors import StoreFault, StoreUnavailable
+from state.errors import StateError, StoreFault, StoreUnavailable
 from state.scripts import Argument, Command
 
 # What Redis answers: bytes, an integer, None, or a list of these. The scripts say what theirs holds.
@@ -30,6 +30,7 @@ _AWAY = (
     exceptions.OutOfMemoryError,
     OSError,  # TimeoutError is one
 )
+_AWAY_WORDS = ("BUSY ", "MISCONF ", "NOREPLICAS ")  # errors without a class: nothing can be written for now
 _REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)  # ConnectionErrors that waiting won't cure
 
 
@@ -64,13 +65,27 @@ class Client:
 
         Raises StoreUnavailable, StoreFault; some may have happened.
         """
-        return await self._within(self._deadline_s, commands) if commands else []
+        replies = await self.try_all(commands)
+        for reply in replies:
+            if isinstance(reply, StateError):
+                raise reply
+        return replies
+
+    async def try_all(self, commands: Sequence[Command], deadlines: float = 1.0) -> list[Reply]:
+        """`run_all` with an error in the place of each reply that is one: StoreFault, StoreUnavailable.
+
+        `deadlines`: how many deadlines this may take, for more bytes than usual. Raises StoreUnavailable where no
+        reply came, StoreFault where the connection was refused; some commands may have happened.
+        """
+        return await self._within(deadlines * self._deadline_s, commands) if commands else []
 
     async def wait_for_entry(self, stream: str, after: bytes, timeout_s: float) -> None:
         """Until the stream has an entry after that one, or the time is over. Holds a connection meanwhile."""
         block_ms = max(1, round(timeout_s * 1000))
         command = Command(("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, after))
-        await self._within(timeout_s + self._deadline_s, [command])
+        (reply,) = await self._within(timeout_s + self._deadline_s, [command])
+        if isinstance(reply, StateError):
+            raise reply
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -85,10 +100,7 @@ class Client:
                     replies = await self._send(commands)
         except (exceptions.RedisError, OSError) as error:
             raise _told(error, deadline_s) from error
-        for reply in replies:
-            if isinstance(reply, exceptions.RedisError):
-                raise _told(reply, deadline_s) from reply
-        return replies
+        return [_told(reply, deadline_s) if isinstance(reply, exceptions.RedisError) else reply for reply in replies]
 
     async def _send(self, commands: Sequence[Command]) -> list[Reply]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -105,6 +117,6 @@ class Client:
 def _told(error: Exception, deadline_s: float) -> StoreUnavailable | StoreFault:
     """What an error of Redis, or of the way to it, means to our callers."""
     refused = isinstance(error, _REFUSED) or isinstance(error.__cause__, _REFUSED)  # wrapped while connecting
-    if isinstance(error, _AWAY) and not refused:
+    if (isinstance(error, _AWAY) or str(error).startswith(_AWAY_WORDS)) and not refused:
         return StoreUnavailable(str(error) or f"no answer within {deadline_s:g} s")
     return StoreFault(str(error))

@@ -39,6 +39,10 @@ class StoredRequest:
         return self.state in ENDED
 
 
+WRITE_BYTES = 1024
+"""Of a write that brings nothing but a few entries: its names, numbers and record."""
+
+
 class LogprobsAsked(NamedTuple):
     """How many alternatives to each token a request wants to see; None: no logprobs."""
 
@@ -82,6 +86,7 @@ class OwnedRequest:
         self.stored = 0  # entries that Redis is known to have
         self.told: tuple[int, State] | None = None  # the attempt and state that Redis is known to have
         self.asked = LogprobsAsked.of(payload)
+        self.is_listed = True  # Redis may have it among the open requests of its owner
         self.unexplained = False  # the prompt's logprobs are here, and Redis isn't known to have them
         self._journal = bytearray()
         self._logprobs = bytearray()
@@ -123,7 +128,15 @@ class OwnedRequest:
 
     @property
     def unwritten(self) -> bool:
-        """Whether Redis isn't known to have its entries, attempt and state. The record alone doesn't count."""
+        """Whether Redis has to be told anything of it: its entries, attempt and state, or that it is open no more.
+
+        A change of the record alone doesn't count.
+        """
+        return self.has_news or (self.ended and self.is_listed)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether Redis isn't known to have its entries, attempt and state."""
         return self.stored < self.length or self.told != (self.attempt, self.state) or self.unexplained
 
     @property
@@ -157,6 +170,14 @@ class OwnedRequest:
         if self.asked.prompt is not None:
             self._prompt_logprobs = packed_logprobs
             self.unexplained = bool(self._prompt_logprobs)
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """About how long its next write is."""
+        whole = 0 if self.told else len(self.payload)
+        entries = self.length - (self.stored if self.told else 0)
+        explained = len(self._prompt_logprobs) if self.unexplained or not self.told else 0
+        return whole + entries * (ENTRY_BYTES + self.asked.entry_bytes) + explained + WRITE_BYTES
 
     def packed(self, first: int) -> bytes:
         """The journal's bytes from entry `first` on."""

@@ -13,7 +13,7 @@ So a write may be repeated, come late or never: the last one stands for all befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from protos.inference_pb2 import GenerateRequest
 from protos.state_pb2 import RequestRecord
@@ -21,13 +21,20 @@ from state import journal, keys, scripts
 from state.client import Client, Reply
 from state.directory import Routers
 from state.era import Era
-from state.errors import AlreadyExists, OwnerAlive, StoreFault, Superseded
+from state.errors import AlreadyExists, OwnerAlive, StoreFault, StoreUnavailable, Superseded
 from state.keys import Lifetimes
 from state.logprobs import Logprobs
 from state.names import Life, RequestKey
 from state.open import OpenRequests
 from state.owned import LogprobsAsked, OwnedRequest, StoredRequest
 from state.scripts import Command
+
+BATCH_BYTES = 256 << 10
+"""Of writes in one round trip; a single larger one has a deadline that is as much longer."""
+BATCH_WRITES = 100
+
+Lost = Superseded | StoreFault
+"""Why a request isn't written, where writing it again at once won't help."""
 
 
 class Requests:
@@ -68,24 +75,28 @@ class Requests:
         return await self._keep_entry_if_owned(_stored(request.key, reply[1]), request.owner)
 
     async def write(self, request: OwnedRequest) -> None:
-        """`flush` of one request. Raises Superseded, StoreUnavailable."""
+        """`flush` of one request. Raises Superseded, StoreFault, StoreUnavailable."""
         for error in (await self.flush([request])).values():
             raise error
 
-    async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, Superseded]:
-        """Write all that these hold and Redis lacks: one round trip, one command for each request.
+    async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, Lost]:
+        """Write all that these hold and Redis lacks: one command for each request, in round trips of limited size.
 
-        A second follows for those that Redis has lost in part or whole, and one more for all that are over. Returns
-        those that are owned in another epoch by now, by whom. Raises StoreUnavailable: write again later.
+        Those that Redis has lost in part or whole are written a second time, and all that are over leave their open
+        sets in one more round trip. Returns those that are owned in another epoch by now, by whom, and those whose
+        write Redis refused with an error. Raises StoreUnavailable: what was answered by then counts as written, write
+        the rest later.
         """
-        lost: dict[OwnedRequest, Superseded] = {}
-        behind = await self._write_all(requests, lost)
-        if behind:
-            for request in behind:
-                request.stored, request.told = 0, None
-            await self._write_all(behind, lost)
-        elsewhere = [request for request, error in lost.items() if error.owner != request.owner]
-        await self._open.remove_all([*elsewhere, *(r for r in requests if r.ended and not r.unwritten)])
+        lost: dict[OwnedRequest, Lost] = {}
+        behind = await self._write_batches(requests, lost)
+        for request in behind:
+            request.stored, request.told = 0, None
+        await self._write_batches(behind, lost)
+        elsewhere = [r for r, error in lost.items() if isinstance(error, Superseded) and error.owner != r.owner]
+        over = [*elsewhere, *(r for r in requests if r.ended and not r.has_news)]
+        await self._open.remove_all(over)
+        for request in over:
+            request.is_listed = False
         return lost
 
     async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
@@ -151,25 +162,39 @@ class Requests:
             await self._open.remove(router, [found.key])
         return found
 
-    async def _write_all(
-        self, requests: Sequence[OwnedRequest], lost: dict[OwnedRequest, Superseded]
+    async def _write_batches(
+        self, requests: Iterable[OwnedRequest], lost: dict[OwnedRequest, Lost]
     ) -> list[OwnedRequest]:
-        """One round trip. Adds those that are superseded to `lost`, returns those to be written whole."""
-        if not requests:
-            return []
+        """Small writes first: a large one that takes long holds up no other. As `_write_all`."""
+        behind: list[OwnedRequest] = []
+        for batch in _batches(sorted(requests, key=lambda request: request.unwritten_bytes)):
+            behind += await self._write_all(batch, lost)
+        return behind
+
+    async def _write_all(self, requests: Sequence[OwnedRequest], lost: dict[OwnedRequest, Lost]) -> list[OwnedRequest]:
+        """One round trip. Adds those that are superseded or refused to `lost`, returns those to be written whole."""
         said = [(request.attempt, request.state, request.unexplained) for request in requests]
         entering = self._open.adding_all(request for request in requests if not request.told)
-        replies = await self._client.run_all([*entering, *map(self._writing, requests)])
+        size = sum(request.unwritten_bytes for request in requests)
+        commands = [*entering, *map(self._writing, requests)]
+        replies = await self._client.try_all(commands, max(1.0, size / BATCH_BYTES))
         behind = []
         for request, (attempt, state, explained), reply in zip(requests, said, replies[len(entering) :], strict=True):
-            match reply[0]:
-                case b"written":
-                    request.stored, request.told = max(request.stored, reply[1]), (attempt, state)
+            match reply:
+                case [b"written", length]:
+                    request.stored, request.told = max(request.stored, length), (attempt, state)
                     request.unexplained &= not explained
-                case b"superseded":
+                case [b"superseded", *_]:
                     lost[request] = _superseded(request.key, reply)
+                case StoreFault():
+                    lost[request] = reply
+                case StoreUnavailable():
+                    pass  # raised below
                 case _:
                     behind.append(request)
+        for place, error in enumerate(replies):
+            if isinstance(error, StoreUnavailable) or (place < len(entering) and isinstance(error, StoreFault)):
+                raise error
         return behind
 
     def _writing(self, request: OwnedRequest) -> Command:
@@ -186,6 +211,20 @@ class Requests:
             *(explained if request.asked.any else ()),
             *whole,
         )
+
+
+def _batches(requests: Iterable[OwnedRequest]) -> Iterator[list[OwnedRequest]]:
+    """In this order; each of limited bytes, or of one request."""
+    batch: list[OwnedRequest] = []
+    size = 0
+    for request in requests:
+        if batch and (size + request.unwritten_bytes > BATCH_BYTES or len(batch) == BATCH_WRITES):
+            yield batch
+            batch, size = [], 0
+        batch.append(request)
+        size += request.unwritten_bytes
+    if batch:
+        yield batch
 
 
 def _names(key: RequestKey) -> list[str]:
