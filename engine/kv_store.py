@@ -24,7 +24,11 @@ class KvStore:
         self.num_blocks = num_blocks
         shape = num_blocks + 1, layout.block_elements
         on_cpu = device.type == "cpu"
-        self._memory = noughts(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            self._memory = noughts(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+        except (MemoryError, torch.OutOfMemoryError):
+            size = num_blocks * layout.block_bytes
+            raise InvalidConfig("kv_bytes", f"what {device} can allocate beside the weights", size) from None
         self.blocks = self._memory[:num_blocks]
         self.blank = num_blocks  # a block of noughts that nobody owns or writes: what pads a block table
         self._host = self.blocks.view(torch.uint8).numpy() if on_cpu else None

@@ -43,7 +43,10 @@ class Arena:
 
 
 def _mapped(count: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
+    try:
+        pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
+    except OSError as error:
+        raise MemoryError(f"{count} bytes: {error.strerror}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without large pages
             pages.madvise(mmap.MADV_HUGEPAGE)

@@ -111,10 +111,11 @@ def test_a_worker_that_is_killed_comes_back(running: Up, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_that_is_not_there_is_said_by_who_misses_it(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     with up(tmp_path, [*UP, "--model", str(tmp_path / "nowhere")]) as running:
         assert running.ended() == 2
-        assert "nowhere" in running.stderr()
+        assert running.lines == []
+        assert running.stderr() == f"decant: --model: no such folder: {tmp_path}/nowhere\n"
         nothing_left([], [], tmp_path)
 
 
@@ -123,7 +124,8 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with up(tmp_path, [*UP, "--port", str(port)]) as running:
             assert running.ended() == 2
-            assert str(port) in running.stderr()
+            assert running.lines == []
+            assert f"--port: {port} is in use by process {os.getpid()} " in running.stderr()
             nothing_left([], [], tmp_path)
 
 

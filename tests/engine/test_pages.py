@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import kv_store
+from engine.errors import InvalidConfig
 from engine.kv_layout import KvLayout, LayerSpec
 from engine.kv_store import KvStore
 from engine.pages import ARENA, Arena, noughts
@@ -100,3 +101,18 @@ def test_the_first_blocks_are_memory_once_a_store_has_settled_and_the_others_are
     store.settle()
     assert 32 * mib <= resident(store.blocks) < 40 * mib
     assert holds(store.blocks, 0)
+
+
+def test_a_cache_that_can_not_be_allocated_is_refused_by_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: object) -> torch.Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(kv_store, "noughts", allocate)
+    layout = KvLayout(layers=(LayerSpec(1, 8, 8),), block_size=4, itemsize=2)
+    with pytest.raises(InvalidConfig, match="kv_bytes: what cpu can allocate beside the weights, got 384"):
+        KvStore(layout, 3, torch.bfloat16, torch.device("cpu"))
+
+
+def test_memory_that_the_kernel_refuses_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError):
+        noughts((1 << 60,), torch.uint8)

@@ -8,6 +8,8 @@
 shares.py      cores and memory, divided
 plan.py        which processes, with which settings
 peers.py       how they authenticate each other
+checks.py      the model's files, memory and ports, before anything is started
+listeners.py   which process listens on a port
 lifeline.py    becomes a process that does not outlive this one
 child.py       one process: its start, its log, its end
 supervisor.py  all of them: start, restart, drain
@@ -21,6 +23,7 @@ import sys
 from collections.abc import Callable
 
 from decant.command.errors import CommandFailed
+from decant.command.up import checks
 from decant.command.up.output import Output
 from decant.command.up.plan import Plan, UpOptions, make_plan
 from decant.command.up.supervisor import StartFailed, Supervisor
@@ -40,10 +43,18 @@ def run(options: UpOptions) -> int:
         raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
     console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())
     try:
-        make_plan(options, options.redis_url or "redis://")  # what is wrong is told before anything is started
+        check(options)
         return supervise(lambda url: make_plan(options, url), options.redis_url, Output(sys.stdout, console=console))
     except InvalidSettings as error:
         raise CommandFailed(str(error), status=2) from None
+
+
+def check(options: UpOptions) -> None:
+    """All that can be checked before anything is started. Raises CommandFailed, InvalidSettings."""
+    checks.check_model(options)
+    plan = make_plan(options, options.redis_url or "redis://")
+    checks.check_memory(options, plan)
+    checks.check_ports(plan, options.host)
 
 
 def supervise(planned: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:

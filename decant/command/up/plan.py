@@ -73,6 +73,7 @@ class Plan:
     facts: Mapping[str, object]
     peers: PeerCredentials | None = None
     """Those that the user names; None: they are made for this run."""
+    kv_bytes: int = 0  # of each worker
 
 
 def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | None = None) -> Plan:
@@ -83,6 +84,7 @@ def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | N
     routers = _routers(options, redis_url, environment)
     settings: list[RouterSettings | WorkerSettings] = [_load(RouterSettings, spec) for spec in routers]
     settings += [_load(WorkerSettings, spec) for spec in workers]
+    kv_bytes = next(one.kv_bytes for one in settings if isinstance(one, WorkerSettings))
     return Plan(
         workers=tuple(workers),
         routers=tuple(routers),
@@ -91,11 +93,12 @@ def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | N
         ready_seconds=options.ready_seconds,
         drain_seconds=max(one.drain_seconds for one in settings),
         facts={
-            "model": _model(options),
-            "kv_bytes_each": next(one.kv_bytes for one in settings if isinstance(one, WorkerSettings)),
+            "model": model_of(options),
+            "kv_bytes_each": kv_bytes,
             "cores": {spec.name: list(spec.cores) for spec in workers},
         },
         peers=peers.from_environment(environment),
+        kv_bytes=kv_bytes,
     )
 
 
@@ -109,7 +112,7 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
     if len(names) > len(cores):  # a barrier that spins waits for a thread that is not running
         own.setdefault("GOMP_SPINCOUNT", "0")
     where = ("--redis-url", redis_url, "--host", "127.0.0.1", "--log-format", "json")
-    common = (*where, "--model", _model(options), "--dtype", options.dtype)
+    common = (*where, "--model", model_of(options), "--dtype", options.dtype)
     memory = ("--kv-bytes", str(_kv_bytes(options, len(names))))
     return [
         Spec(
@@ -132,7 +135,7 @@ def _routers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
             module="router",
             arguments=(
                 *("--id", _id(options, f"router-{n + 1}"), "--redis-url", redis_url, "--host", options.host),
-                *("--models", _model(options), "--log-format", "json"),
+                *("--models", model_of(options), "--log-format", "json"),
             ),
             environment=_only(environment, RouterSettings, peers.OF_PEERS),
             port=options.port + n if options.port else 0,
@@ -146,14 +149,15 @@ def _id(options: UpOptions, name: str) -> str:
     return name if options.redis_url is None else f"{name}@{os.uname().nodename}:{os.getpid()}"
 
 
-def _model(options: UpOptions) -> str:
+def model_of(options: UpOptions) -> str:
+    """Folder or hub name."""
     return options.model or str(models.path())
 
 
 def _kv_bytes(options: UpOptions, workers: int) -> int:
     if options.kv_memory is not None:
         return shares.parse_size(options.kv_memory)
-    return shares.kv_share(shares.available_memory(), shares.weights_size(_model(options)), workers)
+    return shares.kv_share(shares.available_memory(), shares.weights_size(model_of(options), options.dtype), workers)
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:

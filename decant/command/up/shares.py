@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decant.command.errors import CommandFailed
+from engine import weight_files
+from engine.errors import ModelRefused
 
 KV_CAP = 1 << 30
 """What a worker's KV cache gets at most unless more is asked for."""
@@ -15,6 +17,7 @@ KV_FLOOR = 16 << 20
 _KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
 _COPIES = 1.5  # of the weights while they are loaded and packed
 _CGROUP = Path("/sys/fs/cgroup")
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -52,14 +55,35 @@ def available_memory() -> int:
     return machine if limit is None or used is None else min(machine, limit - used)
 
 
-def weights_size(model: str) -> int:
-    """Bytes of a model's weights, if they are on this machine; 0 for those that have to be fetched first."""
+def folder_of(model: str) -> Path | None:
+    """Where the files of a folder or hub name are on this machine; None where they are not."""
     folder = Path(model)
-    if not folder.is_dir():
-        from huggingface_hub import constants
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-        folder = Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}" / "snapshots"
-    return sum(file.stat().st_size for file in folder.glob("**/*.safetensors"))
+    try:
+        config = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def weights_size(model: str, dtype: str = "auto") -> int:
+    """Bytes of a model's weights in memory as `dtype`; 0 where its files are not on this machine, or no model's."""
+    folder = folder_of(model)
+    if folder is None:
+        return 0
+    try:
+        config = weight_files.read_config(folder)
+        stored = sum(file.stat().st_size for file in weight_files.weight_files(folder, config))
+    except ModelRefused:
+        return 0
+    text = config.get("text_config") or config
+    named = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"))
+    served_as = _ITEM_BYTES.get(dtype, _ITEM_BYTES.get(named, 4))
+    return stored * served_as // _ITEM_BYTES.get(named, 4)
 
 
 def parse_size(text: str) -> int:

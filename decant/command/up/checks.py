@@ -1,0 +1,77 @@
+"""What `decant up` checks before it starts anything: the model's files, memory and ports. Without torch, in less than a
+second for a model that is on this machine.
+
+Of a hub name whose weights are not on this machine the small files are fetched and checked; workers fetch the weights.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+
+from decant.command.errors import CommandFailed
+from decant.command.up import shares
+from decant.command.up.listeners import listener
+from decant.command.up.plan import Plan, UpOptions, model_of
+from engine import weight_files
+from engine.errors import ModelRefused
+from router.models import served
+from runtime.model_files import ModelUnreadable, find
+
+PROCESS_BYTES = 256 << 20
+"""Memory of a worker beside its weights and its KV cache: Python and torch."""
+
+
+def check_model(options: UpOptions) -> None:
+    """Checks configuration, weight files and tokenizer. Raises CommandFailed."""
+    model = model_of(options)
+    is_folder = Path(model).is_dir()
+    if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise CommandFailed(f"--model: no such folder: {model}", status=2)
+    try:
+        if is_folder:
+            weight_files.check(Path(model))
+        files = find(model)
+        weight_files.check_format(files.folder, weight_files.read_config(files.folder))
+        served(files)
+    except (ModelRefused, ModelUnreadable) as error:
+        raise CommandFailed(f"--model: {error}", status=2) from None
+
+
+def check_memory(options: UpOptions, plan: Plan) -> None:
+    """Checks that weights and KV caches of all workers fit the memory that is free. Raises CommandFailed."""
+    weights = shares.weights_size(model_of(options), options.dtype)
+    needed, free = len(plan.workers) * (weights + plan.kv_bytes + PROCESS_BYTES), shares.available_memory()
+    if needed > free:
+        each = f"{shares.size(weights)} of weights and {shares.size(plan.kv_bytes)} of KV cache"
+        advice = "start fewer workers, or give less with --kv-memory"
+        workers = "1 worker" if len(plan.workers) == 1 else f"{len(plan.workers)} workers"
+        text = f"memory: {workers} with {each} each, and {shares.size(free)} are free; {advice}"
+        raise CommandFailed(text, status=2)
+
+
+def check_ports(plan: Plan, host: str) -> None:
+    """Checks that every router can listen on its port. Raises CommandFailed, which names the process in the way."""
+    for spec in plan.routers:
+        if spec.port:
+            _check_port(host.strip("[]"), spec.port)
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise CommandFailed(f"--host: an address of this machine, got {host} ({error.strerror})", status=2) from None
+    with socket.socket(family, kind) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: ports of ended processes are free
+        try:
+            tried.bind(address)
+            tried.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                found = listener(port) or "a process of another user"
+                advice = "give another --port, or 0 for a free one"
+                raise CommandFailed(f"--port: {port} is in use by {found}; {advice}", status=2) from None
+            where = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+            raise CommandFailed(f"{where}: can't listen on {host}:{port}: {error.strerror}", status=2) from None

@@ -1,0 +1,30 @@
+"""The process that listens on a port of this machine, from /proc."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_PROC = Path("/proc")
+_LISTENING = "0A"
+
+
+def listener(port: int) -> str | None:
+    """ "process 4242 (redis-server)"; None where there is none that this user may see."""
+    inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _inodes(_PROC / "net" / table, port)}
+    for process in _PROC.glob("[0-9]*"):
+        try:
+            if any(os.readlink(file) in inodes for file in (process / "fd").iterdir()):
+                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
+        except OSError:  # another user's, or ended meanwhile
+            continue
+    return None
+
+
+def _inodes(table: Path, port: int) -> list[str]:
+    """Of the sockets that listen on `port`."""
+    try:
+        rows = [line.split() for line in table.read_text().splitlines()[1:]]
+    except OSError:
+        return []
+    return [row[9] for row in rows if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port]

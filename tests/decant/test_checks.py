@@ -1,0 +1,153 @@
+"""What `decant up` refuses before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import decant.command.up as starting
+from decant.command.errors import CommandFailed
+from decant.command.up import UpOptions, check, listeners, shares
+from models import path
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the small model, to be broken."""
+    return Path(shutil.copytree(path(), tmp_path / "model"))
+
+
+def refusal(**options: Any) -> str:
+    """The one line that it is refused with."""
+    with pytest.raises(CommandFailed) as caught:
+        check(UpOptions(**{"port": 0, "kv_memory": "32M", **options}))
+    assert caught.value.status == 2
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_what_can_be_served_is_not_refused(model: Path) -> None:
+    check(UpOptions(model=str(model), port=0, kv_memory="32M"))
+    check(UpOptions(port=0))
+
+
+def test_a_folder_that_is_not_there_is_no_hub_name(tmp_path: Path) -> None:
+    assert refusal(model=str(tmp_path / "nowhere")) == f"--model: no such folder: {tmp_path}/nowhere"
+    for name in ("./nowhere", "~/nowhere", "models/of/mine"):
+        assert refusal(model=name) == f"--model: no such folder: {name}"
+
+
+def break_config(model: Path) -> str:
+    (model / "config.json").write_text("{")
+    return "its configuration can't be read"
+
+
+def remove_config(model: Path) -> str:
+    (model / "config.json").unlink()
+    return "the folder has no config.json"
+
+
+def remove_tokenizer(model: Path) -> str:
+    (model / "tokenizer.json").unlink()
+    return "it has no tokenizer.json"
+
+
+def break_tokenizer(model: Path) -> str:
+    (model / "tokenizer.json").write_text("{")
+    return "tokenizer.json can't be read"
+
+
+def quantize(model: Path) -> str:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    return "GPTQ weights are not served yet"
+
+
+def replace_weights_by_a_pickle(model: Path) -> str:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    return "safetensors are needed"
+
+
+def cut_weights(model: Path) -> str:
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 10)
+    return "its header says"
+
+
+def make_weights_integers(model: Path) -> str:
+    header = json.dumps({"a.weight": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
+    return "I8 weights are not served yet"
+
+
+BREAKS = [
+    break_config,
+    remove_config,
+    remove_tokenizer,
+    break_tokenizer,
+    quantize,
+    replace_weights_by_a_pickle,
+    cut_weights,
+    make_weights_integers,
+]
+
+
+@pytest.mark.parametrize("break_it", BREAKS, ids=lambda function: function.__name__)
+def test_a_model_that_can_not_be_served_is_refused_with_the_reason(model: Path, break_it: Any) -> None:
+    reason = break_it(model)
+    line = refusal(model=str(model))
+    assert line.startswith("--model: ")
+    assert reason in line
+
+
+def test_memory_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(shares, "available_memory", lambda: 8 * GIB)
+    assert refusal(kv_memory="4G") == (
+        "memory: 2 workers with 6.3 MiB of weights and 4.0 GiB of KV cache each, and 8.0 GiB are free; "
+        "start fewer workers, or give less with --kv-memory"
+    )
+    assert "12.5 MiB of weights" in refusal(kv_memory="4G", dtype="float32")
+    assert "41 workers" in refusal(kv_memory="1M", prefill=40)
+    check(UpOptions(port=0, kv_memory="3G"))
+    monkeypatch.setattr(shares, "available_memory", lambda: 1 << 20)
+    assert "memory: " in refusal(kv_memory=None)
+
+
+def test_a_port_in_use_is_refused_with_the_process_that_holds_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refusal(port=port)
+        assert line.startswith(f"--port: {port} is in use by process {os.getpid()} (")
+        assert f"--port: {port} is in use" in refusal(port=port - 1, router=2)
+    assert listeners.listener(port) is None
+    check(UpOptions(port=port, kv_memory="32M"))
+
+
+def test_a_host_that_is_not_this_machine_is_refused() -> None:
+    assert refusal(host="203.0.113.1", port=6009).startswith("--host: can't listen on 203.0.113.1:6009: ")
+
+
+def test_nothing_is_started_for_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "supervise", lambda *_: pytest.fail("it started"))
+    with pytest.raises(CommandFailed):
+        starting.run(UpOptions(model="/nowhere"))
+
+
+def test_no_torch_is_loaded_for_the_checks() -> None:
+    program = (
+        "import sys; from decant.command.up import UpOptions, check; check(UpOptions(port=0, kv_memory='32M')); "
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
