@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -123,16 +124,13 @@ class Attempt:
         self._inbox.put_nowait((worker, event))
 
     async def _next(self) -> tuple[Worker | None, Any]:
-        patience_ends = self._route.waits_until
-        if patience_ends is None:
-            return await self._inbox.get()
-        try:
-            async with asyncio.timeout_at(patience_ends) as limit:
-                return await self._inbox.get()
-        except TimeoutError:
-            if limit.expired():
-                raise NoWorker from None
-            raise
+        while (patience_ends := self._route.waits_until) is not None:
+            if patience_ends <= self._now():
+                raise NoWorker
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(patience_ends):
+                    return await self._inbox.get()
+        return await self._inbox.get()
 
     def _hear_room(self, _: Worker | None, __: Woken) -> None:
         self._route.look_again()

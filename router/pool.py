@@ -11,7 +11,7 @@ the same id is another worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import grpc
 
@@ -19,6 +19,7 @@ from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc as services
 from protos.state_pb2 import WorkerRegistration
 from router.costs import Costs
+from router.line import Kind, Line, Need
 from router.placement import Seen
 from router.prefix import Prefix
 from router.sessions import Session
@@ -105,7 +106,8 @@ class Pool:
         self._refused: set[Life] = set()  # logged
         self._tasks: dict[Life, asyncio.Task[None]] = {}
         self._givers: dict[bytes, Session] = {}
-        self._waiting: dict[Callable[[], None], None] = {}  # first come, first woken
+        self.lines = {model: Line() for model in tokenizers}
+        """Requests that wait for a place, by model."""
         self._listed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 
@@ -170,12 +172,9 @@ class Pool:
         windows = [worker.facts.capacity.window_tokens for worker in self.of(model) if worker.is_usable]
         return min(windows, default=None)
 
-    def wake_on_change(self, wake: Callable[[], None]) -> None:
-        """``wake`` is called whenever there may be room, until ``forget_waker``."""
-        self._waiting[wake] = None
-
-    def forget_waker(self, wake: Callable[[], None]) -> None:
-        self._waiting.pop(wake, None)
+    def has_usable(self, model: str) -> bool:
+        """Whether any worker of a model may get new work."""
+        return any(worker.is_usable for worker in self.of(model))
 
     def hold(self, ticket: wire.Ticket, giver: Worker) -> None:
         """A ticket that nobody has taken yet: this router renews it."""
@@ -198,7 +197,7 @@ class Pool:
     def opened(self, session: Session) -> None:
         if (worker := self._workers.get(Life.of(session.worker))) is not None:
             worker.view.forget()
-            self._wake()
+            self._open_all(worker.facts.model)
 
     def heard(self, session: Session, beat: wire.Beat) -> None:
         for ticket in beat.renew:
@@ -206,11 +205,46 @@ class Pool:
                 giver.renewed.add(ticket)
         if (worker := self._workers.get(Life.of(session.worker))) is not None:
             worker.view.hear(beat)
-            self._wake()
+            self._open_places(worker)
 
-    def _wake(self) -> None:
-        for wake in list(self._waiting):
-            wake()
+    # Who waits for a place
+
+    def _open_places(self, worker: Worker) -> None:
+        """One heartbeat says what one worker takes: the line learns for which of its kinds."""
+        line = self.lines[worker.facts.model]
+        if line and worker.is_usable and worker.view.has_room:
+            line.open(kind for kind in line.kinds if self._may_take(worker, kind))
+
+    def _may_take(self, worker: Worker, kind: Kind) -> bool:
+        """As ``placement`` decides, but for what depends on the single request."""
+        view, decodes = worker.view, worker.view.role != wire.ROLE_PREFILL
+        if kind.need is Need.CACHE:
+            fits = kind.layout == view.layout and kind.sender != worker.life
+            return fits and (decodes or not self._any_usable(worker, decodes=True))
+        if not view.takes_prompts:
+            return False
+        if kind.need is Need.FROM_TOKENS:
+            return decodes or not self._any_usable(worker, decodes=True)
+        if not decodes or not self._any_usable(worker, decodes=False):
+            return True
+        return kind.need is Need.SHORT_PREFILL and view.work.now < self.handoff_min_tokens(worker.facts.model)
+
+    def _any_usable(self, beside: Worker, *, decodes: bool) -> bool:
+        """Whether a worker of that role, with the layout of this one, may get new work."""
+        return any(
+            (worker.view.role != wire.ROLE_PREFILL) == decodes
+            and worker.view.layout == beside.view.layout
+            and worker.is_usable
+            for worker in self.of(beside.facts.model)
+        )
+
+    def _open_all(self, model: str) -> None:
+        """Which workers there are has changed."""
+        line = self.lines[model]
+        if self.has_usable(model):
+            line.open(line.kinds)
+        else:
+            line.notify_all()
 
     # What the directory tells
 
@@ -272,5 +306,5 @@ class Pool:
                 self._over.add(worker.life)
             del self._workers[worker.life], self._tasks[worker.life]
             _log.info("worker gone", worker=worker.life.id)
-            self._wake()
+            self._open_all(worker.facts.model)
             await worker.channel.close()

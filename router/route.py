@@ -2,7 +2,7 @@
 
     begin --adopted--> Adopt at the worker where it runs
       |
-      place --nobody has room--> it waits, and looks again whenever that may have changed
+      place --all are full--> it waits in its model's line, and looks again when its turn comes
       |---- a prefill worker --> Prefill -- its ticket --> hand_over --> Start(ticket) at a decode worker
       '---- from tokens -------> Start
 
@@ -19,9 +19,12 @@ from typing import Any
 
 from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
+from router.admission import SECONDS_PER_PRIORITY
 from router.failures import AttemptFailed
 from router.following import Following
 from router.job import Job
+from router.line import Kind, Waiter
+from router.line import Need as Waits
 from router.moving import Move
 from router.placement import Need, first_place, taker
 from router.pool import Pool, Worker
@@ -42,7 +45,7 @@ class Lost:
 
 
 class Woken:
-    """There may be room."""
+    """It may be its turn, or how long it is worth waiting has changed."""
 
 
 class Route:
@@ -65,7 +68,8 @@ class Route:
         self.asked_at = self._now()
         """When the worker that reads the prompt was."""
         self._waits_since: float | None = None
-        self._is_woken = False
+        self._line = pool.lines[job.course.request.work.model]
+        self._waiter: Waiter | None = None
         self._prefill: PrefillCall | None = None
         self._following: Following | None = None
         self._at_giver: Sent | None = None
@@ -77,8 +81,8 @@ class Route:
         """When its patience ends, while it waits for room."""
         if self._waits_since is None:
             return None
-        somebody = self._pool.seen(self._job.course.request.work.model, self._job.avoid)
-        return self._waits_since + (FULL_SECONDS if somebody else GONE_SECONDS)
+        is_full = self._pool.has_usable(self._job.course.request.work.model)
+        return self._waits_since + (FULL_SECONDS if is_full else GONE_SECONDS)
 
     @property
     def _goes_on(self) -> bool:
@@ -92,24 +96,45 @@ class Route:
         if self._job.holder is not None:
             self._adopt(self._job.holder)
         else:
-            self._place()
+            self._go_on()
 
     def hand_over(self, ticket: wire.Ticket) -> None:
         """The prompt's first chunk is computed: choose who takes the cache."""
         self.ticket = ticket
-        self._choose_taker()
+        self._go_on()
 
     def look_again(self) -> None:
-        """There may be room now, if it waits for some."""
-        self._is_woken = False
-        if self._waits_since is not None:
-            self._go_on()
+        """It may be this request's turn to take a place."""
+        waiter = self._waiter
+        if waiter is not None and self._line.is_turn_of(waiter):
+            self._try_places()
+            self._line.stays(waiter)
 
     def _go_on(self) -> None:
+        """To a worker, or into the line: behind those that wait for the same already."""
         if self.ticket is not None and self.giver is not None:
-            self._choose_taker()
-        else:
-            self._place()
+            self._pool.hold(self.ticket, self.giver)
+        kind = self._kind()
+        is_first = not self._line.has(kind)
+        if not (is_first and self._try_places()):
+            self._wait(kind)
+            if not is_first:
+                self._line.open([kind])
+
+    def _try_places(self) -> bool:
+        """Whether there was one."""
+        if self.ticket is not None and self.giver is not None:
+            return self._choose_taker(self.ticket, self.giver)
+        return self._place()
+
+    def _kind(self) -> Kind:
+        """What it waits for, if it has to."""
+        if self.ticket is not None and self.giver is not None:
+            return Kind(Waits.CACHE, self.ticket.layout, self.giver.life)
+        need = self._need()
+        if need.from_tokens:
+            return Kind(Waits.FROM_TOKENS)
+        return Kind(Waits.SHORT_PREFILL if need.tokens < need.handoff_min_tokens else Waits.PREFILL)
 
     def _seen(self) -> Any:
         job = self._job
@@ -124,26 +149,23 @@ class Route:
             handoff_min_tokens=self._pool.handoff_min_tokens(request.work.model) if self._goes_on else 0,
         )
 
-    def _place(self) -> None:
-        """On its first worker, or into the line of those that wait for one."""
+    def _place(self) -> bool:
+        """On its first worker."""
         place = first_place(self._seen(), self._need())
         if place is None:
-            self._wait()
-        elif place.prefill:
+            return False
+        if place.prefill:
             self._ask_prefill(self._pool.worker(place.life))
         else:
             self._start(self._pool.worker(place.life))
+        return True
 
-    def _choose_taker(self) -> None:
-        ticket, giver = self.ticket, self.giver
-        assert ticket is not None
-        assert giver is not None
-        self._pool.hold(ticket, giver)
+    def _choose_taker(self, ticket: wire.Ticket, giver: Worker) -> bool:
         life = taker(self._seen(), self._need(), ticket.layout, giver.life)
         if life is None:
-            self._wait()
-        else:
-            self._start(self._pool.worker(life), ticket)
+            return False
+        self._start(self._pool.worker(life), ticket)
+        return True
 
     def _adopt(self, holder: Life) -> None:
         """It runs there already, begun by an earlier owner of the request."""
@@ -243,19 +265,18 @@ class Route:
 
     # Waiting for room
 
-    def _wait(self) -> None:
-        if self._waits_since is None:
-            self._waits_since = self._now()
-            self._pool.wake_on_change(self._wake)
+    def _wait(self, kind: Kind) -> None:
+        request = self._job.course.request
+        order = request.accepted_at - request.work.priority * SECONDS_PER_PRIORITY
+        self._waits_since = self._now()
+        self._waiter = Waiter(order, kind, partial(self._tell, None, Woken()))
+        self._line.join(self._waiter)
 
     def _stop_waiting(self) -> None:
         self._waits_since = None
-        self._pool.forget_waker(self._wake)
-
-    def _wake(self) -> None:
-        if not self._is_woken:
-            self._is_woken = True
-            self._tell(None, Woken())
+        if self._waiter is not None:
+            waiter, self._waiter = self._waiter, None
+            self._line.placed(waiter)
 
     # What is over
 
@@ -306,7 +327,7 @@ class Route:
 
     def close(self, reason: wire.Cancel.Reason, *, is_over: bool) -> None:
         """Lets go of all that is left at workers. ``is_over``: it ended by itself, and its giver need not be told."""
-        self._pool.forget_waker(self._wake)
+        self._stop_waiting()
         for sent in (self._at_giver, self._at_taker):
             if sent is not None:
                 sent.over()

@@ -50,7 +50,7 @@ class View:
         self.work = Count()
         """Tokens to be computed."""
         self.sequences = Count()
-        self._layout = facts.layout
+        self.layout = facts.layout
         self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
         self._cached = Cached()
         self._is_full = False
@@ -62,14 +62,26 @@ class View:
     def is_draining(self) -> bool:
         return self._load.draining
 
+    @property
+    def role(self) -> wire.Role:
+        return self._load.role
+
+    @property
+    def takes_prompts(self) -> bool:
+        return self._load.takes_prompts
+
+    @property
+    def has_room(self) -> bool:
+        """Whether anything may be sent there before it tells its load again."""
+        return not self._is_full and self._sent_sequences < self._allowance
+
     def seen(self, prefix: Prefix | None = None, *, avoided: bool = False) -> Seen:
         """For a request with that prompt; None: for any."""
-        load = self._load
-        has_room = not self._is_full and self._sent_sequences < self._allowance
+        load, has_room = self._load, self.has_room
         return Seen(
             life=self.life,
             role=load.role,
-            layout=self._layout,
+            layout=self.layout,
             block_tokens=self.block_tokens,
             free_blocks=load.free_blocks + load.cached_blocks - self._sent_tokens // self.block_tokens,
             sequences=self.sequences.now,

@@ -161,7 +161,7 @@ async def core(
         assert admission.active == 0
         assert not bookings._held
         assert not pool._givers
-        assert not pool._waiting
+        assert not any(pool.lines.values())
         for worker in list(pool._workers.values()):
             assert not worker.session.is_busy
             assert not worker.session._slots
