@@ -62,6 +62,10 @@ class Dispatcher:
     def is_draining(self) -> bool:
         return self._draining
 
+    def load(self) -> wire.Load:
+        """What the directory shows of this router: requests that run and that wait, and whether it drains."""
+        return wire.Load(running=self.running, waiting=self.waiting, draining=self._draining)
+
     async def begin(self, request: ValidRequest) -> Course:
         """Returns once the request is admitted and recorded; it is answered from then on, whoever reads it.
 

@@ -148,7 +148,7 @@ class Process:
         address = self._settings.advertise or join_address(_reached_at(self._settings.host), server.port)
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
-        membership = Membership(self._store, facts, self.flusher.rewrite, replaced)
+        membership = Membership(self._store, facts, self.flusher.rewrite, replaced, self.dispatcher.load)
         self._keep("sessions", self.pool.start())
         self._ends.push_async_callback(self.pool.close)
         self._keep("registration", membership.start(Lifetimes().renew_every_s))

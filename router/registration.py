@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from protos.state_pb2 import RouterRegistration
+from protos.worker_pb2 import Load
 from runtime import logs
 from state.directory import Registration
 from state.errors import Replaced, StateError
@@ -19,7 +20,8 @@ _log = logs.get(__name__)
 
 
 class Membership:
-    """``on_new_era`` is called when Redis has forgotten everything, ``on_replaced`` when another life has this id."""
+    """``on_new_era`` is called when Redis has forgotten everything, ``on_replaced`` when another life has this id,
+    ``load`` at each renewal."""
 
     def __init__(
         self,
@@ -27,11 +29,13 @@ class Membership:
         facts: RouterRegistration,
         on_new_era: Callable[[], None],
         on_replaced: Callable[[], None],
+        load: Callable[[], Load] = Load,
     ) -> None:
         self._store = store
         self._facts = facts
         self._on_new_era = on_new_era
         self._on_replaced = on_replaced
+        self._load = load
         self._registration: Registration[RouterRegistration] | None = None
         self._era: str | None = None
         self._task: asyncio.Task[None] | None = None
@@ -70,9 +74,9 @@ class Membership:
     async def _renew(self) -> None:
         """Raises Replaced, StoreUnavailable, StoreFault."""
         if self._registration is None:
-            self._registration = await self._store.routers.register(self._facts)
+            self._registration = await self._store.routers.register(self._facts, self._load())
         else:
-            await self._registration.renew()
+            await self._registration.renew(self._load())
         era = (await self._store.era.current()).id
         if self._era is not None and era != self._era:
             _log.warning("the state store was emptied: what is held here is written again")

@@ -28,7 +28,8 @@ Facts = TypeVar("Facts", bound=WorkerRegistration | RouterRegistration)
 @dataclass(frozen=True)
 class Present(Generic[Facts]):
     facts: Facts
-    load: Load  # of routers empty
+    load: Load
+    renewed_ago_s: float = 0.0  # since its registration was last renewed
 
     @property
     def life(self) -> Life:
@@ -61,8 +62,8 @@ class Directory(Generic[Facts]):
         reply = await self._client.run(scripts.DIRECTORY_LIST.call(self._names))
         version, next_end_ms, *rest = reply
         present = tuple(
-            Present(self._parsed(facts), Load.FromString(load))
-            for facts, load in zip(rest[::2], rest[1::2], strict=True)
+            Present(self._parsed(facts), Load.FromString(load), max(0, self._lasts[0] - ends_ms) / 1000)
+            for facts, load, ends_ms in zip(rest[::3], rest[1::3], rest[2::3], strict=True)
         )
         return Listing(version, next_end_ms / 1000 if next_end_ms >= 0 else None, present)
 

@@ -1,6 +1,6 @@
 -- Who is registered; forgets whose registration ran out.
 -- KEYS peers, expiry, changes
--- Returns {id of the last change, ms until the next registration runs out or -1, then facts, load of each}.
+-- Returns {id of the last change, ms until the next registration runs out or -1, then facts, load, ms until it runs out of each}.
 
 local now = now_ms()
 local gone = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)
@@ -15,9 +15,11 @@ end
 local change = redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', 1)[1]
 local next_end = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')[2]
 local listing = {change and change[1] or '0-0', next_end and tonumber(next_end) - now or -1}
-for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
-  local found = redis.call('HMGET', KEYS[1], 'f:' .. id, 'l:' .. id)
+local ends = redis.call('ZRANGE', KEYS[2], 0, -1, 'WITHSCORES')
+for i = 1, #ends, 2 do
+  local found = redis.call('HMGET', KEYS[1], 'f:' .. ends[i], 'l:' .. ends[i])
   table.insert(listing, found[1])
   table.insert(listing, found[2])
+  table.insert(listing, tonumber(ends[i + 1]) - now)
 end
 return listing

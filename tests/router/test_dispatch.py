@@ -550,6 +550,7 @@ async def test_a_cancel_reaches_those_that_wait_for_admission(store: Store) -> N
             await waiting[1]
         assert scene.dispatcher.waiting == 0
         assert scene.dispatcher.running == 1
+        assert scene.dispatcher.load() == wire.Load(running=1)
         workers[1].go.set()
         await ended(course)
 

@@ -53,6 +53,17 @@ async def test_who_does_not_renew_is_gone(server: PrivateRedis, bare: sync_redis
         assert not bare.hexists(keys.peers("workers"), f"f:{OLD.id}"), "it left something behind"
 
 
+async def test_a_listing_says_how_long_ago_each_was_renewed(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    async with make_store(server.url, registration_s=60) as store:
+        registered = await store.workers.register(worker_facts(OLD))
+        pass_time(bare, 40)
+        (present,) = (await store.workers.listing()).present
+        assert 40 <= present.renewed_ago_s < 60
+        await registered.renew()
+        (present,) = (await store.workers.listing()).present
+        assert present.renewed_ago_s < 40
+
+
 async def test_who_ran_out_comes_back_by_renewing(store: Store, bare: sync_redis.Redis) -> None:
     registered = await store.workers.register(worker_facts(OLD))
     for listed in (True, False):
