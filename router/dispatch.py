@@ -82,6 +82,7 @@ class Dispatcher:
                 break
             epoch = execution.owned.epoch + 1
             await self._until_settled(execution)
+            execution.owned.is_listed = False  # the entry among the open requests is the new one's from now on
             self.settled(execution)  # the store has it, or will have it before the one that begins now
         if execution is None:
             execution = self._launched(request, epoch=epoch)

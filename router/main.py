@@ -26,6 +26,7 @@ from router.execution import Router
 from router.flush import Flusher
 from router.limits import limits
 from router.models import Models, load
+from router.open_entries import OpenEntries
 from router.pool import Pool
 from router.registration import Membership
 from router.revival import reviver
@@ -161,6 +162,9 @@ class Process:
         takeover = Takeover(self._store, self.dispatcher, Life.of(self.peer))
         self._keep("takeover", takeover.start())
         self._ends.push_async_callback(takeover.close)
+        entries = OpenEntries(self._store, Life.of(self.peer))
+        self._keep("open entries", entries.start())
+        self._ends.push_async_callback(entries.close)
         try:
             async with asyncio.timeout(SETTLE_SECONDS):
                 await self.pool.settled()

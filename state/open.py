@@ -1,7 +1,8 @@
 """Per router the requests that it hasn't ended, so that those of a dead one are found, each by one router.
 
-An entry promises nothing: a request that has ended, or that another router owns, may still have one for a moment.
-Whoever takes entries over asks for each request by `Requests.adopt_orphan`.
+A request leaves the open set of its owner when it ends, and that of the owner before when it is taken over. An entry
+promises nothing: where Redis was away just then one is left over, until `Requests.leftovers` finds it. Whoever takes
+entries over asks for each request by `Requests.adopt_orphan`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class OpenRequests:
 
     async def add(self, router: Life, requests: Sequence[RequestKey]) -> None:
         """Enter requests, those that are there already too. Raises StoreUnavailable."""
-        await self._client.run_all([self.adding(router, batch) for batch in _cut(requests)])
+        await self._client.run_all([self.adding(router, batch) for batch in cut(requests)])
 
     async def remove(self, router: Life, requests: Sequence[RequestKey]) -> None:
         """Said again, nothing changes. Raises StoreUnavailable."""
-        await self._client.run_all([_removing(router, batch) for batch in _cut(requests)])
+        await self._client.run_all([_removing(router, batch) for batch in cut(requests)])
 
     async def remove_all(self, requests: Iterable[OwnedRequest]) -> None:
         """Strike all of these off under their owners. Raises StoreUnavailable."""
@@ -76,7 +77,8 @@ def _removing(router: Life, requests: Sequence[RequestKey]) -> Command:
     return Command(("SREM", keys.open_set(router), *map(str, requests)))
 
 
-def _cut(requests: Sequence[RequestKey]) -> Iterator[Sequence[RequestKey]]:
+def cut(requests: Sequence[RequestKey]) -> Iterator[Sequence[RequestKey]]:
+    """Parts of at most BATCH."""
     for start in range(0, len(requests), BATCH):
         yield requests[start : start + BATCH]
 
@@ -86,5 +88,5 @@ def _batches(requests: Iterable[OwnedRequest]) -> Iterator[tuple[Life, Sequence[
     for request in requests:
         by_owner[request.owner].append(request.key)
     for router, found in by_owner.items():
-        for batch in _cut(found):
+        for batch in cut(found):
             yield router, batch

@@ -14,6 +14,7 @@ So a write may be repeated, come late or never: the last one stands for all befo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from protos.inference_pb2 import GenerateRequest
 from protos.state_pb2 import RequestRecord
@@ -21,11 +22,11 @@ from state import journal, keys, scripts
 from state.client import Client, Reply
 from state.directory import Routers
 from state.era import Era
-from state.errors import AlreadyExists, OwnerAlive, StoreFault, StoreUnavailable, Superseded
+from state.errors import AlreadyExists, OwnerAlive, StateError, StoreFault, StoreUnavailable, Superseded
 from state.keys import Lifetimes
 from state.logprobs import Logprobs
-from state.names import Life, RequestKey
-from state.open import OpenRequests
+from state.names import ENDED, Life, RequestKey
+from state.open import OpenRequests, cut
 from state.owned import LogprobsAsked, OwnedRequest, StoredRequest
 from state.scripts import Command
 
@@ -107,7 +108,9 @@ class Requests:
         return _stored(key, reply[1])
 
     async def adopt(self, key: RequestKey, router: Life, epoch: int | None = None) -> StoredRequest:
-        """Make `router` the owner, whoever was it: its client's newest stream is there. One round trip.
+        """Make `router` the owner, whoever was it: its client's newest stream is there.
+
+        One round trip, and one more by which it leaves the open set of the owner before.
 
         With `epoch`: only while this is the request's epoch, so of several one wins. What has ended is returned as it
         is, and what the router owns already. Raises Superseded, UnknownRequest, NotYetKnown, StoreUnavailable.
@@ -116,7 +119,9 @@ class Requests:
             key, router, self._adopting(key, router, "" if epoch is None else epoch, "")
         )
         if reply[0] == b"exists":
-            return await self._keep_entry_if_owned(_stored(key, reply[1]), router)
+            found = _stored(key, reply[1])
+            await self._leave_open_set(found, reply[2])
+            return await self._keep_entry_if_owned(found, router)
         await self._open.remove(router, [key])
         if reply[0] == b"unknown":
             raise await self._era.unknown(key)
@@ -125,13 +130,29 @@ class Requests:
     async def cancel(self, key: RequestKey, router: Life) -> StoredRequest:
         """Make `router` the owner of what is CANCELLED by this same step; how it ended is for the new owner to write.
 
-        What is returned shows the request as it was before. One round trip.
+        What is returned shows the request as it was before. It leaves the open set of the owner before.
         Raises UnknownRequest, NotYetKnown, StoreUnavailable.
         """
         reply = await self._client.run(self._adopting(key, router, "", self._ended_ms))
         if reply[0] == b"unknown":
             raise await self._era.unknown(key)
-        return _stored(key, reply[1])
+        found = _stored(key, reply[1])
+        await self._leave_open_set(found, reply[2])
+        return found
+
+    async def leftovers(self, router: Life) -> set[RequestKey]:
+        """Entries of a router's open set whose request has ended, has expired or belongs to another router.
+
+        An entry may be there a moment before its request: only one that is left over twice, some time apart, is wrong.
+        Raises StoreUnavailable.
+        """
+        left = set[RequestKey]()
+        for batch in cut(list(await self._open.of(router))):
+            asked = [Command(("HMGET", keys.request(key), "state", "owner")) for key in batch]
+            for key, (state, owner) in zip(batch, await self._client.run_all(asked), strict=True):
+                if state is None or int(state) in ENDED or owner.decode() != str(router):
+                    left.add(key)
+        return left
 
     async def adopt_orphan(self, key: RequestKey, router: Life) -> StoredRequest:
         """Make `router` the owner if the present one isn't registered.
@@ -156,6 +177,16 @@ class Requests:
         entry would be found by nobody."""
         replies = await self._client.run_all([self._open.adding(router, [key]), command])
         return replies[1]
+
+    async def _leave_open_set(self, found: StoredRequest, owner_before: bytes) -> None:
+        """The owner from which the request was taken over has it open no more, whether or not it learns so.
+
+        The takeover stands where this fails; `leftovers` finds the entry then.
+        """
+        before = Life.parse(owner_before.decode())
+        if before != found.owner:
+            with suppress(StateError):
+                await self._open.remove(before, [found.key])
 
     async def _keep_entry_if_owned(self, found: StoredRequest, router: Life) -> StoredRequest:
         if found.ended or found.owner != router:
