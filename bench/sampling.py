@@ -1,6 +1,6 @@
 """What drawing tokens costs: a step's logits to its tokens, by kind of request.
 
-    python -m bench.sampling [--rows 64] [--vocabulary 151936] [--json OUT]
+    python -m bench.sampling [--rows 64] [--vocabulary 151936] [--written 200] [--json OUT]
 
 Beside it, in the same run: one softmax over the same rows, which is the least that a sampler in tensor operations does,
 and the operations that stand in where there are no kernels. All take turns; a figure is the median.
@@ -28,6 +28,7 @@ from bench.options import positive
 from engine import sampler
 from engine.plan import Row
 from engine.request import Request, SamplingParams
+from engine.sampler_state import SamplerState
 
 KINDS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
@@ -39,17 +40,18 @@ KINDS: Mapping[str, dict[str, Any]] = MappingProxyType(
     }
 )
 WRITTEN = 200
-"""Tokens that each sequence has so far."""
+"""Tokens that each sequence has so far, if the command line does not say how many."""
 
 
-def make_rows(count: int, vocabulary: int, kind: Mapping[str, Any]) -> list[Row]:
-    """Of ``count`` sequences, each about to draw a token."""
-    tokens = torch.randint(vocabulary, (count, WRITTEN), generator=torch.Generator().manual_seed(0)).tolist()
+def make_rows(count: int, vocabulary: int, kind: Mapping[str, Any], written: int = WRITTEN) -> list[Row]:
+    """Of ``count`` sequences of ``written`` tokens, each about to draw one."""
+    tokens = torch.randint(vocabulary, (count, written), generator=torch.Generator().manual_seed(0)).tolist()
     requests = [
         Request(f"s{seed}", (of[0],), sampling=SamplingParams(seed=seed, **kind)) for seed, of in enumerate(tokens)
     ]
     return [
-        Row(request, of, WRITTEN - 1, WRITTEN, array("i"), True) for request, of in zip(requests, tokens, strict=True)
+        Row(request, of, written - 1, written, array("i"), True, SamplerState(request))
+        for request, of in zip(requests, tokens, strict=True)
     ]
 
 
@@ -71,12 +73,12 @@ def in_tensor_operations(rows: list[Row], logits: torch.Tensor) -> None:
         vars(sampler)["KERNELS"] = kernels
 
 
-def measure(count: int, vocabulary: int, runs: int) -> dict[str, Any]:
+def measure(count: int, vocabulary: int, runs: int, written: int = WRITTEN) -> dict[str, Any]:
     """Milliseconds for all rows, by kind of request and contender."""
     logits = make_logits(count, vocabulary)
     kinds = {}
     for name, kind in track(KINDS.items(), "measuring", console=Console(stderr=True), transient=True):
-        rows = make_rows(count, vocabulary, kind)
+        rows = make_rows(count, vocabulary, kind, written)
         contenders: dict[str, Callable[[], object]] = {
             "softmax_ms": lambda: torch.softmax(logits.float(), -1),
             "sample_ms": lambda rows=rows: sampler.sample(rows, logits, frozenset()),  # type: ignore[misc]
@@ -84,6 +86,7 @@ def measure(count: int, vocabulary: int, runs: int) -> dict[str, Any]:
         }
         kinds[name] = dict(zip(contenders, in_turn(list(contenders.values()), runs), strict=True))
     facts = {"machine": machine.facts(), "threads": torch.get_num_threads(), "rows": count, "vocabulary": vocabulary}
+    facts["written"] = written
     return {**facts, "kinds": kinds}
 
 
@@ -102,12 +105,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.sampling", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=positive, default=64)
     parser.add_argument("--vocabulary", type=positive, default=151_936)
+    parser.add_argument("--written", type=positive, default=WRITTEN, help="tokens that each sequence has so far")
     parser.add_argument("--threads", type=positive, default=machine.usable_cores())
     parser.add_argument("--runs", type=positive, default=7)
     parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    result = measure(args.rows, args.vocabulary, args.runs)
+    result = measure(args.rows, args.vocabulary, args.runs, args.written)
     if args.json == "-":
         json.dump(result, sys.stdout, indent=2)
         return

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from engine.costs import NO_WORK, Costs, Work, chunk
 from engine.request import Request
+from engine.sampler_state import SamplerState
 
 
 class Row(NamedTuple):
@@ -19,6 +20,7 @@ class Row(NamedTuple):
     start, end  the positions to compute: tokens[start:end]
     blocks      block table; position p lives in blocks[p // block_size]
     sample      whether the token after ``end - 1`` is to be drawn
+    state       what sampling keeps of the sequence; None where the request is plain
     """
 
     request: Request
@@ -27,6 +29,7 @@ class Row(NamedTuple):
     end: int
     blocks: array[int]
     sample: bool
+    state: SamplerState | None = None
 
     @property
     def work(self) -> Work:

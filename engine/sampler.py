@@ -7,9 +7,10 @@ which rows it is sampled with.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence, Set
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from engine.draw import uniform
 from engine.native import KERNELS
 from engine.plan import Row, TokenLogprobs
 from engine.request import SamplingParams
+from engine.sampler_state import TokenCounts
 from engine.threads import team
 
 _OFF = float("-inf")
@@ -153,13 +155,20 @@ def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:
 
 def _adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:
     """Bias, minimum length and penalties of one row, in place; scores [vocabulary]."""
-    sampling = row.request.sampling
-    for token, bias in sampling.logit_bias.items():
-        scores[token] += bias
+    state = row.state
+    assert state is not None, "a request that is not plain has a sampler state"
+    if state.bias_tokens:
+        scores[_tensor(state.bias_tokens, torch.int64, scores)] += _tensor(state.bias, torch.float32, scores)
     if forbidden := _forbidden(row, eos):
         scores[list(forbidden)] = _OFF
-    if sampling.penalised:
-        _penalise(sampling, row.tokens, row.request.prompt_len, scores)
+    if state.counts is not None:
+        state.counts.update(row.tokens, row.end)
+        _penalise(row.request.sampling, state.counts, scores)
+
+
+def _tensor(values: array[Any], dtype: torch.dtype, beside: torch.Tensor) -> torch.Tensor:
+    """An array's memory as a tensor on the device of another. While it is alive the array can't grow."""
+    return torch.frombuffer(values, dtype=dtype).to(beside.device)
 
 
 def _forbidden(row: Row, eos: frozenset[int]) -> Set[int]:
@@ -174,15 +183,16 @@ def _number(row: Row) -> float:
     return uniform(sampling.seed, sampling.output_index, row.end - row.request.prompt_len)
 
 
-def _penalise(sampling: SamplingParams, tokens: Sequence[int], prompt: int, scores: torch.Tensor) -> None:
-    seen = torch.tensor(sorted(set(tokens)), device=scores.device)
-    before = scores[seen]
-    penalty = sampling.repetition_penalty
-    changed = torch.where(before > 0, before / penalty, before * penalty)
-    scores[seen] = changed.clamp(-_HIGHEST, _HIGHEST)  # a reward may be without bounds, a score must be a number
-    if len(tokens) > prompt:
-        written, counts = torch.tensor(tokens[prompt:], device=scores.device).unique(return_counts=True)
-        scores[written] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+def _penalise(sampling: SamplingParams, counts: TokenCounts, scores: torch.Tensor) -> None:
+    """In place, of the distinct tokens alone; scores [vocabulary]."""
+    if not counts.tokens:
+        return
+    tokens, output = (_tensor(part, torch.int64, scores) for part in (counts.tokens, counts.output))
+    changed = scores[tokens]
+    if (penalty := sampling.repetition_penalty) != 1.0:
+        changed = torch.where(changed > 0, changed / penalty, changed * penalty)
+        changed.clamp_(-_HIGHEST, _HIGHEST)  # a reward may be without bounds, a score must be a number
+    scores[tokens] = changed - (sampling.presence_penalty * (output > 0) + sampling.frequency_penalty * output)
 
 
 def _draw(rows: Sequence[Row], scores: torch.Tensor) -> torch.Tensor:

@@ -169,7 +169,7 @@ class Scheduler:
             if len(blocks) * size < length:
                 short.append(holding)
             if computed == length - 1:
-                rows.append(make(Row, (sequence.request, tokens, computed, length, blocks, True)))
+                rows.append(make(Row, (sequence.request, tokens, computed, length, blocks, True, sequence.state)))
                 chosen.append(sequence)
                 pairs += length
             else:
@@ -250,7 +250,8 @@ class _Budget:
         tokens = self._limits.token_budget - self.tokens
         wanted = min(sequence.remaining, tokens, PROMPT_LOGPROB_CHUNK if explained else tokens)
         end = start + self.share(start, wanted, explained=explained)
-        row = Row(request, sequence.tokens, start, end, sequence.holding.blocks, end == len(sequence.tokens))
+        sample = end == len(sequence.tokens)
+        row = Row(request, sequence.tokens, start, end, sequence.holding.blocks, sample, sequence.state)
         self.prompts = self.prompts.plus(row.work)
         self._over = end - start < wanted or not self._fitting(0, 1)
         self._least = 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.blocks import BlockHash, Holding, hash_blocks, root_hash
 from engine.request import Request
+from engine.sampler_state import SamplerState
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class Sequence:
         "holding",
         "order",
         "request",
+        "state",
         "stops",
         "sums",
         "timeline",
@@ -54,6 +56,7 @@ class Sequence:
         self.explained = 1  # prompt tokens whose log-probabilities were told; the first one has none
         self.holding: Holding | None = None
         self.order = order
+        self.state = None if request.plain else SamplerState(request)
         self.stops: Set[int] = frozenset()  # tokens that end it
         self.due = sys.maxsize  # the length at which it ends, or parks, at the latest
         self.sums: dict[int, int] = {}  # block index -> sum made when it was filled, if it is to be handed over

@@ -78,9 +78,9 @@ class Flattening {
     template <class E>
     static E* at(PyObject* bytes) { return reinterpret_cast<E*>(PyByteArray_AS_STRING(bytes)); }
 
-    bool take(PyObject* row) {  // (request, tokens, start, end, blocks, sample)
-        if (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 6) {
-            PyErr_SetString(PyExc_TypeError, "rows are tuples of six");
+    bool take(PyObject* row) {  // (request, tokens, start, end, blocks, sample, state)
+        if (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 7) {
+            PyErr_SetString(PyExc_TypeError, "rows are tuples of seven");
             return false;
         }
         FlatRow taken{row};

@@ -94,5 +94,5 @@ def test_what_is_no_row_is_refused() -> None:
     for fields in wrong:
         with pytest.raises(TypeError):
             flatten([row._replace(**fields)], SIZE, BLANK)
-    with pytest.raises(TypeError, match="tuples of six"):
+    with pytest.raises(TypeError, match="tuples of seven"):
         flatten([row[:5]], SIZE, BLANK)  # type: ignore[list-item]

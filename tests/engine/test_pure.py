@@ -37,7 +37,8 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-names = "blocks draw engine errors fake kv_layout loop output plan policy request scheduler sequence streams transfer"
+names = "blocks draw engine errors fake kv_layout loop output plan policy request sampler_state scheduler sequence"
+names += " streams transfer"
 for name in names.split():
     importlib.import_module(f"engine.{name}")
 

@@ -23,6 +23,7 @@ from engine.output import Ended, PromptLogprobs, Token
 from engine.plan import Row
 from engine.request import FinishReason, Request, SamplingParams, StopParams
 from engine.sampler import AT_ONCE, PIECE, highest, sample, token_logprobs
+from engine.sampler_state import SamplerState
 from engine.scheduler import Limits
 from tests.engine import tiny
 
@@ -103,7 +104,7 @@ def row(mix: dict[str, Any], output: Sequence[int] = OUTPUT, min_tokens: int = 0
     stop = StopParams(min_tokens=min_tokens, stop_token_ids=frozenset({4}))
     request = Request("r", PROMPT, sampling=sampling, stop=stop)
     tokens = [*PROMPT, *output]
-    return Row(request, tokens, len(tokens) - 1, len(tokens), array("i"), True)
+    return Row(request, tokens, len(tokens) - 1, len(tokens), array("i"), True, SamplerState(request))
 
 
 def exact(drawn: Row, logits: torch.Tensor) -> np.ndarray:
@@ -284,7 +285,8 @@ def test_a_row_of_a_mixed_batch_gets_the_token_it_gets_alone(vocabulary):
 def test_bfloat16_and_more_threads_change_nothing(vocabulary):
     """A bfloat16 is a float32 too."""
     kinds = [row(mix, seed=seed).request.sampling for seed, mix in enumerate(MIXES.values()) if "logit_bias" not in mix]
-    rows = [Row(Request("r", (0,), sampling=kind), [0, 0], 1, 2, array("i"), True) for kind in kinds]
+    requests = [Request("r", (0,), sampling=kind) for kind in kinds]
+    rows = [Row(one, [0, 0], 1, 2, array("i"), True, SamplerState(one)) for one in requests]
     logits = logits_of(5, len(rows), max(vocabulary, VOCAB))[:, :vocabulary].to(torch.bfloat16)
     expected = sample(rows, logits.float().contiguous(), frozenset())
     assert sample(rows, logits, frozenset()) == expected

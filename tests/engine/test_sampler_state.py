@@ -1,0 +1,138 @@
+"""What sampling keeps of a sequence: the same from whatever point it is counted, and one token's work a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.engine import Engine
+from engine.model import ModelConfig, ModelDevice, load
+from engine.plan import Row
+from engine.request import Request, SamplingParams, StopParams
+from engine.sampler import sample
+from engine.sampler_state import SamplerState, TokenCounts
+from engine.scheduler import Limits
+from tests.engine import test_bits, tiny
+
+PENALTIES = SamplingParams(
+    repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.9, logit_bias={5: 2.0, 9: -3.0}
+)
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(0, 40), st.booleans(), st.data())
+def test_counts_do_not_depend_on_how_the_tokens_came(
+    tokens: list[int], prompt_len: int, with_prompt: bool, data: st.DataObject
+) -> None:
+    """In any pieces, also after the sequence was made shorter."""
+    counts = TokenCounts(prompt_len, with_prompt=with_prompt)
+    for length in data.draw(st.lists(st.integers(0, len(tokens)), max_size=6)):
+        counts.update(tokens, length)
+        output = Counter(tokens[prompt_len:length])
+        seen = set(tokens[:length]) if with_prompt else set(output)
+        assert sorted(counts.tokens) == sorted(seen)
+        assert dict(zip(counts.tokens, counts.output, strict=True)) == {token: output[token] for token in seen}
+
+
+class Read(Sequence[int]):
+    """Tokens that count how many of them are read."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        found = self.tokens[at]
+        self.reads += len(found) if isinstance(found, list) else 1
+        return found
+
+
+@pytest.mark.parametrize("length", [10, 32_000])
+def test_the_work_of_a_step_does_not_grow_with_the_tokens(length: int) -> None:
+    """Once the tokens that a sequence came with are counted, a step reads the new one alone."""
+    prompt = [at % 20 for at in range(length)]
+    request = Request("r", tuple(prompt), sampling=PENALTIES)
+    tokens, state = Read(prompt), SamplerState(request)
+    for step in range(5):
+        tokens.reads = 0
+        row = Row(request, tokens, len(tokens) - 1, len(tokens), array("i"), True, state)
+        [token] = sample([row], torch.randn(1, 48), frozenset())
+        assert tokens.reads == (1 if step else length)
+        assert state.counts is not None
+        assert len(state.counts.tokens) <= 20 + step, "what a step touches of the logits: distinct tokens"
+        tokens.tokens.append(token)
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> ModelDevice:
+    folder: Path = tiny.save(tiny.config("llama"), tmp_path_factory.mktemp("llama"))
+    return load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=2 << 20))
+
+
+def engine_on(device: ModelDevice, blocks: int = 60) -> Engine:
+    limits = Limits(token_budget=64, max_running=8, window=min(device.window, blocks * device.block_size))
+    return test_bits.engine_on(device, blocks, limits)[0]
+
+
+def penalised(id: str = "r", length: int = 30, written: int = 20, **more: Any) -> Request:
+    return tiny.greedy(id, tiny.prompt(length, length), written, sampling=PENALTIES, **more)
+
+
+def outputs(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+    return {id: list(tokens) for id, tokens in tiny.run(engine, list(requests)).tokens.items()}
+
+
+def test_a_preempted_sequence_goes_on_with_its_penalties(device: ModelDevice) -> None:
+    asked = [penalised(f"r{length}", length, 60) for length in (3, 5, 9, 12)]
+    calm = outputs(engine_on(device), asked)
+    tight = engine_on(device, blocks=10)
+    assert outputs(tight, asked) == calm
+    assert tight.scheduler.preemptions
+
+
+def test_an_imported_sequence_goes_on_with_its_penalties(device: ModelDevice) -> None:
+    request = penalised()
+    expected = outputs(engine_on(device), [request])["r"]
+    sender, receiver = engine_on(device), engine_on(device)
+    test_bits.hand_over(sender, receiver, request)
+    written = []
+    while receiver.has_work:
+        written += [token.token for token in receiver.step().tokens]
+    assert written == expected[1:]
+
+
+@pytest.mark.parametrize("written", [1, 7, 19])
+def test_an_adopted_sequence_goes_on_with_its_penalties(device: ModelDevice, written: int) -> None:
+    """Its output so far comes with the request, and counts as output."""
+    request = penalised()
+    expected = outputs(engine_on(device), [request])["r"]
+    adopted = dataclasses.replace(
+        request, token_ids=(*request.token_ids, *expected[:written]), prompt_tokens=len(request.token_ids)
+    )
+    assert outputs(engine_on(device), [adopted])["r"] == expected[written:]
+
+
+def test_a_plain_sequence_keeps_no_state(device: ModelDevice) -> None:
+    engine = engine_on(device)
+    engine.add(tiny.greedy("plain", tiny.prompt(5, 5), 3))
+    engine.add(Request("drawn", tiny.prompt(5, 5), sampling=SamplingParams(temperature=1.0), stop=StopParams(3)))
+    plan, _ = engine.scheduler.schedule()
+    states = {row.request.id: row.state for row in plan.rows}
+    assert states["plain"] is None
+    assert states["drawn"] is not None
+    assert states["drawn"].counts is None
