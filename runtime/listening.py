@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
 import grpc
 from pydantic import Field
 
@@ -57,3 +59,11 @@ def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
 
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes on this machine reach it. A name other than localhost may be any address."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -105,6 +105,8 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
     """
     sys.setswitchinterval(SWITCH_S)
     _check(settings)
+    if settings.is_open:
+        _log.warning("callers are not authenticated: any of them can read and take any request", host=settings.host)
     async with AsyncExitStack() as stack:
         worker = Worker(settings, role, load_device, stack)
         orderly = await serve(

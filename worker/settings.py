@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from runtime.listening import ServerSettings
+from runtime.listening import ServerSettings, is_loopback
 from runtime.logs import LogSettings
+from runtime.settings import Refused
 from runtime.tls import PeerTls
 
 
@@ -44,3 +45,25 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
         default=None, ge=1, description="CPU threads of the engine; unset: as many of its cores as are fastest"
     )
     lease_ms: int = Field(default=10_000, ge=1_000, description="how long a ticket keeps its blocks unless renewed")
+    allow_unauthenticated_peers: bool = Field(
+        default=False,
+        description="INSECURE: listen beyond loopback without tls_client_ca; any caller can read and take any request",
+    )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callers on other machines are served without authentication."""
+        return self.tls_client_ca is None and not is_loopback(self.host)
+
+    @model_validator(mode="after")
+    def _authenticated_peers(self) -> WorkerSettings:
+        if self.is_open and not self.allow_unauthenticated_peers:
+            raise Refused(
+                "host",
+                "a loopback address unless callers authenticate (set --tls-certificate, --tls-key and --tls-client-ca) "
+                "or --allow-unauthenticated-peers is set",
+                self.host,
+            )
+        if self.tls_client_ca is not None and self.peer_certificate is None:
+            raise Refused("tls_client_ca", "needs peer_ca, peer_certificate and peer_key", self.tls_client_ca)
+        return self

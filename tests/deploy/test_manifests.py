@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -26,6 +27,14 @@ PROCESSES: Mapping[str, type[Settings]] = {
 }
 HEALTH_SERVICES = {"alive", "ready"}
 VERSION = "1.32"
+CERT_MANAGER = "cert-manager.io/v1"
+FIELDS = {
+    "Issuer": {"selfSigned", "ca"},
+    "Certificate": {
+        "isCA", "commonName", "secretName", "dnsNames", "usages", "duration", "renewBefore", "privateKey", "issuerRef",
+    },
+}  # fmt: skip
+"""Of cert-manager's objects, those that the base uses."""
 
 OBJECTS = rendered()
 
@@ -90,7 +99,10 @@ def size(text: str) -> int:
 
 @each_object
 def test_every_object_is_valid(one: Object) -> None:
-    kubernetes_validate.validate(one, VERSION, strict=True)
+    if one["apiVersion"] == CERT_MANAGER:
+        assert one["spec"].keys() <= FIELDS[one["kind"]]
+    else:
+        kubernetes_validate.validate(one, VERSION, strict=True)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl, which is not on PATH")
@@ -125,10 +137,58 @@ def test_ports_are_those_that_are_served_and_probed(name: str) -> None:
     assert ports == {"grpc": given.port, "metrics": given.admin_port}
     assert given.host == "0.0.0.0"
     assert given.advertise == f"10.1.2.3:{given.port}"
-    assert given.tls == "none", "native gRPC probes speak plaintext"
     for probe, service in (("startupProbe", "alive"), ("readinessProbe", "ready"), ("livenessProbe", "alive")):
-        assert one[probe]["grpc"] == {"port": given.port, "service": service}
+        if given.tls == "none":
+            assert one[probe]["grpc"] == {"port": given.port, "service": service}
+        else:  # native gRPC probes speak plaintext
+            assert one[probe]["httpGet"] == {"port": "metrics", "path": f"/{service}"}
         assert service in HEALTH_SERVICES
+
+
+def mounted_secrets(name: str) -> dict[str, str]:
+    """Secrets by the folder in which the container sees them."""
+    secrets = {one["name"]: one["secret"]["secretName"] for one in pod(OURS[name])["volumes"] if "secret" in one}
+    mounts = container(OURS[name])["volumeMounts"]
+    return {mount["mountPath"]: secrets[mount["name"]] for mount in mounts if mount["name"] in secrets}
+
+
+@each_of_ours
+def test_processes_authenticate_each_other_with_the_issued_certificate(name: str) -> None:
+    given, certificate = settings(name), of_kind("Certificate")["decant-peers"]["spec"]
+    assert given.tls == ("none" if name == "router" else "mutual"), "routers have --credentials for their clients"
+    files = [given.peer_ca, given.peer_certificate, given.peer_key]
+    if name != "router":
+        files += [given.tls_client_ca, given.tls_certificate, given.tls_key]
+        assert not given.allow_unauthenticated_peers
+    assert [file.name for file in files[:3]] == ["ca.crt", "tls.crt", "tls.key"]
+    assert [file.name for file in files[3:]] in ([], ["ca.crt", "tls.crt", "tls.key"])
+    assert {mounted_secrets(name)[str(file.parent)] for file in files} == {certificate["secretName"]}
+    assert given.peer_name in certificate["dnsNames"]
+    assert {"server auth", "client auth"} <= set(certificate["usages"])
+
+
+def test_certificates_come_from_an_authority_of_this_deployment() -> None:
+    issuers, made = of_kind("Issuer"), of_kind("Certificate")
+    authority = made["decant-authority"]["spec"]
+    assert (
+        issuers[made["decant-peers"]["spec"]["issuerRef"]["name"]]["spec"]["ca"]["secretName"]
+        == authority["secretName"]
+    )
+    assert authority["isCA"] is True
+    assert "selfSigned" in issuers[authority["issuerRef"]["name"]]["spec"]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="renders an overlay with kubectl, which is not on PATH")
+def test_an_overlay_leaves_cert_manager_out_as_documented(tmp_path: Path) -> None:
+    text = (ROOT / "deploy" / "README.md").read_text()
+    (patch,) = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "$patch: delete" in block]
+    shutil.copytree(BASE, tmp_path / "base")
+    (tmp_path / "mine").mkdir()
+    head = "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [../base]\n"
+    (tmp_path / "mine" / "kustomization.yaml").write_text(head + patch)
+    kinds = {one["kind"] for one in by_kubectl(tmp_path / "mine")}
+    assert "Deployment" in kinds
+    assert not kinds & FIELDS.keys()
 
 
 @each_of_ours

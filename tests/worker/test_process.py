@@ -280,7 +280,11 @@ def test_metrics_are_told_on_the_admin_port(run: Run) -> None:
     [
         (("--max-running", "600", "--token-budget", "500"), "--max-running: at most the token budget 500, got 600"),
         (("--kv-bytes", "65536", "--window", "9000"), "--window: at most the 8192 tokens that the KV memory holds"),
-        (("--host", "0.0.0.0"), "--advertise: needed where host is every address"),
+        (
+            ("--host", "0.0.0.0", "--allow-unauthenticated-peers"),
+            "--advertise: needed where host is every address",
+        ),
+        (("--host", "0.0.0.0"), "--host: a loopback address unless callers authenticate (set --tls-certificate"),
         (("--advertise", "here"), "--advertise: host:port, got here"),
         (("--redis-url", "http://x"), "--redis-url: begins with one of"),
         (("--model", "/nowhere/at all"), "--model: /nowhere/at all: no folder"),

@@ -1,0 +1,166 @@
+"""A worker's port serves authenticated callers alone, or callers on its own machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2
+
+from decode_worker.main import DecodeSettings
+from protos import worker_pb2 as wire
+from runtime import certificates
+from runtime.certificates import PEER_NAME, PeerFiles
+from runtime.channel import open_channel
+from runtime.layers import load
+from runtime.listening import is_loopback
+from runtime.server import Server
+from runtime.settings import InvalidSettings
+from runtime.tls import PeerTls
+from tests.worker.fake_process import load as load_fake
+from worker.process import Worker
+
+PATIENCE_S = 60.0
+INTERNAL = [method for service in wire.DESCRIPTOR.services_by_name.values() for method in service.methods]
+OTHERS = list(health_pb2.DESCRIPTOR.services_by_name["Health"].methods)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> PeerFiles:
+    return certificates.make(tmp_path_factory.mktemp("ours") / "tls")
+
+
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory: pytest.TempPathFactory) -> PeerFiles:
+    """Of another authority, with the same names in it."""
+    return certificates.make(tmp_path_factory.mktemp("strange") / "tls")
+
+
+def peer_tls(roots: PeerFiles, own: PeerFiles | None) -> PeerTls:
+    if own is None:
+        return PeerTls(peer_ca=roots.ca, peer_name=PEER_NAME)
+    return PeerTls(peer_ca=roots.ca, peer_certificate=own.certificate, peer_key=own.key, peer_name=PEER_NAME)
+
+
+@asynccontextmanager
+async def worker(files: PeerFiles) -> AsyncIterator[tuple[Server, Worker]]:
+    """A worker's own services, all of which answer that it is starting."""
+    settings = DecodeSettings(
+        model="any",
+        port=0,
+        tls_certificate=files.certificate,
+        tls_key=files.key,
+        tls_client_ca=files.ca,
+        **dict(peer_tls(files, files)),
+    )
+    async with AsyncExitStack() as stack:
+        one = Worker(settings, wire.ROLE_DECODE, load_fake, stack)
+        server = Server(one.services(), settings, one.readiness, one.registry)
+        await server.start()
+        running = asyncio.create_task(server.run())
+        yield server, one
+        server.shutdown.request("the test ends")
+        await running
+
+
+async def call(channel: grpc.aio.Channel, method: MethodDescriptor) -> grpc.aio.AioRpcError | None:
+    """Call it with one empty message; returns how it failed."""
+    name = f"/{method.containing_service.full_name}/{method.name}"
+    requests: Any = iter([b""]) if method.client_streaming else b""
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    answer = getattr(channel, kind)(name)(requests, timeout=PATIENCE_S)
+    try:
+        if not method.server_streaming:
+            await answer
+        else:
+            await answer.read()
+            answer.cancel()
+    except grpc.aio.AioRpcError as error:
+        return error
+    return None
+
+
+def served(one: Worker) -> float:
+    """Calls that reached a handler: each of them was refused because the worker is starting."""
+    samples = (sample for metric in one.registry.collectors.collect() for sample in metric.samples)
+    return sum(
+        one.value for one in samples if one.name == "decant_errors_total" and one.labels["reason"] == "no_worker"
+    )
+
+
+async def test_every_method_is_closed_to_callers_that_are_not_authenticated(
+    ours: PeerFiles, strange: PeerFiles
+) -> None:
+    callers = {
+        "plaintext": PeerTls(),
+        "no certificate": peer_tls(ours, None),
+        "a certificate of another authority": peer_tls(ours, strange),
+    }
+    async with worker(ours) as (server, one):
+        for caller, tls in callers.items():
+            async with open_channel(server.address, tls) as channel:
+                for method in (*INTERNAL, *OTHERS):
+                    error = await call(channel, method)
+                    assert error is not None, (caller, method.full_name)
+                    assert error.code() is grpc.StatusCode.UNAVAILABLE, (caller, method.full_name, error)
+        assert served(one) == 0
+        async with open_channel(server.address, peer_tls(ours, ours)) as channel:
+            for method in INTERNAL:
+                error = await call(channel, method)
+                assert error is not None
+                assert error.details() == "this worker is starting"
+            assert await call(channel, OTHERS[0]) is None
+        assert served(one) == len(INTERNAL)
+
+
+async def test_a_caller_does_not_speak_to_a_worker_of_another_authority(ours: PeerFiles, strange: PeerFiles) -> None:
+    async with worker(strange) as (server, one), open_channel(server.address, peer_tls(ours, ours)) as channel:
+        for method in INTERNAL:
+            error = await call(channel, method)
+            assert error is not None
+            assert error.details() != "this worker is starting"
+        assert served(one) == 0
+
+
+def test_certificates_are_private(tmp_path: Path) -> None:
+    files = certificates.make(tmp_path / "tls")
+    assert (tmp_path / "tls").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "tls").iterdir()} == {0o600}
+    assert len(list((tmp_path / "tls").iterdir())) == 3
+    private = [path for path in (tmp_path / "tls").iterdir() if b"PRIVATE" in path.read_bytes()]
+    assert private == [files.key], "the authority's key is kept nowhere"
+    with pytest.raises(FileExistsError):
+        certificates.make(tmp_path / "tls")
+
+
+LOOPBACK = ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost")
+BEYOND = ("0.0.0.0", "::", "[::]", "10.1.2.3", "example.org", "localhost.example.org")
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"), [*((host, True) for host in LOOPBACK), *((host, False) for host in BEYOND)]
+)
+def test_without_credentials_a_worker_listens_on_loopback_alone(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+    arguments = ["--model", "any", "--host", host]
+    assert load(DecodeSettings, [*arguments, "--allow-unauthenticated-peers"], {}).is_open is not loopback
+    if loopback:
+        load(DecodeSettings, arguments, {})
+        return
+    with pytest.raises(InvalidSettings, match=r"--tls-client-ca.*--allow-unauthenticated-peers"):
+        load(DecodeSettings, arguments, {})
+    server_only = ["--tls-certificate", "a", "--tls-key", "b"]
+    with pytest.raises(InvalidSettings, match="callers authenticate"):
+        load(DecodeSettings, [*arguments, *server_only], {})
+
+
+def test_a_worker_that_asks_for_certificates_has_one_to_show() -> None:
+    served = ["--tls-certificate", "a", "--tls-key", "b", "--tls-client-ca", "c"]
+    with pytest.raises(InvalidSettings, match="--tls-client-ca: needs peer_ca, peer_certificate and peer_key"):
+        load(DecodeSettings, ["--model", "any", *served], {})
