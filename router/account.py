@@ -54,7 +54,7 @@ class Account:
         self._count()
         course = self._course
         receipt = self.receipt()
-        times = {field.name: round(value, 3) for field, value in receipt.ListFields() if field.name.endswith("_ms")}
+        times = {field.name: value for field, value in receipt.ListFields() if field.name.endswith("_ms")}
         _log.info(
             "request ended",
             request_id=part(course.request.key.id),
@@ -141,7 +141,7 @@ def receipt_of(course: Course, now: float) -> pb.Receipt:
         decode_ms=_ms(_decode_s(course)),
         ttft_ms=_ms(_between(accepted_at, course.first_sent_at)),
         second_token_ms=_ms(_between(course.first_sent_at, course.second_sent_at)),
-        e2e_ms=(now - accepted_at) * 1000,
+        e2e_ms=_ms(now - accepted_at),
         handoff_bytes=path.handoff_bytes,
         prefill_worker=path.prefill_worker,
         decode_worker=path.decode_worker,
@@ -163,4 +163,5 @@ def _between(begin: float | None, end: float | None) -> float | None:
 
 
 def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000
+    """Milliseconds, to the microsecond: more digits are noise of floating point."""
+    return None if seconds is None else round(seconds * 1000, 3)

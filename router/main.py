@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from importlib.metadata import version
 
+from protos import worker_pb2 as wire
 from protos.state_pb2 import RouterRegistration
 from router.admission import Admission
 from router.bookings import Bookings
@@ -137,6 +138,10 @@ class Process:
         metrics = RequestMetrics(self.registry)
         metrics.running.set_function(lambda: self.dispatcher.running)
         metrics.waiting.set_function(lambda: self.dispatcher.waiting)
+        for model in models.by_id:
+            for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
+                ready = metrics.ready_workers.labels(model, wire.Role.Name(role).removeprefix("ROLE_").lower())
+                ready.set_function(partial(self._ready_workers, model, role))
         service = InferenceService(models, self.dispatcher, self._about(settings), metrics)
         self.service = service.service(callers)
         self._settings = settings
@@ -197,6 +202,9 @@ class Process:
                 self.readiness.failed(f"{name} failed")
 
         task.add_done_callback(ended)
+
+    def _ready_workers(self, model: str, role: wire.Role) -> int:
+        return sum(worker.is_usable for worker in self.pool.of(model) if worker.facts.role == role)
 
     def _about(self, settings: RouterSettings) -> About:
         return About(

@@ -1,6 +1,6 @@
 """What a process counts, in a registry of its own. Counters, not rates; labels from closed sets, never ids.
 
-ShellMetrics     every process     errors by reason, code and blame
+ShellMetrics     every process     errors by reason, code and blame; the build
 RequestMetrics   the router        times and tokens of requests, by model
 EngineMetrics    a worker          its cache, its batch, its handoffs
 
@@ -9,13 +9,17 @@ Times are in seconds, sizes in bytes. Buckets are those that servers of this kin
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
 from enum import StrEnum
+from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 
 from runtime.errors import ServiceError
+from runtime.peer import PROTOCOL
 
 PREFIX = "decant"
 
@@ -48,6 +52,8 @@ class Registry:
     """A process's metrics, and their text. `process` adds its CPU seconds, memory and open files."""
 
     def __init__(self, *, process: bool = True) -> None:
+        # The time at which each series began: as many series again, and in no dashboard.
+        disable_created_metrics()
         self.collectors = CollectorRegistry(auto_describe=True)
         if process:
             ProcessCollector(registry=self.collectors)
@@ -59,8 +65,8 @@ class Registry:
     def counter(self, name: str, words: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(f"{PREFIX}_{name}", words, labels, registry=self.collectors)
 
-    def gauge(self, name: str, words: str) -> Gauge:
-        return Gauge(f"{PREFIX}_{name}", words, registry=self.collectors)
+    def gauge(self, name: str, words: str, labels: Iterable[str] = ()) -> Gauge:
+        return Gauge(f"{PREFIX}_{name}", words, labels, registry=self.collectors)
 
     def histogram(self, name: str, words: str, buckets: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
         return Histogram(f"{PREFIX}_{name}", words, labels, buckets=buckets, registry=self.collectors)
@@ -72,6 +78,13 @@ class ShellMetrics:
     def __init__(self, registry: Registry) -> None:
         labels = ("reason", "code", "blame")
         self.errors = registry.counter("errors_total", "Calls that ended with an error.", labels)
+        build = {
+            "version": version("decant-llm"),
+            "protocol": str(PROTOCOL),
+            "python": platform.python_version(),
+            "grpc": grpc.__version__,
+        }
+        registry.gauge("build_info", "Always 1; what this process is built of.", build).labels(**build).set(1)
 
     def count_error(self, error: ServiceError) -> None:
         self.errors.labels(error.label, error.code.name, error.blame.value).inc()
@@ -109,6 +122,9 @@ class RequestMetrics:
         self.generated = registry.counter("generation_tokens_total", "Output tokens.", model)
         self.running = registry.gauge("requests_running", "Requests that a worker has taken up.")
         self.waiting = registry.gauge("requests_waiting", "Requests that wait for a worker.")
+        self.ready_workers = registry.gauge(
+            "ready_workers", "Workers to which new requests may be sent, as this router sees them.", ("model", "role")
+        )
 
     def of(self, model: str) -> ModelMetrics:
         """The metrics of one served model; keep it, looking labels up costs more than counting."""

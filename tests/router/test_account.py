@@ -45,6 +45,21 @@ def value(registry: Registry, name: str, **labels: str) -> float | None:
     return registry.collectors.get_sample_value(f"decant_{name}", {"model": "tiny-python", **labels})
 
 
+async def test_the_times_of_a_receipt_are_whole_microseconds(clock, course, registry):
+    taken = account(course, registry)
+    clock.now += 0.1234567891
+    taken.sent(1)
+    clock.now += 1 / 3
+    taken.sent(1)
+    course.path = Path(queue_s=0.1 + 0.2, prefill_s=2 / 3, handoff_s=1e-7, decode_wait_s=5e-6, decode_began_at=100.1)
+    course.last_token_at = 100 + 1 / 7
+    receipt = taken.receipt()
+    times = {field.name: value for field, value in receipt.ListFields() if field.name.endswith("_ms")}
+    assert times.keys() == RECEIPT_TIMES
+    assert receipt.queue_ms == 300
+    assert {name: value for name, value in times.items() if value != round(value, 3)} == {}
+
+
 async def test_a_receipt_tells_phases_in_milliseconds(clock, course, registry):
     taken = account(course, registry)
     clock.now += 0.5

@@ -156,6 +156,37 @@ async def test_a_router_without_workers_is_ready_and_says_so_to_clients(server: 
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def page(port: object, path: str) -> str:
+    """What a router's admin port answers."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(str(port)))
+    writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+    async with asyncio.timeout(PATIENCE):
+        text = (await reader.read()).decode()
+    writer.close()
+    return text
+
+
+def ready_workers(metrics: str) -> dict[str, float]:
+    name = 'decant_ready_workers{model="m",role="'
+    lines = [line.removeprefix(name).split('"} ') for line in metrics.splitlines() if line.startswith(name)]
+    return {role: float(count) for role, count in lines}
+
+
+async def test_workers_that_take_requests_are_counted_by_model_and_role(server: PrivateRedis, store: Store) -> None:
+    async with fleet(P) as workers, router(server, "--admin-port", "0") as running:
+        port = running.lines[-1]["admin_port"]
+        await become_ready(running)
+        assert "200 OK" in await page(port, "/ready"), "a router is ready without workers"
+        assert ready_workers(await page(port, "/metrics")) == {"prefill": 0, "decode": 0}
+        (worker,) = usable(workers)
+        await store.workers.register(worker.facts)
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                if ready_workers(await page(port, "/metrics")) == {"prefill": 1, "decode": 0}:
+                    break
+                await asyncio.sleep(0.01)
+
+
 def test_a_router_imports_nothing_that_computes() -> None:
     program = (
         "import sys, router.main; "

@@ -1,8 +1,14 @@
 """A process counts in a registry of its own, under the names that dashboards expect."""
 
+import platform
+from importlib.metadata import version
+
+import grpc
+
 from protos import worker_pb2
 from runtime.errors import Internal, QueueFull
 from runtime.metrics import EngineMetrics, PromptSource, Registry, RequestMetrics, ShellMetrics
+from runtime.peer import PROTOCOL
 
 
 def names(registry: Registry) -> set[str]:
@@ -47,6 +53,24 @@ def test_two_processes_in_one_test_do_not_share() -> None:
     assert 'reason="internal"' in one.text().decode()
     assert 'reason="internal"' not in other.text().decode()
     assert 'blame="capacity",code="RESOURCE_EXHAUSTED",reason="queue_full"' in other.text().decode()
+
+
+def test_a_metric_has_no_series_of_creation_times() -> None:
+    registry = Registry(process=False)
+    RequestMetrics(registry).of("m").ttft.observe(1)
+    ShellMetrics(registry).count_error(Internal())
+    assert "_created" not in registry.text().decode()
+
+
+def test_every_process_names_its_build() -> None:
+    registry = Registry(process=False)
+    ShellMetrics(registry)
+    (line,) = [line for line in registry.text().decode().splitlines() if line.startswith("decant_build_info{")]
+    assert f'version="{version("decant-llm")}"' in line
+    assert f'protocol="{PROTOCOL}"' in line
+    assert f'python="{platform.python_version()}"' in line
+    assert f'grpc="{grpc.__version__}"' in line
+    assert line.endswith(" 1.0")
 
 
 def test_a_process_tells_its_own_memory() -> None:
