@@ -45,7 +45,7 @@ from state import errors
 from state.errors import StateError
 from state.names import Life
 from state.owned import OwnedRequest, StoredRequest
-from state.requests import Requests
+from state.requests import Displaced, Requests
 
 RETRY_SECONDS = 1.0
 """What clients are told who find no worker, or no store."""
@@ -189,14 +189,17 @@ class Execution:
             return Aborted(reason, words, resume=ResumePoint(0, written))
         return Unavailable(reason, words, retry_after=RETRY_SECONDS)
 
-    def superseded(self, error: errors.Superseded) -> None:
-        """Another router owns it: nothing more is written."""
+    def superseded(self, error: Displaced) -> None:
+        """Another router owns it, or another request has its id: nothing more is written."""
         self.is_superseded = True
+        if isinstance(error, errors.AlreadyExists):
+            self.end(AlreadyExists(error.key.id))
+            return
         cancelled = error.state == Generation.STATE_CANCELLED
         self.end(Cancelled() if cancelled else self._moved(is_resumed=error.stream_epoch > self.owned.epoch))
 
     def _run(self) -> wire.Run:
-        return wire.Run(request=str(self.owned.key), epoch=self.owned.epoch, attempt=self.owned.attempt)
+        return self._job.run()
 
     @property
     def is_void(self) -> bool:
@@ -277,6 +280,8 @@ class Execution:
         job.note(attempt.giver, attempt.taker, failure)
         job.holder = None
         _log.warning("attempt failed", attempt=self.owned.attempt, why=str(failed))
+        if failure.cause == wire.CAUSE_ID_REUSED:
+            self._avoid_other_request(attempt)
         if failed.blamed is not None:
             job.avoid.add(failed.blamed)
             self._router.pool.blame(failed.blamed)
@@ -285,6 +290,13 @@ class Execution:
             raise self._lost(Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
         append_new(self.owned, self.course)
         self.owned.start_over(datetime.now(UTC))
+
+    def _avoid_other_request(self, attempt: Attempt) -> None:
+        """A worker runs another request with this id. Raises AlreadyExists unless the store has this one."""
+        if self.owned.told is None:
+            self.is_superseded = True
+            raise AlreadyExists(self.owned.key.id)
+        self._job.avoid.update(worker.life for worker in (attempt.giver, attempt.taker) if worker is not None)
 
     async def _superseded_by(self, error: OwnedElsewhere) -> ServiceError:
         """What the store says of the owner that a worker knows of.

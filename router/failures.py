@@ -8,6 +8,8 @@ DEADLINE                            DeadlineExceeded                not blamed
 ENGINE, WRONG_PEER, UNKNOWN_...     another attempt                 blamed
 PEER_LOST, CORRUPT                  another attempt                 the peer that is named, else the sender
 what time or a cancel does          another attempt                 not blamed
+ID_REUSED                           AlreadyExists, or another       not blamed
+                                    worker if the store has it
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ _NOBODYS = frozenset(
         wire.CAUSE_LEASE_OVER,
         wire.CAUSE_RECLAIMED,
         wire.CAUSE_OWNER_LOST,
+        wire.CAUSE_ID_REUSED,
         wire.CAUSE_LAYOUT_DIFFERS,
         wire.CAUSE_SALT_DIFFERS,
     }

@@ -18,10 +18,10 @@ from typing import Protocol
 
 from router.request import Course
 from runtime import logs
-from state.errors import StateError, StoreFault, Superseded
+from state.errors import StateError, StoreFault
 from state.journal import Entry
 from state.owned import OwnedRequest
-from state.requests import Lost, Requests
+from state.requests import Displaced, Lost, Requests
 
 AWAY_SECONDS = 0.5
 AWAY_MOST_SECONDS = 4.0
@@ -47,8 +47,8 @@ class Written(Protocol):
     owned: OwnedRequest
     course: Course
 
-    def superseded(self, error: Superseded) -> None:
-        """Another router owns it."""
+    def superseded(self, error: Displaced) -> None:
+        """Another router owns it, or another request has its id."""
 
     def settled(self) -> None:
         """Nothing more of it is written."""

@@ -32,6 +32,11 @@ class Job:
     def __post_init__(self) -> None:
         self.prefix = Prefix(self.course.request.work)
 
+    def run(self) -> wire.Run:
+        """The present attempt, as workers are asked for it."""
+        owned = self.owned
+        return wire.Run(request=str(owned.key), epoch=owned.epoch, attempt=owned.attempt, digest=owned.digest)
+
     def compute_at(self, worker: Worker) -> None:
         """What is not written yet is computed there. Where more was shown than is written, the same has to come."""
         facts = worker.facts

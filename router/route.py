@@ -52,7 +52,6 @@ class Route:
     """``tell`` hears what the workers say, and Lost and Woken. The way that was taken stands in the course's path."""
 
     def __init__(self, job: Job, pool: Pool, router: wire.Peer, tell: Callable[[Worker | None, Any], None]) -> None:
-        owned = job.owned
         self.giver: Worker | None = None
         self.taker: Worker | None = None
         self.ticket: wire.Ticket | None = None
@@ -63,7 +62,7 @@ class Route:
         self._router = router
         self._tell = tell
         self._now = asyncio.get_running_loop().time
-        self._run = wire.Run(request=str(owned.key), epoch=owned.epoch, attempt=owned.attempt)
+        self._run = job.run()
         self._written = len(job.course.tokens)
         self.asked_at = self._now()
         """When the worker that reads the prompt was."""

@@ -83,6 +83,7 @@ class OwnedRequest:
         self.state: State = Generation.STATE_QUEUED
         # Equal requests are equal bytes on any router.
         self.payload = payload.SerializeToString(deterministic=True)
+        self.digest = hashlib.sha256(self.payload).digest()
         self.stored = 0  # entries that Redis is known to have
         self.told: tuple[int, State] | None = None  # the attempt and state that Redis is known to have
         self.asked = LogprobsAsked.of(payload)
@@ -138,10 +139,6 @@ class OwnedRequest:
     def has_news(self) -> bool:
         """Whether Redis isn't known to have its entries, attempt and state."""
         return self.stored < self.length or self.told != (self.attempt, self.state) or self.unexplained
-
-    @property
-    def digest(self) -> bytes:
-        return hashlib.sha256(self.payload).digest()
 
     @property
     def is_explained(self) -> bool:

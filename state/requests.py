@@ -34,7 +34,9 @@ BATCH_BYTES = 256 << 10
 """Of writes in one round trip; a single larger one has a deadline that is as much longer."""
 BATCH_WRITES = 100
 
-Lost = Superseded | StoreFault
+Displaced = Superseded | AlreadyExists
+"""A request that this router no longer owns, or whose id another payload has."""
+Lost = Displaced | StoreFault
 """Why a request isn't written, where writing it again at once won't help."""
 
 
@@ -76,7 +78,7 @@ class Requests:
         return await self._keep_entry_if_owned(_stored(request.key, reply[1]), request.owner)
 
     async def write(self, request: OwnedRequest) -> None:
-        """`flush` of one request. Raises Superseded, StoreFault, StoreUnavailable."""
+        """`flush` of one request. Raises Superseded, AlreadyExists, StoreFault, StoreUnavailable."""
         for error in (await self.flush([request])).values():
             raise error
 
@@ -84,16 +86,16 @@ class Requests:
         """Write all that these hold and Redis lacks: one command for each request, in round trips of limited size.
 
         Those that Redis has lost in part or whole are written a second time, and all that are over leave their open
-        sets in one more round trip. Returns those that are owned in another epoch by now, by whom, and those whose
-        write Redis refused with an error. Raises StoreUnavailable: what was answered by then counts as written, write
-        the rest later.
+        sets in one more round trip. Returns those that are owned in another epoch by now, by whom, whose id another
+        payload has, or whose write Redis refused with an error. Raises StoreUnavailable: what was answered by then
+        counts as written, write the rest later.
         """
         lost: dict[OwnedRequest, Lost] = {}
         behind = await self._write_batches(requests, lost)
         for request in behind:
             request.stored, request.told = 0, None
         await self._write_batches(behind, lost)
-        elsewhere = [r for r, error in lost.items() if isinstance(error, Superseded) and error.owner != r.owner]
+        elsewhere = [r for r, error in lost.items() if _is_elsewhere(r, error)]
         over = [*elsewhere, *(r for r in requests if r.ended and not r.has_news)]
         await self._open.remove_all(over)
         for request in over:
@@ -217,6 +219,8 @@ class Requests:
                     request.unexplained &= not explained
                 case [b"superseded", *_]:
                     lost[request] = _superseded(request.key, reply)
+                case [b"differs"]:
+                    lost[request] = AlreadyExists(request.key)
                 case StoreFault():
                     lost[request] = reply
                 case StoreUnavailable():
@@ -292,6 +296,11 @@ def _stored(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
         logprobs=Logprobs(asked.output or 0, shown),
         prompt_logprobs=Logprobs(asked.prompt or 0, prompt_logprobs),
     )
+
+
+def _is_elsewhere(request: OwnedRequest, error: Lost) -> bool:
+    """Whether the request that has the id is another router's, or another request."""
+    return isinstance(error, AlreadyExists) or (isinstance(error, Superseded) and error.owner != request.owner)
 
 
 def _superseded(key: RequestKey, reply: list[Reply]) -> Superseded:

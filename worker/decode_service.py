@@ -21,6 +21,7 @@ from runtime.peer import same_life, speaks
 from worker.decoding import Decoding
 from worker.hub import Hub
 from worker.session import RouterSession
+from worker.work import other_request
 
 HELLO_SECONDS = 5.0
 """How long a call may say nothing before it is a session."""
@@ -139,10 +140,10 @@ class DecodeService(services.DecodeServicer):
         """Say what is held of what the router names, then bring each up to date."""
         hub, decoding = self._hub, self._decoding
         welcome = wire.Welcome(worker=hub.peer, role=hub.role, model=hub.model, layout=hub.layout)
-        found, superseded = [], []
+        found, refused = [], []
         for owned in hello.owned:
-            if refusal := hub.epochs.check(owned.run):
-                superseded.append(refusal)
+            if refusal := self._refusal(owned.run):
+                refused.append(refusal)
             elif held := decoding.runs.get(owned.run):
                 welcome.held.append(decoding.attach(held, session, owned.run, owned.next))
                 found.append((held, owned.next))
@@ -150,8 +151,8 @@ class DecodeService(services.DecodeServicer):
                 welcome.lacking.append(owned.run)
         welcome.orphans.extend(held.run for held in decoding.orphans_of(session.router.id))
         session.tell(wire.FromWorker(welcome=welcome))
-        for refusal in superseded:
-            session.tell(wire.FromWorker(superseded=refusal))
+        for refusal in refused:
+            session.tell(refusal)
         for held, next in found:
             decoding.catch_up(held, next)
         _log.info("session opened", router=session.router.id, held=len(found), orphans=len(welcome.orphans))
@@ -175,11 +176,19 @@ class DecodeService(services.DecodeServicer):
             raise InvalidArgument("message", "one that this worker knows, and hello once", kind)
 
     def _owns(self, session: RouterSession, run: wire.Run) -> bool:
-        """Whether the sender speaks for the request; it is told when not."""
-        refusal = self._hub.epochs.check(run)
+        """Whether the sender owns the request; it is notified when not."""
+        refusal = self._refusal(run)
         if refusal is not None:
-            session.tell(wire.FromWorker(superseded=refusal))
+            session.tell(refusal)
         return refusal is None
+
+    def _refusal(self, run: wire.Run) -> wire.FromWorker | None:
+        """What a router is answered that doesn't own the request which it names."""
+        epochs = self._hub.epochs
+        if epochs.is_other_request(run):
+            return wire.FromWorker(refused=wire.Refused(run=run, failure=other_request()))
+        superseded = epochs.check(run)
+        return None if superseded is None else wire.FromWorker(superseded=superseded)
 
     def _beat(self, session: RouterSession) -> wire.Beat:
         beat = self._hub.beat()

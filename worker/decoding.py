@@ -37,7 +37,7 @@ class Decoding:
     """The runs of one worker. ``step`` is the engine's last one."""
 
     def __init__(self, hub: Hub) -> None:
-        self.runs = Runs()
+        self.runs = Runs(hub.epochs)
         self.step = 0
         self._hub = hub
         self._starts = Starts(hub, self.runs)

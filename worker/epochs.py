@@ -2,6 +2,9 @@
 
 epoch 1   ────────┬───────────────── x  Superseded(2)
 epoch 2           └──(adopted)────────────────────>
+
+A request that has a run or a prompt at this worker is live: its epoch is kept as long as that, and its id stands for
+one payload. Afterwards its epoch is kept for a while, so that a late message of a former owner is refused.
 """
 
 from __future__ import annotations
@@ -9,35 +12,57 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from protos import worker_pb2 as wire
 
 KEEP_S = 900.0
-"""How long a request's epoch is remembered after it was last heard of: far beyond any lease."""
+"""How long the epoch of a request that is not live is kept after it was last named: far beyond any lease."""
+
+MOST_KEPT = 100_000
+"""Epochs of requests that are not live; the ones named longest ago are forgotten first."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request with ``runs`` runs and prompts here. ``digest`` is its payload's, empty if no sender named one."""
+
+    epoch: int
+    digest: bytes = b""
+    runs: int = 0
 
 
 class Epochs:
-    """The highest epoch of each request, for ``keep_s`` since it was last named.
+    """The highest epoch of each request that is live, or was named within the last ``keep_s`` seconds.
 
     ``listeners`` are called with the run by which a request's epoch rose.
     """
 
-    def __init__(self, keep_s: float = KEEP_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, keep_s: float = KEEP_S, most_kept: int = MOST_KEPT, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.listeners: list[Callable[[wire.Run], None]] = []
         self._keep_s = keep_s
+        self._most_kept = most_kept
         self._clock = clock
-        self._seen: OrderedDict[str, tuple[int, float]] = OrderedDict()  # epoch and when, longest ago first
+        self._live: dict[str, _Live] = {}
+        self._past: OrderedDict[str, tuple[int, float]] = OrderedDict()  # epoch and when, longest ago first
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._live) + len(self._past)
 
     def check(self, run: wire.Run) -> wire.Superseded | None:
-        """None when the sender owns the request as far as is known here; else what to tell him."""
-        now = self._clock()
-        self._forget(now)
-        highest, _ = self._seen.get(run.request, (0, now))
-        self._seen[run.request] = (max(highest, run.epoch), now)
-        self._seen.move_to_end(run.request)
+        """None when the sender owns the request as far as is known here; else what it is answered.
+
+        Ask `is_other_request` first: the epochs of two requests with one id don't compare.
+        """
+        self._forget()
+        live = self._live.get(run.request)
+        highest = live.epoch if live is not None else self._past.get(run.request, (0, 0.0))[0]
+        if live is not None:
+            live.epoch = max(highest, run.epoch)
+        else:
+            self._keep(run.request, max(highest, run.epoch))
         if run.epoch < highest:
             return wire.Superseded(run=run, epoch=highest)
         if 0 < highest < run.epoch:
@@ -45,9 +70,38 @@ class Epochs:
                 listener(run)
         return None
 
-    def _forget(self, now: float) -> None:
-        while self._seen:
-            request, (_, when) = next(iter(self._seen.items()))
+    def is_other_request(self, run: wire.Run) -> bool:
+        """Whether a request with this id and another payload is live."""
+        live = self._live.get(run.request)
+        return live is not None and bool(live.digest and run.digest) and live.digest != run.digest
+
+    def hold(self, run: wire.Run) -> None:
+        """The run begins here: its request is live until each `hold` was followed by a `release`."""
+        live = self._live.get(run.request)
+        if live is None:
+            epoch, _ = self._past.pop(run.request, (run.epoch, 0.0))
+            live = self._live[run.request] = _Live(epoch)
+        live.digest = live.digest or run.digest
+        live.runs += 1
+
+    def release(self, run: wire.Run) -> None:
+        """The run is forgotten here."""
+        live = self._live[run.request]
+        live.runs -= 1
+        if not live.runs:
+            del self._live[run.request]
+            self._keep(run.request, live.epoch)
+
+    def _keep(self, request: str, epoch: int) -> None:
+        self._past[request] = (epoch, self._clock())
+        self._past.move_to_end(request)
+        if len(self._past) > self._most_kept:
+            self._past.popitem(last=False)
+
+    def _forget(self) -> None:
+        now = self._clock()
+        while self._past:
+            oldest, (_, when) = next(iter(self._past.items()))
             if when + self._keep_s > now:
                 return
-            del self._seen[request]
+            del self._past[oldest]

@@ -30,7 +30,7 @@ from runtime import logs
 from runtime.peer import same_life, speaks
 from worker.hub import Hub
 from worker.prompts import Prompt, Prompts
-from worker.work import WorkRefused, end_reason, to_request, token_logprobs, urgency
+from worker.work import WorkRefused, end_reason, other_request, to_request, token_logprobs, urgency
 
 _log = logs.get(__name__)
 
@@ -42,7 +42,7 @@ class PrefillService(services.PrefillServicer):
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._prompts = Prompts(hub.block_size, hub.total_blocks)
+        self._prompts = Prompts(hub.block_size, hub.total_blocks, hub.epochs)
         self._numbers = itertools.count()
         hub.step_listeners.append(self._on_step)
         hub.crash_listeners.append(self._on_crash)
@@ -114,6 +114,8 @@ class PrefillService(services.PrefillServicer):
             raise _cannot(wire.CAUSE_WRONG_PROTOCOL, f"protocol {request.router.protocol} is not spoken here")
         if not same_life(request.worker, self._hub.peer):
             raise _cannot(wire.CAUSE_WRONG_PEER, "another life of this worker is meant")
+        if self._hub.epochs.is_other_request(request.run):
+            raise WorkRefused(other_request())
         if (superseded := self._hub.epochs.check(request.run)) is not None:
             raise _NotTheOwner(superseded)
         if self._hub.draining:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from engine.output import Begun, Token
 from engine.request import Request
 from protos import worker_pb2 as wire
+from worker.epochs import Epochs
 
 
 @dataclass(slots=True, eq=False)
@@ -58,11 +59,12 @@ class Prompt:
 class Prompts:
     """All prompts that are alive, by the engine's name for them. Those that wait are kept in order."""
 
-    def __init__(self, block_size: int, total_blocks: int) -> None:
+    def __init__(self, block_size: int, total_blocks: int, epochs: Epochs) -> None:
         self.waiting: list[Prompt] = []
         self.waiting_tokens = 0
         self._block_size = block_size
         self._total_blocks = total_blocks
+        self._epochs = epochs
         self._alive: dict[str, Prompt] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -94,6 +96,7 @@ class Prompts:
     def add(self, prompt: Prompt) -> None:
         """One more that waits."""
         self._alive[prompt.id] = prompt
+        self._epochs.hold(prompt.run)
         self._empty.clear()
         insort(self.waiting, prompt, key=_order)
         self.waiting_tokens += len(prompt.request.token_ids)
@@ -110,6 +113,7 @@ class Prompts:
         """Forget one that is over, whatever it was doing; False when that was said before."""
         if self._alive.pop(prompt.id, None) is None:
             return False
+        self._epochs.release(prompt.run)
         if not prompt.entered:
             self._leave_queue(prompt)
         if prompt.deadline is not None:

@@ -21,6 +21,7 @@ from engine.request import Request
 from engine.sequence import Timeline
 from handoff.taker import Taken
 from protos import worker_pb2 as wire
+from worker.epochs import Epochs
 
 if TYPE_CHECKING:
     from worker.session import RouterSession
@@ -113,10 +114,11 @@ class HeldRun:
 class Runs:
     """All held runs by name and by sequence, and the marks that cancels of unknown runs left."""
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: Epochs) -> None:
         self.marks: dict[Key, tuple[int, asyncio.TimerHandle]] = {}
         self.leaving: set[HeldRun] = set()
         """Ended early, and the engine has not let go of them yet. An audit finds here those that are forgotten."""
+        self._epochs = epochs
         self._runs: dict[Key, HeldRun] = {}
         self._stepping: dict[str, HeldRun] = {}
         self._empty = asyncio.Event()
@@ -143,6 +145,7 @@ class Runs:
     def add(self, held: HeldRun) -> None:
         self._empty.clear()
         self._runs[held.key] = held
+        self._epochs.hold(held.run)
         self._stepping[held.request.id] = held
 
     def silence(self, held: HeldRun) -> None:
@@ -155,6 +158,7 @@ class Runs:
         self.silence(held)
         if self._runs.get(held.key) is held:
             del self._runs[held.key]
+            self._epochs.release(held.run)
             if not self._runs:
                 self._empty.set()
 

@@ -57,6 +57,11 @@ class WorkRefused(Exception):
         return cls.because(f"sampling.{error.field}" if known else _FIELDS.get(name, name), error.limit, error.value)
 
 
+def other_request() -> wire.Failure:
+    """Why nothing is done for a run whose request id belongs to another payload here."""
+    return wire.Failure(cause=wire.CAUSE_ID_REUSED, detail="another request with this id is at work here")
+
+
 def to_request(sequence_id: str, work: wire.Work, *, model: str, park_after: bool = False) -> Request:
     """The engine's request for the one output of ``work``, under the name ``sequence_id``.
 

@@ -5,7 +5,8 @@
 --      then with the third key: bytes of one entry's logprobs or 0, those of the entries, the prompt's or '',
 --      then of a whole one: digest, payload
 -- Returns {'written', entries now}, {'superseded', epoch, owner, state, stream_epoch}, {'behind', entries now} when the
--- journal ends before `base`, {'incomplete'} when only a whole write can be kept. Only 'written' has written.
+-- journal ends before `base`, {'incomplete'} when only a whole write can be kept, {'differs'}
+-- when a request with another payload has the id. Only 'written' has written.
 
 local owner, epoch, attempt, state = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local base, entries = tonumber(ARGV[5]), ARGV[6]
@@ -43,8 +44,13 @@ local function append_all(length, logprobs)
   end
 end
 
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'attempt', 'state', 'owner', 'stream_epoch')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'attempt', 'state', 'owner', 'stream_epoch', 'digest')
 local old_epoch, old_attempt, old_state, old_owner = tonumber(found[1]), tonumber(found[2]), tonumber(found[3]), found[4]
+
+-- Accepted by two routers while the store was away: the id belongs to the payload that is stored.
+if whole and old_epoch and found[6] ~= ARGV[digest] then
+  return {'differs'}
+end
 
 if not old_epoch or epoch > old_epoch then
   if not whole then

@@ -17,10 +17,10 @@ from router.flush import Flusher
 from router.request import Course, Ended
 from state import keys
 from state.client import Client
-from state.errors import StoreFault, StoreUnavailable, Superseded
+from state.errors import StoreFault, StoreUnavailable
 from state.names import RequestKey
 from state.owned import OwnedRequest
-from state.requests import BATCH_BYTES, BATCH_WRITES
+from state.requests import BATCH_BYTES, BATCH_WRITES, Displaced
 from state.scripts import Command
 from state.store import Store
 from tests.router.core import PATIENCE, core, ended, make_request, until, written
@@ -41,7 +41,7 @@ class Held:
         self.course = Course(make_request())
         self.is_settled = False
 
-    def superseded(self, error: Superseded) -> None:
+    def superseded(self, error: Displaced) -> None:
         raise AssertionError
 
     def settled(self) -> None:
@@ -86,7 +86,7 @@ class Trips:
 
 
 async def test_a_round_trip_has_a_bound_in_bytes_and_in_writes(store: Store, monkeypatch: Patch) -> None:
-    await store.requests.flush(many(1))  # loads the scripts
+    await store.requests.flush([make_owned(RequestKey("t", "first"))])  # loads the scripts
     trips = Trips(monkeypatch)
     large, small = many(30, "x" * 50_000), [make_owned(RequestKey("u", str(n))) for n in range(150)]
     assert not await store.requests.flush([*large, *small])
@@ -103,7 +103,7 @@ async def test_a_request_larger_than_a_round_trip_is_written_by_itself(store: St
 
 
 async def test_what_was_answered_before_redis_went_away_is_not_sent_again(store: Store, monkeypatch: Patch) -> None:
-    await store.requests.flush(many(1))
+    await store.requests.flush([make_owned(RequestKey("t", "first"))])
     requests = many(30, "x" * 50_000)
     trips = Trips(monkeypatch, away_from=3)
     with pytest.raises(StoreUnavailable):

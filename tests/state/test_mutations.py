@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Fault:
 
 ANEW = test_requests.test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_request
 CANCELLING = test_requests.test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment
+REUSED = partial(test_requests.test_an_id_belongs_to_the_payload_that_was_stored_first, epoch=2)
 STREAM = test_requests.test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request
 UNHEARD = test_requests.test_one_that_follows_a_failure_of_which_redis_has_not_heard_is_the_greater
 MENDED = test_requests.test_logprobs_that_lost_their_end_are_mended
@@ -73,6 +75,7 @@ FAULTS = [
     Fault(scripts.REQUEST_WRITE, "and last >= length", ""),
     Fault(scripts.REQUEST_WRITE, "or (state == old_state and last >= length)", ""),
     Fault(scripts.REQUEST_WRITE, "or logprobs < base", "", MENDED),
+    Fault(scripts.REQUEST_WRITE, "if whole and old_epoch and", "if false and", REUSED),
     Fault(scripts.REQUEST_WRITE, "if size > 0 then", "if false then"),
     Fault(scripts.REQUEST_WRITE, "and ARGV[12] ~= ''", ""),
     Fault(scripts.REQUEST_ACCEPT, "(epoch or 0) + 1", "1", ANEW),

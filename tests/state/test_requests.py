@@ -317,6 +317,22 @@ async def test_the_newest_stream_owns_the_request_and_the_older_owner_is_told(st
     assert (found.state, found.entries) == (QUEUED, written(1, 2, 3))
 
 
+@pytest.mark.parametrize("epoch", [1, 2])
+async def test_an_id_belongs_to_the_payload_that_was_stored_first(store: Store, epoch: int) -> None:
+    """Two routers accepted one id for two payloads while the store was away."""
+    first, second = make_request(tokens=[1]), make_request(owner=router(2), prompt="another", tokens=[2])
+    second.epoch = epoch
+    await store.requests.write(first)
+    with pytest.raises(AlreadyExists):
+        await store.requests.write(second)
+    assert await store.open.of(router(2)) == set()
+    assert await store.open.of(router(1)) == {KEY}
+    continued(first, 3)
+    await store.requests.write(first)
+    found = await store.requests.read(KEY)
+    assert (found.payload.prompt, found.entries) == ("once", written(1, 3))
+
+
 async def test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request(store: Store) -> None:
     first = make_request(tokens=[1])
     await store.requests.accept(first)

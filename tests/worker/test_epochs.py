@@ -28,6 +28,52 @@ def test_who_listens_hears_of_a_new_owner_alone() -> None:
     assert heard == [run(3)]
 
 
+def test_the_epoch_of_a_live_request_is_kept_however_long_it_is_not_named() -> None:
+    now = 0.0
+    epochs = Epochs(keep_s=10, clock=lambda: now)
+    epochs.check(run(2))
+    epochs.hold(run(2))
+    epochs.hold(run(2))
+    epochs.release(run(2))
+    now = 1000.0
+    assert epochs.check(run(1)) == wire.Superseded(run=run(1), epoch=2)
+    epochs.check(run(3))
+    epochs.release(run(2))
+    now = 1009.0
+    assert epochs.check(run(2)) == wire.Superseded(run=run(2), epoch=3), "its last run was released 9 s ago"
+    now = 1020.0
+    assert epochs.check(run(1)) is None, "it was named 11 s ago"
+
+
+def test_only_so_many_epochs_are_kept_of_requests_that_are_not_live() -> None:
+    epochs = Epochs(most_kept=10)
+    for number in range(20):
+        epochs.hold(run(2, f"t/live{number}"))
+    for number in range(100):
+        epochs.check(run(2, f"t/{number}"))
+    assert len(epochs) == 30
+    assert epochs.check(run(1, "t/live0")) is not None
+    assert epochs.check(run(1, "t/99")) is not None
+    assert epochs.check(run(1, "t/0")) is None
+
+
+def test_a_live_request_has_one_payload() -> None:
+    def named(digest: bytes) -> wire.Run:
+        return wire.Run(request="t/a", epoch=1, attempt=1, digest=digest)
+
+    epochs = Epochs()
+    assert not epochs.is_other_request(named(b"one"))
+    epochs.hold(named(b""))
+    assert not epochs.is_other_request(named(b"two")), "an older router named no digest"
+    epochs.hold(named(b"one"))
+    assert epochs.is_other_request(named(b"two"))
+    assert not epochs.is_other_request(named(b"one"))
+    assert not epochs.is_other_request(named(b""))
+    epochs.release(named(b""))
+    epochs.release(named(b"one"))
+    assert not epochs.is_other_request(named(b"two"))
+
+
 def test_an_epoch_is_forgotten_when_nobody_names_its_request_for_long() -> None:
     now = 0.0
     epochs = Epochs(keep_s=10, clock=lambda: now)

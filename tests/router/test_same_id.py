@@ -1,0 +1,96 @@
+"""One id, two payloads, two routers, no state store: each client gets its own answer or an error."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from protos.inference_pb2 import Generation
+from router.request import ValidRequest
+from runtime.errors import AlreadyExists
+from state.errors import StoreUnavailable
+from state.store import Store
+from tests.e2e.cutting import GIVER, TAKER, Cutting, cutting
+from tests.router.core import ended, tokens_of, until
+
+
+@pytest.fixture
+async def scene(store: Store) -> AsyncIterator[Cutting]:
+    async with cutting(store) as made:
+        yield made
+
+
+def away(patch: pytest.MonkeyPatch, store: Store) -> None:
+    async def fails(*_: object, **__: object) -> Any:
+        raise StoreUnavailable("away")
+
+    for name in ("accept", "flush", "read", "adopt"):
+        patch.setattr(store.requests, name, fails)
+
+
+def pair(scene: Cutting, *, same_payload: bool = False) -> tuple[ValidRequest, list[int], ValidRequest]:
+    """A request, its answer, and one with its id."""
+    first, expected = scene.request()
+    other = first if same_payload else scene.request()[0]
+    return first, expected, replace(other, key=first.key)
+
+
+@pytest.mark.parametrize("where", [GIVER, TAKER])
+async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_away(
+    store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    first, expected, other = pair(scene)
+    place = scene.places[where]
+    with monkeypatch.context() as patch:
+        away(patch, store)
+        place.device.hold()
+        course = await scene.one.dispatcher.begin(first)
+        await until(lambda: list(place.prefill.runs()) if where == GIVER else list(place.decode.runs()))
+        refused = await ended(await scene.other.dispatcher.begin(other))
+        assert isinstance(refused.end, AlreadyExists)
+        assert not refused.tokens
+        place.device.go_on()
+        assert tokens_of(await ended(course)) == expected
+        await scene.quiet()
+    await until(lambda: scene.one.store_is_done and scene.other.store_is_done)
+    found = await store.requests.read(first.key)
+    assert (found.payload, found.state) == (first.payload, Generation.STATE_SUCCEEDED)
+
+
+async def test_the_same_payload_is_answered_once_while_the_store_is_away(
+    store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, expected, again = pair(scene, same_payload=True)
+    place = scene.places[TAKER]
+    with monkeypatch.context() as patch:
+        away(patch, store)
+        place.device.hold()
+        await scene.one.dispatcher.begin(first)
+        await until(lambda: list(place.decode.runs()))
+        course = await scene.other.dispatcher.begin(again)
+        place.device.go_on()
+        assert tokens_of(await ended(course)) == expected
+        await scene.quiet()
+
+
+async def test_of_two_payloads_the_one_that_is_not_stored_ends_when_the_store_is_back(
+    store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream is not resumed: it would go on with the other's tokens."""
+    first, expected, other = pair(scene)
+    course = await scene.one.answer(first)
+    assert tokens_of(course) == expected
+    await until(lambda: scene.one.store_is_done)
+    await scene.quiet()
+    place = scene.places[TAKER]
+    with monkeypatch.context() as patch:
+        away(patch, store)
+        place.device.hold()
+        late = await scene.other.dispatcher.begin(other)
+        await until(lambda: late.tokens)
+    assert isinstance((await ended(late)).end, AlreadyExists)
+    place.device.go_on()
+    assert (await store.requests.read(first.key)).payload == first.payload

@@ -1,0 +1,89 @@
+"""Which messages about a run a worker obeys: those of its present owner about the request that it runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from protos import worker_pb2 as wire
+from tests.worker.decode_scene import Node, Router, alone, eventually, make_run, make_work, owned
+
+
+async def test_a_former_owner_takes_nothing_from_a_live_run_however_old_the_adoption_is() -> None:
+    run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 25)
+    async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
+        node.hub.epochs._keep_s = 0.0  # all that is not live is forgotten at once
+        node.device.seconds = 0.02
+        await old.start(run, work)
+        await old.wrote(run, 3)
+        await new.say(adopt=wire.Adopt(run=adopted, next=[wire.Next(output=0, position=8)]))
+        await new.word(adopted, "held")
+        await old.cancel(run)
+        await old.retire(run)
+        await new.word(adopted, "ended")
+        assert new.of(adopted).text(8) == alone(work)
+        assert set(new.of(adopted).words) <= {"held", "joined", "ended"}
+
+
+def other(run: wire.Run) -> wire.Run:
+    """The same id, epoch and attempt, of another payload."""
+    return wire.Run(request=run.request, epoch=run.epoch, attempt=run.attempt, digest=b"b" * 32)
+
+
+@pytest.mark.parametrize("kind", ["start", "start in a later epoch", "adopt", "hello"])
+async def test_a_run_is_not_handed_to_a_request_with_the_same_id_and_another_payload(kind: str) -> None:
+    run, work = make_run(), make_work(8, 25, seed=1)
+    run.digest = b"a" * 32
+    async with Node("d") as node, Router(node, "one") as one:
+        node.device.seconds = 0.02
+        await one.start(run, work)
+        await one.wrote(run, 3)
+        two, stranger = Router(node, "two"), other(run)
+        if kind == "hello":
+            welcome = await two.open(owned(stranger, 8))
+            assert not welcome.held
+            assert not welcome.lacking
+        else:
+            await two.open()
+        if kind.startswith("start"):
+            stranger.epoch += kind != "start"
+            await two.start(stranger, make_work(8, 25, seed=2))
+        elif kind == "adopt":
+            stranger.epoch = 2
+            await two.say(adopt=wire.Adopt(run=stranger, next=[wire.Next(output=0, position=8)]))
+        refused = await two.word(stranger, "refused")
+        assert refused.failure.cause == wire.CAUSE_ID_REUSED
+        await two.cancel(stranger)
+        await two.retire(stranger)
+        await one.word(run, "ended")
+        assert one.of(run).text(8) == alone(work)
+        assert not two.of(stranger).tokens
+        await two.leave()
+        await one.retire(run)
+        await eventually(lambda: not list(node.decode.runs()))
+
+
+async def test_an_id_may_have_another_payload_once_the_first_is_gone() -> None:
+    run, work = make_run(), make_work(8, 4, seed=2)
+    run.digest = b"a" * 32
+    async with Node("d") as node, Router(node, "one") as one, Router(node, "two") as two:
+        await one.start(run, make_work(8, 4, seed=1))
+        await one.word(run, "ended")
+        await one.retire(run)
+        await eventually(lambda: not list(node.decode.runs()))
+        await two.start(other(run), work)
+        await two.word(other(run), "ended")
+        assert two.of(run).text(8) == alone(work)
+
+
+async def test_the_same_payload_attaches_to_the_run_of_another_router() -> None:
+    """As a client's call does that is made again at another router while the state store is away."""
+    run, work = make_run(), make_work(8, 25)
+    run.digest = b"a" * 32
+    async with Node("d") as node, Router(node, "one") as one, Router(node, "two") as two:
+        node.device.seconds = 0.02
+        await one.start(run, work)
+        await one.wrote(run, 3)
+        await two.start(run, work)
+        await two.word(run, "held")
+        assert (await one.word(run, "superseded")).epoch == 1
+        await two.word(run, "ended")
