@@ -29,6 +29,8 @@ from runtime.tls import PeerTls
 from state.names import RequestKey
 
 PROMPT = 16
+MAX_TOKENS = 1 << 30
+"""More than a measurement writes."""
 WARM_SECONDS = 0.5
 BEGIN_SECONDS = 30.0
 
@@ -119,7 +121,7 @@ def _course(number: int) -> Course:
     request = ValidRequest(
         key=RequestKey("tenant", str(number)),
         payload=pb.GenerateRequest(),
-        work=wire.Work(),
+        work=wire.Work(stopping=wire.Stopping(max_tokens=MAX_TOKENS)),
         prompt_tokens=PROMPT,
         wanted=Wanted(),
         deadline=Deadline(),

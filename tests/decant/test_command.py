@@ -118,7 +118,7 @@ def test_a_refusal_is_one_line_with_field_limit_and_value(address: str, script: 
 def test_a_value_that_no_field_holds_is_one_line(address: str) -> None:
     done = run("generate", "x", "--address", address, "--max-tokens", "-1")
     assert done.exit_code == 1
-    assert done.stderr.startswith("decant: stopping.max_tokens: ")
+    assert done.stderr.startswith("decant: max_tokens: ")
     assert done.stderr.count("\n") == 1
 
 
