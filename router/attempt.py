@@ -317,6 +317,8 @@ class Attempt:
 
     def _begun(self, at: float | None = None) -> None:
         path = self._course.path
+        if self._job.wait is not None:
+            self._job.wait.begun()
         path.taken_up_at = self._now() if at is None else at
         path.queue_s = max(0.0, path.taken_up_at - self._began_at)
 

@@ -18,7 +18,8 @@ from router.request import Course, Ended, ValidRequest
 from router.revival import end_of, replayed, store_error
 from router.standing import Standing
 from runtime import logs
-from runtime.errors import AlreadyExists, Cancelled, ServiceError, Unavailable
+from runtime.channel import Deadline
+from runtime.errors import AlreadyExists, Cancelled, QueueFull, ServiceError, Unavailable
 from runtime.fault import Reason
 from state.errors import StateError
 from state.names import Life, RequestKey
@@ -26,6 +27,8 @@ from state.owned import StoredRequest
 
 SETTLE_SECONDS = 2.0
 """For the store to learn an end that somebody waits for; a store that is slower is as good as away."""
+WAIT_SHARE = 0.75
+"""Of the time until a request's deadline: what it may wait, as predicted. The rest is for its answer."""
 LAST_WRITE_SECONDS = 5.0
 """Of a drain, for a Redis that is away."""
 
@@ -227,10 +230,28 @@ class Dispatcher:
         if tasks:
             await asyncio.wait(tasks)
 
+    def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
+        """Raises QueueFull for a new request that would have to wait behind too many, or for longer than it may."""
+        if self._here(key) is not None:
+            return
+        router = self._router
+        settings, predicted = router.settings, router.pool.waits[model].predicted(priority)
+        waiting = router.admission.waiting + sum(map(len, router.pool.lines.values()))
+        if waiting >= settings.queue_limit:
+            raise QueueFull(settings.queue_limit, retry_after=max(predicted, RETRY_SECONDS))
+        left = deadline.remaining()
+        if left is not None and predicted > WAIT_SHARE * left:
+            words = f"a wait of {predicted:.1f} s is predicted, too long for a deadline in {left:.1f} s"
+            raise QueueFull(words, retry_after=predicted)
+        if predicted > settings.max_queue_seconds:
+            words = f"a wait of {predicted:.1f} s is predicted, at most {settings.max_queue_seconds:g} s are allowed"
+            raise QueueFull(words, retry_after=predicted)
+
     def _check(self, request: ValidRequest) -> None:
         model = request.work.model
         if self._draining:
             raise _draining()
+        self.check_wait(request.key, model, request.work.priority, request.deadline)
         if next(self._router.pool.of(model), None) is None:
             words = f"no worker serves {model} now"
             raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)

@@ -113,7 +113,9 @@ class Execution:
         self._admitted: Admitted | None = None
         self._attempt: Attempt | None = None
         self.is_recorded = adopted is not None  # or may be
-        if adopted is not None:
+        if adopted is None:
+            self._job.wait = router.pool.waits[request.work.model].enter(request.work.priority)
+        else:
             self._job.holder = _holder(adopted) if self.owned.is_explained else None
             self._job.from_tokens = bool(adopted.entries)
             self._job.layout = _layout(adopted, router.pool)
@@ -145,6 +147,8 @@ class Execution:
         if self.course.end is not None:
             return
         self.course.end = end
+        if self._job.wait is not None:
+            self._job.wait.over()
         self.course.told()
         self._home.ended(self)
         self.come_back()

@@ -8,6 +8,7 @@ from protos import worker_pb2 as wire
 from router.pool import Worker
 from router.prefix import Prefix
 from router.request import Course
+from router.waits import Wait
 from router.writing import Pen
 from state.names import Life
 from state.owned import OwnedRequest
@@ -27,6 +28,8 @@ class Job:
     """Of a request that was adopted: the decode worker where its attempt runs, if it still does."""
     layout: int = 0
     """Of those who wrote what an earlier owner has shown, where they give equal bits; 0: they may not."""
+    wait: Wait | None = None
+    """Until a worker begins with it for the first time; None for one that was adopted."""
     prefix: Prefix = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from router.placement import Seen
 from router.prefix import Prefix
 from router.sessions import Session
 from router.view import View
+from router.waits import Waits
 from runtime import logs
 from runtime.channel import open_channel
 from runtime.peer import speaks
@@ -108,6 +109,8 @@ class Pool:
         self._givers: dict[bytes, Session] = {}
         self.lines = {model: Line() for model in tokenizers}
         """Requests that wait for a place, by model."""
+        self.waits = {model: Waits(now) for model in tokenizers}
+        """How long requests wait for a worker to begin with them, by model."""
         self._listed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 

@@ -28,6 +28,11 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
         default=None, description="TOML file of the tenants that may ask; unset: everybody may"
     )
     queue_limit: int = Field(default=1024, ge=1, description="requests that may wait for a worker")
+    max_queue_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        description="a request that would wait longer, as predicted, is refused at once",
+    )
     max_active: int = Field(default=4096, ge=1, description="requests at work at once")
     flush_ms: int = Field(default=50, ge=1, le=10_000, description="how often journals are written, at most")
     resume_grace_ms: int = Field(default=3_000, ge=0, description="how long a lost stream's request is kept")

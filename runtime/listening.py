@@ -11,6 +11,9 @@ from runtime.channel import MAX_MESSAGE_BYTES
 from runtime.settings import Refused
 from runtime.tls import ServerTls, server_credentials
 
+MAX_PENDING_CALLS = 1_000_000
+MAX_PENDING_SECONDS = 86_400
+
 
 class ServerSettings(ServerTls):
     """Where and how a process serves."""
@@ -50,6 +53,11 @@ def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
         # its sender. gRPC passes over names that it doesn't know: a test looks each up in its library.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        # A call that the process has not got to yet waits until its own deadline: by default gRPC drops those beyond
+        # 1,000 and those older than 30 s as CANCELLED, without a word of why. The process refuses them by name.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_SECONDS),
         # A client that vanished without a word is noticed.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),

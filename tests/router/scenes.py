@@ -117,6 +117,9 @@ class ScriptedDispatcher:
     def window_of(self, model: str) -> int | None:
         return self.window
 
+    def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
+        pass
+
     @asynccontextmanager
     async def booked(self, tenant: str) -> AsyncIterator[None]:
         self.booked_for.append(tenant)
