@@ -11,8 +11,8 @@
                 positions |40 |12 |41 |
                    tokens | a | b | c |
 
-What the router says leaves in one queue. Beats have a task of their own, and carry with them the renewals of tickets
-and the runs that ended.
+What the router sends leaves in one queue, see ``outgoing``. Heartbeats have a task of their own, and carry with them
+the renewals of tickets and the runs that ended.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc as services
 from router.calls import Broken, read, write
 from router.following import Drains, Following, Guest, RunKey, Watcher, key_of
+from router.outgoing import Outgoing
 from router.writing import Trouble, unpack
 from runtime import logs
 from runtime.fault import Reason
@@ -44,7 +45,6 @@ GIVEN_UP_MS = 10_000
 STUCK_STEPS = 8
 """A step is stuck when it is older than STUCK_MS and than so many of the longest steps of its size; runs move elsewhere
 when it is also older than GIVEN_UP_MS."""
-RETIRED_AT_ONCE = 256
 
 _log = logs.get(__name__)
 
@@ -54,7 +54,6 @@ class Session:
 
     def __init__(self, router: wire.Peer, worker: wire.Peer, channel: grpc.aio.Channel, watcher: Watcher) -> None:
         self.worker = worker
-        self.is_open = False
         self.over = False
         """The worker is another life by now, or speaks another protocol: never open again."""
         self.tried = asyncio.Event()
@@ -74,9 +73,12 @@ class Session:
         self._runs: dict[RunKey, Following] = {}
         self._slots: dict[int, Following] = {}
         self._incomplete: set[Following] = set()  # ended, and some tokens are still to come
-        self._retiring: list[wire.Run] = []
-        self._outgoing = asyncio.Queue[wire.ToWorker]()
+        self._outgoing = Outgoing()
         self._grace: LoopTimer | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._outgoing.is_open
 
     @property
     def is_busy(self) -> bool:
@@ -111,7 +113,7 @@ class Session:
         """Another worker has a run, with all its tokens: nothing more is heard of it here."""
         if self._runs.get(following.key) is following:
             self._forget(following)
-            self._retire(following.run)
+            self._outgoing.retire(following.run)
 
     def give(self, give: wire.Give) -> None:
         """Ask for a ticket for a run, or withdraw that."""
@@ -120,21 +122,10 @@ class Session:
 
     def cancel(self, cancel: wire.Cancel) -> None:
         """End whatever is there of a run."""
-        if self.is_open:  # else the next welcome names it as an orphan
-            self._say(wire.ToWorker(cancel=cancel))
+        self._outgoing.cancel(cancel)
 
     def _say(self, message: wire.ToWorker) -> None:
-        self._outgoing.put_nowait(message)
-
-    def _retire(self, run: wire.Run) -> None:
-        self._retiring.append(run)
-        if len(self._retiring) >= RETIRED_AT_ONCE:
-            self._say_retired()
-
-    def _say_retired(self) -> None:
-        if self._retiring:
-            retiring, self._retiring = self._retiring, []
-            self._say(wire.ToWorker(retire=wire.Retire(runs=retiring)))
+        self._outgoing.send(message)
 
     def _forget(self, following: Following) -> None:
         del self._runs[following.key]
@@ -165,7 +156,7 @@ class Session:
         is_lost = False
         try:
             await self._open(call)
-            await first(self._hear(call), self._send(call), self._keep_beating())
+            await first(self._hear(call), self._outgoing.write(call), self._keep_beating())
         except (Broken, TimeoutError) as error:
             self._note(error)
             is_lost = isinstance(error, Broken) and error.is_of_dead_process
@@ -173,7 +164,8 @@ class Session:
             self._note(error)
             is_lost = True
         finally:
-            was_open, self.is_open = self.is_open, False
+            was_open = self.is_open
+            self._outgoing.close()
             call.cancel()
             self.tried.set()
             self._broke()
@@ -182,8 +174,7 @@ class Session:
         return was_open
 
     async def _open(self, call: Any) -> None:
-        self._outgoing = asyncio.Queue()
-        self._retiring.clear()
+        self._outgoing.begin()
         named = set(self._runs)
         owned = [following.owned() for following in self._runs.values()]
         hello = wire.Hello(router=self._router, worker=self.worker, owned=owned)
@@ -199,7 +190,7 @@ class Session:
             self._say(following.first_word())  # begun while the worker was greeted
 
     def _welcomed(self, welcome: wire.Welcome) -> None:
-        self.is_open = True
+        self._outgoing.open(list(welcome.orphans))
         self._silence.reset()
         if self._grace is not None:
             self._grace.cancel()
@@ -209,8 +200,6 @@ class Session:
             self._held(held)
         for run in welcome.lacking:
             self._lacks(run)
-        for run in welcome.orphans:
-            self.cancel(wire.Cancel(run=run, reason=wire.Cancel.REASON_ATTEMPT))
         _log.info("session open", worker=self.worker.id, held=len(welcome.held), orphans=len(welcome.orphans))
         self._watcher.opened(self)
 
@@ -236,13 +225,14 @@ class Session:
         if self._grace is None:
             self._grace = LoopTimer(RECONNECT_SECONDS, self._give_up)
 
-    def _give_up(self) -> None:
-        """Whoever is here has lost his worker."""
+    def _give_up(self, detail: str = "the session broke and did not come back") -> None:
+        """All requests here go to other workers. What the worker still runs of them is cancelled there."""
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
         for following in list(self._runs.values()):
-            self._fail(following, wire.CAUSE_PEER_LOST, "the session broke and did not come back")
+            self.cancel(wire.Cancel(run=following.run, reason=wire.Cancel.REASON_ATTEMPT))
+            self._fail(following, wire.CAUSE_PEER_LOST, detail)
         for guest in list(self.guests):
             guest.lost(self)
 
@@ -252,12 +242,7 @@ class Session:
         if self.is_open or self.over:
             _log.warning("session broke", worker=self.worker.id, error=str(error), over=self.over)
 
-    # The three tasks of an open session
-
-    async def _send(self, call: Any) -> None:
-        outgoing = self._outgoing
-        while True:
-            await write(call, await outgoing.get())
+    # The tasks of an open session; the third writes the queue
 
     async def _keep_beating(self) -> None:
         while True:
@@ -265,8 +250,7 @@ class Session:
             self._silence.tick()
             if self._silence.is_lost:
                 raise Broken("no message was received for too long")
-            self._say_retired()
-            self._say(wire.ToWorker(beat=wire.Beat(renew=self.unclaimed | self.renewed)))
+            self._outgoing.heartbeat(wire.Beat(renew=self.unclaimed | self.renewed))
             self.renewed.clear()
 
     async def _hear(self, call: Any) -> None:
@@ -349,7 +333,7 @@ class Session:
         self._beat = beat
         if self._step_older_than(GIVEN_UP_MS) and self.is_busy:
             _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=beat.step_age_ms)
-            self._give_up()
+            self._give_up(f"its step is stuck: {beat.step_age_ms} ms old")
         self._watcher.heard(self, beat)
         if beat.load.draining:
             for following in list(self._runs.values()):
@@ -381,7 +365,7 @@ class Session:
     def _ended(self, ended: wire.Ended) -> None:
         following = self._runs.get(key_of(ended.run))
         if following is None:
-            self._retire(ended.run)
+            self._outgoing.retire(ended.run)
             return
         if ended.end.end_position > following.end_limit:
             self._refuse(following, f"it ended at {ended.end.end_position}, after {following.end_limit}")
@@ -395,7 +379,7 @@ class Session:
 
     def _finish(self, following: Following) -> None:
         self._forget(following)
-        self._retire(following.run)
+        self._outgoing.retire(following.run)
         following.tell(following.ended)
 
     def _fail(self, following: Following, cause: wire.Cause, detail: str) -> None:

@@ -400,7 +400,9 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
     def _cancel(self, cancel: wire.Cancel) -> None:
         self.cancels.append(cancel)
         run = self._claimed(cancel.run)
-        if run is not None and run.end is None:
+        if run is not None and run.end is not None:
+            self._say(wire.FromWorker(ended=wire.Ended(run=run.run, end=run.end)), run)
+        elif run is not None:
             if run.task is not None:
                 run.task.cancel()
             self._release(run)

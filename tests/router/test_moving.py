@@ -115,7 +115,7 @@ def asked(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) 
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a drain is heard of at many instants of a short answer."""
     monkeypatch.setattr("worker.session.HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr("router.sessions.RETIRED_AT_ONCE", 1)
+    monkeypatch.setattr("router.outgoing.RETIRED_AT_ONCE", 1)
 
 
 @asynccontextmanager

@@ -148,6 +148,60 @@ async def test_a_start_while_the_worker_is_greeted_is_said_after_the_welcome() -
         assert run.course.tokens == answer(PROMPT, 5)
 
 
+@pytest.mark.parametrize("is_greeted", [False, True], ids=["before hello", "between hello and welcome"])
+async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_next_one(is_greeted: bool) -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.pause_at = 2
+        run = make_run()
+        opened.start(run.following)
+        await until(lambda: len(run.course.tokens) == 2)
+        worker.script.welcome_pause = is_greeted
+        worker.script.refuse_sessions = not is_greeted
+        worker.break_session()
+        await until(lambda: len(worker.hellos) == 2 if is_greeted else not opened.is_open)
+        cancel = wire.Cancel(run=run.following.run, reason=wire.Cancel.REASON_STOP_TEXT, end_position=4)
+        opened.leave(run.following, cancel)
+        worker.script.refuse_sessions = False
+        worker.go.set()
+        await until(lambda: worker.cancels)
+        assert worker.cancels == [cancel]
+        await until(lambda: not worker.runs)  # retired too
+        assert not opened.is_busy
+
+
+async def test_runs_given_up_for_a_stuck_step_are_cancelled_at_the_worker() -> None:
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.pause_at = 2
+        run = make_run(max_tokens=50)
+        opened.start(run.following)
+        await until(lambda: len(run.course.tokens) == 2)
+        worker.script.stuck_ms = 60_000
+        await until(lambda: wire.Failed in run.kinds)
+        await until(lambda: worker.cancels)
+        assert worker.cancels[0].run == run.following.run
+        worker.script.stuck_ms = None  # the step ends
+        worker.go.set()
+        await until(lambda: not worker.runs)
+        assert len(run.course.tokens) == 2
+
+
+async def test_runs_given_up_while_the_session_was_down_are_cancelled_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.sessions.RECONNECT_SECONDS", 0.01)
+    async with fleet(D) as (worker,), session(worker) as (opened, _):
+        worker.script.pause_at = 2
+        run = make_run(max_tokens=50)
+        opened.start(run.following)
+        await until(lambda: len(run.course.tokens) == 2)
+        worker.script.welcome_pause = True
+        worker.break_session()
+        await until(lambda: wire.Failed in run.kinds)
+        worker.go.set()
+        await until(lambda: not worker.runs)
+        assert [cancel.run for cancel in worker.cancels] == [run.following.run]
+
+
 async def test_after_a_break_tokens_go_on_from_where_they_were() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 3
