@@ -123,10 +123,16 @@ class Decoding:
             held.is_asked_for = True  # its cache is on its way here
 
     def retire(self, run: wire.Run) -> None:
-        """Nobody needs a run any more."""
+        """Forget a run that has ended or was given to another worker. Any other is cancelled, and forgotten once its
+        owner was sent the end."""
         held = self.runs.get(run)
-        if held is not None:
+        if held is None:
+            return
+        if held.end is not None or self._giving.is_sealed(held):
             self.drop(held)
+        else:
+            held.is_retired = True
+            self.end_early(held, wire.OutputEnd.REASON_CANCELLED)
 
     def _known(self, session: RouterSession, run: wire.Run) -> HeldRun | None:
         held = self.runs.get(run)
@@ -147,10 +153,7 @@ class Decoding:
         if held.patience is not None:
             held.patience.cancel()
             held.patience = None
-        wanted = [held.index_of(wish.position) for wish in next if wish.output == held.output]
-        position = held.request.prompt_len + (wanted[0] if wanted else len(held.tokens))
-        slot = wire.Slot(slot=held.slot, output=held.output, position=position)
-        return wire.Held(run=held.run, phase=held.phase, slots=[slot], ended=[held.end] if held.end else [])
+        return held.message(next)
 
     def _claim(self, held: HeldRun, session: RouterSession, run: wire.Run) -> None:
         """The session speaks of a run as its own. When it has not named it before, it learns its slot."""
@@ -331,6 +334,8 @@ class Decoding:
         if held.session is None:
             self._lose_patience(held)
         telling.ended(held)
+        if held.is_retired:
+            self.drop(held)
 
     def _fail(self, held: HeldRun, failure: wire.Failure) -> None:
         """It ends here before its output does. Nothing is kept: its owner has what it was told."""

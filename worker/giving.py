@@ -56,6 +56,13 @@ class Giving:
         failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="its owner withdrew the ticket")
         self._hub.giver.reclaim(held.offered.id, failure)
 
+    def is_sealed(self, held: HeldRun) -> bool:
+        """Whether its seal was sent: another worker may run it now."""
+        if held.offered is None:
+            return False
+        lease = self._hub.giver.office.find(held.offered.id)
+        return lease is None or lease.sealed
+
     def end(self, held: HeldRun, *, by_itself: bool) -> None:
         """The run is over here. Who fetches one that ended by itself is told so by its fetch."""
         lease = None if held.offered is None else self._hub.giver.office.find(held.offered.id)

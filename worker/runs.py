@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,7 @@ class HeldRun:
     ending: wire.OutputEnd.Reason | None = None  # asked for; the engine has not let go of it yet
     cut: int | None = None  # tokens that count, where fewer do than were written
     end: wire.OutputEnd | None = None
+    is_retired: bool = False  # before its end: it is forgotten as soon as that was sent
     deadline: asyncio.TimerHandle | None = None
     patience: asyncio.TimerHandle | None = None  # how long it is kept without a session
 
@@ -96,6 +97,13 @@ class HeldRun:
     def index_of(self, position: int) -> int:
         """The place in ``tokens`` of the one at ``position``, or the nearest place that there is."""
         return min(max(0, position - self.request.prompt_len), len(self.tokens))
+
+    def message(self, next: Iterable[wire.Next]) -> wire.Held:
+        """Its state for an owner that has the tokens before ``next``; without one, all that are here."""
+        wanted = [self.index_of(wish.position) for wish in next if wish.output == self.output]
+        position = self.request.prompt_len + (wanted[0] if wanted else len(self.tokens))
+        slot = wire.Slot(slot=self.slot, output=self.output, position=position)
+        return wire.Held(run=self.run, phase=self.phase, slots=[slot], ended=[self.end] if self.end else [])
 
     def note(self, token: Token) -> None:
         """Keep a token that a step wrote."""

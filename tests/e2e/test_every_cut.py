@@ -27,7 +27,7 @@ async def scene(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     """Without waiting: a session that broke is opened again at once, and a run that ended is retired at once.
     Its end fails when anything is left of any request."""
     monkeypatch.setattr("router.sessions.FIRST_BACKOFF_SECONDS", 0.005)
-    monkeypatch.setattr("router.sessions.RETIRED_AT_ONCE", 1)
+    monkeypatch.setattr("router.outgoing.RETIRED_AT_ONCE", 1)
     async with cutting(store) as made:
         yield made
 

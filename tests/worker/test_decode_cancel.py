@@ -108,6 +108,18 @@ async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> N
 
 
 @pytest.mark.parametrize("state", STATES)
+async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sent_the_end(state: str) -> None:
+    async with standing(state) as scene, Router(scene.node, "another") as another:
+        await another.retire(scene.run)
+        ended = await scene.router.word(scene.run, "ended")
+        assert ended.end.reason == wire.OutputEnd.REASON_CANCELLED
+        text = scene.router.of(scene.run).text(40)
+        assert text == alone(scene.work)[: len(text)]
+        await eventually(lambda: scene.run not in [run for run, *_ in scene.node.decode.runs()])
+        await scene.router.cancel(make_run("t/crowd"))
+
+
+@pytest.mark.parametrize("state", STATES)
 async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
     async with standing(state, remaining_ms=1500) as scene:
         ended = await scene.router.word(scene.run, "ended")

@@ -11,7 +11,21 @@ from engine.engine import Engine
 from protos import worker_pb2 as wire
 from tests.worker.decode_scene import Heard, Node, Router, alone, eventually, make_run, make_work, owned
 
-MOVES = ("start", "start", "start", "fetch", "fetch", "fetch", "cancel", "retire", "resend", "rest", "rest", "break")
+MOVES = (
+    "start",
+    "start",
+    "start",
+    "fetch",
+    "fetch",
+    "fetch",
+    "cancel",
+    "retire",
+    "retire_early",
+    "resend",
+    "rest",
+    "rest",
+    "break",
+)
 
 
 class Schedule:
@@ -69,6 +83,11 @@ class Schedule:
             ):
                 self.retired.add(key)
                 await self.router.retire(run)
+
+    async def _retire_early(self) -> None:
+        """Whatever it is doing. The router is still to be sent its end."""
+        if self._open():
+            await self.router.retire(self.works[self.rng.choice(self._open())][0])
 
     async def _resend(self) -> None:
         if self.works:
