@@ -33,6 +33,7 @@ from handoff.errors import HandoffFailed
 from handoff.packing import FilledBlock, Shape, pack
 from handoff.tickets import Lease, TicketOffice
 from protos import worker_pb2 as wire
+from runtime.errors import InvalidArgument
 from runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 
 LEASE_MS = 10_000
@@ -53,6 +54,7 @@ class _Giving:
     messages: int = 0  # sent
     acknowledged: int = 0
     last: bytes | None = None  # the fetch ends with it
+    error: InvalidArgument | None = None  # the fetch ends with it: its receiver sent what can't be read
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # parked or ended
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to say
     moved: asyncio.Event = field(default_factory=asyncio.Event)  # of a live one: it wrote, or some of it was sent
@@ -196,7 +198,7 @@ class Giver:
         """Runs as blocks fill, beats in between, and the last word."""
         clock = asyncio.get_running_loop().time
         said = clock()
-        while True:
+        while giving.error is None:
             giving.changed.clear()
             for message in self._filled(lease, giving):
                 yield message
@@ -214,6 +216,7 @@ class Giver:
             except TimeoutError:
                 yield encode(wire.FetchResponse(beat=self._beat()))
                 said = clock()
+        raise giving.error
 
     def _filled(self, lease: Lease, giving: _Giving) -> Iterator[bytes]:
         """Messages of the blocks that filled since the last; each is copied when it is asked for."""
@@ -242,6 +245,9 @@ class Giver:
                     self.office.renew(lease.ticket.id)
         except HandoffFailed as silent:
             self._unless_sealed(lease, silent.detail)
+        except InvalidArgument as error:
+            giving.error = error
+            giving.changed.set()
 
     def _expire(self, lease: Lease) -> None:
         """Nobody renewed it: stop its fetch, then free."""

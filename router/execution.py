@@ -162,6 +162,7 @@ class Execution:
             self._admitted.leave()
         if not self.accepted.done():
             self.accepted.set_exception(end if isinstance(end, ServiceError) else Internal())
+            self.accepted.exception()  # marks it as seen: the call that waited for it may be gone
         if self.is_recorded:
             self._record_end(end)
         else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,8 +75,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _unary(self, method: str, handle: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             async def work() -> Any:
-                _check_readable(request)
-                return await handle(request, context)
+                return await handle(_readable(request), context)
 
             return await self._answer(method, work, context)
 
@@ -85,8 +84,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _streaming(self, method: str, handle: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             async def work() -> None:
-                _check_readable(request)
-                answers = handle(request, context)
+                answers = handle(_readable(request), context)
                 if not inspect.isasyncgen(answers):
                     await answers  # it writes to the context by itself
                     return
@@ -154,16 +152,29 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """Stands for a request that is none. gRPC itself would say UNKNOWN, with no detail, and log a stack."""
+    """Stands for a message that can't be decoded. gRPC itself would raise in its own code, and log a stack."""
 
     bytes: int
 
 
+class _Readable:
+    """A call's messages. Raises InvalidArgument in place of one that can't be decoded."""
+
+    def __init__(self, messages: AsyncIterator[Any]) -> None:
+        self._messages = messages
+
+    def __aiter__(self) -> _Readable:
+        return self
+
+    async def __anext__(self) -> Any:
+        return _checked(await anext(self._messages))
+
+
 def _forgiving(handler: Any) -> Any:
-    """How a call's one request is read; those of a stream are read by gRPC, between processes of one deployment."""
+    """The deserializer of a handler's messages, which gives _Unreadable for what it can't read."""
     read = handler.request_deserializer
-    if read is None or handler.request_streaming:
-        return read
+    if read is None:
+        return None
 
     def forgiving(data: bytes) -> Any:
         try:
@@ -174,12 +185,17 @@ def _forgiving(handler: Any) -> Any:
     return forgiving
 
 
-def _check_readable(request: Any) -> None:
-    """Raises InvalidArgument."""
-    if isinstance(request, _Unreadable):
+def _readable(request: Any) -> Any:
+    """A call's request, or its stream of them. Raises InvalidArgument."""
+    return _Readable(request) if isinstance(request, AsyncIterator) else _checked(request)
+
+
+def _checked(message: Any) -> Any:
+    if isinstance(message, _Unreadable):
         raise InvalidArgument(
-            "request", "a message of the method's own type, its texts in UTF-8", f"{request.bytes} bytes"
+            "request", "a message of the method's own type, its texts in UTF-8", f"{message.bytes} bytes"
         )
+    return message
 
 
 async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> None:

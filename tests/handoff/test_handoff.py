@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -21,8 +21,10 @@ from handoff.codec import Received, decode
 from handoff.errors import HandoffFailed, NothingLeft
 from handoff.packing import MESSAGE_BYTES, Shape, message_sum
 from handoff.service import KvSourceService
-from handoff.transport import GrpcTransport, KvSource
+from handoff.transport import FETCH, GrpcTransport, KvSource
 from protos import worker_pb2 as wire
+from runtime.errors import InvalidArgument, ServiceError
+from runtime.interceptor import ErrorInterceptor
 from tests.handoff.scenes import LAYOUT, Tamper, Wire, Worker, alone, ask
 
 Transport = Callable[[Worker], AbstractAsyncContextManager[KvSource]]
@@ -331,6 +333,28 @@ async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease
         await giver.emptied()
         assert not giver.giver.office.leases()
         assert giver.giver.expired == 0
+        await taker.loop.call(lambda _: arrival.abort())
+
+
+async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and_frees_the_blocks() -> None:
+    async with Worker("p", lease_ms=600_000) as giver, Worker("d") as taker:
+        request = ask(length=200)
+        ticket, arrival = await giver.offer(request), await taker.room(request)
+        errors: list[ServiceError] = []
+        server = grpc.aio.server(interceptors=[ErrorInterceptor(errors.append)])
+        KvSourceService(giver.giver).add_to(server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        opening = wire.FetchRequest(open=taker.taker._open(ticket, arrival)).SerializeToString()
+        async with connect(f"127.0.0.1:{port}") as channel:
+            call: Any = channel.stream_stream(FETCH)(cast(Any, iter([opening, b"\xff\xff"])))
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in call:
+                    pass
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert [type(error) for error in errors] == [InvalidArgument]
+        await giver.emptied()
+        await server.stop(None)
         await taker.loop.call(lambda _: arrival.abort())
 
 

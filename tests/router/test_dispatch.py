@@ -6,6 +6,9 @@ Whatever goes wrong, `core` checks at its end that no place, ticket, run or wait
 from __future__ import annotations
 
 import asyncio
+import gc
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -635,3 +638,21 @@ async def test_a_bug_ends_the_course_too(store: Store, monkeypatch: pytest.Monke
         course = await scene.answer(make_request())
         assert error_of(course).reason is Reason.INTERNAL
         assert (await stored(store, scene)).state == FAILED
+
+
+async def test_a_cancel_leaves_no_exception_that_nothing_looks_at(store: Store) -> None:
+    unseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0, max_active=1) as scene:
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request("runs", max_tokens=50))
+        await written(course, 2)
+        waiting = asyncio.create_task(scene.dispatcher.begin(make_request("waits")))
+        await until(lambda: len(scene.dispatcher._executions) == 2)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+        await scene.dispatcher.cancel(RequestKey("default", "runs"))
+        del course, waiting
+    gc.collect()
+    assert not unseen

@@ -5,7 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from io import StringIO
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -20,6 +20,7 @@ from runtime.logs import LogSettings
 from tests.runtime.cases import ERRORS, IDS
 from tests.runtime.scene import Scene, scene
 
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 SECRET = "sk-12345: the inside of the house"
 
 
@@ -254,3 +255,29 @@ async def test_a_client_that_errs_again_and_again_is_no_failure_of_the_server() 
         assert s.counted(blame="client") == 200
         assert s.counted(blame="server") == 0
         assert (await s.inference.GetServerInfo(pb.GetServerInfoRequest())).version == "1"
+
+
+@pytest.mark.parametrize("path", ["/decant.internal.v1.Decode/Session", REFLECTION])
+async def test_a_message_of_a_stream_that_cannot_be_decoded_is_refused_by_name(
+    path: str, lines: StringIO, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def session(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for _ in requests:
+            yield worker_pb2.FromWorker()
+
+    logs.start("test", LogSettings(log_level="debug"), stream=lines)
+    async with scene() as s:
+        s.script.session = session
+        call: Any = s.channel.stream_stream(path)(cast(Any, iter([b"", b"\xff\xff"])))  # no bytes are an empty message
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _read_all(call)
+        error = from_call(caught.value)
+        assert isinstance(error, InvalidArgument)
+        assert (error.field, error.value) == ("request", "2 bytes")
+    assert [line["event"] for line in logged(lines) if line.get("method") or "exception" in line] == ["call failed"]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def _read_all(call: Any) -> None:
+    async for _ in call:
+        pass
