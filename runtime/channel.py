@@ -25,8 +25,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     # A worker that comes back on its address is reached at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # This is gRPC's limit for a connection to come about: a busy host may take long to accept one.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # Who tries again is decided by the owner of a request, and nothing lies between two processes of a deployment.
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),

@@ -232,3 +232,21 @@ async def test_pings_during_a_long_silence_do_not_end_the_connection() -> None:
             assert (await ours).request_id == "answered"
     finally:
         await plain.stop(None)
+
+
+async def test_a_server_that_is_slow_to_accept_a_connection_is_reached() -> None:
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65_536):
+            writer.write(data)
+        writer.close()
+
+    async with scene() as s:
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(0.4)
+            there, back = await asyncio.open_connection("127.0.0.1", s.server.port)
+            await asyncio.gather(relay(reader, back), relay(there, writer), return_exceptions=True)
+
+        async with await asyncio.start_server(accept, "127.0.0.1", 0) as slow:
+            port = slow.sockets[0].getsockname()[1]
+            assert await version(open_channel(f"127.0.0.1:{port}", PeerTls())) == "1"
