@@ -92,6 +92,11 @@ def _join(pieces: Sequence[torch.Tensor], count: int) -> torch.Tensor:
     return torch.cat(list(pieces), dim=dim).narrow(dim, 0, count)
 
 
+EXPERTS_ROOM = {torch.bfloat16: 0.05, torch.float32: 1e-3}
+"""How far packed experts may be from a module's own, in parts of an answer's length: more than rounding, and far less
+than another order of parts or another activation."""
+
+
 class PackedExperts(nn.Module):
     """A transformers experts module (``use_experts_implementation``) with each expert's weights packed.
 
@@ -122,6 +127,25 @@ class PackedExperts(nn.Module):
         for rank in range(1, top_k):
             total = total + weighted[:, rank]
         return total.to(hidden.dtype)
+
+
+@torch.inference_mode()
+def _pack_experts(experts: Any) -> PackedExperts:
+    """Packed experts that were compared with the module's own, each expert on rows chosen for it, so that no router's
+    tie takes part. Raises ValueError where they differ."""
+    weight = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    count, width = len(weight), weight.shape[1 if experts.is_transposed else 2]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2 * count, width, generator=generator).to(weight)
+    chosen = torch.arange(2 * count, device=weight.device)[:, None] + torch.arange(2, device=weight.device)
+    share = torch.tensor([0.7, 0.3]).to(weight).expand(2 * count, 2)
+    expected = experts(rows, chosen % count, share)
+    ours = PackedExperts(experts)
+    answer = ours(rows, chosen % count, share)
+    apart = (answer.float() - expected.float()).norm(dim=-1)
+    if not (apart <= EXPERTS_ROOM[weight.dtype] * expected.float().norm(dim=-1)).all():
+        raise ValueError(f"packed {type(experts).__name__} answer otherwise than its own")
+    return ours
 
 
 def _pack_each(experts: Any, name: str) -> nn.ModuleList:
@@ -162,7 +186,7 @@ def _packed(module: nn.Module) -> nn.Module | None:
     if isinstance(module, Conv1D) and type(module).forward is Conv1D.forward:
         return PackedLinear(module.weight.T, module.bias)
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-        return PackedExperts(module)
+        return _pack_experts(module)
     if any(_stacks(child) for child in module.children()):
         return FixedRows(module)
     if next(module.children(), None) is not None:

@@ -15,7 +15,7 @@ from engine.kv_layout import KvLayout
 from engine.kv_store import KvStore
 from engine.other_state import refuse_other_state
 from engine.plan import StepPlan, StepResult
-from engine.probe import Verdict, alone, learn, probe, table, trials
+from engine.probe import Verdict, alone, check_attention, learn, probe, table, trials
 from engine.runner import ModelRunner
 
 
@@ -107,14 +107,16 @@ def load(config: ModelConfig) -> ModelDevice:
     refuse_other_state(model, source.name, trials(model, window)[0].tokens)
     reference = alone(model, source.name, window)
     views, specs = learn(model, source.name, window)
-    if device.type == "cpu":
-        linears.pack(model)
-        small.fuse(model, dtype)
-        layer.fuse(model, dtype)
     layout = KvLayout(specs, config.block_size, dtype.itemsize)
     if config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
-    verdict = probe(model, source.name, layout, views, reference, window)
+    difference = check_attention(model, source.name, layout, views, reference, window)
+    if device.type == "cpu":
+        with checkpoint.refusing(source.name, "laying its weights out failed"):
+            linears.pack(model)
+        small.fuse(model, dtype)
+        layer.fuse(model, dtype)
+    exact = probe(model, source.name, layout, views, reference, window)
     eos = source.eos_token_ids(model)
     store = KvStore(layout, config.kv_bytes // layout.block_bytes, dtype, device)
     store.settle()
@@ -126,6 +128,6 @@ def load(config: ModelConfig) -> ModelDevice:
         eos_token_ids=eos,
         layout=checkpoint.layout_hash(weights, layout, window, dtype, device),
         equal_bits=device.type == "cpu",
-        verdict=verdict,
+        verdict=Verdict(exact, difference),
         model=model,
     )

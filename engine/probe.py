@@ -1,8 +1,14 @@
 """Is a model served right? Learnt and tried at load; no list of names decides.
 
-Three short random sequences in one flattened row, one of them at the end of the window, must give, bit for bit,
-what each gives alone, and, within the rounding of the dtype, what transformers' own attention gave each before
-anything was replaced. Attention must be called exactly once per layer. Whatever differs is named in the refusal.
+Three short random sequences, one of them at the end of the window, in one flattened row, must give what transformers'
+own attention gives each of them alone. Attention must be called exactly once per layer. Whatever differs is named in
+the refusal. This is compared twice:
+
+- In float32, on the model's own modules: equal up to rounding. This decides whether masks, positions and scales are
+  right. In bfloat16 it can't be decided: where a router of experts is near a tie, rounding may choose another expert,
+  and logits then differ as much as those of a wrong model.
+- As it will be served, its weights laid out: on a CPU bit for bit the same alone as among others; and typically not
+  much further from float32 than rounding takes transformers' own.
 
 The one at the end of the window stands there alone: all tokens before it were seen, and are hidden from it. It
 finds what counts rows instead of positions, such as a scale of the scores that grows every few thousand tokens.
@@ -27,6 +33,7 @@ from engine.errors import ModelRefused
 from engine.kv_layout import KvLayout, LayerSpec
 from engine.kv_store import KvStore
 from engine.plan import Row
+from engine.precise import Float32
 from engine.request import Request
 from engine.runner import ModelRunner
 
@@ -37,13 +44,16 @@ end of the window."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Root mean square difference of logits, over their spread, that rounding explains."""
 
+MORE_NOISE = 2.0
+"""How many times as far as transformers' own a served model may be from float32, where that is beyond TOLERANCE."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the probe saw of a model that is served.
 
     exact       together equals alone to the bit (the second law); promised on a CPU
-    difference  from transformers' own attention, as a share of the logits' spread
+    difference  from transformers' own attention, both in float32, as a share of the logits' spread
     """
 
     exact: bool
@@ -72,13 +82,14 @@ def trials(model: PreTrainedModel, window: int) -> list[Trial]:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Logits [length, vocabulary] of each trial by transformers' own attention.
+    """Logits [length, vocabulary] of each trial by transformers' own attention, computed in float32.
 
-    The last trial needs a cache that forgets; a model with a state of another kind can't use one, and is to hear
-    first what the other trials say of it.
+    ``noise`` is how far the model's own dtype typically takes transformers from them. The last trial needs a cache that
+    forgets; a model with a state of another kind can't use one, and is to hear first what the other trials say of it.
     """
 
     logits: list[torch.Tensor]
+    noise: float
     failed: ModelRefused | None = None
 
 
@@ -87,12 +98,22 @@ def alone(model: PreTrainedModel, name: str, window: int) -> Reference:
     """What the trials must give; before anything is replaced. Raises ModelRefused."""
     with refusing(name, "transformers' own attention failed"):
         *early, last = trials(model, window)
-        logits = [_alone(model, trial) for trial in early]
+        exact, noises = zip(*(_exact(model, trial) for trial in early), strict=True)
     try:
         with refusing(name, f"transformers' own attention at position {last.start} failed"):
-            return Reference([*logits, _alone(model, last)])
+            logits, noise = _exact(model, last)
+            return Reference([*exact, logits], max(*noises, noise))
     except ModelRefused as refused:
-        return Reference(logits, refused)
+        return Reference(list(exact), max(noises), refused)
+
+
+def _exact(model: PreTrainedModel, trial: Trial) -> tuple[torch.Tensor, float]:
+    """Logits of a trial in float32, and how far the model's own dtype is from them."""
+    with Float32():
+        logits = _alone(model, trial)
+    if table(model).weight.dtype == torch.float32:
+        return logits, 0.0
+    return logits, _typical_difference(_alone(model, trial), logits)
 
 
 def _alone(model: PreTrainedModel, trial: Trial) -> torch.Tensor:
@@ -166,51 +187,82 @@ def _check_kept(model: PreTrainedModel, name: str, views: Sequence[View], window
 
 
 @torch.inference_mode()
-def probe(
-    model: PreTrainedModel,
-    name: str,
-    layout: KvLayout,
-    views: Sequence[View],
-    reference: Reference,
-    window: int,
-) -> Verdict:
-    """Compare together, alone, and the reference. Raises ModelRefused."""
-    dtype, device = table(model).weight.dtype, model.device
+def check_attention(
+    model: PreTrainedModel, name: str, layout: KvLayout, views: Sequence[View], reference: Reference, window: int
+) -> float:
+    """Compare the model's own modules with our attention to the reference, in float32; before weights are laid out.
+
+    Returns the largest difference, as a share of the logits' spread. Raises ModelRefused.
+    """
+    wide = KvLayout(layout.layers, layout.block_size, torch.float32.itemsize)
     rows = _rows(trials(model, window), layout.block_size)
-    with refusing(name, "a step of several sequences failed"):
-        together, apart = _both(model, layout, views, rows)
+    with refusing(name, "a step of several sequences failed"), Float32():
+        together = _together(_runner(model, wide, views, rows, torch.float32), rows)
     worst = 0.0
     for ours, theirs in zip(together, reference.logits, strict=False):
         worst = max(worst, difference := _difference(ours, theirs))
-        if not difference < TOLERANCE[dtype]:
+        if not difference < TOLERANCE[torch.float32]:
             where = " at the end of the window" if ours is together[-1] else ""
             reason = f"its logits{where} differ from transformers' own by {difference:.2g} of their spread"
             raise ModelRefused(name, reason)
-    pairs = [(one[-len(other) :], other) for others in apart for one, other in zip(together, others, strict=True)]
-    exact = all(torch.equal(one, other) for one, other in pairs)
-    mixed = max(_difference(one, other) for one, other in pairs)
-    if not mixed < TOLERANCE[dtype] or (device.type == "cpu" and not exact):
-        raise ModelRefused(name, f"a sequence's logits depend on its neighbours, by {mixed:.2g} of their spread")
     if reference.failed is not None:
         raise reference.failed
-    return Verdict(exact, worst)
+    return worst
 
 
-def _both(
-    model: PreTrainedModel, layout: KvLayout, views: Sequence[View], rows: Sequence[Row]
-) -> tuple[list[torch.Tensor], tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Logits of each row, all of them in one step; and again, each in a step of its own, and those of its last position
-    in a step that needs no others."""
+@torch.inference_mode()
+def probe(
+    model: PreTrainedModel, name: str, layout: KvLayout, views: Sequence[View], reference: Reference, window: int
+) -> bool:
+    """Compare together with alone, and with the reference, as the model will be served. Raises ModelRefused.
+
+    Returns whether together equals alone to the bit. Of a difference from the reference the median over positions
+    counts: a router near a tie moves a few positions far, a weight that is laid out wrong moves all of them.
+    """
+    dtype, device = table(model).weight.dtype, model.device
+    rows = _rows(trials(model, window), layout.block_size)
+    with refusing(name, "a step of several sequences failed"):
+        runner = _runner(model, layout, views, rows, dtype)
+        together, apart = _together(runner, rows), _apart(runner, rows)
+    pairs = [(one[-len(other) :], other) for others in apart for one, other in zip(together, others, strict=True)]
+    exact = all(torch.equal(one, other) for one, other in pairs)
+    mixed = max(_typical_difference(one, other) for one, other in pairs)
+    if not mixed < TOLERANCE[dtype] or (device.type == "cpu" and not exact):
+        raise ModelRefused(name, f"a sequence's logits depend on its neighbours, by {mixed:.2g} of their spread")
+    rounded = max(map(_typical_difference, together, reference.logits))
+    if not rounded < max(TOLERANCE[dtype], MORE_NOISE * reference.noise):
+        reason = (
+            f"its logits in {str(dtype).removeprefix('torch.')} differ from float32 by {rounded:.2g} of their spread"
+        )
+        raise ModelRefused(name, reason)
+    return exact
+
+
+def _runner(
+    model: PreTrainedModel, layout: KvLayout, views: Sequence[View], rows: Sequence[Row], dtype: torch.dtype
+) -> ModelRunner:
+    """A runner over blocks of its own, in which the last row sees nothing before its start."""
     count = 1 + max(block for row in rows for block in row.blocks)
-    store = KvStore(layout, count, table(model).weight.dtype, model.device)
+    store = KvStore(layout, count, dtype, model.device)
     late = [_From(view.kind, view.size, rows[-1].start) for view in views]
-    runner = ModelRunner(model, store, late, frozenset())
+    return ModelRunner(model, store, late, frozenset())
+
+
+def _together(runner: ModelRunner, rows: Sequence[Row]) -> list[torch.Tensor]:
+    """Logits of each row, all of them in one step."""
     inverted = [rows[-1], *rows[:-1]]  # the longest context first
     lengths = [row.end - row.start for row in inverted]
     last, *others = runner.logits(inverted, np.arange(sum(lengths))).float().split(lengths)
+    return [*others, last]
+
+
+def _apart(runner: ModelRunner, rows: Sequence[Row]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logits of each row in a step of its own, and those of its last position in a step that needs no others."""
     separate = [runner.logits([row], np.arange(row.end - row.start)).float() for row in rows]
+    inverted = [rows[-1], *rows[:-1]]
+    lengths = [row.end - row.start for row in inverted]
     final, *finals = runner.logits(inverted, np.cumsum(lengths) - 1).float().split(1)
-    return [*others, last], (separate, [*finals, final])
+    return separate, [*finals, final]
 
 
 def table(model: PreTrainedModel) -> torch.nn.Embedding:
@@ -239,6 +291,11 @@ def _rows(tried: Sequence[Trial], block_size: int) -> list[Row]:
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).square().mean().sqrt() / theirs.std().clamp(min=1e-9))
+
+
+def _typical_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """``_difference``, of the median position."""
+    return float((ours - theirs).square().mean(-1).sqrt().median() / theirs.std().clamp(min=1e-9))
 
 
 def _ids(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:

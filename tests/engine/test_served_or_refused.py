@@ -14,9 +14,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from engine import checkpoint
+from engine import checkpoint, linears, products
+from engine.attention import NAME, views
+from engine.attention.views import Kind, View
 from engine.checkpoint import choose_device
 from engine.engine import Engine
 from engine.errors import InvalidConfig, ModelRefused
@@ -129,6 +131,80 @@ def test_a_cache_that_forgets_what_the_prompt_saw_is_found(tmp_path):
     with pytest.raises(ModelRefused, match="layer 0 sees 256 tokens of a prompt, and 64 from its cache"):
         serve(folder)
     assert serve(folder, window=64).verdict.exact
+
+
+# -- rounding ---------------------------------------------------------------------------------------------------------
+
+
+_NEAR_TIES = [
+    ("deepseek_v3", 2),
+    ("deepseek_v3", 9),
+    ("gpt_oss", 12),
+    ("mixtral", 7),
+    ("qwen2_moe", 2),
+    ("qwen3_moe", 25),
+]
+"""Seeds of checkpoints whose routers choose other experts in one rounding to bfloat16 than in another."""
+
+
+@pytest.mark.parametrize(("kind", "seed"), _NEAR_TIES)
+def test_experts_in_bf16_are_served_however_near_to_a_tie_their_router_is(kind, seed, tmp_path):
+    more = tiny._MOE if kind == "qwen3_moe" else {}
+    device = serve(tiny.save(tiny.config(kind, **more), tmp_path, seed=seed), dtype="bfloat16")
+    assert device.verdict.exact
+    assert device.verdict.difference < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_attention_that_is_a_hundredth_too_sharp_is_refused_in_any_dtype(kind, dtype, tmp_path, monkeypatch):
+    forward = AttentionInterface._global_mapping[NAME]
+
+    def sharper(module, query, *rest, **options):
+        return forward(module, query * 1.02, *rest, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, sharper)
+    folder = tiny.save(tiny.config(kind), tmp_path)
+    with pytest.raises(ModelRefused, match="its logits differ from transformers' own"):
+        serve(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_window_one_token_too_narrow_is_refused_in_any_dtype(dtype, tmp_path, monkeypatch):
+    folder = tiny.save(tiny.config("mistral", sliding_window=12), tmp_path)
+    assert serve(folder, dtype=dtype).verdict.exact
+    monkeypatch.setattr(views, "fit", lambda *_: View(Kind.SLIDING, 11))
+    with pytest.raises(ModelRefused, match="its logits differ from transformers' own"):
+        serve(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_that_are_packed_in_another_order_are_refused(dtype, tmp_path, monkeypatch):
+    pack = linears._pack_each
+
+    def swapped(experts: Any, name: str) -> torch.nn.ModuleList:
+        first, second, *rest = pack(experts, name)
+        return torch.nn.ModuleList([second, first, *rest] if name == "down_proj" else [first, second, *rest])
+
+    monkeypatch.setattr(linears, "_pack_each", swapped)
+    with pytest.raises(ModelRefused, match="packed MixtralExperts answer otherwise than its own"):
+        serve(tiny.save(tiny.config("mixtral"), tmp_path), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_weights_that_are_laid_out_wrong_are_refused(kind, dtype, tmp_path, monkeypatch):
+    """All products of one width lose their last input."""
+
+    def lossy(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        lost = weight.clone()
+        lost[:, -8:] = 0
+        return products.prepare(lost if weight.shape[0] == 64 else weight, bias)
+
+    folder = tiny.save(tiny.config(kind), tmp_path)
+    monkeypatch.setattr(linears, "prepare", lossy)
+    with pytest.raises(ModelRefused, match=r"differ from float32 by|answer otherwise"):
+        serve(folder, dtype=dtype)
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
