@@ -15,7 +15,7 @@ from functools import partial
 from protos import worker_pb2 as wire
 from router.execution import RETRY_SECONDS, Execution, Router
 from router.request import Course, Ended, ValidRequest
-from router.revival import end_of, replayed, store_error
+from router.revival import check_stored, end_of, replayed, store_error
 from router.standing import Standing
 from runtime import logs
 from runtime.channel import Deadline
@@ -112,7 +112,7 @@ class Dispatcher:
             kept = self._router.ended_s if owned.ended else None
             return Standing(execution.course, owned.state, owned.record, kept)
         found = await self._read(key)
-        course = replayed(found, await self._router.revive(found))
+        course = await self._replayed(found)
         return Standing(course, found.state, found.record, found.expires_in_s if found.ended else None)
 
     async def _until_settled(self, ended: Execution) -> None:
@@ -284,16 +284,31 @@ class Dispatcher:
 
     async def _read(self, key: RequestKey) -> StoredRequest:
         try:
-            return await self._router.requests.read(key)
+            found = await self._router.requests.read(key)
+            end_of(found)  # raises here for one that can't be read
         except StateError as error:
             raise store_error(error, key) from None
+        return found
 
     async def _stored(self, found: StoredRequest) -> Course:
         """A request that doesn't run here, to be read."""
         if found.ended:
-            return replayed(found, await self._router.revive(found))
+            return await self._replayed(found)
         execution = await self._taken(found, self._router.requests.adopt)
         return await self.resume(found.key) if execution is None else execution.come_back()
+
+    async def _replayed(self, found: StoredRequest) -> Course:
+        """As it stands in the store. Raises Internal where that can't be read."""
+        try:
+            return replayed(found, await self._revived(found))
+        except StateError as error:
+            raise store_error(error, found.key) from None
+
+    async def _revived(self, found: StoredRequest) -> ValidRequest:
+        """Raises UnreadableRequest, and what it comes to where its model is not served here."""
+        request = await self._router.revive(found)
+        check_stored(found, request)
+        return request
 
     async def _taken(self, found: StoredRequest, adopt: Adopt) -> Execution | None:
         """`_adopted` for a client that asks. Raises NotFound, Unavailable."""
@@ -309,7 +324,7 @@ class Dispatcher:
         """
         if self._draining:
             raise _draining()
-        request = await self._router.revive(found)
+        request = await self._revived(found)
         found = await adopt(found.key, Life.of(self._router.peer))
         execution = self._here(found.key)  # another call may have been faster
         if execution is not None or found.ended:

@@ -20,9 +20,9 @@ from router.prompts import WindowOf
 from router.request import Course, Ended, ValidRequest
 from router.validation import validate
 from runtime.channel import Deadline
-from runtime.errors import Cancelled, DeadlineExceeded, NotFound, ServiceError, Unavailable, from_fault
+from runtime.errors import Cancelled, DeadlineExceeded, Internal, NotFound, ServiceError, Unavailable, from_fault
 from runtime.fault import Reason, from_status
-from state.errors import NotYetKnown, StateError, UnknownRequest
+from state.errors import NotYetKnown, StateError, UnknownRequest, UnreadableRequest
 from state.names import RequestKey, State
 from state.owned import StoredRequest
 
@@ -47,6 +47,15 @@ def reviver(models: Models, window_of: WindowOf) -> Revive:
     return revive
 
 
+def check_stored(found: StoredRequest, request: ValidRequest) -> None:
+    """Raises UnreadableRequest for tokens that the request's model can't have written."""
+    highest = max((entry.token for entry in found.entries), default=0)
+    if highest >= request.vocab_size:
+        raise UnreadableRequest(found.key, f"token ids below {request.vocab_size}, got {highest}")
+    if any(entry.output for entry in found.entries):
+        raise UnreadableRequest(found.key, "output 0 is the only one")
+
+
 def store_error(error: StateError, key: RequestKey) -> ServiceError:
     """What a client learns who asked for a request that the store doesn't show."""
     match error:
@@ -55,6 +64,8 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
         case NotYetKnown():
             words = f"request {key.id} is not known yet: the state store is new, and still fills up"
             return Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=error.retry_after_s)
+        case UnreadableRequest():
+            return Internal()
         case _:
             return Unavailable(Reason.STATE_STORE_AWAY, "the state store is away", retry_after=RETRY_SECONDS)
 
@@ -91,13 +102,15 @@ def stored_as(end: Ended | ServiceError) -> tuple[State, pb.Finished | None]:
 
 
 def end_of(found: StoredRequest) -> Ended | ServiceError | None:
-    """How a request ended, by what is stored; None for one that has not."""
+    """How a request ended, by what is stored; None for one that has not. Raises UnreadableRequest where it lacks."""
     if not found.ended:
         return None
     if found.state == Generation.STATE_CANCELLED:  # perhaps not yet recorded by whoever cancelled it
         return Cancelled()
     if found.state != Generation.STATE_SUCCEEDED:
         return from_fault(from_status(found.record.error))
+    if not found.record.finished:
+        raise UnreadableRequest(found.key, "how it ended is lacking")
     finished = found.record.finished[0]
     match = finished.WhichOneof("stop_match")
     return Ended(finished.finish_reason, **({match: getattr(finished, match)} if match else {}))

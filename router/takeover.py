@@ -11,7 +11,7 @@ import asyncio
 from router.dispatch import Dispatcher
 from runtime import logs
 from runtime.errors import ServiceError
-from state.errors import OwnerAlive, StateError, StoreUnavailable, Superseded, UnknownRequest
+from state.errors import OwnerAlive, StateError, StoreUnavailable, Superseded, UnknownRequest, UnreadableRequest
 from state.names import Life
 from state.store import Store
 
@@ -57,7 +57,7 @@ class Takeover:
             await asyncio.sleep(left_s)
 
     async def _take_over(self, dead: Life) -> None:
-        """All that this router can run; an entry that it can't stays for others. Raises StoreUnavailable."""
+        """All that this router can run; an entry that it can't run stays for others. Raises StoreUnavailable."""
         left = await self._store.open.of(dead)
         for key in left:
             try:
@@ -66,6 +66,8 @@ class Takeover:
                 raise
             except (OwnerAlive, Superseded, UnknownRequest):
                 pass  # it is somebody's, or over
+            except UnreadableRequest as error:  # no router can: it stays in the store until it expires
+                _log.error("a request is set aside", request_id=key.id, router=dead.id, error=str(error))
             except (ServiceError, StateError) as error:
                 _log.warning("a request can't be taken over", request_id=key.id, router=dead.id, error=str(error))
                 continue

@@ -6,6 +6,7 @@ client.py        deadlines, reconnecting, scripts; one error for a Redis that is
 scripts.py       the Lua in lua/: what must happen as one
 names.py         requests, lives of processes, states
 requests.py      accept, write, read, adopt a request; `owned.py` is what its owner holds of it
+stored.py        a request as Redis has it, checked
 journal.py       output tokens as bytes
 logprobs.py      logprobs as bytes
 directory.py     which workers and routers are there

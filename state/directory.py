@@ -14,6 +14,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
+from google.protobuf.message import DecodeError
+
 from protos.state_pb2 import RouterRegistration, WorkerRegistration
 from protos.worker_pb2 import Load
 from state import keys, scripts
@@ -58,13 +60,11 @@ class Directory(Generic[Facts]):
         return Registration(self, facts, since)
 
     async def listing(self) -> Listing[Facts]:
-        """Raises StoreUnavailable."""
+        """Registrations that can't be read are passed over. Raises StoreUnavailable."""
         reply = await self._client.run(scripts.DIRECTORY_LIST.call(self._names))
         version, next_end_ms, *rest = reply
-        present = tuple(
-            Present(self._parsed(facts), Load.FromString(load), max(0, self._lasts[0] - ends_ms) / 1000)
-            for facts, load, ends_ms in zip(rest[::3], rest[1::3], rest[2::3], strict=True)
-        )
+        parsed = map(self._parsed, rest[::3], rest[1::3], rest[2::3])
+        present = tuple(one for one in parsed if one is not None)
         return Listing(version, next_end_ms / 1000 if next_end_ms >= 0 else None, present)
 
     async def change(self, seen: Listing[Facts], timeout_s: float) -> Listing[Facts]:
@@ -95,10 +95,15 @@ class Directory(Generic[Facts]):
         """Nothing happens where another life is registered. For `Registration`."""
         await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, life.id, life.hex))
 
-    def _parsed(self, packed: bytes) -> Facts:
+    def _parsed(self, packed: bytes | None, load: bytes | None, ends_ms: int) -> Present[Facts] | None:
+        """None for a registration that can't be read: it concerns no other one."""
         facts = self._facts()
-        facts.ParseFromString(packed)
-        return facts
+        try:
+            facts.ParseFromString(packed or b"")
+            found = Load.FromString(load or b"")
+        except DecodeError:
+            return None
+        return Present(facts, found, max(0, self._lasts[0] - ends_ms) / 1000) if facts.peer.id else None
 
     @property
     def _names(self) -> list[str]:

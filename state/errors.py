@@ -3,6 +3,7 @@
 StateError
 ├── StoreUnavailable    Redis is away, or silent for longer than the deadline; ask again later
 ├── StoreFault          Redis answered with an error that waiting does not cure
+│   └── UnreadableRequest   what it holds of one request can't be read
 ├── Superseded          another router owns the request; the caller forgets it
 ├── Replaced            another incarnation is registered under the caller's id
 ├── AlreadyExists       the request id is taken by another payload
@@ -31,6 +32,14 @@ class StoreUnavailable(StateError):
 
 class StoreFault(StateError):
     """Redis answered with an error: a wrong password, keys of another program, a Redis too old."""
+
+
+class UnreadableRequest(StoreFault):
+    """What Redis holds of a request is nothing that an owner writes. Other requests are not concerned."""
+
+    def __init__(self, key: RequestKey, why: str) -> None:
+        super().__init__(f"request {key} can't be read: {why}")
+        self.key = key
 
 
 class Superseded(StateError):

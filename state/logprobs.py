@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from protos.worker_pb2 import TokenLogprobs
 
 NONE = (1 << 32) - 1
+MOST_ALTERNATIVES = 1024
 _ID_LIMIT = 1 << 24
 """Token ids are below this, as in the journal."""
 
@@ -33,7 +34,9 @@ class Logprobs:
     __slots__ = ("_alternatives", "_data", "_layout")
 
     def __init__(self, alternatives: int = 0, data: bytes = b"") -> None:
-        """`data`: packed entries. Raises ValueError when it ends within an entry."""
+        """`data`: packed entries. Raises ValueError when it ends within an entry, and for too many alternatives."""
+        if alternatives > MOST_ALTERNATIVES:
+            raise ValueError(f"logprobs: at most {MOST_ALTERNATIVES} alternatives, got {alternatives}")
         size = entry_bytes(alternatives)
         if len(data) % size:
             raise ValueError(f"logprobs: {len(data)} bytes are not whole entries of {size}")

@@ -16,19 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from protos.inference_pb2 import GenerateRequest
-from protos.state_pb2 import RequestRecord
-from state import journal, keys, scripts
+from state import keys, scripts
 from state.client import Client, Reply
 from state.directory import Routers
 from state.era import Era
 from state.errors import AlreadyExists, OwnerAlive, StateError, StoreFault, StoreUnavailable, Superseded
 from state.keys import Lifetimes
-from state.logprobs import Logprobs
 from state.names import ENDED, Life, RequestKey
 from state.open import OpenRequests, cut
-from state.owned import LogprobsAsked, OwnedRequest, StoredRequest
+from state.owned import OwnedRequest, StoredRequest
 from state.scripts import Command
+from state.stored import parse
 
 BATCH_BYTES = 256 << 10
 """Of writes in one round trip; a single larger one has a deadline that is as much longer."""
@@ -75,7 +73,7 @@ class Requests:
         if reply[0] == b"differs":
             await self._open.remove(request.owner, [request.key])
             raise AlreadyExists(request.key)
-        return await self._keep_entry_if_owned(_stored(request.key, reply[1]), request.owner)
+        return await self._keep_entry_if_owned(parse(request.key, reply[1]), request.owner)
 
     async def write(self, request: OwnedRequest) -> None:
         """`flush` of one request. Raises Superseded, AlreadyExists, StoreFault, StoreUnavailable."""
@@ -107,7 +105,7 @@ class Requests:
         reply = await self._client.run(scripts.REQUEST_READ.call(_names(key), first))
         if reply[0] == b"unknown":
             raise await self._era.unknown(key)
-        return _stored(key, reply[1])
+        return parse(key, reply[1])
 
     async def adopt(self, key: RequestKey, router: Life, epoch: int | None = None) -> StoredRequest:
         """Make `router` the owner, whoever was it: its client's newest stream is there.
@@ -121,7 +119,7 @@ class Requests:
             key, router, self._adopting(key, router, "" if epoch is None else epoch, "")
         )
         if reply[0] == b"exists":
-            found = _stored(key, reply[1])
+            found = parse(key, reply[1])
             await self._leave_open_set(found, reply[2])
             return await self._keep_entry_if_owned(found, router)
         await self._open.remove(router, [key])
@@ -138,7 +136,7 @@ class Requests:
         reply = await self._client.run(self._adopting(key, router, "", self._ended_ms))
         if reply[0] == b"unknown":
             raise await self._era.unknown(key)
-        found = _stored(key, reply[1])
+        found = parse(key, reply[1])
         await self._leave_open_set(found, reply[2])
         return found
 
@@ -151,9 +149,14 @@ class Requests:
         left = set[RequestKey]()
         for batch in cut(list(await self._open.of(router))):
             asked = [Command(("HMGET", keys.request(key), "state", "owner")) for key in batch]
-            for key, (state, owner) in zip(batch, await self._client.run_all(asked), strict=True):
-                if state is None or int(state) in ENDED or owner.decode() != str(router):
-                    left.add(key)
+            for key, reply in zip(batch, await self._client.try_all(asked), strict=True):
+                match reply:
+                    case StoreUnavailable():
+                        raise reply
+                    case [bytes(state), bytes(owner)] if owner == str(router).encode() and _is_open(state):
+                        pass
+                    case _:
+                        left.add(key)
         return left
 
     async def adopt_orphan(self, key: RequestKey, router: Life) -> StoredRequest:
@@ -262,6 +265,10 @@ def _batches(requests: Iterable[OwnedRequest]) -> Iterator[list[OwnedRequest]]:
         yield batch
 
 
+def _is_open(state: bytes) -> bool:
+    return state.isdigit() and int(state) not in ENDED
+
+
 def _names(key: RequestKey) -> list[str]:
     return [keys.request(key), keys.journal(key), keys.logprobs(key)]
 
@@ -269,33 +276,6 @@ def _names(key: RequestKey) -> list[str]:
 def _own_names(request: OwnedRequest) -> list[str]:
     """Without the key that a request doesn't need."""
     return _names(request.key)[: 3 if request.asked.any else 2]
-
-
-def _stored(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
-    """Raises StoreFault for logprobs that don't go with the journal."""
-    epoch, attempt, state, owner, stream_epoch, record, packed_payload, ttl_ms, length, packed, *more = snapshot
-    payload = GenerateRequest.FromString(packed_payload)
-    entries = journal.unpack(packed)
-    asked = LogprobsAsked.of(payload)
-    prompt_logprobs, output_logprobs = more or (b"", b"")
-    if len(output_logprobs) != length * asked.entry_bytes:
-        raise StoreFault(f"request {key}: logprobs are lacking for some of its {length} tokens")
-    shown = output_logprobs[(length - len(entries)) * asked.entry_bytes :]
-    return StoredRequest(
-        key=key,
-        epoch=epoch,
-        attempt=attempt,
-        state=state,
-        owner=Life.parse(owner.decode()),
-        stream_epoch=stream_epoch,
-        record=RequestRecord.FromString(record),
-        payload=payload,
-        entries=entries,
-        length=length,
-        expires_in_s=ttl_ms / 1000,
-        logprobs=Logprobs(asked.output or 0, shown),
-        prompt_logprobs=Logprobs(asked.prompt or 0, prompt_logprobs),
-    )
 
 
 def _is_elsewhere(request: OwnedRequest, error: Lost) -> bool:

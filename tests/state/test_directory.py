@@ -32,6 +32,15 @@ async def test_a_registration_reads_back_with_its_load(store: Store) -> None:
     assert present.load == Load(free_blocks=2)
 
 
+async def test_a_registration_that_cannot_be_read_hides_no_other(store: Store, bare: sync_redis.Redis) -> None:
+    for number in range(2):
+        await store.workers.register(worker_facts(Life(f"w{number}", number)))
+    bare.hset(keys.peers("workers"), "f:w1", b"\xff")
+    assert await lives(store) == {Life("w0", 0)}
+    bare.hdel(keys.peers("workers"), "f:w1", "l:w1")
+    assert await lives(store) == {Life("w0", 0)}
+
+
 async def test_workers_and_routers_are_apart(store: Store) -> None:
     await store.workers.register(worker_facts(OLD))
     await store.routers.register(router_facts(router()))

@@ -1,0 +1,130 @@
+"""Requests that can't be read in the store: each is set aside, and the routers that find it go on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import redis as sync_redis
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wire
+from protos.inference_pb2 import Generation
+from protos.state_pb2 import RequestRecord
+from router.request import Ended
+from runtime.errors import Internal, ServiceError
+from state import keys
+from state.errors import StateError, UnreadableRequest
+from state.names import Life, RequestKey
+from state.store import Store
+from tests.router.core import core, make_request, until
+from tests.router.fake_worker import answer, fleet
+from tests.router.test_coming_back import KEY, PROMPT, left_behind, watching
+
+P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
+DEAD = Life("gone", 1)
+HASH, JOURNAL = keys.request(KEY), keys.journal(KEY)
+NO_TIME = RequestRecord(deadline=Timestamp(seconds=1 << 60)).SerializeToString()
+MANY = pb.GenerateRequest(response=pb.ResponseOptions(logprobs=(1 << 32) - 1)).SerializeToString()
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "payload": lambda bare: bare.hset(HASH, "payload", b"\xff"),
+    "no payload": lambda bare: bare.hdel(HASH, "payload"),
+    "alternatives": lambda bare: bare.hset(HASH, "payload", MANY),
+    "record": lambda bare: bare.hset(HASH, "record", b"\xff\xff"),
+    "deadline": lambda bare: bare.hset(HASH, "record", NO_TIME),
+    "state": lambda bare: bare.hset(HASH, "state", 99),
+    "no state": lambda bare: bare.hset(HASH, "state", "x"),
+    "no end": lambda bare: bare.hset(HASH, "state", Generation.STATE_SUCCEEDED),
+    "epoch": lambda bare: bare.hset(HASH, "epoch", 1 << 40),
+    "attempt": lambda bare: bare.hset(HASH, "attempt", 1 << 40),
+    "owner": lambda bare: bare.hset(HASH, "owner", b"\xff"),
+    "half an entry": lambda bare: bare.append(JOURNAL, b"xx"),
+    "another output": lambda bare: bare.append(JOURNAL, b"\0\0\0\1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_over(
+    store: Store, bare: sync_redis.Redis, fault: str
+) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    fine = RequestKey("default", "fine")
+    bare.copy(HASH, keys.request(fine))
+    bare.copy(JOURNAL, keys.journal(fine))
+    FAULTS[fault](bare)
+    await store.open.add(DEAD, [fine])
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=60_000) as scene:
+        async with watching(store, scene):
+            await until(lambda: bare.scard(keys.open_set(DEAD)) == 0)
+            await until(lambda: bare.hget(keys.request(fine), "state") == b"5")
+        with pytest.raises(Internal):
+            await scene.dispatcher.resume(KEY)
+        with pytest.raises(Internal):
+            await scene.dispatcher.look(KEY)
+        with pytest.raises(Internal):
+            await scene.dispatcher.cancel(KEY)
+
+
+async def test_tokens_that_the_model_does_not_have_are_never_gone_on_with(store: Store) -> None:
+    await left_behind(store, 1 << 20)
+
+    async def revive(_: object) -> Any:
+        return make_request(vocab_size=1000)
+
+    async with fleet(P, D) as workers, core(store, workers, revive=revive) as scene:
+        with pytest.raises(UnreadableRequest):
+            await scene.dispatcher.take_over(KEY)
+        with pytest.raises(Internal):
+            await scene.dispatcher.resume(KEY)
+        assert (await store.requests.read(KEY)).owner == DEAD, "it is not adopted"
+
+
+def spoil(bare: Any, source: random.Random) -> None:
+    """One thing that is stored of the request becomes another."""
+    fields = bare.hkeys(HASH)
+    field = source.choice(fields)
+    before = bare.hget(HASH, field)
+    noise = source.randbytes(source.choice([0, 1, 8, 40]))
+    match source.randrange(6):
+        case 0:
+            bare.hdel(HASH, field)
+        case 1:
+            bare.hset(HASH, field, noise)
+        case 2:
+            bare.hset(HASH, field, before[: source.randrange(len(before) + 1)] + noise)
+        case 3:
+            bare.hset(HASH, field, source.choice([0, -1, 1, 7, 8, 1 << 31, 1 << 62]))
+        case 4:
+            place = source.randrange(len(before) or 1)
+            bare.hset(HASH, field, before[:place] + source.randbytes(1) + before[place + 1 :])
+        case _:
+            bare.set(source.choice([JOURNAL, keys.logprobs(KEY)]), noise)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_is_stored_a_router_takes_it_over_or_says_why_not(
+    store: Store, bare: sync_redis.Redis, seed: int
+) -> None:
+    source = random.Random(seed)
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=1) as scene:
+        for _ in range(40):
+            await left_behind(store, *answer(PROMPT, 2))
+            for _ in range(source.choice([1, 1, 2])):
+                spoil(bare, source)
+            for ask in (scene.dispatcher.take_over, scene.dispatcher.look, scene.dispatcher.resume):
+                with suppress(StateError, ServiceError):
+                    await ask(KEY)
+            with suppress(StateError, ServiceError):
+                await scene.dispatcher.cancel(KEY)
+            await until(lambda: scene.store_is_done)
+            bare.delete(HASH, JOURNAL, keys.logprobs(KEY))
+        course = await scene.answer(make_request("another"))
+        assert isinstance(course.end, Ended)
+        task = scene.router.flusher._task
+        assert task is not None
+        assert not task.done()
