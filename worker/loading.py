@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from engine.costs import Costs
 from engine.plan import Device
 from engine.scheduler import Limits, choose_token_budget
 from runtime import logs
 from worker.settings import WorkerSettings
+
+_T = TypeVar("_T")
+
+_WEIGHTS = "Loading weights"
+"""What transformers calls its loop over the tensors of a checkpoint."""
+_REPORT_S = 1.0
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -29,23 +39,48 @@ def load_model(settings: WorkerSettings) -> Device:
     threads = settings.threads or own_cores()
     torch.set_num_threads(threads)  # for this thread, and for all that begin later
     _log.info("loading", model=settings.model, kernels=native.kind(), threads=threads)
-    device = load(
-        ModelConfig(
-            model=settings.model,
-            revision=settings.model_revision,
-            dtype=settings.dtype,
-            device=settings.device,
-            window=settings.window,
-            kv_bytes=settings.kv_bytes,
-            block_size=settings.block_size,
-        )
+    config = ModelConfig(
+        model=settings.model,
+        revision=settings.model_revision,
+        dtype=settings.dtype,
+        device=settings.device,
+        window=settings.window,
+        kv_bytes=settings.kv_bytes,
+        block_size=settings.block_size,
     )
+    with _reporting(logging.set_tqdm_hook):
+        device = load(config)
     _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=len(joined(device.model)))
     if settings.threads is None and device.store.blocks.device.type == "cpu":
         threads = warm_start.choose_threads(device, threads, torch.set_num_threads)
     device.costs = warm_start.measure(device)
     _tell(device.costs, threads=threads, token_budget=limits_of(settings, device).token_budget)
     return device
+
+
+@contextmanager
+def _reporting(set_hook: Callable[[Any], Any]) -> Iterator[None]:
+    """Logs which part of the tensors is loaded, about every ``_REPORT_S``: `decant up` shows it."""
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and kwargs.get("desc") == _WEIGHTS:
+            return _reported(args[0])
+        return factory(*args, **kwargs)
+
+    before = set_hook(hook)
+    try:
+        yield
+    finally:
+        set_hook(before)
+
+
+def _reported(tensors: Collection[_T]) -> Iterator[_T]:
+    next_at = 0.0
+    for index, tensor in enumerate(tensors):
+        if time.monotonic() >= next_at:
+            _log.info("loading weights", percent=100 * index // len(tensors))
+            next_at = time.monotonic() + _REPORT_S
+        yield tensor
 
 
 def limits_of(settings: WorkerSettings, device: Device) -> Limits:

@@ -11,7 +11,9 @@ import typer
 
 from decant.channel import Tls
 from decant.command import deployments
+from decant.command.deployments import Deployment
 from decant.command.errors import CommandFailed, said_in_one_line
+from decant.command.waiting import Waiting
 from decant.options import Options, Prompt
 
 app = typer.Typer(
@@ -76,6 +78,9 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     priority: Annotated[int | None, typer.Option(help="Larger is more urgent.")] = None,
     request_id: Annotated[str | None, typer.Option(help="Unset: one is made up.")] = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until its deadline.")] = None,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for a deployment here that starts, or starts a process again.")
+    ] = 60.0,
     as_json: Json = False,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -92,26 +97,39 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
         text = _prompt(prompt)
         given: Prompt = [{"role": "user", "content": text}] if chat else text
         options = {name: value for name, value in ctx.params.items() if name in Options.__annotations__}
-        asking = generating.Asking(
-            address or deployments.youngest("--address").addresses,
-            _tls(ca, certificate, key, server_name),
-            timeout,
-            as_json,
-        )
-        line = generating.run(
-            asking, given, cast(Options, {k: v for k, v in options.items() if v not in (None, [], ())})
-        )
+        asked = cast(Options, {k: v for k, v in options.items() if v not in (None, [], ())})
+        asking = generating.Asking(address or "", _tls(ca, certificate, key, server_name), timeout, as_json)
+        if address is None:
+            line = generating.run_here(asking, given, asked, Waiting("--address", wait))
+        else:
+            line = generating.run(asking, given, asked)
         if not as_json:
             print(line, file=sys.stderr)
 
 
 @app.command()
-def status(redis_url: RedisUrl = None, as_json: Json = False) -> None:
-    """Who is there: routers and workers, what they serve and how loaded they are."""
+def status(
+    redis_url: RedisUrl = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it every second, until Ctrl-C.")] = False,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a deployment here that starts.")] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Routers and workers: their state, what they serve and how loaded they are.
+
+    States: starting, loading 40 %, warming up, ready, draining, lost 3 s ago. The first three are known of a deployment
+    that runs here, or ran here when the process was lost.
+    """
     from decant.command import status as showing
 
     with said_in_one_line():
-        showing.run(redis_url or deployments.youngest("--redis-url").redis_url, as_json=as_json)
+        if redis_url is not None:
+            deployment = deployments.with_redis(redis_url)
+        elif wait:
+            deployment = Waiting("--redis-url", wait).deployment()
+        else:
+            deployment = deployments.newest("--redis-url")
+        url = redis_url or cast(Deployment, deployment).redis_url
+        showing.run(url, as_json=as_json, deployment=deployment, watch=watch)
 
 
 @app.command()
@@ -133,7 +151,7 @@ def audit(
     with said_in_one_line():
         tls = _tls(ca, certificate, key, server_name)
         if redis_url is None:
-            deployment = deployments.youngest("--redis-url")
+            deployment = Waiting("--redis-url", 0).deployment()
             redis_url, tls = deployment.redis_url, tls or deployment.peer_tls
         elif tls is None and (known := deployments.with_redis(redis_url)) is not None:
             tls = known.peer_tls

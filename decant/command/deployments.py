@@ -22,6 +22,7 @@ from typing import Self
 
 from decant.channel import Tls
 from decant.command.errors import CommandFailed
+from decant.command.processes import Process
 
 _PREFIX = "decant-up-"
 # Once more a moment later: whoever is being killed at the same time may have written in between.
@@ -31,14 +32,17 @@ _STOP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Deployment:
-    """What others need to know of a running deployment. `addresses` are those of its routers; `peers` are the fields of
-    a `Tls` with which its workers are called."""
+    """What others need to know of a running deployment. `addresses` are those of its routers, none before they listen;
+    `peers` are the fields of a `Tls` with which its workers are called; `processes` by name. `has_started`: all of them
+    have been ready. `began`: wall clock, in seconds."""
 
     pid: int
     addresses: tuple[str, ...]
     redis_url: str
     peers: dict[str, str | None] = field(default_factory=dict)
-    processes: dict[str, int] = field(default_factory=dict)
+    processes: dict[str, Process] = field(default_factory=dict)
+    has_started: bool = True
+    began: float = 0.0
 
     @property
     def peer_tls(self) -> Tls | None:
@@ -50,26 +54,32 @@ def folder() -> Path:
 
 
 def running() -> list[Deployment]:
-    """Those of this user, the youngest first."""
-    found = [
-        (path.stat().st_mtime, deployment)
-        for path in folder().glob(f"{_PREFIX}*.json")
-        if (deployment := _read(path)) is not None
-    ]
-    return [deployment for _, deployment in sorted(found, key=lambda pair: pair[0], reverse=True)]
+    """Those of this user, the newest first."""
+    found = (_read(path) for path in folder().glob(f"{_PREFIX}*.json"))
+    return sorted((one for one in found if one is not None), key=lambda one: one.began, reverse=True)
 
 
-def youngest(option: str) -> Deployment:
-    """The one that was started last. Raises CommandFailed, naming the `option` that says where another one is."""
+def newest(option: str) -> Deployment:
+    """The one that was started last, which may be starting. Raises CommandFailed, naming the `option` that says where
+    another one is."""
     deployments = running()
     if not deployments:
         raise CommandFailed(f"no deployment runs on this machine: start one with `decant up`, or give {option}")
     return deployments[0]
 
 
+def of(pid: int) -> Deployment | None:
+    """That of the `decant up` with this process id; None once it has ended."""
+    return _read(_path(pid))
+
+
 def with_redis(redis_url: str) -> Deployment | None:
-    """The youngest of this user's deployments that use this Redis."""
+    """The newest of this user's deployments that use this Redis."""
     return next((one for one in running() if one.redis_url == redis_url), None)
+
+
+def _path(pid: int) -> Path:
+    return folder() / f"{_PREFIX}{pid}.json"
 
 
 class Announcement:
@@ -77,14 +87,10 @@ class Announcement:
     that is there from its beginning."""
 
     def __init__(self) -> None:
-        self.path = folder() / f"{_PREFIX}{os.getpid()}.json"
+        self.path = _path(os.getpid())
         self.temporary = Path()
         self._lock: int | None = None
         self._keeper: subprocess.Popen[bytes] | None = None
-
-    @property
-    def written(self) -> bool:
-        return self._lock is not None
 
     def write(self, deployment: Deployment) -> None:
         """Readers see the old text or the new one. Raises CommandFailed where the folder can't be written."""
@@ -117,7 +123,7 @@ class Announcement:
 
 
 def _read(path: Path) -> Deployment | None:
-    """None for a file that is stale, another user's, or gone by now."""
+    """None for a file that is stale, another user's or another version's, or gone by now."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -125,8 +131,12 @@ def _read(path: Path) -> Deployment | None:
     with open(descriptor, encoding="utf-8") as file:
         if os.fstat(descriptor).st_uid != os.getuid() or not _is_locked(descriptor):
             return None
-        values = json.load(file)
-        return Deployment(**{**values, "addresses": tuple(values["addresses"])})
+        try:
+            values = json.load(file)
+            processes = {name: Process(**one) for name, one in values["processes"].items()}
+            return Deployment(**{**values, "addresses": tuple(values["addresses"]), "processes": processes})
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None  # written by another version
 
 
 def _is_locked(descriptor: int) -> bool:

@@ -9,13 +9,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from decant import Cancelled, Client, Options, Prompt, ServiceError, Stream, Tls
+from decant import Cancelled, Client, Options, Prompt, ServiceError, Stream, Tls, Unavailable
 from decant.command.errors import CommandFailed
+from decant.command.waiting import Waiting
 
 TOKEN = "DECANT_TOKEN"
 """The variable that holds the secret of who asks: command lines can be read by others."""
@@ -62,7 +63,8 @@ class Asking:
 def run(asking: Asking, prompt: Prompt, options: Options) -> str:
     """Shows the answer, or with `as_json` all of it; returns the line about it.
 
-    Raises ServiceError; on KeyboardInterrupt the request is cancelled first.
+    Raises ServiceError, Unavailable only while nothing has been shown; CommandFailed; on KeyboardInterrupt the request
+    is cancelled first.
     """
     try:
         client = Client(asking.address, tls=asking.tls, token=os.environ.get(TOKEN) or None)
@@ -74,22 +76,43 @@ def run(asking: Asking, prompt: Prompt, options: Options) -> str:
         raise CommandFailed(f"{error.filename}: {error.strerror}") from None
     clock = Clock(time.monotonic())
     with client, client.stream(prompt, timeout=asking.timeout, **options) as stream, _until_ctrl_c(client, stream):
-        resumed = 0
-        for delta in stream:
-            if delta.num_tokens:
-                clock.token()
-            for router in stream.resumed_at[resumed:]:
-                _aside(f"resumed at {router}")
-            resumed = len(stream.resumed_at)
-            if not asking.as_json:
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
+        try:
+            _show(stream, clock, as_json=asking.as_json)
+        except Unavailable as error:
+            if stream.seq:
+                raise CommandFailed(str(error)) from None
+            raise
     if asking.as_json:
         print(json.dumps(account(stream, clock)))
     else:
         sys.stdout.write("\n")
         sys.stdout.flush()
     return summary(stream, clock)
+
+
+def run_here(asking: Asking, prompt: Prompt, options: Options, waiting: Waiting) -> str:
+    """As `run`, of the newest deployment of this machine: waits while it starts, and while a process that the request
+    needs is started again."""
+    while True:
+        deployment = waiting.deployment()
+        try:
+            return run(replace(asking, address=deployment.addresses), prompt, options)
+        except Unavailable:
+            if not waiting.for_restart(deployment):
+                raise
+
+
+def _show(stream: Stream, clock: Clock, *, as_json: bool) -> None:
+    resumed = 0
+    for delta in stream:
+        if delta.num_tokens:
+            clock.token()
+        for router in stream.resumed_at[resumed:]:
+            _aside(f"resumed at {router}")
+        resumed = len(stream.resumed_at)
+        if not as_json:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
 
 
 def _aside(line: str) -> None:

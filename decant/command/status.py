@@ -4,33 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+import time
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from decant.command import deployments
+from decant.command.deployments import Deployment
 from decant.command.errors import CommandFailed
+from decant.command.processes import DRAINING, READY, Process, lost_ago
 from protos.state_pb2 import RouterRegistration, WorkerRegistration
-from protos.worker_pb2 import Role
-from state.directory import Listing
+from protos.worker_pb2 import Load, Role
+from state.directory import Listing, Present
 from state.errors import StateError
+from state.keys import Lifetimes
 from state.store import Store, StoreSettings
 
 Workers = Listing[WorkerRegistration]
 Routers = Listing[RouterRegistration]
 
+WATCH_S = 1.0
+SILENT_S = 2 * Lifetimes().renew_every_s
+"""A registration that is older is not being renewed."""
+
 _NO_TERMINAL = 240  # columns
 
 
-def run(redis_url: str, *, as_json: bool) -> None:
-    """Raises CommandFailed where Redis can't be asked."""
-    workers, routers = directory(redis_url)
-    if as_json:
-        print(json.dumps(document(workers, routers)))
-    else:
-        show(workers, routers, new_console())
+def run(redis_url: str, *, as_json: bool, deployment: Deployment | None = None, watch: bool = False) -> None:
+    """Shows it once, or every ``WATCH_S`` until it is interrupted. `deployment`: the one of this machine, if it is one.
+
+    Raises CommandFailed where Redis can't be asked.
+    """
+    console = new_console()
+    while True:
+        workers, routers = directory(redis_url)
+        if deployment is not None:
+            deployment = deployments.of(deployment.pid)
+        rows = rows_of(workers, routers, deployment)
+        if as_json:
+            print(json.dumps(document(rows, deployment)), flush=True)
+        else:
+            if watch and console.is_terminal:
+                console.clear()
+            show(rows, console, deployment)
+        if not watch:
+            return
+        time.sleep(WATCH_S)
 
 
 def directory(redis_url: str) -> tuple[Workers, Routers]:
@@ -46,32 +70,80 @@ async def _directory(redis_url: str) -> tuple[Workers, Routers]:
         return await store.workers.listing(), await store.routers.listing()
 
 
-def document(workers: Workers, routers: Routers) -> dict[str, list[dict[str, Any]]]:
+@dataclass(frozen=True)
+class Row:
+    """One process: registered in Redis, known to `decant up` of this machine, or both."""
+
+    name: str
+    role: str
+    state: str
+    facts: WorkerRegistration | RouterRegistration | None = None
+    load: Load | None = None
+
+
+def rows_of(workers: Workers, routers: Routers, deployment: Deployment | None) -> list[Row]:
+    """Routers first, then workers, by name; then the processes of `deployment` that are not registered."""
+    processes = dict(deployment.processes) if deployment is not None else {}
+    listed: list[tuple[str, Present[Any]]] = [("router", one) for one in routers.present]
+    listed += [(role_name(one.facts.role), one) for one in workers.present]
+    rows = []
+    for role, one in sorted(listed, key=lambda pair: (pair[0] != "router", pair[1].facts.peer.id)):
+        id = one.facts.peer.id
+        name = id.removesuffix(f"@{_host_of(deployment)}")  # as it is called on a Redis that deployments share
+        rows.append(Row(id, role, _state(one, processes.pop(name, None)), one.facts, one.load))
+    for name, process in processes.items():
+        state = "not registered" if process.is_ready else process.describe()
+        rows.append(Row(name, name.rpartition("-")[0], state))
+    return rows
+
+
+def _host_of(deployment: Deployment | None) -> str:
+    return f"{os.uname().nodename}:{deployment.pid}" if deployment is not None else ""
+
+
+def _state(one: Present[Any], process: Process | None) -> str:
+    """`decant up` knows first that a process ended; only the registration knows that one hangs."""
+    if process is not None and process.lost_at is not None:
+        return process.describe()
+    if one.renewed_ago_s > SILENT_S:
+        return lost_ago(one.renewed_ago_s)
+    return DRAINING if one.load.draining else READY
+
+
+def document(rows: list[Row], deployment: Deployment | None) -> dict[str, Any]:
     """What ``--json`` prints."""
+    registered = [
+        (row, {**_plain(row.facts), "load": _plain(row.load), "state": row.state}) for row in rows if row.facts
+    ]
+    others = [{"name": row.name, "role": row.role, "state": row.state} for row in rows if row.facts is None]
     return {
-        "routers": [_plain(one.facts) for one in routers.present],
-        "workers": [{**_plain(one.facts), "load": _plain(one.load)} for one in workers.present],
+        "has_started": deployment.has_started if deployment is not None else None,
+        "routers": [plain for row, plain in registered if row.role == "router"],
+        "workers": [plain for row, plain in registered if row.role != "router"],
+        "not_registered": others,
     }
 
 
-def show(workers: Workers, routers: Routers, console: Console) -> None:
-    table = new_table("name", "role", "address", "model", "running", "waiting", "queued", "free blocks", "state")
-    for router in sorted(routers.present, key=lambda one: one.facts.peer.id):
-        table.add_row(router.facts.peer.id, "router", router.facts.address, "", "", "", "", "", "")
-    for worker in sorted(workers.present, key=lambda one: one.facts.peer.id):
-        facts, load = worker.facts, worker.load
-        table.add_row(
-            facts.peer.id,
-            role_name(facts.role),
-            facts.address,
-            facts.model,
-            str(load.running),
-            str(load.waiting),
-            str(load.queued_tokens),
-            f"{load.free_blocks + load.cached_blocks}/{load.total_blocks}",
-            "draining" if load.draining else "",
-        )
-    console.print(table)
+def show(rows: list[Row], console: Console, deployment: Deployment | None = None) -> None:
+    if deployment is not None and not deployment.has_started:
+        console.print(f"`decant up` (process {deployment.pid}) is starting")
+    table = new_table("name", "role", "state", "running", "waiting", "queued", "free blocks", "model", "address")
+    for row in rows:
+        if row.facts is None or row.load is None:
+            table.add_row(row.name, row.role, row.state)
+            continue
+        load = row.load
+        counts = [str(load.running), str(load.waiting)]
+        if isinstance(row.facts, WorkerRegistration):
+            free = f"{load.free_blocks + load.cached_blocks}/{load.total_blocks}"
+            counts += [str(load.queued_tokens), free, row.facts.model]
+        else:
+            counts += ["", "", ""]
+        table.add_row(row.name, row.role, row.state, *counts, row.facts.address)
+    if rows:
+        console.print(table)
+    else:
+        console.print("no router and no worker is registered")
 
 
 def new_console() -> Console:

@@ -54,7 +54,10 @@ def register(url: str, address: str, id: str = "decode-1") -> None:
         async with Store(StoreSettings(url)) as store:
             facts = WorkerRegistration(peer=new_peer(id), address=address, role=wire.ROLE_DECODE, model="m")
             await store.workers.register(facts, wire.Load(total_blocks=10, free_blocks=4, running=2, queued_tokens=55))
-            await store.routers.register(RouterRegistration(peer=new_peer("router-1"), address="h:1", version="1"))
+            load = wire.Load(running=3, waiting=1)
+            await store.routers.register(
+                RouterRegistration(peer=new_peer("router-1"), address="h:1", version="1"), load
+            )
 
     asyncio.run(write())
 
@@ -68,11 +71,29 @@ def test_status_tells_who_is_there_and_how_loaded(redis: str) -> None:
     done = run("status", "--redis-url", redis)
     assert done.exit_code == 0
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("decode-1")]
-    assert line.split()[:7] == ["decode-1", "decode", "h:2", "m", "2", "0", "55"]
-    assert any(line.split()[:3] == ["router-1", "router", "h:1"] for line in done.stdout.splitlines())
+    assert line.split() == ["decode-1", "decode", "ready", "2", "0", "55", "4/10", "m", "h:2"]
+    assert any(line.split() == ["router-1", "router", "ready", "3", "1", "h:1"] for line in done.stdout.splitlines())
     told = json.loads(run("status", "--redis-url", redis, "--json").stdout)
     assert [one["peer"]["id"] for one in told["routers"]] == ["router-1"]
     assert told["workers"][0]["load"]["running"] == 2
+    assert [told["workers"][0]["state"], told["routers"][0]["state"]] == ["ready", "ready"]
+    assert told["routers"][0]["load"]["waiting"] == 1
+
+
+def test_status_is_shown_again_every_second_until_it_is_interrupted(
+    redis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(redis, "h:2")
+    pauses = iter([None, None])
+
+    def interrupted(_: float) -> None:
+        if next(pauses, KeyboardInterrupt) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("decant.command.status.time.sleep", interrupted)
+    done = run("status", "--redis-url", redis, "--watch", "--json")
+    assert done.exit_code == 130
+    assert [json.loads(line)["workers"][0]["state"] for line in done.stdout.splitlines()] == ["ready"] * 3
 
 
 def test_an_audit_that_adds_up(redis: str, worker: tuple[Worker, str]) -> None:

@@ -8,13 +8,18 @@ import socket
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from decant.command import deployments
+from decant.command.app import app
+from decant.command.deployments import Deployment
 from decant.command.up import lifeline as lifelines
 from tests.decant.supervising import PATIENCE_S, Up, nothing_left, plan, stand_ins, up
 
@@ -192,7 +197,8 @@ def test_a_running_deployment_is_found_by_its_user_alone_and_only_while_it_runs(
         assert found.addresses == (running.until("router-1", "serving")["address"],)
         assert found.redis_url.startswith("unix://")
         assert found.processes.keys() == {*PAIR, *ROUTER}
-        assert all(psutil.pid_exists(pid) for pid in found.processes.values())
+        assert all(psutil.pid_exists(one.pid) and one.is_ready for one in found.processes.values())
+        assert found.has_started
         (path,) = tmp_path.glob("decant-up-*.json")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         text = path.read_text()
@@ -200,6 +206,54 @@ def test_a_running_deployment_is_found_by_its_user_alone_and_only_while_it_runs(
         path.write_text(text)
         assert deployments.running() == [], "a file whose writer has ended is stale"
         path.unlink()
+
+
+def until_found(condition: Callable[[Deployment], bool]) -> Deployment:
+    """The only deployment, once it is so."""
+    ends = time.monotonic() + PATIENCE_S
+    while True:
+        found = deployments.running()
+        if found and condition(found[0]):
+            return found[0]
+        assert time.monotonic() < ends, found
+        time.sleep(0.02)
+
+
+def test_a_deployment_that_starts_is_found_with_the_progress_of_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with up(tmp_path, stand_ins({"prefill-1": "load", "decode-1": ""}, ROUTER)) as running:
+        found = until_found(lambda one: {"loading", "ready"} == {each.state for each in one.processes.values()})
+        assert (found.has_started, found.addresses) == (False, ())
+        assert found.processes["prefill-1"].describe() == "loading 40 %"
+        starting = f"`decant up` (process {running.process.pid}) is starting: prefill-1 (loading 40 %)"
+        for command in (["generate", "x", "--wait", "0"], ["audit"]):
+            done = CliRunner().invoke(app, command)
+            assert done.exit_code == 1
+            assert done.stderr == f"decant: {starting}; --wait SECONDS waits for it\n"
+        done = CliRunner().invoke(app, ["status"])
+        assert done.exit_code == 0
+        first, _, *rows = done.stdout.splitlines()
+        assert first == f"`decant up` (process {running.process.pid}) is starting"
+        assert [row.rstrip() for row in rows] == [
+            "prefill-1  prefill  loading 40 %",
+            "decode-1   decode   not registered",
+        ]
+
+
+def test_a_process_that_is_lost_is_shown_until_it_is_ready_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
+        running.until("up", "ready")
+        running.child(port_of(running, "decode-1")).kill()
+        lost = until_found(lambda one: one.processes["decode-1"].lost_at is not None).processes["decode-1"]
+        assert lost.describe(now=(lost.lost_at or 0) + 3.2).startswith("lost 3 s ago")
+        again = until_found(lambda one: one.processes["decode-1"].is_ready).processes["decode-1"]
+        assert again.describe() == "ready"
+        assert again.pid != lost.pid or lost.state != "lost"
 
 
 def test_each_process_runs_on_the_cores_that_are_its_own() -> None:

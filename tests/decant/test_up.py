@@ -103,12 +103,14 @@ def test_a_caller_without_the_credentials_of_the_run_gets_nothing_from_a_worker(
     assert done.returncode == 1
 
 
-def test_a_worker_that_is_killed_comes_back(running: Up, folder: Path) -> None:
-    port = int(running.until("decode-1", "serving")["address"].rpartition(":")[2])
-    running.child(port).kill()
-    running.until("decode-1", "readiness", 2, state="ready")
-    done = command(folder, "generate", "def f():\n", "--max-tokens", "4", "--timeout", "100")
+def test_a_question_waits_for_workers_that_are_killed_and_come_back(running: Up, folder: Path) -> None:
+    for name in ("prefill-1", "decode-1"):
+        port = int(running.until(name, "serving")["address"].rpartition(":")[2])
+        running.child(port).kill()
+    done = command(folder, "generate", "def f():\n", "--max-tokens", "4", "--wait", str(PATIENCE_S))
     assert done.returncode == 0, done.stderr
+    assert "decant: waiting for " in done.stderr
+    assert "(lost " in done.stderr
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_is_started(tmp_path: Path) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import set_tqdm_hook
 
 from decode_worker.main import DecodeSettings
 from engine.costs import Costs
 from engine.fake import FakeDevice
 from engine.scheduler import TOKEN_BUDGET, choose_token_budget
+from models import path
+from worker import loading
 from worker.loading import limits_of, own_cores
 
 SLOW = Costs(fixed=0.05, token=0.004, pair=1e-6)
@@ -40,6 +45,18 @@ def test_a_step_has_a_token_for_each_sequence_of_a_batch_however_slow_the_machin
 def test_the_time_of_a_step_is_what_was_told() -> None:
     assert limits_of(settings(), device(SLOW)).step_seconds == 0.25
     assert limits_of(settings(step_ms=80), device(SLOW)).step_seconds == 0.08
+
+
+def test_loading_reports_which_part_of_the_weights_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With transformers' own loop over the tensors, which the report depends on."""
+    monkeypatch.setattr(loading, "_REPORT_S", 0.0)
+    with capture_logs() as logged, loading._reporting(set_tqdm_hook):
+        AutoModelForCausalLM.from_pretrained(path())
+    percents = [line["percent"] for line in logged if line["event"] == "loading weights"]
+    assert percents[0] == 0
+    assert percents == sorted(percents)
+    assert 90 < percents[-1] < 100
+    assert set_tqdm_hook(None) is None
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("100000 100000", 1), ("150000 100000", 1), ("50000 100000", 1)])

@@ -7,10 +7,13 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from decant.command import processes
 from decant.command.up.output import Output
 from decant.command.up.plan import Spec
 
@@ -22,24 +25,30 @@ _REST_SECONDS = 2.0  # for what it wrote last, once it has ended
 
 
 class Child:
-    """A running process. What it logs says when it listens and when it is ready."""
+    """A running process. What it logs says when it listens, how it loads, and when it is ready."""
 
-    def __init__(self, spec: Spec, process: asyncio.subprocess.Process, output: Output) -> None:
+    def __init__(
+        self, spec: Spec, process: asyncio.subprocess.Process, output: Output, on_change: Callable[[], None]
+    ) -> None:
         """For `start`."""
         self.spec = spec
         self.pid = process.pid
         self.address: str | None = None
         """Where it listens, once it does."""
+        self.seen = processes.Process(process.pid)
+        """How it stands."""
         self._process = process
         self._output = output
+        self._on_change = on_change
         self._ready = asyncio.Event()
         self._unstructured: deque[str] = deque(maxlen=_LAST_WORDS)
         self._reading = asyncio.create_task(self._read())
         self._ending = asyncio.create_task(self._end())
 
     @classmethod
-    async def start(cls, spec: Spec, output: Output) -> Child:
-        """In a process group of its own: a terminal's Ctrl-C is for `up`, which ends the others in order."""
+    async def start(cls, spec: Spec, output: Output, on_change: Callable[[], None] = lambda: None) -> Child:
+        """In a process group of its own: a terminal's Ctrl-C is for `up`, which ends the others in order. `on_change`
+        is called when its state or its address changes."""
         lifeline = (sys.executable, "-I", "-S", str(_LIFELINE), str(os.getpid()), ",".join(map(str, spec.cores)))
         process = await asyncio.create_subprocess_exec(
             *lifeline,
@@ -50,7 +59,7 @@ class Child:
             stderr=asyncio.subprocess.STDOUT,
             process_group=0,
         )
-        return cls(spec, process, output)
+        return cls(spec, process, output, on_change)
 
     @property
     def running(self) -> bool:
@@ -92,17 +101,35 @@ class Child:
         status = await self._process.wait()
         await asyncio.wait([self._reading], timeout=_REST_SECONDS)
         self._reading.cancel()
+        self._become(processes.LOST, lost_at=time.time())
         return status
 
     async def _read(self) -> None:
         async for line in self._lines():
             fields = self._output.line(self.spec.name, line)
-            if fields.get("event") == "serving":
-                self.address = str(fields.get("address"))
-            elif fields.get("event") == "readiness" and fields.get("state") == "ready":
-                self._ready.set()
-            elif fields.keys() == {"event"}:
+            if fields.keys() == {"event"}:
                 self._unstructured.append(line)
+            else:
+                self._follow(fields)
+
+    def _follow(self, fields: Mapping[str, Any]) -> None:
+        match fields.get("event"), fields.get("state"):
+            case "serving", _:
+                self.address = str(fields.get("address"))
+                self._on_change()
+            case "loading weights", _:
+                self._become(processes.LOADING, percent=int(fields.get("percent", 0)))
+            case "loaded", _:
+                self._become(processes.WARMING_UP)
+            case "readiness", "ready":
+                self._ready.set()
+                self._become(processes.READY)
+            case "readiness", "draining":
+                self._become(processes.DRAINING)
+
+    def _become(self, state: str, *, percent: int | None = None, lost_at: float | None = None) -> None:
+        self.seen = processes.Process(self.pid, state, percent, lost_at)
+        self._on_change()
 
     async def _lines(self) -> AsyncIterator[str]:
         """Whole lines; one without an end is cut, so that a process is never held up by what it says."""

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from decant.command.deployments import Announcement, Deployment
+from decant.command.errors import CommandFailed
+from decant.command.processes import Process
 from decant.command.up import peers
 from decant.command.up.child import Child
 from decant.command.up.output import Output
@@ -57,20 +59,28 @@ class Supervisor:
         self._announcement = Announcement()
         self._peers: PeerCredentials
         self._router_names = {spec.name for spec in plan.routers}
+        self._lost_at: dict[str, float] = {}
+        self._has_started = False
+        self._is_ending = False
+        self._began = time.time()
+        self._changed = asyncio.Event()
 
     async def run(self) -> int:
         """Until it is told to end; 0 after an orderly end. Raises StartFailed."""
         self._shutdown.on_signals()
         with self._announcement:
             self._peers = self._plan.peers or peers.make(self._announcement.temporary / "peers")
+            announcing = asyncio.create_task(self._announce_changes())
             try:
                 await first(self._serve(), self._shutdown.asked())
                 return await first(self._drain(), self._insisted())
             finally:
                 await self._end()
+                announcing.cancel()
 
     async def _serve(self) -> None:
         _log.info("starting", **self._plan.facts)
+        self._announce()
         try:
             async with asyncio.timeout(self._plan.ready_seconds):
                 await self._start_all(self._plan.workers)
@@ -78,6 +88,7 @@ class Supervisor:
         except TimeoutError:
             late = ", ".join(child.spec.name for child in self._children.values() if not child.is_ready)
             raise StartFailed(f"{late}: not ready within {self._plan.ready_seconds:g} s", 1) from None
+        self._has_started = True
         self._announce()
         _log.info("ready", address=", ".join(self._addresses()))
         await asyncio.gather(*self._keepers)
@@ -92,7 +103,8 @@ class Supervisor:
         credentials = self._peers.of_router() if is_router else self._peers.of_worker()
         shared = {"TMPDIR": str(self._announcement.temporary), **credentials}
         own = replace(spec, environment={**spec.environment, **shared})
-        self._children[spec.name] = child = await Child.start(own, self._output)
+        self._children[spec.name] = child = await Child.start(own, self._output, self._changed.set)
+        self._changed.set()
         return child
 
     async def _ready(self, child: Child) -> None:
@@ -108,13 +120,15 @@ class Supervisor:
         while True:
             since = time.monotonic()
             status = await child.ended()
+            self._lost_at[child.spec.name] = time.time()
             backoff = FIRST_BACKOFF_S if time.monotonic() - since > STEADY_S else backoff
             _log.warning("process ended", name=child.spec.name, status=status, restart_in_seconds=backoff)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF_S)
             child = await self._start(self._again(child))
-            if await child.ready() and self._announcement.written:
-                self._announce()
+            if await child.ready():
+                self._lost_at.pop(child.spec.name, None)
+                self._changed.set()
 
     def _again(self, child: Child) -> Spec:
         """A router comes back on its port: its clients know no other. A worker tells its new one."""
@@ -122,18 +136,39 @@ class Supervisor:
             return replace(child.spec, port=int(child.address.rpartition(":")[2]))
         return child.spec
 
+    async def _announce_changes(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                self._announce()
+            except CommandFailed as error:
+                _log.warning("can't be announced to other commands", reason=str(error))
+
     def _announce(self) -> None:
-        processes = {name: child.pid for name, child in self._children.items()}
-        facts = (os.getpid(), self._addresses(), self._plan.redis_url)
-        self._announcement.write(Deployment(*facts, asdict(self._peers), processes))
+        """Raises CommandFailed where the file can't be written."""
+        deployment = Deployment(
+            os.getpid(),
+            self._addresses(),
+            self._plan.redis_url,
+            asdict(self._peers),
+            {name: self._seen(child) for name, child in self._children.items() if child.running or not self._is_ending},
+            self._has_started,
+            self._began,
+        )
+        self._announcement.write(deployment)
+
+    def _seen(self, child: Child) -> Process:
+        return replace(child.seen, lost_at=self._lost_at.get(child.spec.name, child.seen.lost_at))
 
     def _addresses(self) -> tuple[str, ...]:
-        routers = [self._children[spec.name] for spec in self._plan.routers]
+        routers = [self._children[spec.name] for spec in self._plan.routers if spec.name in self._children]
         ports = [child.address.rpartition(":")[2] for child in routers if child.address]
         return tuple(address_of(self._plan, int(port)) for port in ports)
 
     async def _drain(self) -> int:
         """Routers first: they stop taking requests while the workers finish those that are running."""
+        self._is_ending = True
         await self._stop_keeping()
         orderly = [await self._stop(specs) for specs in (self._plan.routers, self._plan.workers)]
         return 0 if all(orderly) else 1

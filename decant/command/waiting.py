@@ -1,0 +1,66 @@
+"""Patience with a deployment of this machine: while it starts, and while `up` starts a process again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from decant.command import deployments
+from decant.command.deployments import Deployment
+from decant.command.errors import CommandFailed
+from decant.command.processes import describe_unready
+
+POLL_S = 0.1
+SAY_S = 2.0
+
+
+class Waiting:
+    """At most `seconds` in all. `option` names another deployment, for those who have none here; `say` is called with
+    what is waited for."""
+
+    def __init__(self, option: str, seconds: float, say: Callable[[str], None] | None = None) -> None:
+        self._option = option
+        self._ends = time.monotonic() + seconds
+        self._say = say or _to_stderr
+        self._said = ""
+        self._next_say = 0.0
+
+    def deployment(self) -> Deployment:
+        """The newest deployment here, once it has started. Raises CommandFailed."""
+        while True:
+            found = deployments.newest(self._option)
+            if found.has_started:
+                return found
+            unready = describe_unready(found.processes) or "its processes start"
+            text = f"`decant up` (process {found.pid}) is starting: {unready}"
+            if self._is_over():
+                raise CommandFailed(f"{text}; --wait SECONDS waits for it")
+            self._pause(text)
+
+    def for_restart(self, deployment: Deployment) -> bool:
+        """Whether a process of it was not ready, and now all are. False where time is over, or nothing to wait for."""
+        waited = False
+        while (found := deployments.of(deployment.pid)) is not None:
+            unready = describe_unready(found.processes)
+            if not unready:
+                return waited
+            if self._is_over():
+                return False
+            waited = True
+            self._pause(f"waiting for {unready}")
+        return False
+
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self._ends
+
+    def _pause(self, text: str) -> None:
+        now = time.monotonic()
+        if text != self._said and now >= self._next_say:
+            self._say(text)
+            self._said, self._next_say = text, now + SAY_S
+        time.sleep(POLL_S)
+
+
+def _to_stderr(text: str) -> None:
+    print(f"decant: {text}", file=sys.stderr, flush=True)
