@@ -35,6 +35,7 @@ from handoff.tickets import Lease, TicketOffice
 from protos import worker_pb2 as wire
 from runtime.errors import InvalidArgument
 from runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
+from runtime.peer import UnknownMessages
 
 LEASE_MS = 10_000
 """How long a ticket, or a fetch whose runs nobody acknowledges, keeps its blocks."""
@@ -237,12 +238,17 @@ class Giver:
 
     async def _hear(self, lease: Lease, giving: _Giving, incoming: AsyncIterator[wire.FetchRequest]) -> None:
         """Renew the lease by acknowledged runs, and by a heartbeat while the receiver has all that there is so far."""
+        unknown = UnknownMessages(lease.taker.id if lease.taker else "")
         try:
             async for message in heard(incoming, "the receiver", SILENT_SECONDS):
-                if message.HasField("ack"):
-                    giving.acknowledged = message.ack.kv_runs
-                if message.HasField("ack") or giving.acknowledged >= giving.messages:
-                    self.office.renew(lease.ticket.id)
+                match message.WhichOneof("message"):
+                    case "ack":
+                        giving.acknowledged = message.ack.kv_runs
+                        self.office.renew(lease.ticket.id)
+                    case "beat" if giving.acknowledged >= giving.messages:
+                        self.office.renew(lease.ticket.id)
+                    case None:
+                        unknown.ignore()
         except HandoffFailed as silent:
             self._unless_sealed(lease, silent.detail)
         except InvalidArgument as error:

@@ -27,6 +27,7 @@ from handoff.packing import Shape, Unpacker
 from handoff.transport import KvSource
 from protos import worker_pb2 as wire
 from runtime.heartbeat import HEARTBEAT_SECONDS
+from runtime.peer import UnknownMessages
 
 RELEASE_SECONDS = 2.0
 """How long the word to the giver may take; its lease ends without it as well."""
@@ -97,7 +98,7 @@ class Taker:
 
     async def _fetch(self, source: KvSource, ticket: wire.Ticket, arrival: Arrival) -> Taken:
         unpacker = Unpacker(ticket.run, self._shape)
-        fetch = _Fetch(arrival, unpacker)
+        fetch = _Fetch(arrival, unpacker, ticket.giver.id)
         opened = asyncio.get_running_loop().time()
         requests = fetch.requests(self._open(ticket, arrival), self._beat)
         try:
@@ -148,8 +149,9 @@ class Taker:
 class _Fetch:
     """One fetch: what came, and what is to be acknowledged."""
 
-    def __init__(self, arrival: Arrival, unpacker: Unpacker) -> None:
+    def __init__(self, arrival: Arrival, unpacker: Unpacker, giver: str) -> None:
         self._arrival = arrival
+        self._unknown = UnknownMessages(giver)
         self._unpacker = unpacker
         self._messages = 0
 
@@ -182,6 +184,8 @@ class _Fetch:
                 raise HandoffFailed.of(response.closed.failure)
             case "closed":
                 raise NothingLeft
+            case None:
+                self._unknown.ignore()
         return None
 
     def _seal(self, seal: wire.Seal) -> EngineSeal:

@@ -9,6 +9,7 @@ from typing import Any
 
 from protos import worker_pb2 as wire
 from router.calls import Broken, read
+from runtime.peer import UnknownMessages
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class PrefillCall:
     def __init__(self, stub: Any, request: wire.PrefillRequest, tell: Callable[[Any], None]) -> None:
         self.is_over = False
         self._tell = tell
+        self._unknown = UnknownMessages(request.worker.id)
         self._call = stub.Prefill(request)
         self._reading = asyncio.create_task(self._read())
 
@@ -37,7 +39,9 @@ class PrefillCall:
         try:
             while (message := await read(self._call)) is not None:
                 event = message.WhichOneof("event")
-                if event is not None:
+                if event is None:
+                    self._unknown.ignore()
+                else:
                     self._tell(getattr(message, event))
         except Broken as error:
             broken = error

@@ -32,7 +32,7 @@ from router.writing import Trouble, unpack
 from runtime import logs
 from runtime.fault import Reason
 from runtime.heartbeat import HEARTBEAT_SECONDS, LoopTimer, Silence, loop_timeout
-from runtime.peer import same_life
+from runtime.peer import UnknownMessages, same_life
 from runtime.shutdown import first
 
 RECONNECT_SECONDS = 1.0
@@ -63,6 +63,7 @@ class Session:
         """Tickets of this worker's that nobody has taken yet."""
         self.renewed: set[bytes] = set()
         """Tickets of this worker's whose takers renewed them since the last beat."""
+        self.unknown = UnknownMessages(worker.id)
         self.conflicts = 0
         """Tokens that came for a known position and differed."""
         self._router = router
@@ -259,7 +260,8 @@ class Session:
             self._take(message)
 
     def _take(self, message: wire.FromWorker) -> None:
-        match message.WhichOneof("message"):
+        kind = message.WhichOneof("message")
+        match kind:
             case "frame":
                 self._write(message.frame)
             case "beat":
@@ -270,20 +272,14 @@ class Session:
                 self._join(message.joined)
             case "ended":
                 self._ended(message.ended)
-            case "superseded":
-                self._pass_on(message.superseded, last=True)
-            case "taken_up":
-                self._pass_on(message.taken_up)
-            case "ticket":
-                self._pass_on(message.ticket)
+            case "taken_up" | "ticket":
+                self._pass_on(getattr(message, kind))
             case "prompt_logprobs":
                 self._explain(message.prompt_logprobs)
-            case "refused":
-                self._pass_on(message.refused, last=True)
-            case "failed":
-                self._pass_on(message.failed, last=True)
-            case _:
-                pass  # of a newer build, or an answer to what this one never asks
+            case "refused" | "failed" | "superseded":
+                self._pass_on(getattr(message, kind), last=True)
+            case None:
+                self.unknown.ignore()
 
     # What the worker says
 

@@ -7,9 +7,30 @@ import secrets
 import socket
 
 from protos import worker_pb2 as wire
+from runtime import logs
 
 PROTOCOL = 1
 """Version of the rules of protos/worker.proto that this build speaks."""
+
+
+_log = logs.get(__name__)
+
+
+class UnknownMessages:
+    """Messages of one peer that this build has no field for: a newer one may send them in a rolling upgrade.
+
+    They are ignored on both sides. A message that has to be understood needs another PROTOCOL.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self.count = 0
+        self._peer = peer
+
+    def ignore(self) -> None:
+        """Count one; the first is logged."""
+        self.count += 1
+        if self.count == 1:
+            _log.warning("messages of an unknown kind are ignored", peer=self._peer)
 
 
 def new_peer(id: str) -> wire.Peer:

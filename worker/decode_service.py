@@ -172,8 +172,10 @@ class DecodeService(services.DecodeServicer):
             command = getattr(message, kind)
             if self._owns(session, command.run):
                 self._commands[kind](session, command)
+        elif kind is None:
+            session.unknown.ignore()
         else:
-            raise InvalidArgument("message", "one that this worker knows, and hello once", kind)
+            raise InvalidArgument("message", "hello once, as the first", kind)
 
     def _owns(self, session: RouterSession, run: wire.Run) -> bool:
         """Whether the sender owns the request; it is notified when not."""

@@ -18,9 +18,12 @@ from runtime import logs
 from runtime.errors import Aborted, ServiceError
 from runtime.fault import Reason
 from runtime.heartbeat import HEARTBEAT_SECONDS, Silence
+from runtime.peer import UnknownMessages
 
 MAX_BEHIND = 10_000
 """Messages that a router may leave unread; then its session ends, and it can come back for what it lacks."""
+MAX_UNREAD_SECONDS = 10.0
+"""Age of the oldest message that a router may leave unread. What it lacks comes in fewer messages when it is back."""
 
 LAST_WRITE_SECONDS = 0.5
 """For the write that is under way when a session ends. A router that reads nothing lets it take for ever."""
@@ -35,8 +38,11 @@ class RouterSession:
 
     def __init__(self, router: wire.Peer, beat: Callable[[RouterSession], wire.Beat]) -> None:
         self.router = router
+        self.unknown = UnknownMessages(router.id)
         self._beat = beat
-        self._outgoing: asyncio.Queue[wire.FromWorker | None] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[tuple[int, wire.FromWorker] | None] = asyncio.Queue()  # with the tick it came in
+        self._ticks = 0
+        self._written: int | None = None  # the tick of the message that is being written
         self._over = asyncio.Event()
         self._error: ServiceError | None = None
         self._free_slots: list[int] = []
@@ -50,7 +56,7 @@ class RouterSession:
         """Send a message after all that were told before."""
         if self._over.is_set():
             return
-        self._outgoing.put_nowait(message)
+        self._outgoing.put_nowait((self._ticks, message))
         if self._outgoing.qsize() > MAX_BEHIND:
             self.end(Aborted(Reason.QUEUE_FULL, f"the router left more than {MAX_BEHIND} messages unread"))
 
@@ -107,8 +113,10 @@ class RouterSession:
 
     async def _write(self, write: Write) -> None:
         try:
-            while (message := await self._outgoing.get()) is not None and not self._over.is_set():
+            while (entry := await self._outgoing.get()) is not None and not self._over.is_set():
+                self._written, message = entry
                 await write(message)
+                self._written = None
         except (grpc.aio.InternalError, grpc.aio.UsageError):
             return  # the router has gone
 
@@ -119,6 +127,9 @@ class RouterSession:
             self.tell(wire.FromWorker(beat=self._beat(self)))
             self._silence.tick()
             self._watch()
+            self._ticks += 1
+            if self._written is not None and (self._ticks - self._written) * HEARTBEAT_SECONDS > MAX_UNREAD_SECONDS:
+                self.end(Aborted(Reason.QUEUE_FULL, f"the router read nothing for {MAX_UNREAD_SECONDS:g} s"))
 
     def _watch(self) -> None:
         """A silent router is suspect and no more: its runs are orphans only when the session breaks."""

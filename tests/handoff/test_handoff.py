@@ -358,6 +358,58 @@ async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and
         await taker.loop.call(lambda _: arrival.abort())
 
 
+async def test_messages_of_an_unknown_kind_are_ignored_by_both_ends_of_a_fetch() -> None:
+    unknown = b"\x9a\x06\x00"  # field 99
+
+    class Newer(Wire):
+        async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
+            async def more() -> AsyncIterator[wire.FetchRequest]:
+                async for request in requests:
+                    yield request
+                    yield wire.FetchRequest.FromString(unknown)
+
+            yield decode(unknown)
+            async for received in super().fetch(more()):
+                yield received
+
+    async with Worker("p") as giver, Worker("d") as taker:
+        request = ask()
+        ticket, arrival = await giver.offer(request), await taker.room(request)
+        await taker.taker.take(Newer(giver.giver), ticket, arrival)
+        assert giver.tokens["r"] + await taker.finished("r") == await alone(request)
+
+
+async def test_channels_to_senders_are_closed_when_they_are_idle_and_never_in_a_call() -> None:
+    opened: list[grpc.aio.Channel] = []
+
+    def connects(address: str) -> grpc.aio.Channel:
+        opened.append(connect(address))
+        return opened[-1]
+
+    transport = GrpcTransport(connects, idle_seconds=0.05)
+    async with Worker("p") as giver, Worker("d") as taker:
+        server = grpc.aio.server()
+        KvSourceService(giver.giver).add_to(server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        source = transport.source(address)
+        await server.start()
+        for n in range(2):
+            request = ask(f"r{n}")
+            ticket, arrival = await giver.offer(request), await taker.room(request)
+            with transport._borrow(address):  # another call
+                await taker.taker.take(source, ticket, arrival)
+                await taker.finished(f"r{n}")
+                await asyncio.sleep(0.2)
+                assert len(transport) == 1
+            async with asyncio.timeout(60):
+                while len(transport):  # noqa: ASYNC110 - a channel's end has no event
+                    await asyncio.sleep(0.02)
+        assert len(opened) == 2
+        assert all(channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in opened)
+        await server.stop(None)
+        await transport.close()
+
+
 async def test_a_stall_of_the_receivers_own_loop_is_not_silence_of_the_sender() -> None:
     async def sends() -> AsyncIterator[int]:
         for number in range(3):

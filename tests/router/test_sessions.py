@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from protos import worker_pb2 as wire
 from router.following import Following
@@ -86,6 +87,24 @@ async def test_a_run_is_told_in_order_written_once_and_retired() -> None:
         assert run.course.tokens == answer(PROMPT, 5)
         await until(lambda: not worker.runs)
         assert not opened.is_busy
+
+
+async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None:
+    unknown = wire.FromWorker.FromString(b"\x9a\x06\x00")  # field 99
+    with capture_logs() as logs:
+        async with fleet(D) as (worker,), session(worker) as (opened, _):
+            worker.script.pause_at = 2
+            run = make_run()
+            opened.start(run.following)
+            await until(lambda: len(run.course.tokens) == 2)
+            worker._say(unknown)
+            worker._say(unknown)
+            worker.go.set()
+            await until(lambda: wire.Ended in run.kinds)
+            assert run.course.tokens == answer(PROMPT, 5)
+            assert opened.unknown.count == 2
+            assert len(worker.hellos) == 1
+    assert [line["event"] for line in logs].count("messages of an unknown kind are ignored") == 1
 
 
 async def test_runs_that_ended_are_retired_together() -> None:

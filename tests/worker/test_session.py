@@ -54,6 +54,24 @@ async def test_a_session_begins_with_hello_and_has_one() -> None:
         await eventually(lambda: node.decode.sessions == 0)
 
 
+UNKNOWN = b"\x9a\x06\x00"
+"""Field 99, which no message of this build has."""
+
+
+async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None:
+    run, work = make_run(), make_work(8, 20)
+    with capture_logs() as logs:
+        async with routed() as (node, router):
+            await router.call.write(wire.ToWorker.FromString(UNKNOWN))
+            await router.start(run, work)
+            await router.call.write(wire.ToWorker.FromString(UNKNOWN))
+            await router.word(run, "ended")
+            assert router.of(run).text(8) == alone(work)
+            assert node.decode._sessions["router"].unknown.count == 2
+            await router.retire(run)
+    assert [line["event"] for line in logs].count("messages of an unknown kind are ignored") == 1
+
+
 async def test_the_welcome_says_who_this_is() -> None:
     async with routed() as (node, router):
         welcome = router.welcome
@@ -191,6 +209,40 @@ async def test_a_router_that_reads_nothing_for_long_loses_its_session(monkeypatc
     with pytest.raises(Aborted):
         await serving
     session.tell(wire.FromWorker())  # into the void
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_a_router_loses_its_session_by_the_age_of_what_it_leaves_unread(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(sessions, "MAX_UNREAD_SECONDS", 0.1)
+    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Beat())
+    written, never = asyncio.Event(), asyncio.Event()
+    count = 0
+
+    async def requests() -> AsyncIterator[wire.ToWorker]:
+        await never.wait()
+        yield wire.ToWorker()
+
+    async def write(_: wire.FromWorker) -> None:
+        nonlocal count
+        count += 1
+        if not reads:
+            await never.wait()
+        elif count == 50:
+            written.set()
+
+    serving = asyncio.create_task(session.serve(requests(), write, lambda *_: None))
+    if reads:
+        async with asyncio.timeout(60):
+            await written.wait()
+        session.end()
+        await serving
+    else:
+        with pytest.raises(Aborted):
+            await asyncio.wait_for(serving, 60)
+        assert count == 1
 
 
 async def test_over_the_wire_too_a_router_that_reads_nothing_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
