@@ -48,7 +48,7 @@ class Move:
 
     def ask(self, worker: Worker) -> None:
         """It drains: have it give the run away, if there is anybody to take it. May be said again."""
-        if self.heir is None and self._choose(worker) is not None:
+        if self.heir is None and self._pool.can_receive(worker, self._job.avoid | self._failed):
             worker.session.give(wire.Give(run=self._run))
 
     def begin(self, worker: Worker, ticket: wire.Ticket, work: wire.Work) -> None:

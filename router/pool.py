@@ -68,7 +68,12 @@ class Worker:
 
     def seen(self, prefix: Prefix | None, *, avoided: bool) -> Seen:
         """For a request with that prompt; None: for any."""
-        return self.view.seen(prefix, avoided=avoided or asyncio.get_running_loop().time() < self._avoided_until)
+        return self.view.seen(prefix, avoided=avoided or self.is_avoided)
+
+    @property
+    def is_avoided(self) -> bool:
+        """Whether it lost a request of late."""
+        return asyncio.get_running_loop().time() < self._avoided_until
 
     def blame(self) -> None:
         """It lost a request: others come first for a while, longer each time. A broken worker has the least load."""
@@ -174,6 +179,18 @@ class Pool:
         """Tokens of the shortest window among the usable workers; None while there are none."""
         windows = [worker.facts.capacity.window_tokens for worker in self.of(model) if worker.is_usable]
         return min(windows, default=None)
+
+    def can_receive(self, sender: Worker, avoid: set[Life]) -> bool:
+        """Whether a worker may take a sequence over from this one, which drains: asked again with every heartbeat, for
+        every sequence there, so without a look at what each worker has cached."""
+        fitting = [
+            worker
+            for worker in self.of(sender.facts.model)
+            if worker is not sender and worker.view.layout == sender.view.layout
+            if worker.is_usable and not worker.is_avoided and worker.life not in avoid
+        ]
+        decodes = [worker for worker in fitting if worker.view.role != wire.ROLE_PREFILL]
+        return any(worker.view.has_room for worker in decodes or fitting)
 
     def has_usable(self, model: str) -> bool:
         """Whether any worker of a model may get new work."""

@@ -7,14 +7,16 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import worker_pb2 as wire
 from router.line import Kind, Line, Need, Waiter
+from router.placement import Seen
 from state.names import Life
 from state.store import Store
-from tests.router.core import Core, core, ended, make_request, tokens_of, until
+from tests.router.core import Core, core, ended, make_request, tokens_of, until, written
 from tests.router.fake_worker import FakeWorker, answer, fleet
 
 P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)
@@ -171,6 +173,32 @@ async def test_the_urgent_are_placed_first_whenever_they_came(store: Store) -> N
         await until(lambda: len(workers[0].prefills) == 4)
         ids = [request.run.request.rpartition("/")[2] for request in workers[0].prefills]
         assert ids == ["urgent", "r0", "r1", "r2"]
+
+
+async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(D) as workers, core(store, workers) as scene:
+        workers[0].script.pause_at = 2
+        courses = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(5)]
+        for course in courses:
+            await written(course, 2)
+        placements = 0
+
+        def seen(*_: object) -> list[Seen]:
+            nonlocal placements
+            placements += 1
+            return []
+
+        monkeypatch.setattr(scene.router.pool, "seen", seen)
+        workers[0].load.draining = True
+        await heartbeats(scene, 4)
+        assert not placements
+        monkeypatch.undo()
+        workers[0].load.draining = False
+        workers[0].go.set()
+        for course in courses:
+            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
 
 
 async def test_one_that_is_cancelled_at_its_turn_keeps_nothing_waiting(store: Store) -> None:
