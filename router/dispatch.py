@@ -35,6 +35,8 @@ LAST_WRITE_SECONDS = 5.0
 Adopt = Callable[[RequestKey, Life], Awaitable[StoredRequest]]
 """Makes a router a request's owner; `adopt`, `adopt_orphan` or `cancel` of `Requests`."""
 
+Then = Callable[["Execution"], None]
+
 _log = logs.get(__name__)
 
 
@@ -46,6 +48,7 @@ class Dispatcher:
         self._executions: dict[RequestKey, Execution] = {}
         self._unwritten: dict[RequestKey, Execution] = {}  # ended, and the store may not know yet
         self._tasks: dict[Execution, asyncio.Task[None]] = {}
+        self._adoptions: dict[asyncio.Task[Execution | None], RequestKey] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -156,7 +159,7 @@ class Dispatcher:
             found = await self._read(key)
             if (end := end_of(found)) is not None:
                 return end
-            execution = await self._taken(found, self._router.requests.cancel)
+            execution = await self._taken(found, self._router.requests.cancel, self._stop)
             if execution is None:
                 return await self.cancel(key)
         self._stop(execution)
@@ -168,15 +171,22 @@ class Dispatcher:
         return execution.course.end
 
     async def take_over(self, key: RequestKey) -> None:
-        """Go on with a request whose router is gone. Nobody reads it, so its grace begins.
+        """Go on with a request whose router is gone, or that this router owns and does not run. Its grace begins,
+        unless a client has resumed it here meanwhile.
 
         Raises StateError, OwnerAlive and Superseded among them, and ServiceError where it can't be run here.
         """
         found = await self._router.requests.read(key)
-        if not found.ended and self._here(key) is None:
-            execution = await self._adopted(found, self._router.requests.adopt_orphan)
-            if execution is not None:
-                self.stream_lost(execution.course)
+        if found.ended or self.knows(key):
+            return
+        if self.window_of(found.record.model) is None:
+            words = f"this router reaches no worker that serves {found.record.model}"
+            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)
+        await self._adopted(found, self._router.requests.adopt_orphan, self._begin_grace)
+
+    def knows(self, key: RequestKey) -> bool:
+        """Whether the request runs here, is about to, or has ended here and the store may not know yet."""
+        return self._here(key) is not None or key in self._adoptions.values()
 
     def stream_lost(self, course: Course) -> None:
         """Nobody reads this course any more: it is cancelled after its grace or the time for which it was detached, at
@@ -224,7 +234,7 @@ class Dispatcher:
     async def close(self) -> None:
         """Ends whatever is still at work."""
         self._draining = True
-        tasks = list(self._tasks.values())
+        tasks = [*self._adoptions, *self._tasks.values()]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -261,10 +271,13 @@ class Dispatcher:
 
     def _done(self, execution: Execution, task: asyncio.Task[None]) -> None:
         del self._tasks[execution]
-        if not self._tasks:
-            self._idle.set()
+        self._see_if_idle()
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a request ended by a bug", exc_info=error)
+
+    def _see_if_idle(self) -> None:
+        if not self._tasks and not self._adoptions:
+            self._idle.set()
 
     def ended(self, execution: Execution) -> None:
         key = execution.course.request.key
@@ -310,27 +323,59 @@ class Dispatcher:
         check_stored(found, request)
         return request
 
-    async def _taken(self, found: StoredRequest, adopt: Adopt) -> Execution | None:
+    async def _taken(self, found: StoredRequest, adopt: Adopt, then: Then | None = None) -> Execution | None:
         """`_adopted` for a client that asks. Raises NotFound, Unavailable."""
         try:
-            return await self._adopted(found, adopt)
+            return await self._adopted(found, adopt, then)
         except StateError as error:
             raise store_error(error, found.key) from None
 
-    async def _adopted(self, found: StoredRequest, adopt: Adopt) -> Execution | None:
-        """The request is this router's from now on; None where it has ended meanwhile.
+    async def _adopted(self, found: StoredRequest, adopt: Adopt, then: Then | None) -> Execution | None:
+        """The request is this router's from now on; None where it has ended meanwhile. `then` is called with an
+        execution that begins by this, in the same instant.
+
+        A caller that is cancelled leaves the adoption to this dispatcher: what the store says is this router's runs
+        here, and without a reader its grace begins.
 
         Raises StateError, Unavailable, and what it comes to where its model is not served here.
         """
         if self._draining:
             raise _draining()
         request = await self._revived(found)
-        found = await adopt(found.key, Life.of(self._router.peer))
+        adoption = asyncio.create_task(self._adopt(request, adopt, then))
+        self._adoptions[adoption] = request.key
+        self._idle.clear()
+        adoption.add_done_callback(self._adoption_done)
+        try:
+            return await asyncio.shield(adoption)
+        except asyncio.CancelledError:
+            adoption.add_done_callback(self._left_by_caller)
+            raise
+
+    async def _adopt(self, request: ValidRequest, adopt: Adopt, then: Then | None) -> Execution | None:
+        found = await adopt(request.key, Life.of(self._router.peer))
         execution = self._here(found.key)  # another call may have been faster
         if execution is not None or found.ended:
             return execution
         _log.info("request adopted", request_id=found.key.id, epoch=found.epoch, entries=found.length)
-        return self._launched(request, found)
+        execution = self._launched(request, found)
+        if then is not None:
+            then(execution)
+        return execution
+
+    def _adoption_done(self, adoption: asyncio.Task[Execution | None]) -> None:
+        del self._adoptions[adoption]
+        self._see_if_idle()
+
+    def _left_by_caller(self, adoption: asyncio.Task[Execution | None]) -> None:
+        if adoption.cancelled() or adoption.exception() is not None:
+            return  # what the store made of it is seen to by `Takeover`
+        execution = adoption.result()
+        if execution is not None and execution.course.reader is None:
+            self.stream_lost(execution.course)
+
+    def _begin_grace(self, execution: Execution) -> None:
+        self.stream_lost(execution.course)
 
 
 def _draining() -> Unavailable:

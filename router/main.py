@@ -164,7 +164,7 @@ class Process:
         self._keep("bookings", self.bookings.start())
         self._ends.push_async_callback(self.bookings.close)
         self._ends.push_async_callback(self.dispatcher.close)
-        takeover = Takeover(self._store, self.dispatcher, Life.of(self.peer))
+        takeover = Takeover(self._store, self.dispatcher, Life.of(self.peer), self.pool.is_connected, Lifetimes())
         self._keep("takeover", takeover.start())
         self._ends.push_async_callback(takeover.close)
         entries = OpenEntries(self._store, Life.of(self.peer))

@@ -170,6 +170,10 @@ class Pool:
         if (worker := self._workers.get(life)) is not None:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))
 
+    def is_connected(self, router: Life) -> bool:
+        """Whether a worker has a live session with that router, as far as this router's own sessions say."""
+        return any(worker.session.is_open and router in worker.view.routers for worker in self._workers.values())
+
     def layout_of(self, model: str) -> int:
         """What all workers of a model have, where it is one layout and gives equal bits; else 0."""
         layouts = {worker.facts.layout if worker.facts.equal_bits else 0 for worker in self.of(model)}

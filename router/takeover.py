@@ -1,33 +1,60 @@
-"""Requests of routers that are gone: found by those that are left, each gone on with by one of them.
+"""Requests without a router: found by the routers that are left, each taken over by one of them.
 
-directory --a router ran out--> its open requests --adopt_orphan: one of us wins--> Execution, read by nobody yet
-                                                                                      '-- its grace runs from here
+    directory --a registration ran out--> is it dead? --its open requests--> adopt_orphan: one router wins--> Execution
+                                             |                                                                without a
+                                             no: a worker has a session with it, or this router                reader:
+                                             could not read the directory for long enough                      its grace
+                                                                                                               begins
+A registration also runs out when its router can't reach the store, or when the store stood still. So a router is taken
+for dead only when both hold:
+
+  - this router has read the directory without a break for a whole registration: a router that lives, and was cut off
+    from the store by the same fault, has had the time to register again;
+  - no worker has a live session with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from router.dispatch import Dispatcher
 from runtime import logs
 from runtime.errors import ServiceError
 from state.errors import OwnerAlive, StateError, StoreUnavailable, Superseded, UnknownRequest, UnreadableRequest
-from state.names import Life
+from state.keys import Lifetimes
+from state.names import Life, RequestKey
 from state.store import Store
 
-WATCH_SECONDS = 30.0
 RETRY_SECONDS = 1.0
+LATE_SECONDS = 0.5
+"""An answer that comes later than this, and than a quarter of a registration, counts as a break of the directory."""
+RECLAIM_SECONDS = 30.0
+"""Between two looks for requests that this router owns and does not run."""
 
 _log = logs.get(__name__)
 
 
 class Takeover:
-    """Watches the directory of routers for as long as its task runs; ``close`` ends it."""
+    """Watches the directory of routers for as long as its task runs; ``close`` ends it.
 
-    def __init__(self, store: Store, dispatcher: Dispatcher, router: Life) -> None:
+    ``is_connected``: whether a worker has a live session with a router. The directory is read as often as
+    registrations of these ``lifetimes`` are renewed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        dispatcher: Dispatcher,
+        router: Life,
+        is_connected: Callable[[Life], bool],
+        lifetimes: Lifetimes,
+    ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._router = router
+        self._is_connected = is_connected
+        self._lifetimes = lifetimes
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
@@ -42,35 +69,61 @@ class Takeover:
     async def _run(self) -> None:
         while True:
             try:
-                listing = await self._store.routers.listing()
-                while True:
-                    await self._until_refilled()
-                    for dead in await self._store.open.orphaned() - {self._router}:
-                        await self._take_over(dead)
-                    listing = await self._store.routers.change(listing, WATCH_SECONDS)
-            except StateError:  # the registration says that it is away
+                await self._watch()
+            except StateError:  # the registration logs that the store is away
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _until_refilled(self) -> None:
-        """In a Redis that was emptied, routers that live are not registered at once: until then nobody is gone."""
-        while left_s := (await self._store.era.current()).refill_left_s:  # noqa: ASYNC110 - not a poll
-            await asyncio.sleep(left_s)
+    async def _watch(self) -> None:
+        """Raises StateError when the directory can't be read any more; what was known of dead routers is void then."""
+        clock, look_every_s = asyncio.get_running_loop().time, self._lifetimes.renew_every_s
+        listing = await self._store.routers.listing()
+        readable_since = clock()
+        reclaim_at = readable_since
+        while True:
+            if clock() >= reclaim_at:
+                await self._reclaim()
+                reclaim_at = clock() + RECLAIM_SECONDS
+            if clock() - readable_since >= self._lifetimes.registration_s:
+                await self._take_over_dead()
+            asked_at = clock()
+            listing = await self._store.routers.change(listing, look_every_s)
+            if clock() - asked_at - look_every_s > max(look_every_s, LATE_SECONDS):
+                readable_since = clock()
+
+    async def _take_over_dead(self) -> None:
+        """In a Redis that was emptied, living routers are not registered at once: until then none is dead."""
+        if (await self._store.era.current()).refill_left_s:
+            return
+        for dead in await self._store.open.orphaned() - {self._router}:
+            if not self._is_connected(dead):
+                await self._take_over(dead)
 
     async def _take_over(self, dead: Life) -> None:
         """All that this router can run; an entry that it can't run stays for others. Raises StoreUnavailable."""
         left = await self._store.open.of(dead)
         for key in left:
-            try:
-                await self._dispatcher.take_over(key)
-            except StoreUnavailable:
-                raise
-            except (OwnerAlive, Superseded, UnknownRequest):
-                pass  # it is somebody's, or over
-            except UnreadableRequest as error:  # no router can: it stays in the store until it expires
-                _log.error("a request is set aside", request_id=key.id, router=dead.id, error=str(error))
-            except (ServiceError, StateError) as error:
-                _log.warning("a request can't be taken over", request_id=key.id, router=dead.id, error=str(error))
-                continue
-            await self._store.open.remove(dead, [key])
+            await self._take(dead, key)
         if not left:
-            await self._store.open.take(dead, self._router)  # forgets who has none
+            await self._store.open.take(dead, self._router)  # forgets a router that has no entries
+
+    async def _reclaim(self) -> None:
+        """Run what this router owns by the store and does not run: the answer to its acceptance or adoption was lost.
+        Raises StoreUnavailable."""
+        for key in await self._store.open.of(self._router):
+            if not self._dispatcher.knows(key):
+                await self._take(self._router, key)
+
+    async def _take(self, owner: Life, key: RequestKey) -> None:
+        try:
+            await self._dispatcher.take_over(key)
+        except StoreUnavailable:
+            raise
+        except (OwnerAlive, Superseded, UnknownRequest):
+            pass  # it has another owner, or is over
+        except UnreadableRequest as error:  # no router can: it stays in the store until it expires
+            _log.error("a request is set aside", request_id=key.id, router=owner.id, error=str(error))
+        except (ServiceError, StateError) as error:
+            _log.warning("a request can't be taken over", request_id=key.id, router=owner.id, error=str(error))
+            return
+        if owner != self._router:  # an entry of its own goes with its request, or by `OpenEntries`
+            await self._store.open.remove(owner, [key])

@@ -51,6 +51,8 @@ class View:
         """Tokens to be computed."""
         self.sequences = Count()
         self.layout = facts.layout
+        self.routers: frozenset[Life] = frozenset()
+        """Routers with a live session at the worker, as it said last; void while this router's session is not open."""
         self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
         self._cached = Cached()
         self._is_full = False
@@ -114,14 +116,16 @@ class View:
         self.work.tell(self._load.queued_tokens)
         self.sequences.tell(self._load.running + self._load.waiting)
         self._cached.hear(beat)
+        if beat.routers:
+            self.routers = frozenset(Life.of(router) for router in beat.routers)
         self._sent_sequences = self._sent_tokens = 0
         if not self._is_full:
             self._allowance *= 2
         self._is_full = False
 
     def forget(self) -> None:
-        """It will tell from the beginning what it has cached."""
-        self._cached = Cached()
+        """It will tell from the beginning what it has cached, and which routers it has sessions with."""
+        self._cached, self.routers = Cached(), frozenset()
 
     def refused(self) -> None:
         """It has no room: nothing goes there until it tells its load again, and then few before the next time."""

@@ -149,7 +149,7 @@ class DecodeService(services.DecodeServicer):
                 found.append((held, owned.next))
             else:
                 welcome.lacking.append(owned.run)
-        welcome.orphans.extend(held.run for held in decoding.orphans_of(session.router.id))
+        welcome.orphans.extend(held.run for held in decoding.orphans_of(session.router))
         session.tell(wire.FromWorker(welcome=welcome))
         for refusal in refused:
             session.tell(refusal)
@@ -198,6 +198,11 @@ class DecodeService(services.DecodeServicer):
         news = self._hub.cache.take(session)
         if news is not None:
             beat.cache.CopyFrom(news)
+        routers = [each.router for each in self._sessions.values() if not each.is_lost]
+        names = frozenset((router.id, router.incarnation) for router in routers)
+        if names != session.routers_sent:
+            session.routers_sent = names
+            beat.routers.extend(routers)
         return beat
 
 

@@ -20,6 +20,7 @@ from engine.request import FinishReason
 from engine.transfer import Arrival
 from handoff.taker import Taken
 from protos import worker_pb2 as wire
+from runtime.peer import same_life
 from worker import telling
 from worker.arrivals import Entrance, Outcome
 from worker.fetching import Fetching, why
@@ -148,7 +149,7 @@ class Decoding:
         if held.session is not session:
             self._dispossess(held, run.epoch)
             self._part(held)
-            held.session, held.router, held.slot = session, session.router.id, session.take_slot()
+            held.session, held.router, held.slot = session, session.router, session.take_slot()
         held.run.epoch = run.epoch
         if held.patience is not None:
             held.patience.cancel()
@@ -179,9 +180,9 @@ class Decoding:
                 self._part(held)
                 self._lose_patience(held)
 
-    def orphans_of(self, router: str) -> list[HeldRun]:
-        """What that router owned in earlier lives and sessions, and nobody has claimed since."""
-        return [held for held in self.runs if held.session is None and held.router == router]
+    def orphans_of(self, router: wire.Peer) -> list[HeldRun]:
+        """Runs of earlier sessions of this incarnation of a router. Those of an earlier one may be adopted."""
+        return [held for held in self.runs if held.session is None and same_life(held.router, router)]
 
     def renewals_of(self, session: RouterSession) -> list[bytes]:
         """Tickets that it brought and that wait here to be opened."""

@@ -44,7 +44,7 @@ class HeldRun:
     stopping: wire.Stopping
     order: tuple[float, int]  # among those that wait, most urgent first
     received: float  # the event loop's clock, as all times here
-    router: str = ""  # id of the owner
+    router: wire.Peer = field(default_factory=wire.Peer)  # the owner
     session: RouterSession | None = None  # of the owner; None: an orphan
     slot: int = 0  # good for that session
     phase: wire.Held.Phase = wire.Held.PHASE_WAITING

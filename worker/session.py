@@ -39,6 +39,8 @@ class RouterSession:
     def __init__(self, router: wire.Peer, beat: Callable[[RouterSession], wire.Beat]) -> None:
         self.router = router
         self.unknown = UnknownMessages(router.id)
+        self.routers_sent: frozenset[tuple[str, int]] = frozenset()
+        """Routers with a live session here, as this one was notified of last."""
         self._beat = beat
         self._outgoing: asyncio.Queue[tuple[int, wire.FromWorker] | None] = asyncio.Queue()  # with the tick it came in
         self._ticks = 0
@@ -130,6 +132,11 @@ class RouterSession:
             self._ticks += 1
             if self._written is not None and (self._ticks - self._written) * HEARTBEAT_SECONDS > MAX_UNREAD_SECONDS:
                 self.end(Aborted(Reason.QUEUE_FULL, f"the router read nothing for {MAX_UNREAD_SECONDS:g} s"))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the router has been silent for so long that it no longer counts as alive."""
+        return self._silence.is_lost
 
     def _watch(self) -> None:
         """A silent router is suspect and no more: its runs are orphans only when the session breaks."""

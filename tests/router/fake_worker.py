@@ -160,6 +160,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self._slots = 0
         self._out: asyncio.Queue[wire.FromWorker | None] | None = None  # of the session that spoke last
         self._outs: set[asyncio.Queue[wire.FromWorker | None]] = set()
+        self._routers: dict[int, wire.Peer] = {}  # by the id of their sessions' queues
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------ its life
@@ -300,6 +301,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         out: asyncio.Queue[wire.FromWorker | None] = asyncio.Queue()
         self._out = out
         self._outs.add(out)
+        self._routers[id(out)] = hello.router
         out.put_nowait(wire.FromWorker(welcome=self._welcome(hello)))
         for owned in hello.owned:
             if (run := self.runs.get(key(owned.run))) is not None:
@@ -314,6 +316,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                     yield message
         finally:
             self._outs.discard(out)
+            del self._routers[id(out)]
             if self._out is out:
                 self._out = next(iter(self._outs), None)
             listening.cancel()
@@ -333,7 +336,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
 
     async def _beat(self, out: asyncio.Queue[wire.FromWorker | None]) -> None:
         while True:
-            beat = wire.Beat(step=1, load=self.load, cache=self.cache)
+            beat = wire.Beat(step=1, load=self.load, cache=self.cache, routers=self._routers.values())
             self.cache = wire.CacheNews()
             if self.script.stuck_ms is not None:
                 beat.step_age_ms = self.script.stuck_ms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -503,11 +503,18 @@ async def left_behind(store: Store, *tokens: int, layout: int | None = None, **a
 
 
 @asynccontextmanager
-async def watching(store: Store, scene: Core, refill_s: float = 0.0) -> AsyncIterator[None]:
-    life = Life.of(scene.router.peer)
-    store.era = Era(store._client, Lifetimes(refill_s=refill_s))
+async def watching(
+    store: Store,
+    scene: Core,
+    refill_s: float = 0.0,
+    registration_s: float = 0.2,
+    is_connected: Callable[[Life], bool] = lambda _: False,
+) -> AsyncIterator[None]:
+    """The router is registered and takes over what others leave. What it takes for a registration's time is short."""
+    life, lifetimes = Life.of(scene.router.peer), Lifetimes(refill_s=refill_s, registration_s=registration_s)
+    store.era = Era(store._client, lifetimes)
     registration = await store.routers.register(router_facts(life))
-    takeover = Takeover(store, scene.dispatcher, life)
+    takeover = Takeover(store, scene.dispatcher, life, is_connected, lifetimes)
     takeover.start()
     try:
         yield

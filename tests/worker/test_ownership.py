@@ -24,6 +24,45 @@ async def test_a_former_owner_takes_nothing_from_a_live_run_however_old_the_adop
         assert set(new.of(adopted).words) <= {"held", "joined", "ended"}
 
 
+async def test_what_an_earlier_incarnation_of_a_router_left_goes_on_until_it_is_adopted() -> None:
+    """A router that restarts under the same id lists none of it in its hello: it has yet to read what it can adopt."""
+    run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 60)
+    async with Node("d") as node:
+        node.device.seconds = 0.02
+        old, restarted = Router(node, "router", 1), Router(node, "router", 2)
+        await old.open()
+        await old.start(run, work)
+        await old.wrote(run, 3)
+        await old.leave()
+        welcome = await restarted.open()
+        assert not welcome.orphans
+        assert node.decode.orphans == 1
+        await restarted.say(adopt=wire.Adopt(run=adopted, next=[wire.Next(output=0, position=8)]))
+        await restarted.word(adopted, "ended")
+        assert restarted.of(adopted).text(8) == alone(work)
+        await restarted.retire(adopted)
+        await restarted.leave()
+
+
+async def test_a_worker_names_all_routers_with_a_live_session_when_that_changes() -> None:
+    def names(router: Router) -> list[set[str]]:
+        return [{peer.id for peer in beat.routers} for beat in router.beats if beat.routers]
+
+    async with Node("d") as node, Router(node, "one") as one:
+        await one.until(lambda: names(one) == [{"one"}])
+        silent = Router(node, "silent")
+        silent.beats_itself = False
+        await silent.open()
+        await one.until(lambda: names(one)[-1] == {"one", "silent"})
+        await one.until(lambda: names(one)[-1] == {"one"})
+        assert node.decode.sessions == 2, "it has said nothing for too long, and may still come back"
+        await silent.say(beat=wire.Beat())
+        await one.until(lambda: names(one)[-1] == {"one", "silent"})
+        await silent.leave()
+        await one.until(lambda: names(one)[-1] == {"one"})
+        assert len(names(one)) == 5, "sent when it changed, not with each heartbeat"
+
+
 def other(run: wire.Run) -> wire.Run:
     """The same id, epoch and attempt, of another payload."""
     return wire.Run(request=run.request, epoch=run.epoch, attempt=run.attempt, digest=b"b" * 32)

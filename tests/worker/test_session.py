@@ -85,7 +85,7 @@ async def test_a_newer_session_ends_the_older_and_takes_what_it_names() -> None:
     named, unnamed, ended = make_run("t/named"), make_run("t/unnamed"), make_run("t/ended")
     works = {run.request: make_work(8, 60, seed=n) for n, run in enumerate((named, unnamed))}
     async with Node("d", lease_ms=500) as node:
-        older, newer = Router(node), Router(node, incarnation=2)
+        older, newer = Router(node), Router(node)
         await older.open()
         await older.start(ended, make_work(4, 2))
         await older.word(ended, "ended")

@@ -1,0 +1,140 @@
+"""A router that loses Redis for longer than a registration lasts: every stream goes on where it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import redis as sync_redis
+
+from protos import worker_pb2 as wire
+from protos.state_pb2 import RouterRegistration
+from router.registration import Membership
+from router.takeover import Takeover
+from state.keys import Lifetimes
+from state.names import Life
+from state.private_redis import PrivateRedis
+from state.store import Store
+from tests.router.core import PATIENCE, Core, core, ended, tokens_of, written
+from tests.router.test_moving import asked, registered
+from tests.state.conftest import bare, server
+from tests.state.scenes import make_store
+from tests.worker.decode_scene import eventually
+from tests.worker.scene import Place, alone, worker
+
+__all__ = ["bare", "server"]
+
+LIFETIMES = Lifetimes(registration_s=0.6, refill_s=0.0)
+STREAMS = 4
+"""Of each router."""
+WANTED = 40
+
+
+@dataclass
+class Cable:
+    """Connections between routers and Redis, that a test cuts."""
+
+    socket: str
+    is_cut: bool = False
+    address: str = ""
+    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_cut:
+            writer.transport.abort()
+            return
+        there, back = await asyncio.open_unix_connection(self.socket)
+        self._writers |= {writer, back}
+        await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
+        self._writers -= {writer, back}
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    def cut(self) -> None:
+        self.is_cut = True
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+
+@asynccontextmanager
+async def cable(server: PrivateRedis) -> AsyncIterator[Cable]:
+    made = Cable(server.url.removeprefix("unix://"))
+    listening = await asyncio.start_server(made.carry, "127.0.0.1", 0)
+    made.address = f"redis://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with listening:
+        yield made
+        made.cut()
+
+
+@asynccontextmanager
+async def member(store: Store, id: str) -> AsyncIterator[Core]:
+    """A router that is registered and takes over what others leave."""
+    async with core(store, [], id=id) as scene:
+        peer = scene.router.peer
+        membership = Membership(store, RouterRegistration(peer=peer), scene.router.flusher.rewrite, lambda: None)
+        takeover = Takeover(store, scene.dispatcher, Life.of(peer), scene.router.pool.is_connected, LIFETIMES)
+        membership.start(LIFETIMES.renew_every_s)
+        takeover.start()
+        try:
+            yield scene
+        finally:
+            await takeover.close()
+            await membership.close()
+
+
+async def stepping(place: Place) -> None:
+    """Lets the worker take a step now and then, fewer than any stream needs: none ends during the fault."""
+    for _ in range(WANTED - 10):
+        place.device.let(1)
+        await asyncio.sleep(0.2)
+
+
+async def registered_are(store: Store, lives: list[Life], expected: bool) -> bool:
+    return all([await store.routers.alive(life) is expected for life in lives])
+
+
+async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_registration(
+    server: PrivateRedis, bare: sync_redis.Redis
+) -> None:
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        direct = await enter(make_store(server.url, registration_s=600.0, refill_s=0.0))
+        place = await enter(worker("d", role=wire.ROLE_DECODE, blocks=256, budget=64))
+        await direct.workers.register(registered(place).facts)
+        line = await enter(cable(server))
+        quick = partial(make_store, deadline_s=0.5, registration_s=LIFETIMES.registration_s, refill_s=0.0)
+        routers = [
+            await enter(member(await enter(quick(url)), id)) for id, url in (("a", server.url), ("b", line.address))
+        ]
+        place.device.hold()
+        steps = asyncio.create_task(stepping(place))
+        begun = []
+        for number, scene in enumerate(routers * STREAMS):
+            request = asked(number, wanted=WANTED)
+            begun.append((await scene.dispatcher.begin(request), alone(request.work)))
+        for course, _ in begun:
+            await written(course, 2)
+        lives = [Life.of(scene.router.peer) for scene in routers]
+        async with asyncio.timeout(PATIENCE):
+            line.cut()
+            await eventually(partial(registered_are, direct, lives[1:], False))
+            await asyncio.sleep(2 * LIFETIMES.registration_s)
+            line.is_cut = False
+            await eventually(partial(registered_are, direct, lives, True))
+            await asyncio.sleep(2 * LIFETIMES.registration_s)
+        assert [course.end for course, _ in begun] == [None] * len(begun)
+        place.device.go_on()
+        for course, expected in begun:
+            assert tokens_of(await ended(course)) == expected
+        steps.cancel()

@@ -1,0 +1,244 @@
+"""Requests without a router: when one is taken over, and that a request is never left without an execution."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+
+from protos import worker_pb2 as wire
+from protos.inference_pb2 import Generation
+from router.reading import Reading
+from runtime.errors import Unavailable
+from state.errors import StoreUnavailable
+from state.names import Life, State
+from state.owned import StoredRequest
+from state.store import Store
+from tests.router.core import core, ended, make_request, tokens_of, until, written
+from tests.router.fake_worker import answer, fleet
+from tests.router.test_coming_back import KEY, PROMPT, left_behind, watching
+from tests.worker.decode_scene import eventually
+
+P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
+GONE = Life("gone", 1)
+
+
+async def has_state(store: Store, state: State) -> bool:
+    return (await store.requests.read(KEY)).state == state
+
+
+def looks_of(store: Store, patch: pytest.MonkeyPatch) -> list[float]:
+    """When dead routers were looked for, by the event loop's clock."""
+    orphaned, looks = store.open.orphaned, list[float]()
+
+    async def looked() -> set[Life]:
+        looks.append(asyncio.get_running_loop().time())
+        return await orphaned()
+
+    patch.setattr(store.open, "orphaned", looked)
+    return looks
+
+
+# ------------------------------------------------------------------------------------------------- who is dead
+
+
+async def test_a_router_that_a_worker_has_a_session_with_keeps_its_requests(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    looks, connected = looks_of(store, monkeypatch), {GONE}
+    async with (
+        fleet(P, D) as workers,
+        core(store, workers) as scene,
+        watching(store, scene, is_connected=connected.__contains__),
+    ):
+        await until(lambda: len(looks) > 3)
+        found = await store.requests.read(KEY)
+        assert (found.epoch, found.owner) == (1, GONE)
+        connected.clear()
+        await until(lambda: workers[1].starts)
+        await ended(await scene.dispatcher.resume(KEY))
+
+
+async def test_a_worker_names_the_routers_that_it_has_sessions_with(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, id="one") as one:
+        async with core(store, workers, id="two") as two:
+            life = Life.of(two.router.peer)
+            await until(lambda: one.router.pool.is_connected(life))
+            assert not one.router.pool.is_connected(GONE)
+        await until(lambda: not one.router.pool.is_connected(life))
+
+
+@pytest.mark.parametrize("fault", ["an error", "a late answer"])
+async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_registration(
+    store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("router.takeover.RETRY_SECONDS", 0.01)
+    lasts = 0.4
+    looks, change, broken = looks_of(store, monkeypatch), store.routers.change, list[float]()
+    clock = asyncio.get_running_loop().time
+
+    async def fails_once(*args: Any) -> Any:
+        if looks and not broken:
+            if fault == "a late answer":
+                await asyncio.sleep(lasts / 4 + 1.0)
+            broken.append(clock())
+            if fault == "an error":
+                raise StoreUnavailable("away")
+        return await change(*args)
+
+    monkeypatch.setattr(store.routers, "change", fails_once)
+    async with core(store, []) as scene:
+        began = clock()
+        async with watching(store, scene, registration_s=lasts):
+            await until(lambda: broken and looks[-1] > broken[0])
+    assert looks[0] >= began + lasts
+    assert min(look for look in looks if look > broken[0]) >= broken[0] + lasts
+
+
+async def test_a_router_that_reaches_no_worker_leaves_requests_to_others(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    async with core(store, []) as scene:
+        with pytest.raises(Unavailable):
+            await scene.dispatcher.take_over(KEY)
+    found = await store.requests.read(KEY)
+    assert (found.epoch, found.owner) == (1, GONE)
+
+
+# ------------------------------------------------------------------------------------- a client comes, or leaves
+
+
+class Gate:
+    """A call of the store that waits until it is let through, or whose answer is lost."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, store: Store, name: str) -> None:
+        self.reached, self.opened = asyncio.Event(), asyncio.Event()
+        self.answers = True
+        self._real = getattr(store.requests, name)
+        patch.setattr(store.requests, name, self._call)
+
+    async def _call(self, *args: Any) -> StoredRequest:
+        self.reached.set()
+        await self.opened.wait()
+        found: StoredRequest = await self._real(*args)
+        if not self.answers:
+            raise StoreUnavailable("the answer is lost")
+        return found
+
+
+async def test_a_takeover_leaves_a_stream_alone_that_a_client_resumed_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=1) as scene:
+        workers[1].script.pause_at = 3
+        gate = Gate(monkeypatch, store, "adopt_orphan")
+        taking = asyncio.create_task(scene.dispatcher.take_over(KEY))
+        await gate.reached.wait()
+        course = await scene.dispatcher.resume(KEY)
+        with Reading(course):
+            gate.opened.set()
+            await taking
+            execution = scene.dispatcher._executions[KEY]
+            assert (execution.course, execution.grace) == (course, None)
+            workers[1].go.set()
+            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+
+
+async def test_a_client_that_resumes_a_request_just_taken_over_keeps_it(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=60_000) as scene:
+        workers[1].script.pause_at = 3
+        await scene.dispatcher.take_over(KEY)
+        assert scene.dispatcher._executions[KEY].grace is not None
+        course = await scene.dispatcher.resume(KEY)
+        assert scene.dispatcher._executions[KEY].grace is None
+        workers[1].go.set()
+        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+
+
+@pytest.mark.parametrize("call", ["resume", "cancel"])
+async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without_an_execution(
+    store: Store, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as scene:
+        workers[1].script.pause_at = 3
+        gate = Gate(monkeypatch, store, "adopt" if call == "resume" else "cancel")
+        calling = asyncio.create_task(getattr(scene.dispatcher, call)(KEY))
+        await gate.reached.wait()
+        calling.cancel()
+        with suppress(asyncio.CancelledError):
+            await calling
+        assert scene.dispatcher.knows(KEY)
+        gate.opened.set()
+        await until(lambda: not scene.dispatcher.knows(KEY))
+        found = await store.requests.read(KEY)
+        assert found.state == Generation.STATE_CANCELLED
+        assert found.record.finished, "its end is written by whoever owns it"
+        assert await store.open.of(Life.of(scene.router.peer)) == set()
+
+
+async def test_an_adoption_whose_answer_is_lost_is_gone_on_with(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.takeover.RECLAIM_SECONDS", 0.02)
+    await left_behind(store, *answer(PROMPT, 2))
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        with monkeypatch.context() as patch:
+            gate = Gate(patch, store, "adopt")
+            gate.answers = False
+            gate.opened.set()
+            with pytest.raises(Unavailable):
+                await scene.dispatcher.resume(KEY)
+        assert (await store.requests.read(KEY)).owner == Life.of(scene.router.peer)
+        async with watching(store, scene):
+            await until(lambda: scene.dispatcher.running)
+            course = await scene.dispatcher.resume(KEY)
+            workers[1].go.set()
+            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+
+
+async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where requests are refused while the store is away."""
+    async with (
+        fleet(P, D) as workers,
+        core(store, workers, serve_without_redis=False, resume_grace_ms=50) as scene,
+        watching(store, scene),
+    ):
+        workers[1].script.pause_at = 2
+        with monkeypatch.context() as patch:
+            gate = Gate(patch, store, "accept")
+            gate.answers = False
+            gate.opened.set()
+            with pytest.raises(Unavailable):
+                await scene.dispatcher.begin(make_request())
+        monkeypatch.setattr("router.takeover.RECLAIM_SECONDS", 0.02)
+        async with watching(store, scene):
+            await eventually(partial(has_state, store, Generation.STATE_CANCELLED))
+        workers[1].go.set()
+
+
+async def test_a_drain_waits_for_an_adoption_and_leaves_the_request_to_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        gate = Gate(monkeypatch, store, "adopt")
+        calling = asyncio.create_task(scene.dispatcher.resume(KEY))
+        await gate.reached.wait()
+        draining = asyncio.create_task(scene.dispatcher.drain())
+        await until(lambda: scene.dispatcher.is_draining)
+        assert not draining.done()
+        gate.opened.set()
+        course = await calling
+        await written(course, 2)
+        await scene.dispatcher.close()
+        await draining
+        assert isinstance(course.end, Exception)
+        assert await store.open.of(Life.of(scene.router.peer)) == {KEY}, "routers that are left find it there"
