@@ -79,8 +79,9 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     request_id: Annotated[str | None, typer.Option(help="Unset: one is made up.")] = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until its deadline.")] = None,
     wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for a deployment here that starts, or starts a process again.")
-    ] = 60.0,
+        float | None,
+        typer.Option(min=0, help="Seconds to wait for a deployment here; unset: 60 for one that starts or restarts."),
+    ] = None,
     as_json: Json = False,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -111,13 +112,13 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
 def status(
     redis_url: RedisUrl = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show it every second, until Ctrl-C.")] = False,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a deployment here that starts.")] = 0.0,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until a deployment here has started.")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Routers and workers: their state, what they serve and how loaded they are.
 
-    States: starting, loading 40 %, warming up, ready, draining, lost 3 s ago. The first three are known of a deployment
-    that runs here, or ran here when the process was lost.
+    States: starting, loading 40 %, warming up (these only of a deployment on this machine), ready, draining,
+    lost 3 s ago.
     """
     from decant.command import status as showing
 

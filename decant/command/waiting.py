@@ -11,17 +11,19 @@ from decant.command.deployments import Deployment
 from decant.command.errors import CommandFailed
 from decant.command.processes import describe_unready
 
+STARTING_S = 60.0
 POLL_S = 0.1
 SAY_S = 2.0
 
 
 class Waiting:
-    """At most `seconds` in all. `option` names another deployment, for those who have none here; `say` is called with
-    what is waited for."""
+    """At most `seconds` in all; None: ``STARTING_S``, and not for a deployment of which there is no trace yet.
+    `option` names another deployment, for those who have none here; `say` is called with what is waited for."""
 
-    def __init__(self, option: str, seconds: float, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, option: str, seconds: float | None, say: Callable[[str], None] | None = None) -> None:
         self._option = option
-        self._ends = time.monotonic() + seconds
+        self._for_any = seconds is not None
+        self._ends = time.monotonic() + (STARTING_S if seconds is None else seconds)
         self._say = say or _to_stderr
         self._said = ""
         self._next_say = 0.0
@@ -29,7 +31,14 @@ class Waiting:
     def deployment(self) -> Deployment:
         """The newest deployment here, once it has started. Raises CommandFailed."""
         while True:
-            found = deployments.newest(self._option)
+            try:
+                found = deployments.newest(self._option)
+            except CommandFailed:
+                if not self._for_any or self._is_over():
+                    raise
+                self._pause("waiting for a deployment on this machine")
+                continue
+            self._for_any = False  # one that ends is not waited for
             if found.has_started:
                 return found
             unready = describe_unready(found.processes) or "its processes start"

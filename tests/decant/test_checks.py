@@ -18,6 +18,7 @@ import decant.command.up as starting
 from decant.command.errors import CommandFailed
 from decant.command.up import UpOptions, check, listeners, shares
 from models import path
+from state.private_redis import PrivateRedis
 
 GIB = 1 << 30
 
@@ -137,6 +138,13 @@ def test_a_port_in_use_is_refused_with_the_process_that_holds_it() -> None:
 
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
     assert refusal(host="203.0.113.1", port=6009).startswith("--host: can't listen on 203.0.113.1:6009: ")
+
+
+def test_a_redis_that_does_not_answer_is_refused() -> None:
+    assert refusal(redis_url="redis://127.0.0.1:1").startswith("--redis-url: ")
+    assert refusal(redis_url="foo") == "--redis-url: begins with one of redis://, rediss://, unix://, got foo"
+    with PrivateRedis() as redis:
+        check(UpOptions(port=0, kv_memory="32M", redis_url=redis.url))
 
 
 def test_nothing_is_started_for_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

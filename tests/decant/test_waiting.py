@@ -64,6 +64,23 @@ def test_a_deployment_that_starts_is_an_error_without_patience(here: Here) -> No
         Waiting("--address", 0).deployment()
 
 
+def test_a_deployment_of_which_there_is_no_trace_is_waited_for_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([None, None, deployment()])
+
+    def newest(_: str) -> Deployment:
+        if (one := next(found)) is None:
+            raise CommandFailed("no deployment")
+        return one
+
+    monkeypatch.setattr(deployments, "newest", newest)
+    monkeypatch.setattr("decant.command.waiting.POLL_S", 0.0)
+    with pytest.raises(CommandFailed, match="no deployment"):
+        Waiting("--address", None).deployment()
+    said: list[str] = []
+    assert Waiting("--address", 60, said.append).deployment().has_started
+    assert said == ["waiting for a deployment on this machine"]
+
+
 def test_a_restart_is_waited_for_until_all_are_ready(here: Here) -> None:
     here.states = [deployment(decode_1=LOST), deployment(decode_1=LOADING), deployment(decode_1=READY)]
     assert Waiting("--address", 60, lambda _: None).for_restart(deployment())

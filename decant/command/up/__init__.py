@@ -8,7 +8,7 @@
 shares.py      cores and memory, divided
 plan.py        which processes, with which settings
 peers.py       how they authenticate each other
-checks.py      the model's files, memory and ports, before anything is started
+checks.py      model, memory, ports and Redis, before anything is started
 listeners.py   which process listens on a port
 lifeline.py    becomes a process that does not outlive this one
 child.py       one process: its start, its log, its end
@@ -55,6 +55,8 @@ def check(options: UpOptions) -> None:
     plan = make_plan(options, options.redis_url or "redis://")
     checks.check_memory(options, plan)
     checks.check_ports(plan, options.host)
+    if options.redis_url is not None:
+        checks.check_redis(options.redis_url)
 
 
 def supervise(planned: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:

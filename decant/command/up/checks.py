@@ -1,4 +1,4 @@
-"""What `decant up` checks before it starts anything: the model's files, memory and ports. Without torch, in less than a
+"""What `decant up` checks before it starts anything: model, memory, ports, Redis. Without torch, in less than a
 second for a model that is on this machine.
 
 Of a hub name whose weights are not on this machine the small files are fetched and checked; workers fetch the weights.
@@ -6,6 +6,7 @@ Of a hub name whose weights are not on this machine the small files are fetched 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 from pathlib import Path
@@ -18,6 +19,8 @@ from engine import weight_files
 from engine.errors import ModelRefused
 from router.models import served
 from runtime.model_files import ModelUnreadable, find
+from state.errors import StateError
+from state.store import Store, StoreSettings
 
 PROCESS_BYTES = 256 << 20
 """Memory of a worker beside its weights and its KV cache: Python and torch."""
@@ -49,6 +52,21 @@ def check_memory(options: UpOptions, plan: Plan) -> None:
         workers = "1 worker" if len(plan.workers) == 1 else f"{len(plan.workers)} workers"
         text = f"memory: {workers} with {each} each, and {shares.size(free)} are free; {advice}"
         raise CommandFailed(text, status=2)
+
+
+def check_redis(url: str) -> None:
+    """Checks that the Redis that is there answers. Raises CommandFailed."""
+    try:
+        asyncio.run(_ping(StoreSettings(url)))
+    except ValueError as error:
+        raise CommandFailed(f"--redis-{error}", status=2) from None
+    except StateError as error:
+        raise CommandFailed(f"--redis-url: {error}", status=2) from None
+
+
+async def _ping(settings: StoreSettings) -> None:
+    async with Store(settings) as store:
+        await store.ping()
 
 
 def check_ports(plan: Plan, host: str) -> None:
