@@ -1,0 +1,47 @@
+"""SIGKILL of a worker in the middle of an answer: a pause, and not a token more, less or different."""
+
+import asyncio
+
+from protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.asking import asked, joined, open_stub
+from tests.e2e.deployment import PATIENCE_S, Deployment, Worker, deployment
+
+PROMPT = "def total(values):\n    result = 0\n" * 12
+TOKENS = 300
+
+
+async def owner_of_a_run(running: Deployment) -> Worker | None:
+    for worker in running.workers[1:]:
+        audit = await asyncio.to_thread(worker.audit)
+        if audit.owners:
+            return worker
+    return None
+
+
+async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) -> list[int]:
+    """The answer's tokens. With ``running``, the decode worker that writes it is killed after some of them."""
+    request = asked(PROMPT, max_tokens=TOKENS)
+    request.stopping.ignore_eos = True
+    messages = []
+    killed = None
+    async for message in stub.GenerateStream(request, timeout=PATIENCE_S):
+        messages.append(message)
+        if running is not None and killed is None and message.seq > 10:
+            killed = await owner_of_a_run(running)
+            if killed is not None:
+                killed.process.kill()
+                running.workers.remove(killed)
+    assert (killed is not None) == (running is not None)
+    answer = joined(messages)
+    assert answer.receipt.attempts == (1 if running is None else 2)
+    return answer.ids
+
+
+async def test_an_answer_outlives_the_decode_worker_that_writes_it() -> None:
+    with deployment(decode=2) as running:
+        channel, stub = open_stub(running.address)
+        async with channel:
+            whole = await tokens(stub)
+            assert len(whole) == TOKENS
+            assert await tokens(stub, running) == whole
+        await asyncio.to_thread(running.settled)
