@@ -120,18 +120,21 @@ class Giver:
             return
         giving = self._giving[lease.sequence]
         async with AsyncExitStack() as stack:
-            stack.callback(self._unless_sealed, lease)
+            stack.callback(self._end_unsealed, lease, giving)
             for job in (self._lead(lease, giving, opened.have), self._hear(lease, giving, incoming)):
                 stack.push_async_callback(_stop, asyncio.create_task(job))
             messages = await stack.enter_async_context(aclosing(self._say(lease, giving)))
             async for message in messages:
                 yield message
 
-    def _unless_sealed(self, lease: Lease, detail: str = "the fetch broke") -> None:
+    def _end_unsealed(self, lease: Lease, giving: _Giving, detail: str = "the fetch broke") -> None:
         """End the ticket of a fetch that has ended, unless its seal was sent."""
-        if not lease.sealed:
+        if lease.sealed:
+            return
+        failure = _reclaimed("the fetch was closed here")
+        if giving.last is None:
             failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.taker)
-            self.reclaim(lease.ticket.id, failure)
+        self.reclaim(lease.ticket.id, failure)
 
     def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
         """Take back what a ticket holds; an open fetch is told why. Nothing happens where the ticket has ended."""
@@ -250,7 +253,7 @@ class Giver:
                     case None:
                         unknown.ignore()
         except HandoffFailed as silent:
-            self._unless_sealed(lease, silent.detail)
+            self._end_unsealed(lease, giving, silent.detail)
         except InvalidArgument as error:
             giving.error = error
             giving.changed.set()
