@@ -211,7 +211,8 @@ class Giver:
                 yield _closed(lease.failure or _reclaimed("the ticket is over"))
                 return
             if giving.last is not None:
-                lease.sealed = giving.export is not None
+                if giving.export is not None:
+                    self.office.seal(lease)
                 yield giving.last
                 return
             try:

@@ -1,7 +1,7 @@
 """Tickets: the right to fetch one cache, once, for as long as somebody renews it.
 
-issued ── renew, renew ──> opened ── acknowledged runs renew ──> closed
-   └── lease over ──────────┴──────── lease over ──────────────> expired: the giver frees
+issued ── renew, renew ──> opened ── acknowledged runs renew ──> sealed ── released ──> closed
+   └── lease over ──────────┴──────── lease over ────────────────┴── 3 s over ────────> expired: the giver frees
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from dataclasses import dataclass
 
 from handoff.errors import HandoffFailed
 from protos import worker_pb2 as wire
+
+SEALED_SECONDS = 3.0
+"""After the seal, for the receiver's Release. Nothing is read from the blocks any more, and a receiver that joins later
+than that keeps its sequence: the time is short, so that one that was killed costs no whole lease."""
 
 
 @dataclass(slots=True)
@@ -63,8 +67,13 @@ class TicketOffice:
         if lease is None:
             return False
         lease.timer.cancel()
-        lease.timer = self._timer(id)
+        lease.timer = self._timer(id, sealed=lease.sealed)
         return True
+
+    def seal(self, lease: Lease) -> None:
+        """Its seal is sent now."""
+        lease.sealed = True
+        self.renew(lease.ticket.id)
 
     def open(self, message: wire.Open) -> Lease:
         """Use a ticket. Raises HandoffFailed when it is not there, used already, or for somebody else's cache."""
@@ -100,13 +109,14 @@ class TicketOffice:
         """All that are alive."""
         return list(self._leases.values())
 
-    def _timer(self, id: bytes) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self.lease_ms / 1000, self._expire, id)
+    def _timer(self, id: bytes, *, sealed: bool = False) -> asyncio.TimerHandle:
+        seconds = min(SEALED_SECONDS, self.lease_ms / 1000) if sealed else self.lease_ms / 1000
+        return asyncio.get_running_loop().call_later(seconds, self._expire, id)
 
     def _expire(self, id: bytes) -> None:
         lease = self._leases.pop(id, None)
         if lease is not None:
-            detail = f"nobody renewed the ticket for {self.lease_ms} ms"
+            detail = "not released after its seal" if lease.sealed else f"not renewed for {self.lease_ms} ms"
             self._tell(lease, wire.Failure(cause=wire.CAUSE_LEASE_OVER, detail=detail))
             self._on_expired(lease)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -14,6 +15,7 @@ import grpc
 import pytest
 
 from engine.engine import Engine
+from engine.plan import StepPlan
 from engine.request import Request
 from handoff import packing
 from handoff.beats import heard
@@ -336,9 +338,33 @@ async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease
         await taker.loop.call(lambda _: arrival.abort())
 
 
-async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and_frees_the_blocks() -> None:
+async def test_the_blocks_of_a_receiver_that_dies_after_the_seal_are_free_long_before_the_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("handoff.tickets.SEALED_SECONDS", 0.1)
     async with Worker("p", lease_ms=600_000) as giver, Worker("d") as taker:
-        request = ask(length=200)
+        request = ask()
+        ticket, arrival = await giver.offer(request), await taker.room(request)
+
+        async def opens() -> AsyncIterator[wire.FetchRequest]:
+            yield wire.FetchRequest(open=taker.taker._open(ticket, arrival))
+
+        responses = [decode(message).response async for message in giver.giver.fetch(opens())]
+        assert responses[-1].HasField("seal")
+        await giver.emptied()
+        assert giver.giver.expired == 1
+        await taker.loop.call(lambda _: arrival.abort())
+
+
+async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and_frees_the_blocks() -> None:
+    gate = threading.Event()  # the prompt is not computed before the message was read
+
+    def waits(_: StepPlan) -> float:
+        gate.wait(60)
+        return 0.0
+
+    async with Worker("p", lease_ms=600_000, cost=waits) as giver, Worker("d") as taker:
+        request = ask()
         ticket, arrival = await giver.offer(request), await taker.room(request)
         errors: list[ServiceError] = []
         server = grpc.aio.server(interceptors=[ErrorInterceptor(errors.append)])
@@ -353,6 +379,7 @@ async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and
                     pass
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert [type(error) for error in errors] == [InvalidArgument]
+        gate.set()
         await giver.emptied()
         await server.stop(None)
         await taker.loop.call(lambda _: arrival.abort())
