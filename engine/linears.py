@@ -13,10 +13,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.pages import release_freed
 from engine.products import Panels, prepare
 
 FIXED_ROWS = 32
 """Rows of every call of a module that is run in pieces of one shape."""
+
+FREED_AT_ONCE = 64 << 20
+"""Bytes of replaced weights after which the allocator gives freed memory back."""
 
 LANES = 64
 """Elements that the widest vector loop takes at once (bf16, AVX512, twice unrolled)."""
@@ -134,16 +138,17 @@ def _pack_experts(experts: Any) -> PackedExperts:
     """Packed experts that were compared with the module's own, each expert on rows chosen for it, so that no router's
     tie takes part. Raises ValueError where they differ."""
     weight = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    count, width = len(weight), weight.shape[1 if experts.is_transposed else 2]
+    count, dtype, width = len(weight), weight.dtype, weight.shape[1 if experts.is_transposed else 2]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2 * count, width, generator=generator).to(weight)
-    chosen = torch.arange(2 * count, device=weight.device)[:, None] + torch.arange(2, device=weight.device)
+    chosen = torch.arange(2 * count)[:, None] + torch.arange(2)
     share = torch.tensor([0.7, 0.3]).to(weight).expand(2 * count, 2)
+    del weight  # so that it is freed as soon as it is packed
     expected = experts(rows, chosen % count, share)
     ours = PackedExperts(experts)
     answer = ours(rows, chosen % count, share)
     apart = (answer.float() - expected.float()).norm(dim=-1)
-    if not (apart <= EXPERTS_ROOM[weight.dtype] * expected.float().norm(dim=-1)).all():
+    if not (apart <= EXPERTS_ROOM[dtype] * expected.float().norm(dim=-1)).all():
         raise ValueError(f"packed {type(experts).__name__} answer otherwise than its own")
     return ours
 
@@ -160,15 +165,30 @@ def _pack_each(experts: Any, name: str) -> nn.ModuleList:
 def pack(model: nn.Module) -> None:
     """Replace every module of a CPU model that multiplies rows by a weight with one that keeps rows apart.
 
-    What is left of the weights is copied: a view of a mapped file keeps all of the file's pages in memory.
+    A replaced module is freed at once, so that weights are in memory once but for those of one module. What is left of
+    them is copied: a view of a mapped file keeps all of the file's pages in memory.
     """
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            packed = _packed(child)
-            if packed is not None:
-                setattr(parent, name, packed)
+    freed = 0
+    for parent in [module for module in model.modules() if next(module.children(), None) is not None]:
+        for name in [name for name, _ in parent.named_children()]:
+            freed += _replace(parent, name)
+            if freed > FREED_AT_ONCE:
+                freed = 0
+                release_freed()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+    release_freed()
+
+
+def _replace(parent: nn.Module, name: str) -> int:
+    """Pack a child. Returns the bytes of the parameters that it had."""
+    child = parent.get_submodule(name)
+    held = sum(parameter.nbytes for parameter in child.parameters(recurse=False))
+    packed = _packed(child)
+    if packed is None:
+        return 0
+    setattr(parent, name, packed)
+    return held
 
 
 def _stacks(module: nn.Module) -> bool:

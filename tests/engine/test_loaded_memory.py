@@ -1,6 +1,8 @@
 """Weights are in memory once: in the order that products want, and not in the file that they were read from too."""
 
 import gc
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,12 +10,56 @@ import pytest
 
 from bench import shapes
 from engine.model import ModelConfig, load
+from tests.engine import tiny
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc what is mapped")
+@LINUX
 def test_the_file_of_a_loaded_checkpoint_is_let_go(tmp_path: Path) -> None:
     folder = shapes.make("tiny", tmp_path / "tiny")
     device = load(ModelConfig(str(folder), device="cpu", window=64, kv_bytes=1 << 20))
     gc.collect()
     assert str(folder) not in Path("/proc/self/maps").read_text()
     assert device.vocab_size == 512
+
+
+MEASURE = """
+import json, sys, threading
+from pathlib import Path
+import torch
+from engine.model import ModelConfig, load
+
+def held():
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10
+
+torch.set_num_threads(1)
+before, seen, done = held(), [], threading.Event()
+
+def watch():
+    while not done.wait(0.002):
+        seen.append(held())
+
+watching = threading.Thread(target=watch)
+watching.start()
+device = load(ModelConfig(sys.argv[1], dtype="float32", device="cpu", window=64, kv_bytes=1 << 20))
+done.set()
+watching.join()
+print(json.dumps({"peak": max(seen) - before, "end": held() - before}))
+"""
+
+
+@LINUX
+@pytest.mark.slow
+def test_a_checkpoint_that_changes_its_dtype_is_never_in_memory_twice(tmp_path: Path) -> None:
+    """Replaced modules are freed as they are replaced, and the allocator gives back what they had."""
+    import torch
+
+    made = tiny.config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=16, head_dim=64)
+    folder = tiny.save(made, tmp_path, dtype=torch.bfloat16)
+    weights = 2 * (folder / "model.safetensors").stat().st_size  # in float32
+    run = subprocess.run([sys.executable, "-c", MEASURE, str(folder)], capture_output=True, text=True, timeout=240)
+    measured = json.loads(run.stdout.splitlines()[-1])
+    assert measured["peak"] < 1.6 * weights, run.stderr
+    assert measured["end"] < 1.3 * weights
