@@ -43,7 +43,6 @@ from runtime.model_files import ModelUnreadable
 from runtime.peer import default_id, new_peer
 from runtime.server import Server, serve
 from runtime.settings import InvalidSettings, Refused
-from runtime.tls import channel_credentials
 from state.errors import StateError, StoreFault, StoreUnavailable
 from state.keys import Lifetimes
 from state.names import Life
@@ -116,7 +115,6 @@ class Process:
         self.registry = Registry()
         self.peer = new_peer(settings.id or default_id("router"))
         _check_advertised(settings)
-        channel_credentials(settings)  # raises Refused now, not when the first worker is found
         hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
         self.pool = Pool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens)
         self.flusher = Flusher(store.requests, settings.flush_ms)

@@ -26,7 +26,7 @@ from router.sessions import Session
 from router.view import View
 from router.waits import Waits
 from runtime import logs
-from runtime.channel import open_channel
+from runtime.channel import Connector
 from runtime.peer import speaks
 from runtime.tls import PeerTls
 from state.directory import Listing, Workers
@@ -44,8 +44,10 @@ _log = logs.get(__name__)
 class Worker:
     """One life of one worker: what it registered, its session, and how it stands."""
 
-    def __init__(self, facts: WorkerRegistration, channel: grpc.aio.Channel, session: Session) -> None:
+    def __init__(self, facts: WorkerRegistration, channel: grpc.aio.Channel, session: Session, generation: int) -> None:
+        """`generation` is that of the TLS files which the channel uses."""
         self.facts = facts
+        self.generation = generation
         self.view = View(facts)
         self.life = self.view.life
         self.channel = channel
@@ -106,7 +108,7 @@ class Pool:
         self._router = router
         self._directory = directory
         self._tokenizers = tokenizers
-        self._tls = tls
+        self._connector = Connector(tls)
         self._workers: dict[Life, Worker] = {}
         self._over: set[Life] = set()  # lives that ended, and that the directory may still list
         self._refused: set[Life] = set()  # logged
@@ -314,9 +316,10 @@ class Pool:
         return False
 
     def _add(self, facts: WorkerRegistration) -> None:
-        channel = open_channel(facts.address, self._tls)
+        generation = self._connector.generation()
+        channel = self._connector.open(facts.address)
         session = Session(self._router, facts.peer, channel, self)
-        worker = Worker(facts, channel, session)
+        worker = Worker(facts, channel, session, generation)
         self._workers[worker.life] = worker
         self._tasks[worker.life] = asyncio.create_task(self._live(worker))
         _log.info("worker found", worker=worker.life.id, address=facts.address, role=wire.Role.Name(facts.role))
@@ -324,11 +327,18 @@ class Pool:
     async def _live(self, worker: Worker) -> None:
         """A worker's time here, from its registration until it is over."""
         try:
-            await worker.session.run(lambda: worker.is_wanted)
+            await worker.session.run(lambda: worker.is_wanted and not self._is_outdated(worker))
         finally:
-            if worker.is_registered:
+            reopens = worker.is_registered and not worker.session.over and self._is_outdated(worker)
+            if worker.is_registered and not reopens:
                 self._over.add(worker.life)
             del self._workers[worker.life], self._tasks[worker.life]
             _log.info("worker gone", worker=worker.life.id)
             self._open_all(worker.facts.model)
             await worker.channel.close()
+        if reopens and worker.life not in self._workers:
+            self._add(worker.facts)
+
+    def _is_outdated(self, worker: Worker) -> bool:
+        """Whether its connection broke and has to be opened anew with other TLS files, and nothing of ours is there."""
+        return not worker.session.is_busy and worker.generation != self._connector.generation()

@@ -9,7 +9,7 @@ from typing import Protocol
 import grpc
 
 from runtime.errors import DeadlineExceeded
-from runtime.tls import PeerTls, channel_credentials
+from runtime.tls import PeerTls, channel_files
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Of any message between router and workers; both ends have it."""
@@ -38,15 +38,36 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 NAME_OVERRIDE = "grpc.ssl_target_name_override"
 
 
+class Connector:
+    """Opens channels to other processes of a deployment, each with the newest TLS files that can be used.
+
+    Raises Refused, when it is made, for files that can't be used then.
+    """
+
+    def __init__(self, tls: PeerTls) -> None:
+        self._name = tls.peer_name
+        self._files = channel_files(tls)
+
+    def generation(self) -> int:
+        """Of the files that a channel opened now would use. A channel keeps those of its own beginning."""
+        self._files.reload()
+        return self._files.generation
+
+    def open(self, target: str) -> grpc.aio.Channel:
+        """A channel to "host:port"; the caller closes it."""
+        self._files.reload()
+        options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
+        credentials = self._files.loaded
+        if credentials is None:
+            return grpc.aio.insecure_channel(target, options)
+        if self._name is not None:
+            options.append((NAME_OVERRIDE, self._name))
+        return grpc.aio.secure_channel(target, credentials, options)
+
+
 def open_channel(target: str, tls: PeerTls) -> grpc.aio.Channel:
-    """A channel to another process, "host:port"; the caller closes it. Raises Refused for unreadable TLS files."""
-    options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
-    credentials = channel_credentials(tls)
-    if credentials is None:
-        return grpc.aio.insecure_channel(target, options)
-    if tls.peer_name is not None:
-        options.append((NAME_OVERRIDE, tls.peer_name))
-    return grpc.aio.secure_channel(target, credentials, options)
+    """One channel, for a caller that opens no others. Raises Refused for TLS files that can't be used."""
+    return Connector(tls).open(target)
 
 
 class HasTime(Protocol):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ssl
 import threading
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import grpc
 from pydantic import Field, model_validator
 
 from runtime import logs
 from runtime.settings import Refused, Settings
+
+T = TypeVar("T")
 
 _log = logs.get(__name__)
 
@@ -62,71 +67,82 @@ class PeerTls(Settings):
         return self
 
 
-def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
-    """None for plaintext. The files are read again when they have changed, before the next handshake.
+class TlsFiles(Generic[T]):
+    """What `load` makes of some files: once now, and again when they have changed. For several threads.
 
-    Raises Refused for a file that can't be used now; later the last good ones are kept.
+    `load` raises Refused for files that can't be used. Here that is raised now; later the last good ones are kept.
     """
-    if tls.tls_certificate is None or tls.tls_key is None:
-        return None
-    files = _ServerFiles(tls.tls_certificate, tls.tls_key, tls.tls_client_ca)
-    return grpc.dynamic_ssl_server_credentials(
-        files.configuration(),
-        files.changed,  # type: ignore[arg-type]  # the stubs forget that None stands for no change
-        require_client_authentication=tls.tls_client_ca is not None,
-    )
 
-
-class _ServerFiles:
-    """A server's certificate, its key and the roots of its clients, as they are on disk."""
-
-    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
-        self._paths = {"tls_certificate": certificate, "tls_key": key}
-        if client_ca is not None:
-            self._paths["tls_client_ca"] = client_ca
+    def __init__(self, paths: Iterable[Path | None], load: Callable[[], T]) -> None:
+        self.generation = 0
+        """Increases with each reload."""
+        self._paths = [path for path in paths if path is not None]
+        self._load = load
         self._version = self._stat()
         self._lock = threading.Lock()
+        self.loaded = load()
 
-    def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Raises Refused."""
-        _check_pair("tls_certificate", self._paths["tls_certificate"], self._paths["tls_key"])
-        _check_roots("tls_client_ca", self._paths.get("tls_client_ca"))
-        content = {field: _read(field, path) for field, path in self._paths.items()}
-        pair = [(content["tls_key"], content["tls_certificate"])]
-        return grpc.ssl_server_certificate_configuration(pair, content.get("tls_client_ca"))
-
-    def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """The files if they differ from those of the last call, else None. Called on gRPC's threads, before each
-        handshake. Files that are replaced while they are read are left for the next handshake."""
+    def reload(self) -> T | None:
+        """What the files hold if they differ from those of the last call, else None. Files that are replaced while they
+        are read are left for the next call."""
         with self._lock:
             version = self._stat()
             if version in (None, self._version):
                 return None
             try:
-                configuration = self.configuration()
+                loaded = self._load()
             except Refused as error:
                 _log.warning("TLS files not reloaded", reason=str(error))
                 return None
             if self._stat() != version:
                 return None
-            self._version = version
+            self._version, self.loaded = version, loaded
+            self.generation += 1
             _log.info("TLS files reloaded")
-            return configuration
+            return loaded
 
     def _stat(self) -> list[tuple[int, int, int]] | None:
         """Identity of each file's content, None while one is missing."""
         try:
-            found = [path.stat() for path in self._paths.values()]
+            found = [path.stat() for path in self._paths]
         except OSError:
             return None
         return [(one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
 
 
-def channel_credentials(tls: PeerTls) -> grpc.ChannelCredentials | None:
-    """None for plaintext. The files are read now: a channel keeps its credentials as long as it lives.
+def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
+    """None for plaintext. The files are read again when they have changed, before the next handshake.
 
-    Raises Refused for a file that can't be used.
+    Raises Refused for a file that can't be used now.
     """
+    if tls.tls_certificate is None:
+        return None
+    files = TlsFiles((tls.tls_certificate, tls.tls_key, tls.tls_client_ca), partial(_server_configuration, tls))
+    return grpc.dynamic_ssl_server_credentials(
+        files.loaded,
+        files.reload,  # type: ignore[arg-type]  # the stubs forget that None stands for no change
+        require_client_authentication=tls.tls_client_ca is not None,
+    )
+
+
+def channel_files(tls: PeerTls) -> TlsFiles[grpc.ChannelCredentials | None]:
+    """The credentials of a channel, None for plaintext. Raises Refused for a file that can't be used now."""
+    return TlsFiles((tls.peer_ca, tls.peer_certificate, tls.peer_key), partial(_channel_credentials, tls))
+
+
+def _server_configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
+    """Raises Refused."""
+    assert tls.tls_certificate is not None
+    assert tls.tls_key is not None
+    _check_pair("tls_certificate", tls.tls_certificate, tls.tls_key)
+    _check_roots("tls_client_ca", tls.tls_client_ca)
+    pair = (_read("tls_key", tls.tls_key), _read("tls_certificate", tls.tls_certificate))
+    clients = None if tls.tls_client_ca is None else _read("tls_client_ca", tls.tls_client_ca)
+    return grpc.ssl_server_certificate_configuration([pair], clients)
+
+
+def _channel_credentials(tls: PeerTls) -> grpc.ChannelCredentials | None:
+    """None for plaintext. Raises Refused."""
     if tls.peer_ca is None:
         return None
     _check_roots("peer_ca", tls.peer_ca)
@@ -152,7 +168,7 @@ def _check_pair(field: str, chain: Path, key: Path) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
     except OSError as error:  # ssl.SSLError too
         limit = f"a PEM certificate chain with the unencrypted key {key} ({error.strerror or error})"
-        raise Refused(field, limit, chain) from None
+        raise Refused(field, limit, str(chain)) from None
 
 
 def _check_roots(field: str, roots: Path | None) -> None:
@@ -161,11 +177,11 @@ def _check_roots(field: str, roots: Path | None) -> None:
         if roots is not None:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(roots)
     except OSError as error:
-        raise Refused(field, f"a file of PEM certificates ({error.strerror or error})", roots) from None
+        raise Refused(field, f"a file of PEM certificates ({error.strerror or error})", str(roots)) from None
 
 
 def _read(field: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise Refused(field, f"a file that can be read ({error.strerror})", path) from None
+        raise Refused(field, f"a file that can be read ({error.strerror})", str(path)) from None

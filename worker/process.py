@@ -30,7 +30,7 @@ from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc as services
 from protos.state_pb2 import Capacity, WorkerRegistration
 from runtime import logs, model_files, shutdown
-from runtime.channel import open_channel
+from runtime.channel import Connector
 from runtime.health import Readiness
 from runtime.layers import load_or_exit
 from runtime.metrics import Registry
@@ -174,7 +174,7 @@ class Worker:
     async def _make_hub(self, engine: Engine, files: ModelFiles, server: Server) -> Hub:
         settings = self._settings
         name = wire.Role.Name(self._role).removeprefix("ROLE_").lower()
-        transport = GrpcTransport(partial(open_channel, tls=settings))
+        transport = GrpcTransport(Connector(settings).open)
         self._stack.push_async_callback(transport.close)
         identity = Identity(
             peer=new_peer(settings.id or default_id(name)),

@@ -156,6 +156,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self.prefilling = 0
         self.news = asyncio.Event()
         """Set whenever something is heard; tests clear it."""
+        self.credentials: grpc.ServerCredentials | None = None
+        """With which it listens from the next start on; None: in plaintext."""
         self._server: grpc.aio.Server | None = None
         self._slots = 0
         self._out: asyncio.Queue[wire.FromWorker | None] | None = None  # of the session that spoke last
@@ -169,7 +171,11 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         server = grpc.aio.server()
         services.add_PrefillServicer_to_server(self, server)
         services.add_DecodeServicer_to_server(self, server)
-        port = server.add_insecure_port(f"127.0.0.1:{port}")
+        address = f"127.0.0.1:{port}"
+        if self.credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, self.credentials)
         self.facts.address = f"127.0.0.1:{port}"
         await server.start()
         self._server = server

@@ -15,7 +15,7 @@ from runtime.errors import DeadlineExceeded
 from runtime.layers import load
 from runtime.listening import ServerSettings, server_options
 from runtime.settings import InvalidSettings, Refused
-from runtime.tls import PeerTls, ServerTls, channel_credentials, server_credentials
+from runtime.tls import PeerTls, ServerTls, channel_files, server_credentials
 from tests.runtime.certificates import Certificates
 from tests.runtime.scene import scene
 
@@ -125,9 +125,7 @@ async def test_tls_files_that_can_not_be_used_are_refused_by_name(
             server_credentials(ServerTls(**{**good, field: path}))
         assert caught.value.field == ("tls_certificate" if field == "tls_key" else field)
     with pytest.raises(Refused, match="peer_certificate"):
-        channel_credentials(
-            PeerTls(peer_ca=certificates.ca, peer_certificate=certificates.certificate, peer_key=others.key)
-        )
+        channel_files(PeerTls(peer_ca=certificates.ca, peer_certificate=certificates.certificate, peer_key=others.key))
 
 
 @pytest.mark.parametrize(
