@@ -40,9 +40,16 @@ Lost = Displaced | StoreFault
 
 class Requests:
     def __init__(
-        self, client: Client, routers: Routers, open_requests: OpenRequests, era: Era, lifetimes: Lifetimes
+        self,
+        client: Client,
+        reads: Client,
+        routers: Routers,
+        open_requests: OpenRequests,
+        era: Era,
+        lifetimes: Lifetimes,
     ) -> None:
         self._client = client
+        self._reads = reads
         self._routers = routers
         self._open = open_requests
         self._era = era
@@ -102,7 +109,7 @@ class Requests:
 
     async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
         """The request, with its journal from entry `first` on. Raises UnknownRequest, NotYetKnown, StoreUnavailable."""
-        reply = await self._client.run(scripts.REQUEST_READ.call(_names(key), first))
+        reply = await self._reads.run(scripts.REQUEST_READ.call(_names(key), first))
         if reply[0] == b"unknown":
             raise await self._era.unknown(key)
         return parse(key, reply[1])

@@ -23,7 +23,7 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 class StoreSettings:
     url: str = field(repr=False)  # redis://host:port/db, rediss:// with TLS, unix:///path; may hold a password
     deadline_s: float = 1.0  # of one call
-    max_connections: int = 16
+    max_connections: int = 16  # of each kind: writes of requests, reads of requests, the directory
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
 
     def __post_init__(self) -> None:
@@ -38,26 +38,30 @@ class StoreSettings:
 class Store:
     """Redis as this package uses it. Connects when first used, and again whenever Redis comes back.
 
-    Belongs to the event loop that uses it first.
+    Belongs to the event loop that uses it first. Registrations and quotas, writes of requests, and reads of requests
+    have connections of their own: however many clients ask how requests stand, routers and workers stay registered.
     """
 
     def __init__(self, settings: StoreSettings) -> None:
-        self._client = client = Client(settings.url, settings.deadline_s, settings.max_connections)
+        self._client, self._reads, self._directory = self._clients = [
+            Client(settings.url, settings.deadline_s, settings.max_connections) for _ in range(3)
+        ]
         lifetimes = settings.lifetimes
-        self.workers: Workers = Directory(client, "workers", WorkerRegistration, lifetimes)
-        self.routers: Routers = Directory(client, "routers", RouterRegistration, lifetimes)
-        self.era = Era(client, lifetimes)
-        self.quotas = Quotas(client, lifetimes)
-        self.journal = Journal(client, self.era)
-        self.open = OpenRequests(client, lifetimes)
-        self.requests = Requests(client, self.routers, self.open, self.era, lifetimes)
+        self.workers: Workers = Directory(self._directory, "workers", WorkerRegistration, lifetimes)
+        self.routers: Routers = Directory(self._directory, "routers", RouterRegistration, lifetimes)
+        self.era = Era(self._directory, lifetimes)
+        self.quotas = Quotas(self._directory, lifetimes)
+        self.journal = Journal(self._reads, self.era)
+        self.open = OpenRequests(self._client, lifetimes)
+        self.requests = Requests(self._client, self._reads, self.routers, self.open, self.era, lifetimes)
 
     async def ping(self) -> None:
         """Raises StoreUnavailable, or StoreFault for a wrong password."""
         await self._client.ask("PING")
 
     async def close(self) -> None:
-        await self._client.close()
+        for client in self._clients:
+            await client.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -78,7 +78,8 @@ async def test_a_silent_redis_is_told_within_the_deadline(server: PrivateRedis, 
         await store.ping()
         with stopped(bare):
             await all_unavailable(store, DEADLINE_S)
-        store._client._deadline_s = 30
+        for client in store._clients:
+            client._deadline_s = 30
         await all_well(store)
 
 
@@ -93,6 +94,25 @@ async def test_a_caller_that_gives_up_leaves_no_answer_behind(server: PrivateRed
             await asyncio.wait(asking)
         assert all(task.cancelled() for task in asking)
         await all_well(store)
+
+
+async def test_a_flood_of_reads_delays_no_renewal_and_no_write(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    async with make_store(server.url, deadline_s=30, connections=2) as store:
+        registered = await store.routers.register(router_facts(router()))
+        reads = store.requests._reads
+        flood = [asyncio.create_task(reads.wait_for_entry("nothing", b"0-0", 60)) for _ in range(50)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await store.requests.read(KEY)
+        async with asyncio.timeout(SLACK_S):
+            await registered.renew()
+            await store.requests.write(make_request(tokens=[1]))
+            assert await store.requests.accept(make_request(RequestKey("t", "other"))) is None
+        for task in flood:
+            task.cancel()
+        await asyncio.wait(flood)
+        assert (await store.requests.read(KEY)).entries == written(1)
 
 
 async def test_a_redis_that_comes_back_is_used_again() -> None:
