@@ -4,7 +4,7 @@
     a lost connection: a status without ErrorInfo   yes
     somebody else there: UNIMPLEMENTED without it   yes
     UNAVAILABLE, QUEUE_FULL, QUOTA_EXCEEDED         yes, not before the server's RetryInfo
-    ABORTED (DRAINING, OWNER_CHANGED)               yes
+    ABORTED (DRAINING, OWNER_CHANGED, SLOW_READER)  yes
     any other                                       no
 
 All that the client asks for may be asked again: what generates carries an id, under which the service runs it once.
@@ -43,8 +43,8 @@ _LOST = frozenset(
 
 
 _OF_ROUTER = frozenset({Reason.UNSPECIFIED, Reason.DRAINING})
-_MOVED = frozenset({Reason.DRAINING, Reason.OWNER_CHANGED})
-"""The request goes on at another router."""
+_MOVED = frozenset({Reason.DRAINING, Reason.OWNER_CHANGED, Reason.SLOW_READER})
+"""The request goes on at another router, or is whole in the store."""
 
 
 def may_try_again(error: ServiceError) -> bool:

@@ -13,9 +13,14 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+from protos import inference_pb2 as pb
+from router.answer import Write
 from router.request import Course
 from runtime.errors import Aborted, OutOfRange, ServiceError
 from runtime.fault import Reason, ResumePoint
+
+UNREAD_SECONDS = 60.0
+"""How long a message may wait for its client once the request has ended."""
 
 
 async def begin_behind(course: Course, after_seq: int) -> None:
@@ -37,28 +42,61 @@ async def begin_behind(course: Course, after_seq: int) -> None:
 
 
 class Reading:
-    """A call reads a course for as long as the block runs, and may be ended by the next one.
+    """A call reads a course for as long as the block runs. It may be ended by the next call, or where its client takes
+    nothing any more: finished courses would stay in memory for as long as such clients stay connected.
 
-    The block's end raises Aborted(SUPERSEDED) then, unless the call itself was cancelled too.
+    The block's end raises Aborted(SUPERSEDED) or Aborted(SLOW_READER) then, unless the call itself was cancelled too.
     """
 
     def __init__(self, course: Course) -> None:
         task = asyncio.current_task()
         assert task is not None
+        loop = asyncio.get_running_loop()
         self._course = course
         self._task = task
-        self._is_superseded = False
+        self._now = loop.time
+        self._call_later = loop.call_later
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: Aborted | None = None
+        self._sending_since: float | None = None
+        self._over_since: float | None = None  # as far as was looked
 
     @property
     def is_last(self) -> bool:
-        """Whether nobody came after."""
-        return not self._is_superseded
+        """Whether no newer call reads the course."""
+        return self._error is None or self._error.reason is not Reason.SUPERSEDED
 
     def supersede(self) -> None:
-        self._is_superseded = True
-        self._task.cancel()
+        self._stop(Aborted(Reason.SUPERSEDED, "a newer stream of this request is open"))
+
+    def watched(self, write: Write) -> Write:
+        """``write``, whose time is limited once the course has ended."""
+
+        async def send(message: pb.GenerateStreamResponse) -> None:
+            self._sending_since = self._now()
+            await write(message)
+            self._sending_since = None
+
+        return send
+
+    def _look(self) -> None:
+        now, since = self._now(), self._sending_since
+        if self._course.end is not None:
+            self._over_since = self._over_since or now
+            if since is not None and now - max(since, self._over_since) >= UNREAD_SECONDS:
+                words = f"the request has ended, and no message was taken for {UNREAD_SECONDS:g} s"
+                resume = ResumePoint(0, len(self._course.tokens))
+                self._stop(Aborted(Reason.SLOW_READER, words, resume=resume))
+                return
+        self._timer = self._call_later(UNREAD_SECONDS / 4, self._look)
+
+    def _stop(self, error: Aborted) -> None:
+        if self._error is None:
+            self._error = error
+            self._task.cancel()
 
     def __enter__(self) -> Self:
+        self._look()
         before, self._course.reader = self._course.reader, self
         if before is not None:
             before.supersede()
@@ -69,5 +107,7 @@ class Reading:
     ) -> None:
         if self._course.reader is self:
             self._course.reader = None
-        if self._is_superseded and self._task.uncancel() == 0:
-            raise Aborted(Reason.SUPERSEDED, "a newer stream of this request is open") from None
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._error is not None and self._task.uncancel() == 0:
+            raise self._error from None

@@ -136,7 +136,7 @@ class InferenceService:
         with self._followed(course) as follower:
             await begin_behind(course, after_seq)
             answer = Answer(course, self._model(course), after_seq)
-            follower.ended = await answer.stream(call.context.write, follower.account)
+            follower.ended = await answer.stream(follower.reading.watched(call.context.write), follower.account)
 
     def _model(self, course: Course) -> ServedModel:
         return self._models.by_id[course.request.work.model]
@@ -145,9 +145,9 @@ class InferenceService:
     def _followed(self, course: Course) -> Iterator[_Follower]:
         """While a client follows a course. One who leaves before its end has lost it, unless its time was over or
         somebody else follows it by now."""
-        follower = _Follower(account_of(course, self._metrics[course.request.work.model]))
-        outcome = _LEFT
         reading = Reading(course)
+        follower = _Follower(reading, account_of(course, self._metrics[course.request.work.model]))
+        outcome = _LEFT
         try:
             with reading:
                 yield follower
@@ -237,6 +237,7 @@ class InferenceService:
 class _Follower:
     """Who reads a course, and how it ended for him."""
 
+    reading: Reading
     account: Account
     ended: Ended | None = None
 

@@ -55,7 +55,7 @@ _CLIENT_CODES = frozenset(
         grpc.StatusCode.FAILED_PRECONDITION,
     }
 )
-_CLIENT_REASONS = frozenset({Reason.QUOTA_EXCEEDED, Reason.SUPERSEDED})
+_CLIENT_REASONS = frozenset({Reason.QUOTA_EXCEEDED, Reason.SUPERSEDED, Reason.SLOW_READER})
 _CAPACITY_REASONS = frozenset(
     {Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DRAINING, Reason.OWNER_CHANGED, Reason.DEADLINE_EXCEEDED}
 )
@@ -231,8 +231,8 @@ class Cancelled(ServiceError):
 
 
 class Aborted(ServiceError):
-    """A stream that can't go on here. `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST or TAIL_UNCERTAIN with a point
-    to resume from, or SUPERSEDED without."""
+    """A stream that can't go on here. `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or TAIL_UNCERTAIN
+    with a point to resume from, or SUPERSEDED without."""
 
     def __init__(self, reason: Reason, message: str, *, resume: ResumePoint | None = None) -> None:
         super().__init__(replace(_fault(grpc.StatusCode.ABORTED, reason, message), resume=resume))

@@ -59,6 +59,7 @@ class Reason(StrEnum):
     TAIL_UNCERTAIN = "TAIL_UNCERTAIN"
     INTERNAL = "INTERNAL"
     OWNER_CHANGED = "OWNER_CHANGED"
+    SLOW_READER = "SLOW_READER"
     WRONG_PEER = "WRONG_PEER"  # between router and worker only, as in decant.internal.v1.Cause
     WRONG_PROTOCOL = "WRONG_PROTOCOL"
 

@@ -114,6 +114,7 @@ def test_whoever_is_well_goes_before_whoever_rests(steps: list[tuple[str, int, f
         (decant.Aborted(Reason.WORKERS_LOST, "lost", resume=ResumePoint(0, 3)), False),  # it is over
         (decant.Aborted(Reason.DRAINING, "draining", resume=ResumePoint(0, 3)), True),
         (decant.Aborted(Reason.OWNER_CHANGED, "taken over", resume=ResumePoint(0, 3)), True),
+        (decant.Aborted(Reason.SLOW_READER, "unread", resume=ResumePoint(0, 3)), True),
         (decant.Unavailable(Reason.OWNER_CHANGED, "taken over", retry_after=0.1), True),
         (decant.Aborted(Reason.SUPERSEDED, "newer"), False),
         (decant.Aborted(Reason.TAIL_UNCERTAIN, "tail", resume=ResumePoint(0, 3)), False),

@@ -42,6 +42,7 @@ KINDS: tuple[type[Message], ...] = (ErrorInfo, BadRequest, QuotaFailure, Resourc
 UNTESTED = {
     "UNSPECIFIED": "no error has it",
     "INTERNAL": "a bug, and none is known; tests/runtime/test_interceptor.py brings it about",
+    "SLOW_READER": "wants a client that takes nothing for a minute; tests/router/test_service.py has one",
     "TAIL_UNCERTAIN": "wants workers that don't compute the same bits; tests/router/test_coming_back.py has them",
 }
 _tested: set[str] = set()

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from router import reading
 from router.credentials import Anybody, Call, Callers
 from router.limits import limits
 from router.models import Models, ServedModel
@@ -42,6 +43,7 @@ from runtime.metrics import Registry, RequestMetrics
 from runtime.server import Server
 from runtime.tls import PeerTls
 from state.names import Life
+from tests.router.core import make_request, until
 from tests.router.scenes import AT_LENGTH, STOPPED, ScriptedDispatcher, model, tiny, write
 
 PATIENCE = 60.0
@@ -320,6 +322,49 @@ async def test_a_stream_whose_client_takes_nothing_is_superseded_too():
         write(course, end=AT_LENGTH)
         assert (await all_of(second))[-1].HasField("finished")
         first.cancel()
+
+
+async def test_a_finished_request_whose_client_reads_nothing_is_let_go_and_can_be_resumed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(reading, "UNREAD_SECONDS", 0.2)
+    async with scene() as s, asyncio.timeout(PATIENCE):
+        first = s.stub.GenerateStream(asked(request_id="r", response=pb.ResponseOptions(token_ids=True)))
+        course = await s.course()
+        write(course, 5)
+        await first.read()
+        reader: Any = course.reader
+        while reader._sending_since is None:  # until what the connection holds is full
+            write(course, *[4000] * 100_000)
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        assert course.reader is reader, "the request still runs"
+        write(course, end=AT_LENGTH)
+        await until(lambda: course.reader is None)
+        error = await refused(all_of(first))
+        assert (type(error), error.reason) == (Aborted, Reason.SLOW_READER)
+        assert error.resumable
+        count = len(course.tokens)
+        assert (await all_of(resumed(s, after_seq=count - 1)))[-1].usage.completion_tokens == count
+
+
+async def test_a_client_that_reads_slowly_keeps_its_stream():
+    course = Course(make_request())
+    course.end = AT_LENGTH
+    now = 0.0
+
+    async def slow(_: pb.GenerateStreamResponse) -> None:
+        nonlocal now
+        now += 0.9 * reading.UNREAD_SECONDS
+        reader._look()
+
+    with reading.Reading(course) as reader:
+        reader._now = lambda: now
+        send = reader.watched(slow)
+        for _ in range(5):
+            await send(pb.GenerateStreamResponse())
+        await asyncio.sleep(0)
+        assert course.reader is reader
 
 
 async def test_a_tail_that_is_uncertain_is_refused_and_gone_on_with_from_what_is_certain():

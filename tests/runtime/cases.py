@@ -45,6 +45,7 @@ ERRORS: list[ServiceError] = [
     Aborted(Reason.TAIL_UNCERTAIN, "the last tokens are lost", resume=ResumePoint(5, 2**63)),
     Aborted(Reason.SUPERSEDED, "a newer stream owns this request"),
     Aborted(Reason.OWNER_CHANGED, "another router took over the request", resume=ResumePoint(0, 7)),
+    Aborted(Reason.SLOW_READER, "no message was taken for 60 s", resume=ResumePoint(0, 7)),
     FailedPrecondition(Reason.WRONG_PEER, "this is incarnation 2 of decode-0, not 1"),
     FailedPrecondition(Reason.WRONG_PROTOCOL, "speaks protocols 1 and 2, not 7"),
     Internal(),
