@@ -7,18 +7,26 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _LISTENING = "0A"
+_LONGEST = 40  # characters of a command
 
 
 def listener(port: int) -> str | None:
-    """ "process 4242 (redis-server)"; None where there is none that this user may see."""
+    """ "process 4242 (redis-server *:6379)"; None where there is none that this user may see."""
     inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _inodes(_PROC / "net" / table, port)}
     for process in _PROC.glob("[0-9]*"):
         try:
             if any(os.readlink(file) in inodes for file in (process / "fd").iterdir()):
-                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
+                return f"process {process.name} ({_command(process)})"
         except OSError:  # another user's, or ended meanwhile
             continue
     return None
+
+
+def _command(process: Path) -> str:
+    """Its program and the beginning of its arguments."""
+    program, *arguments = (process / "cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    text = " ".join([Path(program).name, *arguments])
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _inodes(table: Path, port: int) -> list[str]:
