@@ -20,6 +20,8 @@ from runtime.fault import Reason
 WindowOf = Callable[[str], int | None]
 """The least window that the live workers of a model serve; None while there are none."""
 
+SLICE = 1 << 16
+"""Token ids that are looked at in one call."""
 UNKNOWN_WINDOW = 1 << 20
 """Context length that is assumed for work on words alone while neither the model's files nor workers name one."""
 
@@ -31,7 +33,7 @@ def window(model: ServedModel, window_of: WindowOf) -> int | None:
     return model.window if served is None else served
 
 
-async def prompt_of(request: pb.GenerateRequest, model: ServedModel, longest: int, deadline: Deadline) -> Sequence[int]:
+async def prompt_of(request: pb.GenerateRequest, model: ServedModel, longest: int, deadline: Deadline) -> list[int]:
     """Its token ids: at least one, each one of the model's, fewer than ``longest``.
 
     Raises InvalidArgument, QueueFull, DeadlineExceeded.
@@ -74,7 +76,7 @@ async def text_tokens(
     return await model.encode(text, special=special, deadline=deadline)
 
 
-async def _given_ids(ids: Sequence[int], model: ServedModel, longest: int, deadline: Deadline) -> Sequence[int]:
+async def _given_ids(ids: Sequence[int], model: ServedModel, longest: int, deadline: Deadline) -> list[int]:
     field, count = "token_ids.ids", len(ids)
     if not count:
         raise InvalidArgument(field, "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
@@ -86,8 +88,11 @@ async def checked_ids(field: str, ids: Sequence[int], model: ServedModel, deadli
     """A message's ids, each one of the model's. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
 
     def checked() -> list[int]:
-        listed = list(ids)
-        check_vocabulary(field, listed, model)
+        listed: list[int] = []
+        for start in range(0, len(ids), SLICE):  # in one call they would hold the interpreter's lock for too long
+            part = ids[start : start + SLICE]
+            check_vocabulary(field, part, model)
+            listed += part
         return listed
 
     return checked() if len(ids) <= ENCODED_AT_ONCE else await model.texts.run(4 * len(ids), deadline, checked)

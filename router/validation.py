@@ -50,6 +50,8 @@ from runtime.fault import Reason
 from state.names import RequestKey
 
 RETRY_SECONDS = 1.0
+LISTED_BYTES = 16 * 1024
+"""Of a message whose unknown fields are listed, in at most some ten milliseconds."""
 
 _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
     "SamplingParams.n": lambda request: request.sampling.n if request.sampling.n > MAX_OUTPUTS else None,
@@ -86,7 +88,7 @@ async def validate(
     id = request.request_id or str(uuid.uuid4())
     work = wire.Work(
         model=model.id,
-        prompt=pack(list(prompt)),
+        prompt=pack(prompt),
         outputs=[wire.Written(output=0)],
         sampling=sampling,
         stopping=stopping,
@@ -132,7 +134,17 @@ def _check_supported(request: pb.GenerateRequest) -> None:
 
 
 def check_known(message: Message) -> None:
-    """Raises Unimplemented for a field of a newer build: passing over it might give another answer than was asked."""
+    """Raises Unimplemented for a field of a newer build: passing over it might give another answer than was asked.
+
+    In a large message such fields are counted, not listed: a list of millions would stop the event loop for seconds.
+    """
+    size = message.ByteSize()
+    if size > LISTED_BYTES:
+        _name_unknown_parts(message)
+        message.DiscardUnknownFields()
+        if unknown_bytes := size - message.ByteSize():
+            raise Unimplemented(message.DESCRIPTOR.name, f"{unknown_bytes} bytes of unknown fields")
+        return
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
         raise Unimplemented(f"{message.DESCRIPTOR.name}.{unknown.field_number}")
     for field, value in message.ListFields():
@@ -140,6 +152,12 @@ def check_known(message: Message) -> None:
             continue
         for inner in value if field.is_repeated else (value,):
             check_known(inner)
+
+
+def _name_unknown_parts(message: Message) -> None:
+    for field, value in message.ListFields():
+        if field.message_type is not None and not field.is_repeated and value.ByteSize() <= LISTED_BYTES:
+            check_known(value)
 
 
 def _check_form(request: pb.GenerateRequest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import cache, partial
 from typing import Any, cast
 
 import pytest
@@ -14,14 +15,15 @@ from router.credentials import Call, Tenant
 from router.models import Models
 from router.service import About, InferenceService
 from router.templates import ChatTemplate
-from router.validation import validate
+from router.validation import check_known, validate
 from runtime.channel import Deadline
+from runtime.errors import Unimplemented
 from runtime.metrics import Registry, RequestMetrics
 from state.names import Life
 from tests.router.scenes import ScriptedDispatcher, model, window
 
 LONGEST_STALL = 0.1
-TRIES = 8
+TRIES = 20
 """Other processes of a busy machine stop the loop too, but not every time."""
 
 TEXT = "def f(x):\n    return x\n" * (1 << 15)
@@ -30,21 +32,22 @@ IDS = [5] * 700_000
 FITS = 1 << 20
 
 
+@cache
 def served() -> Any:
     return model(window=FITS, chat=ChatTemplate("{{ messages[0].content }}", {}))
 
 
-async def generate(**fields: Any) -> None:
-    made = await validate(pb.GenerateRequest(**fields), Models([served()]), window(FITS), Deadline(), "t")
+async def generate(request: pb.GenerateRequest) -> None:
+    made = await validate(request, Models([served()]), window(FITS), Deadline(), "t")
     assert made.prompt_tokens > 300_000
 
 
-async def tokenize(**fields: Any) -> None:
-    assert (await service().Tokenize(pb.TokenizeRequest(**fields), call())).count > 300_000
+async def tokenize(request: pb.TokenizeRequest) -> None:
+    assert (await service().Tokenize(request, call())).count > 300_000
 
 
-async def detokenize() -> None:
-    assert (await service().Detokenize(pb.DetokenizeRequest(token_ids=IDS), call())).text
+async def detokenize(request: pb.DetokenizeRequest) -> None:
+    assert (await service().Detokenize(request, call())).text
 
 
 def service() -> InferenceService:
@@ -60,18 +63,17 @@ def call() -> Call:
     return Call(Tenant("t", Models([served()])), cast(Any, Context()))
 
 
-def said(text: str) -> pb.Messages:
-    return pb.Messages(messages=[pb.Message(role="user", content=text)])
-
+SAID = pb.Messages(messages=[pb.Message(role="user", content=TEXT)])
+ECHO = pb.ResponseOptions(echo=True)
 
 CASES: dict[str, Callable[[], Awaitable[None]]] = {
-    "a prompt": lambda: generate(prompt=TEXT),
-    "a conversation": lambda: generate(messages=said(TEXT)),
-    "token ids": lambda: generate(token_ids=pb.TokenIds(ids=IDS)),
-    "token ids, shown again": lambda: generate(token_ids=pb.TokenIds(ids=IDS), response=pb.ResponseOptions(echo=True)),
-    "Tokenize": lambda: tokenize(text=TEXT),
-    "Tokenize with the tokens' texts": lambda: tokenize(text=TEXT, return_tokens=True),
-    "Detokenize": detokenize,
+    "a prompt": partial(generate, pb.GenerateRequest(prompt=TEXT)),
+    "a conversation": partial(generate, pb.GenerateRequest(messages=SAID)),
+    "token ids": partial(generate, pb.GenerateRequest(token_ids=pb.TokenIds(ids=IDS))),
+    "token ids, shown again": partial(generate, pb.GenerateRequest(token_ids=pb.TokenIds(ids=IDS), response=ECHO)),
+    "Tokenize": partial(tokenize, pb.TokenizeRequest(text=TEXT)),
+    "Tokenize with the tokens' texts": partial(tokenize, pb.TokenizeRequest(text=TEXT, return_tokens=True)),
+    "Detokenize": partial(detokenize, pb.DetokenizeRequest(token_ids=IDS)),
 }
 
 
@@ -101,3 +103,28 @@ async def test_the_event_loop_goes_on_while_an_accepted_input_is_validated(what:
     while not stalls or (min(stalls) >= LONGEST_STALL and len(stalls) < TRIES):
         stalls.append(await longest_stall(CASES[what]))
     assert min(stalls) < LONGEST_STALL, stalls
+
+
+async def test_the_event_loop_goes_on_while_unknown_fields_are_refused() -> None:
+    unknown = b"\xc0\x3e\x01" * (1 << 20)  # field 1000, a million times
+    stalls: list[float] = []
+
+    async def refused() -> None:
+        for fields in (unknown, b"\x32" + b"\x80\x80\xc0\x01" + unknown):  # of the request, and of its sampling
+            with pytest.raises(Unimplemented) as error:
+                check_known(pb.GenerateRequest.FromString(fields))
+            assert error.value.field == "GenerateRequest"
+            assert error.value.value.endswith(" bytes of unknown fields")
+            await asyncio.sleep(0)
+
+    while not stalls or (min(stalls) >= LONGEST_STALL and len(stalls) < TRIES):
+        stalls.append(await longest_stall(refused))
+    assert min(stalls) < LONGEST_STALL, stalls
+
+
+def test_an_unknown_field_beside_a_long_prompt_is_refused_by_its_number() -> None:
+    message = pb.GenerateRequest(prompt=TEXT, sampling=pb.SamplingParams.FromString(b"\xc0\x3e\x01"))
+    with pytest.raises(Unimplemented) as error:
+        check_known(message)
+    assert error.value.field == "SamplingParams.1000"
+    check_known(pb.GenerateRequest(prompt=TEXT, sampling=pb.SamplingParams(top_k=1)))
