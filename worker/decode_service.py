@@ -6,7 +6,6 @@ hello ──> this life, this protocol? ──> the same router's older session 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from protos import worker_pb2_grpc as services
 from runtime import logs
 from runtime.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable
 from runtime.fault import Reason
+from runtime.heartbeat import loop_timeout
 from runtime.peer import same_life, speaks
 from worker.decoding import Decoding
 from worker.hub import Hub
@@ -209,7 +209,7 @@ class DecodeService(services.DecodeServicer):
 async def _hello(requests: AsyncIterator[wire.ToWorker]) -> wire.Hello | None:
     """The first word; None of a caller who left without one."""
     try:
-        async with asyncio.timeout(HELLO_SECONDS):
+        async with loop_timeout(HELLO_SECONDS):
             message = await anext(requests)
     except StopAsyncIteration:
         return None
