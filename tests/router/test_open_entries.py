@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import redis as sync_redis
 
+from protos import worker_pb2 as wire
 from router.open_entries import OpenEntries
+from router.request import Ended
 from state import keys
 from state.client import Client
 from state.errors import StateError
@@ -18,6 +20,10 @@ from state.names import Life, RequestKey
 from state.owned import OwnedRequest, StoredRequest
 from state.scripts import Command
 from state.store import Store
+from tests.router.core import core, ended, until
+from tests.router.core import make_request as asked
+from tests.router.core import written as entries_written
+from tests.router.fake_worker import fleet
 from tests.state.scenes import CANCELLED, FAILED, KEY, NOW, SUCCEEDED, make_request, router, written
 
 Patch = pytest.MonkeyPatch
@@ -74,6 +80,26 @@ async def test_an_entry_that_was_left_over_is_removed_by_the_second_sweep(
     assert await store.open.of(router(1)) == {KEY, left}, "its request may come a moment later"
     await entries.sweep()
     assert await store.open.of(router(1)) == {KEY}
+
+
+async def test_a_request_that_begins_anew_keeps_its_entry_when_the_failed_ones_removal_is_repeated(
+    store: Store, monkeypatch: Patch
+) -> None:
+    losing = [True]
+    lose_removals(monkeypatch, losing)
+    pools = (("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE))
+    async with fleet(*pools) as workers, core(store, workers, attempts=1) as scene:
+        workers[0].script.prefill_fails_before_ticket = 1
+        assert not isinstance((await scene.answer(asked())).end, Ended)
+        await until(lambda: scene.router.flusher.is_away)
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(asked())
+        await entries_written(course, 2)
+        losing.clear()
+        await until(lambda: not scene.router.flusher._ended and not scene.owned("r").unwritten)
+        assert await store.open.of(Life.of(scene.router.peer)) == {RequestKey("default", "r")}
+        workers[1].go.set()
+        assert isinstance((await ended(course)).end, Ended)
 
 
 class Routers:
