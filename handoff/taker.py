@@ -194,4 +194,6 @@ class _Fetch:
         tokens = seal.outputs[0].tokens
         if len(tokens) % 4 or seal.prompt_tokens != self._arrival.sequence.request.prompt_len:
             raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal for a prompt of {seal.prompt_tokens} tokens")
+        if any(len(one.top_ids) != len(one.top_logprobs) for one in seal.outputs[0].logprobs):
+            raise HandoffFailed(wire.CAUSE_CORRUPT, "a seal whose top_ids and top_logprobs differ in number")
         return EngineSeal(seal.computed, struct.unpack(f"<{len(tokens) // 4}I", tokens), seal.sum)

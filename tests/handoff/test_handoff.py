@@ -219,6 +219,12 @@ def forge_seal(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     return [message]
 
 
+def odd_logprobs(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.HasField("seal"):
+        message.seal.outputs[0].logprobs.add(top_ids=[1, 2], top_logprobs=[-1])
+    return [message]
+
+
 def early_seal(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     return [message] if message.HasField("beat") else [wire.FetchResponse(seal=wire.Seal(computed=4))]
 
@@ -254,7 +260,7 @@ def swap(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     return [message]
 
 
-TAMPERS = [flip, truncate, drop_runs, move, forge_sum, another_run, double, swap, forge_seal, early_seal]
+TAMPERS = [flip, truncate, drop_runs, move, forge_sum, another_run, double, swap, forge_seal, odd_logprobs, early_seal]
 
 
 @pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])
