@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +161,20 @@ def test_a_setting_that_a_process_would_refuse_is_refused_before_it_starts() -> 
 def test_what_cannot_be_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(CommandFailed):
         plan(**options)
+
+
+def test_a_missing_library_for_certificates_is_one_line_that_says_what_to_install(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+sys.modules["cryptography"] = None
+from decant.command.errors import said_in_one_line
+from decant.command.up import peers
+with said_in_one_line():
+    peers.make(Path({str(tmp_path / "peers")!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("decant: cryptography: not installed")
+    assert done.stderr.endswith("pip install 'decant-llm[router]'\n")
+    assert done.stderr.count("\n") == 1
