@@ -46,5 +46,5 @@ def _widen(value: Any) -> Any:
 
 
 def _writes_to_narrow(func: Any, args: Sequence[Any]) -> bool:
-    is_mutable = func._schema.is_mutable
-    return is_mutable and isinstance(args[0], torch.Tensor) and args[0].dtype in _NARROW
+    target = args[0] if args and func._schema.is_mutable else None
+    return isinstance(target, torch.Tensor) and target.dtype in _NARROW
