@@ -2,6 +2,7 @@
 # make test       the whole test suite
 # make test-fast  the suite without what is marked slow
 # make check      ruff, mypy, import-linter
+# make sanitize   the kernels' tests with kernels that are built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 # make demo       a whole deployment with the small model: one question, what each worker did, the end
 # make lock       resolve requirements.lock anew from pyproject.toml
 #
@@ -65,6 +66,22 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+SANITIZED := build/sanitized
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
+PRELOADED := libasan.so libubsan.so libstdc++.so.6
+KERNEL_TESTS := $(addprefix tests/engine/test_,kernel_arguments.py native_attention.py products.py small.py layer.py flat.py)
+
+# Python's own objects are never all freed, and torch's libraries are not built for it: no leaks are looked for. The extension
+# is optional in setup.py, so that it was built is checked here.
+sanitize: setup
+	rm -rf $(SANITIZED)
+	CFLAGS="$(SANITIZERS)" LDFLAGS="-fsanitize=address,undefined" $(BIN)/python setup.py --quiet build_ext \
+	    --build-lib $(SANITIZED) --build-temp $(SANITIZED)/temp
+	ls $(SANITIZED)/engine/native/_kernels.*.so $(SANITIZED)/engine/native/_kernels_avx512.*.so
+	DECANT_SANITIZED=$(SANITIZED) OMP_WAIT_POLICY=passive ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	    LD_PRELOAD="$(foreach name,$(PRELOADED),$$(gcc -print-file-name=$(name)))" \
+	    $(BIN)/python -m pytest -p tests.sanitized -p no:cacheprovider -q $(KERNEL_TESTS)
 
 demo: setup
 	@$(BIN)/python -m decant.command demo

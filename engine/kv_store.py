@@ -50,7 +50,7 @@ class KvStore:
         spec, size, keys = self.layout.layers[layer], self.layout.block_size, self.layout.offsets[layer]
         values = keys + size * spec.kv_heads * spec.key_dim
         lies = self._memory.data_ptr(), self.layout.block_elements, size, keys, values
-        return *lies, spec.kv_heads, spec.key_dim, spec.value_dim
+        return *lies, spec.kv_heads, spec.key_dim, spec.value_dim, self.num_blocks
 
     def _split(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One layer's part of all blocks, and its keys and values, as views of the store."""

@@ -47,7 +47,11 @@ class Panels:
         if self.outputs % PANEL:
             raise ValueError(f"outputs: a multiple of {PANEL}, got {self.outputs}")
         self._multiply = module.multiply
-        self._half = weight.dtype == torch.bfloat16
+        if weight.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"weight: bfloat16 or float32, got {weight.dtype}")
+        if bias is not None and bias.shape != (self.outputs,):
+            raise ValueError(f"bias: shape ({self.outputs},), got {tuple(bias.shape)}")
+        self._dtype, self._half = weight.dtype, weight.dtype == torch.bfloat16
         weight = weight.detach().contiguous()
         needed = module.pack(self._half, weight.data_ptr(), 0, *weight.shape)
         self._weight = _WEIGHTS.noughts((needed,), torch.uint8)
@@ -56,6 +60,8 @@ class Panels:
         self.addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self._dtype or x.shape[-1] != self.inner:
+            raise ValueError(f"x: {self._dtype} [..., {self.inner}], got {x.dtype} {list(x.shape)}")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.outputs)
         rows, panels = x.numel() // self.inner, self.outputs // PANEL

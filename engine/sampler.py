@@ -64,7 +64,7 @@ def sample(
     ``likeliest`` [n]: the places of ``highest``, where they are known.
     """
     others = [index for index, row in enumerate(rows) if not row.request.plain]
-    if len(others) == len(rows):
+    if others and len(others) == len(rows):
         return _drawn(rows, list(logits), eos)
     tokens: list[int] = (highest(logits).places if likeliest is None else likeliest).tolist()
     if others:

@@ -41,6 +41,8 @@ class RmsNorm(nn.Module):
         self.width, self.dtype = len(weight), weight.dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] != self.width or x.dtype not in ROOM:
+            raise ValueError(f"x: bfloat16 or float32 [..., {self.width}], got {x.dtype} {list(x.shape)}")
         x = x.contiguous()
         weight = self._weight if x.dtype == self.dtype else self._weight.to(x.dtype)
         out, width = torch.empty_like(x), x.shape[-1]

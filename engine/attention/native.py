@@ -37,6 +37,7 @@ class _Call(ctypes.Structure):
         ("heads", ctypes.c_int64),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        ("tokens", ctypes.c_int64),
     )
 
 
@@ -63,7 +64,9 @@ class NativeAttention:
             self._asked = _Asked(places.ctypes.data, len(places), late)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """-> [1, T, heads, value dim], of the query's dtype."""
+        """-> [1, T, heads, value dim], of the query's dtype. Raises ValueError where the call does not fit the step or
+        the store."""
+        self._check(call)
         dtype = self._store.dtype
         query, key, value = _side_by_side(call.query), _side_by_side(call.key, dtype), _side_by_side(call.value, dtype)
         _, heads, tokens, _ = query.shape
@@ -80,6 +83,7 @@ class NativeAttention:
             heads,
             call.scaling,
             call.softcap or 0.0,
+            tokens,
         )
         self._kernels.attend(
             dtype == torch.bfloat16,
@@ -88,6 +92,20 @@ class NativeAttention:
             team(),
         )
         return out
+
+    def _check(self, call: AttentionCall) -> None:
+        """The kernel reads as many numbers as the step's tokens and the store's heads have."""
+        spec, tokens = self._store.layout.layers[call.layer], len(self._flat.tokens)
+        heads = call.query.shape[1]
+        _check_shape("query", call.query, (1, heads, tokens, spec.key_dim))
+        _check_shape("key", call.key, (1, spec.kv_heads, tokens, spec.key_dim))
+        _check_shape("value", call.value, (1, spec.kv_heads, tokens, spec.value_dim))
+        if not heads or heads % spec.kv_heads:
+            raise ValueError(f"query: a multiple of {spec.kv_heads} heads, got {heads}")
+        if call.query.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"query: bfloat16 or float32, got {call.query.dtype}")
+        if call.sinks is not None:
+            _check_shape("sinks", call.sinks, (heads,))
 
     def addresses(self, layer: int) -> tuple[int, int, int]:
         """Of what is a layer's own: its part of the blocks, what each token sees first, and which tokens its answer is
@@ -100,6 +118,11 @@ class NativeAttention:
             known = view.first(torch.from_numpy(self._flat.positions)).contiguous()
             self._visible[id(view)] = known
         return known.data_ptr()
+
+
+def _check_shape(name: str, part: Any, shape: tuple[int, ...]) -> None:
+    if part.shape != shape:
+        raise ValueError(f"{name}: shape {shape}, got {tuple(part.shape)}")
 
 
 def _side_by_side(part: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -7,6 +7,8 @@ tile.h        rows times panels: the inner loop of the next four
 weight.h      how a linear layer's weight lies in memory
 stream.h      rows times bfloat16 in twelve bits
 product.h     linear layers (``engine/products.py``)
+guard.h       checks of what callers hand over; exceptions in parallel regions
+call.h        what a call of attention reads and writes
 attention.h   attention over blocks (``engine/attention/native.py``)
 few.h         its inner loops where a few rows share keys, as they do while decoding
 layer.h       a decoder layer in one call (``engine/layer.py``)

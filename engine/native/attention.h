@@ -21,9 +21,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "call.h"
 #include "few.h"
 #include "pairs.h"
-#include "step.h"
 #include "tile.h"
 
 namespace decant {
@@ -34,22 +34,6 @@ constexpr long PASS = 2 * GROUP;  // of which so many pass at once: their scores
 constexpr long MANY = 8;    // items a thread, from which on it takes several at once
 constexpr float LOWEST = -1e30f;  // a running maximum below any score, and finite
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-
-// One layer of the blocks. Counted in elements. As in engine/attention/native.py.
-struct Cache {
-    void* memory;
-    int64_t block_stride, block_size, keys, values, kv_heads, key_dim, value_dim;
-};
-
-// One layer's call. Queries, keys and values are [tokens, heads, dim], `*_token` and `*_head` elements apart.
-struct Call {
-    const void *query, *key, *value;
-    void* out;                  // [tokens, heads, value_dim]; may be `query`, of which a row is read before it is written
-    const float* sinks;         // [heads], or null
-    const int64_t* visible;     // [tokens] first key that each sees
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head, heads;
-    float scaling, softcap;     // softcap 0: none
-};
 
 template <class T, bool PAIRED>
 class Attention {
@@ -79,12 +63,14 @@ public:
         std::stable_sort(items.begin(), items.end(), [=](auto& one, auto& other) { return work(one) > work(other); });
         size_t together = items.size() < size_t(MANY * threads) ? 1 : cache.kv_heads;
         std::atomic<size_t> taken(0);
+        Guard guard;
         #pragma omp parallel num_threads(std::clamp<long>(items.size(), 1, threads))
-        {
+        guard.run([&] {
             Scratch scratch(*this, positions * group);
             Turns turns{items, taken, together};
             while (const Item* item = turns.take()) attend(*item, turns, scratch);
-        }
+        });
+        guard.rethrow();
     }
 
 private:

@@ -43,6 +43,52 @@ struct Turn {
     const Asked* asked;      // null: all of its answers
 };
 
+inline void check(const Linear& linear, const char* field, int64_t inner, int64_t outputs) {
+    check_packed(field, linear.weight);
+    check_equal(field, linear.inner, inner);
+    check_equal(field, linear.outputs, outputs);
+    require(inner >= 1 && outputs >= WIDTH && outputs % WIDTH == 0, field, "outputs that are a multiple of 16", outputs);
+}
+
+// Whether all parts are as wide as what they get, and the cache is of these heads.
+inline void check(const Layer& layer, const Cache& cache) {
+    require(layer.width >= 2 && layer.width % 2 == 0, "width", "an even number", layer.width);
+    check_positive("heads", layer.heads);
+    check_equal("kv_heads", layer.kv_heads, cache.kv_heads);
+    check_equal("key_dim", cache.key_dim, layer.width);
+    check_equal("value_dim", cache.value_dim, layer.width);
+    require(layer.heads % layer.kv_heads == 0, "heads", "a multiple of kv_heads", layer.heads);
+    check_address("norm", layer.before.weight);
+    check_address("norm", layer.after.weight);
+    int64_t hidden = layer.query.inner, heads = layer.heads * layer.width, kv = layer.kv_heads * layer.width;
+    check(layer.query, "query", hidden, heads);
+    check(layer.key, "key", hidden, kv);
+    check(layer.value, "value", hidden, kv);
+    check(layer.out, "out", heads, hidden);
+    check(layer.gate, "gate", hidden, layer.gate.outputs);
+    check(layer.up, "up", hidden, layer.gate.outputs);
+    check(layer.down, "down", layer.gate.outputs, hidden);
+}
+
+// Layers one after the other over one step of `tokens` tokens.
+inline void check(const Turn* turns, int64_t count, const Step& step, int64_t tokens) {
+    check_positive("layers", count);
+    check_address("turns", turns);
+    check_address("step", &step);
+    for (const Turn* turn = turns; turn < turns + count; turn++) {
+        check_address("layer", turn->layer);
+        check_address("cache", turn->cache);
+        const Cache &cache = *turn->cache, &known = *turns->cache;
+        check(cache);
+        check_equal("hidden", turn->layer->query.inner, turns->layer->query.inner);
+        check(*turn->layer, cache);
+        if (turn == turns || cache.block_size != known.block_size || cache.blocks != known.blocks)
+            check(step, tokens, cache.block_size, cache.blocks);
+        if (turn == turns || turn->visible != turn[-1].visible) check_visible(turn->visible, step);
+        if (turn->asked) check(*turn->asked, step, tokens);
+    }
+}
+
 template <class T>
 class DecoderLayer {
     using E = typename T::Element;
@@ -69,7 +115,7 @@ public:
             turn(layer.key_norm, key + t * kv, c, s, layer.kv_heads);
         });
         Call call{query, key, value, query, nullptr, visible, heads, layer.width, kv, layer.width, kv, layer.width,
-                  layer.heads, float(layer.scaling), float(layer.softcap)};
+                  layer.heads, float(layer.scaling), float(layer.softcap), tokens};
         attend<T>(cache, step, asked ? asked->step : step, call, std::is_same_v<T, BFloat16>, threads);
         long some = tokens;
         if (asked) {

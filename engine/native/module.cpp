@@ -1,6 +1,12 @@
 // The functions that Python sees; see _kernels.pyi. Addresses come as integers, and the interpreter's lock is let go.
+// Sizes, and what lies in structs and block tables, are checked before an address is followed: ValueError. That an address
+// has as much memory behind it as the sizes say is for the caller in Python to know, who has the tensors.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+#include <exception>
+#include <new>
+#include <stdexcept>
 
 #include "attention.h"
 #include "layer.h"
@@ -21,18 +27,71 @@ using namespace decant;
 template <class P>
 P* pointer(unsigned long long address) { return reinterpret_cast<P*>(static_cast<uintptr_t>(address)); }
 
+// An exception becomes Python's error.
+void raise(const std::exception_ptr& caught) {
+    try {
+        std::rethrow_exception(caught);
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+    } catch (const std::logic_error& error) {
+        PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+}
+
+// Runs `f` without the interpreter's lock. Whether it came to its end; else Python's error is set.
+template <class F>
+bool run(const F& f) {
+    std::exception_ptr caught;
+    Py_BEGIN_ALLOW_THREADS
+    try {
+        f();
+    } catch (...) {
+        caught = std::current_exception();
+    }
+    Py_END_ALLOW_THREADS
+    if (caught) raise(caught);
+    return !caught;
+}
+
+// The same, for functions that answer nothing.
+template <class F>
+PyObject* none(const F& f) {
+    if (!run(f)) return nullptr;
+    Py_RETURN_NONE;
+}
+
+void check_rows(int64_t rows, const char* field, int64_t width, int threads) {
+    check_count("rows", rows);
+    check_positive(field, width);
+    check_threads(threads);
+}
+
+template <class... P>
+void check_addresses(const char* field, P... addresses) {
+    for (unsigned long long address : {addresses...}) require(address, field, "addresses", 0);
+}
+
 PyObject* py_pack(PyObject*, PyObject* args) {
     int half;
     unsigned long long weight, packed;
-    long outputs, inner;
+    long outputs, inner, bytes = 0;
     if (!PyArg_ParseTuple(args, "pKKll", &half, &weight, &packed, &outputs, &inner)) return nullptr;
-    long bytes;
     void* to = pointer<void>(packed);
-    Py_BEGIN_ALLOW_THREADS
-    if (half) bytes = Weight<BFloat16>::pack(pointer<const uint16_t>(weight), outputs, inner, to);
-    else bytes = Weight<Float32>::pack(pointer<const float>(weight), outputs, inner, to);
-    Py_END_ALLOW_THREADS
-    return PyLong_FromLong(bytes);
+    bool done = run([&] {
+        check_pack(pointer<void>(weight), outputs, inner, to);
+        if (half) bytes = Weight<BFloat16>::pack(pointer<const uint16_t>(weight), outputs, inner, to);
+        else bytes = Weight<Float32>::pack(pointer<const float>(weight), outputs, inner, to);
+    });
+    return done ? PyLong_FromLong(bytes) : nullptr;
+}
+
+template <class T>
+void multiply_checked(const Product<T>& product, int threads) {
+    product.check();
+    check_threads(threads);
+    product.run(threads);
 }
 
 PyObject* py_multiply(PyObject*, PyObject* args) {
@@ -41,29 +100,34 @@ PyObject* py_multiply(PyObject*, PyObject* args) {
     long rows, inner, panels;
     if (!PyArg_ParseTuple(args, "pKKKKllli", &half, &x, &weight, &bias, &out, &rows, &inner, &panels, &threads))
         return nullptr;
-    Py_BEGIN_ALLOW_THREADS
-    if (half)
-        Product<BFloat16>{pointer<const uint16_t>(x), Weight<BFloat16>(pointer<void>(weight)), pointer<const float>(bias),
-                          pointer<uint16_t>(out), rows, inner, panels}.run(threads);
-    else
-        Product<Float32>{pointer<const float>(x), Weight<Float32>(pointer<void>(weight)), pointer<const float>(bias),
-                         pointer<float>(out), rows, inner, panels}.run(threads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return none([&] {
+        if (half)
+            multiply_checked(Product<BFloat16>{pointer<const uint16_t>(x), Weight<BFloat16>(pointer<void>(weight)),
+                                               pointer<const float>(bias), pointer<uint16_t>(out), rows, inner, panels},
+                             threads);
+        else
+            multiply_checked(Product<Float32>{pointer<const float>(x), Weight<Float32>(pointer<void>(weight)),
+                                              pointer<const float>(bias), pointer<float>(out), rows, inner, panels},
+                             threads);
+    });
 }
 
 PyObject* py_attend(PyObject*, PyObject* args) {
     int half_cache, half_query, threads;
     unsigned long long cache, step, call;
     if (!PyArg_ParseTuple(args, "ppKKKi", &half_cache, &half_query, &cache, &step, &call, &threads)) return nullptr;
-    const Cache& c = *pointer<const Cache>(cache);
-    const Step& s = *pointer<const Step>(step);
-    const Call& one = *pointer<const Call>(call);
-    Py_BEGIN_ALLOW_THREADS
-    if (half_cache) attend<BFloat16>(c, s, s, one, half_query, threads);
-    else attend<Float32>(c, s, s, one, half_query, threads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return none([&] {
+        check_addresses("cache, step and call", cache, step, call);
+        check_threads(threads);
+        const Cache& c = *pointer<const Cache>(cache);
+        const Step& s = *pointer<const Step>(step);
+        const Call& one = *pointer<const Call>(call);
+        check(c);
+        check(s, one.tokens, c.block_size, c.blocks);
+        check(one, c, s);
+        if (half_cache) attend<BFloat16>(c, s, s, one, half_query, threads);
+        else attend<Float32>(c, s, s, one, half_query, threads);
+    });
 }
 
 PyObject* py_layers(PyObject*, PyObject* args) {
@@ -72,17 +136,19 @@ PyObject* py_layers(PyObject*, PyObject* args) {
     long count, tokens;
     if (!PyArg_ParseTuple(args, "pKlKKKKKli", &half, &turns, &count, &step, &x, &cos, &sin, &out, &tokens, &threads))
         return nullptr;
-    const Turn* first = pointer<const Turn>(turns);
-    const Step& s = *pointer<const Step>(step);
-    Py_BEGIN_ALLOW_THREADS
-    if (half)
-        run_layers<BFloat16>(first, count, s, pointer<const uint16_t>(x), pointer<const uint16_t>(cos),
-                             pointer<const uint16_t>(sin), pointer<uint16_t>(out), tokens, threads);
-    else
-        run_layers<Float32>(first, count, s, pointer<const float>(x), pointer<const float>(cos), pointer<const float>(sin),
-                            pointer<float>(out), tokens, threads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return none([&] {
+        check_addresses("turns, step, x, cos, sin and out", turns, step, x, cos, sin, out);
+        check_threads(threads);
+        const Turn* first = pointer<const Turn>(turns);
+        const Step& s = *pointer<const Step>(step);
+        check(first, count, s, tokens);
+        if (half)
+            run_layers<BFloat16>(first, count, s, pointer<const uint16_t>(x), pointer<const uint16_t>(cos),
+                                 pointer<const uint16_t>(sin), pointer<uint16_t>(out), tokens, threads);
+        else
+            run_layers<Float32>(first, count, s, pointer<const float>(x), pointer<const float>(cos),
+                                pointer<const float>(sin), pointer<float>(out), tokens, threads);
+    });
 }
 
 PyObject* py_rms_norm(PyObject*, PyObject* args) {
@@ -91,14 +157,15 @@ PyObject* py_rms_norm(PyObject*, PyObject* args) {
     long rows, width;
     float eps;
     if (!PyArg_ParseTuple(args, "pKKKllfi", &half, &x, &weight, &out, &rows, &width, &eps, &threads)) return nullptr;
-    Py_BEGIN_ALLOW_THREADS
-    if (half)
-        rms_norm(pointer<const uint16_t>(x), pointer<const uint16_t>(weight), pointer<uint16_t>(out), rows, width, eps,
-                 threads);
-    else
-        rms_norm(pointer<const float>(x), pointer<const float>(weight), pointer<float>(out), rows, width, eps, threads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return none([&] {
+        check_rows(rows, "width", width, threads);
+        if (rows) check_addresses("x, weight and out", x, weight, out);
+        if (half)
+            rms_norm(pointer<const uint16_t>(x), pointer<const uint16_t>(weight), pointer<uint16_t>(out), rows, width, eps,
+                     threads);
+        else
+            rms_norm(pointer<const float>(x), pointer<const float>(weight), pointer<float>(out), rows, width, eps, threads);
+    });
 }
 
 PyObject* py_gate(PyObject*, PyObject* args) {
@@ -106,14 +173,16 @@ PyObject* py_gate(PyObject*, PyObject* args) {
     unsigned long long open, up, out;
     long rows, width, stride;
     if (!PyArg_ParseTuple(args, "pKKKllli", &half, &open, &up, &out, &rows, &width, &stride, &threads)) return nullptr;
-    Py_BEGIN_ALLOW_THREADS
-    if (half)
-        gate(pointer<const uint16_t>(open), pointer<const uint16_t>(up), pointer<uint16_t>(out), rows, width, stride,
-             threads);
-    else
-        gate(pointer<const float>(open), pointer<const float>(up), pointer<float>(out), rows, width, stride, threads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return none([&] {
+        check_rows(rows, "width", width, threads);
+        check_count("stride", stride);
+        if (rows) check_addresses("gate, up and out", open, up, out);
+        if (half)
+            gate(pointer<const uint16_t>(open), pointer<const uint16_t>(up), pointer<uint16_t>(out), rows, width, stride,
+                 threads);
+        else
+            gate(pointer<const float>(open), pointer<const float>(up), pointer<float>(out), rows, width, stride, threads);
+    });
 }
 
 PyObject* py_rotate(PyObject*, PyObject* args) {
@@ -123,15 +192,20 @@ PyObject* py_rotate(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "pKKKKllllli", &half, &x, &cos, &sin, &out, &tokens, &heads, &width, &token, &head,
                           &threads))
         return nullptr;
-    Py_BEGIN_ALLOW_THREADS
-    if (half)
-        rotate(pointer<const uint16_t>(x), pointer<const uint16_t>(cos), pointer<const uint16_t>(sin),
-               pointer<uint16_t>(out), tokens, heads, width, token, head, threads);
-    else
-        rotate(pointer<const float>(x), pointer<const float>(cos), pointer<const float>(sin), pointer<float>(out),
-               tokens, heads, width, token, head, threads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return none([&] {
+        check_rows(tokens, "width", width, threads);
+        require(width % 2 == 0, "width", "an even number", width);
+        check_positive("heads", heads);
+        check_count("token_apart", token);
+        check_count("head_apart", head);
+        if (tokens) check_addresses("x, cos, sin and out", x, cos, sin, out);
+        if (half)
+            rotate(pointer<const uint16_t>(x), pointer<const uint16_t>(cos), pointer<const uint16_t>(sin),
+                   pointer<uint16_t>(out), tokens, heads, width, token, head, threads);
+        else
+            rotate(pointer<const float>(x), pointer<const float>(cos), pointer<const float>(sin), pointer<float>(out),
+                   tokens, heads, width, token, head, threads);
+    });
 }
 
 PyObject* py_highest(PyObject*, PyObject* args) {
@@ -140,14 +214,17 @@ PyObject* py_highest(PyObject*, PyObject* args) {
     long count, vocabulary, apart;
     if (!PyArg_ParseTuple(args, "pKKKllli", &half, &rows, &scores, &places, &count, &vocabulary, &apart, &threads))
         return nullptr;
-    float* found = pointer<float>(scores);
-    int64_t* where = pointer<int64_t>(places);
-    bool finite;
-    Py_BEGIN_ALLOW_THREADS
-    if (half) finite = highest(pointer<const uint16_t>(rows), found, where, count, vocabulary, apart, threads);
-    else finite = highest(pointer<const float>(rows), found, where, count, vocabulary, apart, threads);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(finite);
+    bool finite = false;
+    bool done = run([&] {
+        check_rows(count, "vocabulary", vocabulary, threads);
+        check_count("apart", apart);
+        if (count) check_addresses("rows, scores and places", rows, scores, places);
+        float* found = pointer<float>(scores);
+        int64_t* where = pointer<int64_t>(places);
+        if (half) finite = highest(pointer<const uint16_t>(rows), found, where, count, vocabulary, apart, threads);
+        else finite = highest(pointer<const float>(rows), found, where, count, vocabulary, apart, threads);
+    });
+    return done ? PyBool_FromLong(finite) : nullptr;
 }
 
 PyObject* py_draw(PyObject*, PyObject* args) {
@@ -155,10 +232,11 @@ PyObject* py_draw(PyObject*, PyObject* args) {
     long count, vocabulary;
     int threads;
     if (!PyArg_ParseTuple(args, "KKlli", &rows, &tokens, &count, &vocabulary, &threads)) return nullptr;
-    Py_BEGIN_ALLOW_THREADS
-    draw(pointer<const Drawn>(rows), pointer<int64_t>(tokens), count, vocabulary, threads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return none([&] {
+        check_rows(count, "vocabulary", vocabulary, threads);
+        if (count) check_addresses("rows and tokens", rows, tokens);
+        draw(pointer<const Drawn>(rows), pointer<int64_t>(tokens), count, vocabulary, threads);
+    });
 }
 
 PyObject* py_flatten(PyObject*, PyObject* args) {
@@ -169,9 +247,11 @@ PyObject* py_flatten(PyObject*, PyObject* args) {
     PyObject* rows = PySequence_Fast(given, "rows are a sequence");
     if (!rows) return nullptr;
     PyObject* laid = nullptr;
-    {
+    try {
         Flattening flattening;
-        if (flattening.read(rows)) laid = flattening.laid(block_size, blank);
+        if (flattening.read(rows, block_size)) laid = flattening.laid(blank);
+    } catch (...) {
+        raise(std::current_exception());
     }
     Py_DECREF(rows);
     return laid;

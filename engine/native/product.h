@@ -7,6 +7,7 @@
 #include <atomic>
 #include <vector>
 
+#include "guard.h"
 #include "lanes.h"
 #include "small.h"
 #include "weight.h"
@@ -83,6 +84,14 @@ struct Product {
     long work() const { return rows * inner * panels * WIDTH; }
 
     void run(long threads) const { multiply_all(std::array{*this}, threads); }
+
+    void check() const {
+        check_count("rows", rows);
+        check_positive("inner", inner);
+        check_positive("panels", panels);
+        if (rows) check_address("x", x), check_address("out", out);
+        check_packed("weight", weight.address());
+    }
 };
 
 // Of two linear layers with the same inputs: silu(x * gate) * (x * up). What they answer by themselves is not written down.
@@ -116,8 +125,9 @@ void multiply_all(const std::array<P, N>& products, long threads) {
         work += product.work(), pieces += product.blocks() * product.pieces(), rows = std::max(rows, product.block());
     }
     std::vector<std::atomic<bool>> taken(pieces);  // of each block of rows, one after the other
+    Guard guard;
     #pragma omp parallel num_threads(std::clamp(work / WORTH, 1L, threads))
-    {
+    guard.run([&] {
         std::vector<typename P::Factor> memory;
         std::vector<float> sums(P::SUMS * rows * TOGETHER * WIDTH);
         std::atomic<bool>* free = taken.data();
@@ -133,7 +143,8 @@ void multiply_all(const std::array<P, N>& products, long threads) {
                     product.part(factors, row, count, panel, std::min(some, product.panels - panel), sums.data());
                 }
             }
-    }
+    });
+    guard.rethrow();
 }
 
 }  // namespace decant

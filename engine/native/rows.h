@@ -33,9 +33,14 @@ class Flattening {
         }
     }
 
-    bool read(PyObject* rows) {
+    bool read(PyObject* rows, int64_t size) {
+        if (size < 1) {
+            PyErr_Format(PyExc_ValueError, "block_size: at least 1, got %lld", (long long)size);
+            return false;
+        }
         const Py_ssize_t count = PySequence_Fast_GET_SIZE(rows);
         rows_.reserve(count);
+        size_ = size;
         for (Py_ssize_t i = 0; i < count; ++i)
             if (!take(PySequence_Fast_GET_ITEM(rows, i))) return false;
         order_.resize(count);
@@ -49,7 +54,8 @@ class Flattening {
     }
 
     // (rows in order, lines, flattened, blocks begun, table, its width); see _compiled() in engine/flat.py
-    PyObject* laid(int64_t size, int32_t blank) {
+    PyObject* laid(int32_t blank) {
+        const int64_t size = size_;
         const int64_t n = rows_.size();
         int64_t total = 0, width = 0;
         for (const FlatRow& row : rows_) {
@@ -88,8 +94,8 @@ class Flattening {
         taken.end = PyLong_AsLongLong(PyTuple_GET_ITEM(row, 3));
         taken.sampled = PyObject_IsTrue(PyTuple_GET_ITEM(row, 5));
         if (PyErr_Occurred()) return false;
-        if (PyObject_GetBuffer(PyTuple_GET_ITEM(row, 4), &taken.blocks, PyBUF_SIMPLE)) return false;
-        if (taken.blocks.itemsize != sizeof(int32_t)) {
+        if (PyObject_GetBuffer(PyTuple_GET_ITEM(row, 4), &taken.blocks, PyBUF_FORMAT | PyBUF_ND)) return false;
+        if (taken.blocks.itemsize != sizeof(int32_t) || !taken.blocks.format || std::strcmp(taken.blocks.format, "i")) {
             PyBuffer_Release(&taken.blocks);
             PyErr_SetString(PyExc_TypeError, "block tables are arrays of int32");
             return false;
@@ -99,8 +105,13 @@ class Flattening {
             PyBuffer_Release(&taken.blocks);
             return false;
         }
-        rows_.push_back(taken);
-        return true;
+        const long long at = rows_.size(), held = taken.blocks.len / sizeof(int32_t);
+        const long long written = PySequence_Fast_GET_SIZE(taken.tokens);
+        rows_.push_back(taken);  // which holds what was taken, on every way out
+        if (taken.start >= 0 && taken.start < taken.end && taken.end <= written && (taken.end - 1) / size_ < held) return true;
+        PyErr_Format(PyExc_ValueError, "row %lld: positions %lld to %lld of %lld tokens in %lld blocks", at,
+                     (long long)taken.start, (long long)taken.end, written, held);
+        return false;
     }
 
     bool fill(PyObject* ordered, int64_t* lines, int64_t* flat, int64_t total, int32_t* table, int64_t width,
@@ -109,14 +120,7 @@ class Flattening {
         int64_t first = 0;
         for (int64_t i = 0; i < n; ++i, table += width) {
             const FlatRow& row = rows_[order_[i]];
-            const int64_t needed = (row.end + size - 1) / size, held = row.blocks.len / sizeof(int32_t);
-            const int64_t written = PySequence_Fast_GET_SIZE(row.tokens);
-            if (row.start < 0 || row.start >= row.end || row.end > written || needed > held) {
-                PyErr_Format(PyExc_ValueError, "row %lld: positions %lld to %lld of %lld tokens in %lld blocks",
-                             (long long)order_[i], (long long)row.start, (long long)row.end, (long long)written,
-                             (long long)held);
-                return false;
-            }
+            const int64_t needed = (row.end + size - 1) / size;
             std::memcpy(table, row.blocks.buf, needed * sizeof(int32_t));
             std::fill(table + needed, table + width, blank);
             int64_t* line = lines + i;
@@ -141,6 +145,7 @@ class Flattening {
         return true;
     }
 
+    int64_t size_ = 1;  // of a block
     std::vector<FlatRow> rows_;
     std::vector<int64_t> order_, begun_;
 };

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <vector>
 
+#include "guard.h"
 #include "lanes.h"
 
 namespace decant {
@@ -76,6 +77,19 @@ struct Drawn {
     double top_p, min_p, temperature, number;  // temperature 0: the first of the highest
 };
 
+inline void check(const Drawn& row) {
+    check_address("scores", row.scores);
+    require(row.half == 0 || row.half == 1, "half", "0 or 1", row.half);
+    check_count("top_k", row.top_k);
+    auto within = [](const char* field, double value, double least, double most) {
+        if (!(least <= value && value <= most)) throw std::invalid_argument(std::string(field) + ": out of range");
+    };
+    within("top_p", row.top_p, 0, 1);
+    within("min_p", row.min_p, 0, 1);
+    within("number", row.number, 0, 1);
+    within("temperature", row.temperature, 0, std::numeric_limits<float>::max());
+}
+
 class Draw {
 public:
     // The place of the token among `count` scores.
@@ -93,6 +107,7 @@ private:
     long token(const Drawn& row, const E* scores, long count) {
         Highest top = highest(scores, count);
         if (row.temperature == 0) return top.place;
+        if (!std::isfinite(top.score)) throw std::invalid_argument("scores: a highest one that is finite");
         weigh(scores, count, top.score, float(row.temperature));
         float lowest = float(row.min_p);
         if ((0 < row.top_k && row.top_k < count) || row.top_p < 1) lowest = std::max(lowest, cut(row));
@@ -206,11 +221,15 @@ private:
 
 // A token for each row, into `tokens`; every row by itself.
 inline void draw(const Drawn* rows, int64_t* tokens, long count, long vocabulary, int threads) {
-    #pragma omp parallel for num_threads(std::min<long>(threads, count)) schedule(dynamic, 1)
-    for (long r = 0; r < count; r++) {
-        static thread_local Draw drawer;  // its memory is taken once
-        tokens[r] = drawer.token(rows[r], vocabulary);
-    }
+    for (long r = 0; r < count; r++) check(rows[r]);
+    Guard guard;
+    #pragma omp parallel for num_threads(std::clamp<long>(count, 1, threads)) schedule(dynamic, 1)
+    for (long r = 0; r < count; r++)
+        guard.run([&] {
+            static thread_local Draw drawer;  // its memory is taken once
+            tokens[r] = drawer.token(rows[r], vocabulary);
+        });
+    guard.rethrow();
 }
 
 }  // namespace decant

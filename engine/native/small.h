@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "guard.h"
 #include "lanes.h"
 #include "pairs.h"
 
@@ -13,7 +14,7 @@ namespace decant {
 
 constexpr long WORTH_SHARING = 1 << 15;  // numbers that are worth waking a thread for
 
-// Calls `row(r)` for all of some rows of so many numbers.
+// Calls `row(r)` for all of some rows of so many numbers. It takes no memory, so it throws nothing.
 template <class Row>
 inline void each_row(long rows, long width, long threads, const Row& row) {
     threads = std::clamp(rows * width / WORTH_SHARING, 1L, std::clamp(rows, 1L, threads));

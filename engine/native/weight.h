@@ -17,9 +17,23 @@
 #include <algorithm>
 #include <vector>
 
+#include "guard.h"
 #include "stream.h"
 
 namespace decant {
+
+inline void check_packed(const char* field, const void* address) {
+    check_address(field, address);
+    require(reinterpret_cast<uintptr_t>(address) % LINE == 0, field, "an address at a multiple of 64", int64_t(address));
+}
+
+// A weight [outputs, inner] that is to be packed to `to`, or only measured.
+inline void check_pack(const void* weight, int64_t outputs, int64_t inner, const void* to) {
+    require(outputs >= WIDTH && outputs % WIDTH == 0, "outputs", "a multiple of 16", outputs);
+    check_positive("inner", inner);
+    check_address("weight", weight);
+    if (to) check_packed("packed", to);
+}
 
 // A panel of a weight [16, inner], from noughts.
 template <class T>
@@ -34,6 +48,7 @@ class Weight {
 
 public:
     explicit Weight(const void* at) : panels(static_cast<const Word*>(at)) {}
+    const void* address() const { return panels; }
 
     // x [rows, length] times `count` panels -> out, rows `stride` apart.
     void multiply(const typename T::Factor* x, long rows, long length, long panel, long count, float* out,
@@ -105,6 +120,7 @@ template <>
 class Weight<BFloat16> {
 public:
     explicit Weight(const void* at) : start(static_cast<const char*>(at)), lines(static_cast<const uint32_t*>(at)) {}
+    const void* address() const { return start; }
 
     // Where memory sets the pace, panels go one by one, in the order in which they lie.
     void multiply(const uint32_t* x, long rows, long length, long panel, long count, float* out,

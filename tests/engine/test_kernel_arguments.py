@@ -1,0 +1,301 @@
+"""The compiled kernels compute what is right, or raise: no arguments from Python end the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from array import array
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import native
+from engine.attention import AttentionCall
+from engine.attention.native import NativeAttention
+from engine.attention.paged import PagedAttention
+from engine.attention.views import Kind, View
+from engine.flat import _compiled, _flattened
+from engine.kv_layout import KvLayout, LayerSpec
+from engine.kv_store import KvStore
+from engine.native import KERNELS
+from engine.plan import Row
+from engine.products import Panels
+from engine.request import Request
+from engine.sampler import highest, sample
+from engine.sampler_state import SamplerState
+from engine.small import RmsNorm
+from tests.engine.test_sampler import MIXES
+from tests.engine.test_sampler import row as sampled_row
+
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="this CPU has no AVX2, or no compiler was here")
+
+REFUSED = (ValueError, TypeError)
+DTYPES = [torch.float32, torch.bfloat16]
+ODD = [*DTYPES, torch.float16, torch.float64, torch.int32]
+SIZES = st.sampled_from([0, 1, 2, 7, 8, 15, 16, 17, 32, 48, 97])
+
+every_build = pytest.mark.parametrize("kernels", native.fitting())
+
+
+def build(name: str) -> ModuleType:
+    module: ModuleType = pytest.importorskip(f"engine.native.{name}")
+    return module
+
+
+@st.composite
+def tensors(draw: st.DrawFn, *shape: int, dtypes: list[torch.dtype] = ODD) -> torch.Tensor:
+    """Of a shape; contiguous, a part of a wider tensor, or transposed in memory."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
+    dtype = draw(st.sampled_from(dtypes))
+    match draw(st.sampled_from(["contiguous", "part", "transposed"])):
+        case "part":
+            return torch.randn(*shape[:-1], shape[-1] + 3, generator=generator).to(dtype)[..., 1 : shape[-1] + 1]
+        case "transposed":
+            return torch.randn(*shape[::-1], generator=generator).to(dtype).permute(*reversed(range(len(shape))))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    room = 1e-4 if found.dtype == torch.float32 else 2**-5
+    return torch.allclose(found.double(), expected.double(), rtol=room, atol=room)
+
+
+def usually(draw: st.DrawFn, value: int) -> int:
+    """The value that fits, or now and then another."""
+    return draw(st.one_of(st.just(value), st.just(value), st.just(value), SIZES))
+
+
+@every_build
+@given(data=st.data())
+def test_a_product_is_right_or_refused(kernels: str, data: st.DataObject) -> None:
+    outputs, inner = data.draw(st.sampled_from([16, 32, 48, 17])), data.draw(SIZES.filter(bool))
+    weight = data.draw(tensors(outputs, inner))
+    shape = data.draw(SIZES), data.draw(st.one_of(st.just(inner), SIZES))
+    x = data.draw(tensors(*shape, dtypes=[weight.dtype, *ODD]))
+    bias = torch.randn(data.draw(st.one_of(st.just(outputs), SIZES))) if data.draw(st.booleans()) else None
+    try:
+        found = Panels(build(kernels), weight, bias)(x)
+    except REFUSED:
+        fits = outputs % 16 == 0 and x.dtype == weight.dtype in DTYPES and shape[1] == inner
+        assert not fits or (bias is not None and len(bias) != outputs)
+        return
+    expected = x.double() @ weight.double().T
+    assert close(found, expected if bias is None else expected + bias.double())
+
+
+@every_build
+@given(data=st.data())
+def test_a_norm_is_right_or_refused(kernels: str, data: st.DataObject) -> None:
+    width = data.draw(SIZES.filter(bool))
+    weight = data.draw(tensors(width, dtypes=DTYPES))
+    x = data.draw(tensors(data.draw(SIZES), data.draw(st.one_of(st.just(width), SIZES))))
+    try:
+        found = RmsNorm(build(kernels), weight, 1e-5)(x)
+    except REFUSED:
+        assert x.shape[1] != width or x.dtype not in DTYPES
+        return
+    wide = x.double()
+    assert close(found, wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double())
+
+
+BLOCK, BLOCKS = 4, 12
+
+
+@st.composite
+def any_row(draw: st.DrawFn) -> Row:
+    """Mostly one whose positions are in blocks that there are."""
+    written = draw(st.integers(1, 20))
+    end = draw(st.integers(1, written)) if draw(st.integers(0, 9)) else draw(st.integers(-2, 2**62))
+    start = draw(st.integers(0, max(end - 1, 0))) if draw(st.integers(0, 9)) else draw(st.integers(-(2**62), 2**62))
+    count = min(-(-max(end, 1) // BLOCK), 9) - (not draw(st.integers(0, 15)))
+    ids = st.integers(0, BLOCKS - 1) if draw(st.integers(0, 9)) else st.integers(-(2**31), 2**31 - 1)
+    blocks = array("i", draw(st.lists(ids, min_size=count, max_size=count, unique=True)))
+    return Row(Request("r", (1,)), list(range(written)), start, end, blocks, True)
+
+
+@every_build
+@given(rows=st.lists(any_row(), min_size=1, max_size=3), size=st.sampled_from([4, 4, 4, 1, 0, -3, 2**60]))
+def test_rows_are_laid_out_right_or_refused(kernels: str, rows: list[Row], size: int) -> None:
+    try:
+        found = _compiled(build(kernels), rows, size, 99)
+    except REFUSED:
+        return
+    expected = _flattened(rows, size, 99)
+    assert (found.lines == expected.lines).all()
+    assert (found.flattened == expected.flattened).all()
+    assert (found.table == expected.table).all()
+
+
+@every_build
+@given(data=st.data())
+def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> None:
+    """Other heads, widths and lengths than the store and the step have, and blocks that there are not."""
+    draw = data.draw
+    kv_heads, group, dims = draw(st.integers(1, 3)), draw(st.integers(1, 3)), st.sampled_from([2, 5, 8, 16, 24])
+    key_dim, value_dim, dtype = draw(dims), draw(dims), draw(st.sampled_from(DTYPES))
+    rows = draw(st.lists(any_row(), min_size=1, max_size=2))
+    store = KvStore(KvLayout((LayerSpec(kv_heads, key_dim, value_dim),), BLOCK, dtype.itemsize), BLOCKS, dtype, CPU)
+    try:
+        flat = _compiled(build(kernels), rows, BLOCK, store.blank)
+    except REFUSED:
+        return
+    other = draw(st.integers(0, 4)) == 0
+
+    def part(*shape: int) -> torch.Tensor:
+        if other:
+            shape = tuple(draw(st.one_of(st.just(size), st.sampled_from([0, 1, size + 1, 40]))) for size in shape)
+        made: torch.Tensor = draw(tensors(1, *shape, dtypes=ODD if other else [dtype]))
+        return made
+
+    count = len(flat.tokens)
+    query, key, value = part(kv_heads * group, count, key_dim), part(kv_heads, count, key_dim), None
+    value = part(kv_heads, count, value_dim)
+    sinks = part(kv_heads * group)[0] if draw(st.booleans()) else None
+    view = draw(st.sampled_from([View(), View(Kind.SLIDING, 3), View(Kind.CHUNKED, 4)]))
+    call = AttentionCall(0, query, key, value, 0.3, draw(st.sampled_from([None, 2.0])), sinks, None)
+    try:
+        found = NativeAttention(build(kernels), store, [view], flat).attend(call)
+    except REFUSED:
+        assert other or not all(0 <= block < BLOCKS for row in rows for block in row.blocks)
+        return
+    assert found.shape == (1, count, kv_heads * group, value_dim)
+    used = [block for row in rows for block in row.blocks]
+    if other or any(row.start for row in rows) or len(set(used)) < len(used):
+        return  # another dtype; blocks that nothing wrote, or that two sequences write
+    plain = KvStore(store.layout, BLOCKS, dtype, CPU)
+    assert close(found, PagedAttention(plain, [view], flat).attend(call))
+
+
+CPU = torch.device("cpu")
+
+
+@given(data=st.data())
+def test_drawing_is_right_or_refused(data: st.DataObject) -> None:
+    """A row's token has a finite score; logits that are no numbers are refused, or drawn from as if they were."""
+    count, vocabulary = data.draw(st.integers(0, 5)), data.draw(st.sampled_from([0, 1, 7, 48, 1030]))
+    logits = data.draw(tensors(count, vocabulary))
+    if vocabulary and count and data.draw(st.integers(0, 3)) == 0:
+        bad = data.draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
+        if logits.is_floating_point():
+            logits[data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, vocabulary - 1))] = bad
+    rows = [sampled_row(data.draw(st.sampled_from(list(MIXES.values()))), seed=seed) for seed in range(count)]
+    if vocabulary < 48:  # their tokens and biases are not of this vocabulary
+        requests = [Request("r", (0,), sampling=MIXED) for _ in rows]
+        rows = [Row(one, [0], 0, 1, array("i"), True, SamplerState(one)) for one in requests]
+    try:
+        found, tokens = highest(logits), sample(rows, logits, frozenset())
+    except (*REFUSED, RuntimeError, IndexError):
+        assert not vocabulary or not logits.is_floating_point() or not logits.isfinite().all()
+        return
+    assert len(tokens) == count
+    assert all(0 <= token < vocabulary for token in tokens)
+    if logits.is_floating_point() and logits.isfinite().all():
+        assert found.finite
+        assert torch.equal(found.scores.to(logits.dtype), logits.amax(-1))
+
+
+MIXED = sampled_row({"top_k": 5, "top_p": 0.9}).request.sampling
+
+
+@every_build
+@given(data=st.data())
+def test_sizes_that_are_none_are_refused(kernels: str, data: st.DataObject) -> None:
+    """Each kernel by itself, with memory for any size up to 4 and sizes that are negative, zero, or without memory."""
+    module = build(kernels)
+    memory = torch.zeros(1 << 14, dtype=torch.uint8)
+    at = -(-memory.data_ptr() // 64) * 64
+    half = data.draw(st.booleans())
+    where = st.sampled_from([at, at, at, 0])
+    size, threads = st.integers(-3, 4), st.sampled_from([1, 2, 0, -1, 2**31 - 1])
+    one: dict[str, Callable[[], Any]] = {
+        "pack": lambda: module.pack(half, at, 0, data.draw(size), data.draw(size)),
+        "multiply": lambda: module.multiply(half, data.draw(where), 0, 0, at, *sizes(3), data.draw(threads)),
+        "attend": lambda: module.attend(half, half, 0, at, at, data.draw(threads)),
+        "layers": lambda: module.layers(half, at, data.draw(size), at, at, at, at, at, 1, data.draw(threads)),
+        "rms_norm": lambda: module.rms_norm(half, data.draw(where), at, at, *sizes(2), 1e-5, data.draw(threads)),
+        "gate": lambda: module.gate(half, data.draw(where), at, at, *sizes(3), data.draw(threads)),
+        "rotate": lambda: module.rotate(half, data.draw(where), at, at, at, *sizes(5), data.draw(threads)),
+        "highest": lambda: module.highest(half, data.draw(where), at, at + 64, *sizes(3), data.draw(threads)),
+        "draw": lambda: module.draw(data.draw(where), at, *sizes(2), data.draw(threads)),
+    }
+
+    def sizes(count: int) -> list[int]:
+        return [data.draw(size) for _ in range(count)]
+
+    name = data.draw(st.sampled_from(list(one)))
+    with contextlib.suppress(ValueError):
+        one[name]()
+
+
+@every_build
+def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> None:
+    """An exception that leaves such a region would end the process."""
+    script = textwrap.dedent(f"""
+        import resource
+        from array import array
+        import torch
+        torch.set_num_threads(2)
+        import engine.sampler
+        from engine.attention import AttentionCall
+        from engine.attention.native import NativeAttention
+        from engine.attention.views import View
+        from engine.flat import flatten
+        from engine.kv_layout import KvLayout, LayerSpec
+        from engine.kv_store import KvStore
+        from engine.plan import Row
+        from engine.products import Panels
+        from engine.request import Request, SamplingParams
+        import importlib
+        kernels = importlib.import_module("engine.native.{kernels}")
+        engine.sampler.KERNELS = kernels
+
+        def drawing(size):
+            logits = torch.zeros(2, size, dtype=torch.bfloat16)
+            one = Request("r", (0,), sampling=SamplingParams(temperature=1.0))
+            from engine.sampler_state import SamplerState
+            rows = [Row(one, [0], 0, 1, array("i"), True, SamplerState(one))] * 2
+            return lambda: engine.sampler.sample(rows, logits, frozenset())
+
+        def attending(width):
+            store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))
+            tokens = list(range(256))
+            rows = [Row(Request("r", (0,)), tokens, 0, 256, array("i", range(16)), True)]
+            attention = NativeAttention(kernels, store, [View()], flatten(rows, 16, store.blank))
+            query, key = torch.zeros(1, 4, 256, 16), torch.zeros(1, 1, 256, 16)
+            value = torch.zeros(1, 1, 1, width).expand(1, 1, 256, width)
+            call = AttentionCall(0, query, key, value, 1.0, None, None, None)
+            return lambda: attention.attend(call)
+
+        def multiplying(rows):
+            product = Panels(kernels, torch.zeros(16, 1), None)
+            x = torch.zeros(rows, 1)
+            return lambda: product(x)
+
+        cases = [(multiplying, 1000, 98_000), (drawing, 1000, 30_000_000), (attending, 16, 40_000)]
+        for make, small, large in cases:
+            make(small)()  # threads, and what they take once
+            work = make(large)
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            for spare in range(0, 1 << 32, 12 << 20):  # until there is enough
+                resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
+                try:
+                    work()
+                    break
+                except (MemoryError, RuntimeError):
+                    continue
+                finally:
+                    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            print(make.__name__, spare > 0)
+    """)
+    command, plain = [sys.executable, "-c", script], {**os.environ, "LD_PRELOAD": ""}  # a sanitizer maps terabytes
+    done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["multiplying", "True", "drawing", "True", "attending", "True"]
