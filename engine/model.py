@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -90,33 +91,47 @@ class ModelDevice:
         self.store.write(block, data)
 
 
-def load(config: ModelConfig) -> ModelDevice:
+HASHED, READ = 5, 20
+"""Percent of a load that is done when the weight files are hashed, and when they are read."""
+
+
+def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: None) -> ModelDevice:
     """Load a checkpoint and decide whether it is served. Raises ModelRefused, InvalidConfig.
 
-    Order matters: the reference is computed by transformers' own attention before anything is replaced.
+    Order matters: the reference is computed by transformers' own attention before anything is replaced. `progress` is
+    called with the part of the steps that is done, in percent.
     """
+    progress(0)
     device = checkpoint.choose_device(config.device)
     source = checkpoint.open(config.model, config.revision)
     dtype = source.choose_dtype(config.dtype, device)
     window = source.choose_window(config.window)
     weights = source.weights()
+    progress(HASHED)
     model = source.read(dtype, device)
     weights.check_unchanged(source.name)
+    progress(READ)
     with checkpoint.refusing(source.name, "its rotary scaling can't be frozen"):
         rope.freeze(model, window)
     refuse_other_state(model, source.name, trials(model, window)[0].tokens)
+    progress(40)
     reference = alone(model, source.name, window)
+    progress(60)
     views, specs = learn(model, source.name, window)
+    progress(70)
     layout = KvLayout(specs, config.block_size, dtype.itemsize)
     if config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
     difference = check_attention(model, source.name, layout, views, reference, window)
+    progress(80)
     if device.type == "cpu":
         with checkpoint.refusing(source.name, "laying its weights out failed"):
             linears.pack(model)
         small.fuse(model, dtype)
         layer.fuse(model, dtype)
+    progress(90)
     exact = probe(model, source.name, layout, views, reference, window)
+    progress(98)
     eos = source.eos_token_ids(model)
     store = KvStore(layout, config.kv_bytes // layout.block_bytes, dtype, device)
     store.settle()

@@ -33,7 +33,7 @@ def load_model(settings: WorkerSettings) -> Device:
 
     from engine import native, warm_start
     from engine.layer import joined
-    from engine.model import ModelConfig, load
+    from engine.model import HASHED, READ, ModelConfig, load
 
     logging.disable_progress_bar()
     threads = settings.threads or own_cores()
@@ -48,8 +48,8 @@ def load_model(settings: WorkerSettings) -> Device:
         kv_bytes=settings.kv_bytes,
         block_size=settings.block_size,
     )
-    with _reporting(logging.set_tqdm_hook):
-        device = load(config)
+    with _reporting(logging.set_tqdm_hook, HASHED, READ):
+        device = load(config, _report)
     _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=len(joined(device.model)))
     if settings.threads is None and device.store.blocks.device.type == "cpu":
         threads = warm_start.choose_threads(device, threads, torch.set_num_threads)
@@ -58,13 +58,18 @@ def load_model(settings: WorkerSettings) -> Device:
     return device
 
 
+def _report(percent: int) -> None:
+    """`decant up` shows it."""
+    _log.info("loading steps", percent=percent)
+
+
 @contextmanager
-def _reporting(set_hook: Callable[[Any], Any]) -> Iterator[None]:
-    """Logs which part of the tensors is loaded, about every ``_REPORT_S``: `decant up` shows it."""
+def _reporting(set_hook: Callable[[Any], Any], first: int, last: int) -> Iterator[None]:
+    """Reports the reading of tensors, about every ``_REPORT_S``, as `first` to `last` percent."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
-            return _reported(args[0])
+            return _reported(args[0], first, last)
         return factory(*args, **kwargs)
 
     before = set_hook(hook)
@@ -74,11 +79,11 @@ def _reporting(set_hook: Callable[[Any], Any]) -> Iterator[None]:
         set_hook(before)
 
 
-def _reported(tensors: Collection[_T]) -> Iterator[_T]:
-    next_at = 0.0
+def _reported(tensors: Collection[_T], first: int, last: int) -> Iterator[_T]:
+    next_at = time.monotonic() + _REPORT_S
     for index, tensor in enumerate(tensors):
         if time.monotonic() >= next_at:
-            _log.info("loading weights", percent=100 * index // len(tensors))
+            _report(first + (last - first) * index // len(tensors))
             next_at = time.monotonic() + _REPORT_S
         yield tensor
 

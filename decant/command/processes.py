@@ -24,7 +24,7 @@ STARTING, LOADING, WARMING_UP, READY, DRAINING, LOST = (
 class Process:
     """One process. Times are wall clock, in seconds.
 
-    percent  tensors of the weights that are loaded, of 100; None unless it loads them
+    percent  part of the steps of loading its model that is done; None unless it loads
     lost_at  when it ended without being asked to; None, or ready again since
     """
 

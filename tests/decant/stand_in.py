@@ -37,7 +37,7 @@ def main() -> int:
         say("credentials", **{name: value for name, value in os.environ.items() if name in OF_PEERS | OF_SERVERS})
         say("serving", address=f"127.0.0.1:{listener.getsockname()[1]}")
         if given.does == "load":
-            say("loading weights", percent=40)
+            say("loading steps", percent=40)
         elif given.does != "never-ready":
             say("readiness", state="ready")
         print("not JSON", flush=True)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import set_tqdm_hook
 
 from decode_worker.main import DecodeSettings
+from engine import model
 from engine.costs import Costs
 from engine.fake import FakeDevice
 from engine.scheduler import TOKEN_BUDGET, choose_token_budget
@@ -47,16 +48,25 @@ def test_the_time_of_a_step_is_what_was_told() -> None:
     assert limits_of(settings(step_ms=80), device(SLOW)).step_seconds == 0.08
 
 
-def test_loading_reports_which_part_of_the_weights_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reading_of_tensors_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """With transformers' own loop over the tensors, which the report depends on."""
     monkeypatch.setattr(loading, "_REPORT_S", 0.0)
-    with capture_logs() as logged, loading._reporting(set_tqdm_hook):
+    with capture_logs() as logged, loading._reporting(set_tqdm_hook, 10, 30):
         AutoModelForCausalLM.from_pretrained(path())
-    percents = [line["percent"] for line in logged if line["event"] == "loading weights"]
-    assert percents[0] == 0
+    percents = [line["percent"] for line in logged if line["event"] == "loading steps"]
+    assert percents[0] == 10
     assert percents == sorted(percents)
-    assert 90 < percents[-1] < 100
+    assert 28 <= percents[-1] < 30
     assert set_tqdm_hook(None) is None
+
+
+def test_each_step_of_a_load_is_reported() -> None:
+    percents: list[int] = []
+    model.load(model.ModelConfig(model=str(path()), kv_bytes=1 << 20), percents.append)
+    assert percents[0] == 0
+    assert {model.HASHED, model.READ} < set(percents)
+    assert percents == sorted(set(percents))
+    assert percents[-1] < 100
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("100000 100000", 1), ("150000 100000", 1), ("50000 100000", 1)])

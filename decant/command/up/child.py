@@ -117,7 +117,7 @@ class Child:
             case "serving", _:
                 self.address = str(fields.get("address"))
                 self._on_change()
-            case "loading weights", _:
+            case "loading steps", _:
                 self._become(processes.LOADING, percent=int(fields.get("percent", 0)))
             case "loaded", _:
                 self._become(processes.WARMING_UP)
