@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
 from router.request import ValidRequest
 from runtime.errors import AlreadyExists
 from state.errors import StoreUnavailable
 from state.store import Store
 from tests.e2e.cutting import GIVER, TAKER, Cutting, cutting
-from tests.router.core import ended, tokens_of, until
+from tests.router.core import core, ended, make_request, tokens_of, until
+from tests.router.fake_worker import answer, fleet
 
 
 @pytest.fixture
@@ -94,3 +96,12 @@ async def test_of_two_payloads_the_one_that_is_not_stored_ends_when_the_store_is
     assert isinstance((await ended(late)).end, AlreadyExists)
     place.device.go_on()
     assert (await store.requests.read(first.key)).payload == first.payload
+
+
+async def test_a_request_that_is_stored_goes_on_elsewhere_where_a_worker_has_another_of_its_id(store: Store) -> None:
+    """The other one was accepted by a router that could not reach the store."""
+    async with fleet(("d", wire.ROLE_DECODE)) as workers, core(store, workers) as made:
+        workers[0].script.refuse = [wire.CAUSE_ID_REUSED]
+        course = await made.answer(make_request())
+        assert tokens_of(course) == answer([1, 2, 3], 5)
+        assert course.path.attempts == 2
