@@ -13,6 +13,7 @@ from engine.costs import Costs
 from engine.plan import Device
 from engine.scheduler import Limits, choose_token_budget
 from runtime import logs
+from worker import cpu_build
 from worker.settings import WorkerSettings
 
 _T = TypeVar("_T")
@@ -28,6 +29,7 @@ _log = logs.get(__name__)
 
 def load_model(settings: WorkerSettings) -> Device:
     """Loads the model, then measures what its steps take. Raises ModelRefused, InvalidConfig."""
+    cpu_build.choose(settings.kernels)
     import torch
     from transformers.utils import logging
 
@@ -38,6 +40,7 @@ def load_model(settings: WorkerSettings) -> Device:
     logging.disable_progress_bar()
     threads = settings.threads or own_cores()
     torch.set_num_threads(threads)  # for this thread, and for all that begin later
+    cpu_build.check(settings.kernels, native.kind())
     _log.info("loading", model=settings.model, kernels=native.kind(), threads=threads)
     config = ModelConfig(
         model=settings.model,

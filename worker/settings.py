@@ -10,6 +10,7 @@ from runtime.listening import ServerSettings, is_loopback
 from runtime.logs import LogSettings
 from runtime.settings import Refused
 from runtime.tls import PeerTls
+from worker.cpu_build import Build
 
 
 class WorkerSettings(LogSettings, ServerSettings, PeerTls):
@@ -43,6 +44,9 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
     max_waiting: int = Field(default=1024, ge=1, description="runs that may wait for room or their turn")
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of the engine; unset: as many of its cores as are fastest"
+    )
+    kernels: Build = Field(
+        default="auto", description="CPU build to run: avx512, avx2, or none of the compiled kernels; auto: the best"
     )
     lease_ms: int = Field(default=10_000, ge=1_000, description="how long a ticket keeps its blocks unless renewed")
     allow_unauthenticated_peers: bool = Field(

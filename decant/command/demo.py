@@ -12,7 +12,9 @@ from decant.command import audit, deployments, generate, status
 from decant.command.deployments import Deployment
 from decant.command.errors import CommandFailed
 
-PROMPT = 'def read_lines(path):\n    """Return the lines of a file as a list of strings."""\n'
+PROMPT = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'
+SEED = 2
+"""With it the answer is a whole function, and the same one, with every build of the kernels."""
 _LAST_LINES = 20
 _END_SECONDS = 120.0
 
@@ -21,10 +23,10 @@ def run() -> None:
     """Raises CommandFailed where the deployment doesn't come up, or doesn't add up afterwards."""
     print("decant up --port 0      (a private Redis, a prefill worker, a decode worker, a router)", flush=True)
     with _deployment() as running:
-        print(f"ready on {running.addresses[0]}\n\ndecant generate --temperature 0.7 --seed 1 --max-tokens 60\n")
+        print(f"ready on {running.addresses[0]}\n\ndecant generate --temperature 0.7 --seed {SEED} --max-tokens 60\n")
         print(PROMPT, end="", flush=True)
         asking = generate.Asking(running.addresses[0], timeout=_END_SECONDS)
-        line = generate.run(asking, PROMPT, {"temperature": 0.7, "seed": 1, "max_tokens": 60})
+        line = generate.run(asking, PROMPT, {"temperature": 0.7, "seed": SEED, "max_tokens": 60})
         print(f"\n{line}")
         print("\ndecant status", flush=True)
         status.run(running.redis_url, as_json=False)

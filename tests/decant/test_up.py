@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +20,7 @@ import psutil
 import pytest
 
 from decant import Client
+from decant.command import demo
 from protos.worker_pb2 import AuditRequest
 from protos.worker_pb2_grpc import AuditStub
 from runtime import certificates
@@ -135,8 +138,12 @@ def test_the_demo_shows_it_all_and_leaves_nothing(tmp_path: Path) -> None:
     before = {one.pid for one in psutil.process_iter()}
     done = command(tmp_path, "demo")
     assert done.returncode == 0, done.stderr
-    for part in ("def read_lines(path):", "60 tokens", "prefill-1 -> decode-1", "adds up"):
+    for part in ("def is_empty(self):", "prefill-1 -> decode-1", "adds up"):
         assert part in done.stdout
+    question = done.stdout[done.stdout.index(demo.PROMPT) :].partition("\ndecant status")[0]
+    function, _, line = question.strip().rpartition("\n")
+    assert ast.parse(function).body, "a whole function"
+    assert re.search(r"\d+ tokens", line)
     left = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before]
     assert not [one for one in left if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
     nothing_left([], [], tmp_path)

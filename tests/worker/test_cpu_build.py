@@ -1,0 +1,39 @@
+"""A worker runs the build of the kernels that it is asked for, or says why not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine import native
+from engine.errors import InvalidConfig
+from worker import cpu_build
+
+SCRIPT = """
+import sys
+from worker import cpu_build
+cpu_build.choose(sys.argv[1])
+from engine import native
+cpu_build.check(sys.argv[1], native.kind())
+print(native.kind())
+"""
+CAPABILITIES = {"avx512": "AVX512", "avx2": "AVX2", "none": "DEFAULT"}
+BUILDS = {"_kernels_avx512": "avx512", "_kernels": "avx2"}
+
+
+@pytest.mark.parametrize("build", [*(BUILDS[name] for name in native.fitting()), "none"])
+def test_every_build_that_the_cpu_can_run_may_be_forced(build: str) -> None:
+    """With the instructions that torch takes."""
+    command, clean = [sys.executable, "-c", SCRIPT, build], {"PATH": os.environ["PATH"]}
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == CAPABILITIES[build]
+
+
+def test_a_build_that_does_not_run_here_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="kernels"):
+        cpu_build.check("avx512", "AVX2 _kernels")
+    cpu_build.check("auto", "AVX2 _kernels")
