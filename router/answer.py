@@ -3,10 +3,10 @@
     course: tokens t0 t1 t2 t3 t4 ... end        read at the client's pace
             started, delta(t0), delta(t1 t2 t3), delta(t4 and what was held back), finished
 
-All tokens that are there go into one delta, so a slow reader gets fewer and larger ones. What text a token adds is
-decided by the tokens and the request alone: one that stops has none, and the last that can be written brings what was
-held back, whether or not the end is known yet. So a reader may begin after any token, and gets the rest of the same
-text.
+All tokens that are there go into one delta, up to MAX_DELTA_TOKENS, so a slow reader gets fewer and larger ones. What
+text a token adds is decided by the tokens and the request alone: one that stops has none, and the last that can be
+written brings what was held back, whether or not the end is known yet. So a reader may begin after any token, and gets
+the rest of the same text.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from router.request import Course, Ended
 from router.text import Words
 from router.writing import unpack
 from runtime.errors import InvalidArgument, ServiceError
+
+MAX_DELTA_TOKENS = 1024
+"""In one message: with 20 alternatives each about 1 MiB, a quarter of what gRPC's clients receive by default."""
 
 Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 """Sends a message; it has been serialized when this returns."""
@@ -44,7 +47,7 @@ class Answer:
         InvalidArgument where the course ends before `after_seq`."""
         course = self._course
         message = pb.GenerateStreamResponse(request_id=course.request.key.id, seq=self._read)
-        chunk = self._wanted.min_chunk_tokens
+        chunk = min(self._wanted.min_chunk_tokens, MAX_DELTA_TOKENS)
         await course.beyond(self._read - 1 if self._read else chunk - 1)
         self._pass_over(self._read)
         await course.explained()
@@ -106,10 +109,10 @@ class Answer:
             self._text.add(tokens[:count])
 
     def _fill(self, message: pb.GenerateStreamResponse) -> int:
-        """Makes `message` the delta of all tokens that are there and not read; returns how many. Per token of a
-        stream this is what is done, so nothing is made that the message has already."""
+        """Makes `message` the delta of what is there and not read, up to MAX_DELTA_TOKENS; returns how many tokens.
+        Per token of a stream this is what is done, so nothing is made that the message has already."""
         wanted, read = self._wanted, self._read
-        tokens = self._course.tokens[read:]
+        tokens = self._course.tokens[read : read + MAX_DELTA_TOKENS]
         count = len(tokens)
         if not count:
             return 0

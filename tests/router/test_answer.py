@@ -155,6 +155,14 @@ async def test_the_text_after_so_many_tokens_is_the_same_at_any_pace(data):
         assert all(len(delta.logprobs) == len(delta.token_ids) == delta.num_tokens for delta in reader.deltas)
 
 
+async def test_no_message_is_larger_than_a_client_receives_by_default() -> None:
+    reader = Reader(Course(await valid(response=pb.ResponseOptions(logprobs=20))))
+    write(reader.course, *[5] * 16_000, end=AT_LENGTH)
+    messages = await reader.read()
+    assert sum(delta.num_tokens for delta in reader.deltas) == 16_000
+    assert max(message.ByteSize() for message in messages) < 4 << 20
+
+
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("end_known", [True, False])
 async def test_a_token_that_stops_counts_and_has_no_text(skip, end_known):
