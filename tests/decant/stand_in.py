@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import signal
 import socket
 import sys
 import tempfile
-import threading
 from datetime import UTC, datetime
 
 from decant.command.up.peers import OF_PEERS, OF_SERVERS
@@ -31,8 +31,8 @@ def main() -> int:
     if given.does == "crash":
         return 1
     tempfile.mkstemp()  # left behind, as libraries do
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # an Event that is set in a handler may block its own wait
+    signal.signal(signal.SIGTERM, lambda *_: asked.put(None))
     with socket.create_server(("127.0.0.1", given.port)) as listener:
         say("credentials", **{name: value for name, value in os.environ.items() if name in OF_PEERS | OF_SERVERS})
         say("serving", address=f"127.0.0.1:{listener.getsockname()[1]}")
@@ -42,11 +42,10 @@ def main() -> int:
             say("readiness", state="ready")
         print("not JSON", flush=True)
         while True:
-            ended.wait()
+            asked.get()
             say("asked to end")
             if given.does != "never-end":
                 return int(given.does == "end-badly")
-            ended.clear()
 
 
 if __name__ == "__main__":
