@@ -1,16 +1,20 @@
 """The whole table on a tiny shape: every row is there, and what it stands on adds up."""
 
+import io
 import json
+import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import child, engine
 from bench.ours import make_engine
 from bench.steps import Profile
 from engine.layer import Layer
 from engine.model import ModelConfig, load
-from tests.bench.test_engine import bench
+from tests.bench import forked
 from tests.engine import tiny as models_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -19,9 +23,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def measured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("table") / "out.json"
-    run = bench("--model", tiny, "--threads", "1", "--runs", "1", "--baselines", "none", "--json", out)
-    assert run.returncode == 0, run.stderr
-    assert "prompt of 1,750" in " ".join(run.stderr.split())
+    options = ("--threads", "1", "--runs", "1", "--baselines", "none", "--kv-bytes", str(1 << 28))
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as said:
+        patch.setattr(child, "run", forked.run)
+        patch.setattr("signal.signal", lambda *_: None)
+        patch.setenv("COLUMNS", "200")
+        patch.setattr(sys, "argv", ["engine", "--model", str(tiny), "--json", str(out), *options])
+        assert engine.main() == 0, said.getvalue()
+    assert "prompt of 1,750" in " ".join(said.getvalue().split())
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
