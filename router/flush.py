@@ -35,6 +35,8 @@ FAULT_MOST_SECONDS = 30.0
 """Between two writes of a request that Redis refuses with an error."""
 FAULT_TRIES = 3
 """Writes of a request that has ended before it is given up, where Redis refuses each with an error."""
+MOST_DOUBLINGS = 10
+"""Of a pause: after these it is at its longest."""
 KEPT_ENDED = 10_000
 """Ended requests that are kept for a Redis that is away; the oldest go first."""
 
@@ -143,8 +145,7 @@ class Flusher:
     def _pause(self) -> float:
         """Seconds until the next flush of all requests."""
         if self.is_away:
-            longest: float = min(AWAY_SECONDS * 2 ** (self._failures - 1), AWAY_MOST_SECONDS)
-            return longest * random.uniform(0.5, 1.0)
+            return _doubled(AWAY_SECONDS, self._failures - 1, AWAY_MOST_SECONDS) * random.uniform(0.5, 1.0)
         busy = self._took_seconds * (1 - BUSY_SHARE) / BUSY_SHARE
         return max(self._interval, min(busy, BUSY_MOST_SECONDS))
 
@@ -203,7 +204,7 @@ class Flusher:
         tries = self._faults[owned].tries + 1 if owned in self._faults else 1
         if tries == 1:
             _log.error("a request can't be written to the state store", request_id=owned.key.id, error=str(error))
-        pause = min(FAULT_SECONDS * 2 ** (tries - 1), FAULT_MOST_SECONDS)
+        pause = _doubled(FAULT_SECONDS, tries - 1, FAULT_MOST_SECONDS)
         self._faults[owned] = _Fault(tries, asyncio.get_running_loop().time() + pause)
         if owned in self._ended and tries >= FAULT_TRIES:
             _log.error("an ended request is given up unwritten", request_id=owned.key.id, tries=tries)
@@ -226,6 +227,11 @@ class Flusher:
     def _see_if_idle(self) -> None:
         if not self._running and not self._ended:
             self._idle.set()
+
+
+def _doubled(seconds: float, times: int, most: float) -> float:
+    """At most ``most``, after any number of failures: a float overflows after 1,023 doublings."""
+    return min(seconds * float(2 ** min(times, MOST_DOUBLINGS)), most)
 
 
 def append_new(owned: OwnedRequest, course: Course) -> None:

@@ -141,11 +141,22 @@ async def test_while_redis_is_away_a_try_costs_one_round_trip_and_tries_become_f
 async def test_pauses_grow_while_redis_is_away_and_differ_between_routers(store: Store) -> None:
     flusher = Flusher(store.requests, flush_ms=50)
     flusher.is_away = True
-    for failures, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (40, 4.0)):
+    for failures, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (40, 4.0), (100_000, 4.0)):
         flusher._failures = failures
         pauses = [flusher._pause() for _ in range(50)]
         assert all(longest / 2 <= pause <= longest for pause in pauses)
         assert len(set(pauses)) > 40
+
+
+async def test_a_redis_that_refuses_a_request_for_days_does_not_end_the_flusher(store: Store) -> None:
+    flusher = Flusher(store.requests, flush_ms=50)
+    held = Held(make_owned(RequestKey("t", "refused")))
+    flusher.begin(held)
+    flusher._set_aside(held, StoreFault("WRONGTYPE"))
+    flusher._faults[held.owned].tries = 100_000
+    flusher._set_aside(held, StoreFault("WRONGTYPE"))
+    now = asyncio.get_running_loop().time()
+    assert 0 < flusher._faults[held.owned].again_at - now <= flush.FAULT_MOST_SECONDS
 
 
 async def test_the_interval_follows_how_long_flushes_take(store: Store) -> None:
