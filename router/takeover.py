@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from router.dispatch import Dispatcher
 from runtime import logs
@@ -104,7 +105,8 @@ class Takeover:
         for key in left:
             await self._take(dead, key)
         if not left:
-            await self._store.open.take(dead, self._router)  # forgets a router that has no entries
+            with suppress(OwnerAlive):
+                await self._store.open.take(dead, self._router)  # forgets a router that has no entries
 
     async def _reclaim(self) -> None:
         """Run what this router owns by the store and does not run: the answer to its acceptance or adoption was lost.
@@ -118,7 +120,10 @@ class Takeover:
             await self._dispatcher.take_over(key)
         except StoreUnavailable:
             raise
-        except (OwnerAlive, Superseded, UnknownRequest):
+        except OwnerAlive as error:
+            if error.owner == owner:
+                return  # it registered again meanwhile: the entry is its own
+        except (Superseded, UnknownRequest):
             pass  # it has another owner, or is over
         except UnreadableRequest as error:  # no router can: it stays in the store until it expires
             _log.error("a request is set aside", request_id=key.id, router=owner.id, error=str(error))

@@ -20,6 +20,7 @@ from state.store import Store
 from tests.router.core import core, ended, make_request, tokens_of, until, written
 from tests.router.fake_worker import answer, fleet
 from tests.router.test_coming_back import KEY, PROMPT, left_behind, watching
+from tests.state.scenes import router_facts
 from tests.worker.decode_scene import eventually
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
@@ -106,6 +107,27 @@ async def test_a_router_that_reaches_no_worker_leaves_requests_to_others(store: 
             await scene.dispatcher.take_over(KEY)
     found = await store.requests.read(KEY)
     assert (found.epoch, found.owner) == (1, GONE)
+
+
+async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entries(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    gate = Gate(monkeypatch, store, "adopt_orphan")
+    async with fleet(P, D) as workers, core(store, workers) as scene, watching(store, scene):
+        await gate.reached.wait()
+        registration = await store.routers.register(router_facts(GONE))
+        looks = looks_of(store, monkeypatch)
+        gate.opened.set()
+        await until(lambda: len(looks) > 1)
+        assert (await store.requests.read(KEY)).owner == GONE
+        assert await store.open.of(GONE) == {KEY}, "it is found there should that router be lost later"
+        await registration.remove()
+        workers[1].script.pause_at = 3
+        await until(lambda: workers[1].starts)
+        course = await scene.dispatcher.resume(KEY)
+        workers[1].go.set()
+        await ended(course)
 
 
 # ------------------------------------------------------------------------------------- a client comes, or leaves
