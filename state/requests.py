@@ -101,7 +101,7 @@ class Requests:
             request.stored, request.told = 0, None
         await self._write_batches(behind, lost)
         elsewhere = [r for r, error in lost.items() if _is_elsewhere(r, error)]
-        over = [*elsewhere, *(r for r in requests if r.ended and not r.has_news)]
+        over = [*elsewhere, *(r for r in requests if r.ended and r.is_listed and not r.has_news)]
         await self._open.remove_all(over)
         for request in over:
             request.is_listed = False

@@ -102,6 +102,15 @@ async def test_a_request_that_begins_anew_keeps_its_entry_when_the_failed_ones_r
         assert isinstance((await ended(course)).end, Ended)
 
 
+async def test_a_late_write_of_a_failed_request_leaves_the_entry_of_the_one_that_began_anew(store: Store) -> None:
+    failed = make_request()
+    await store.requests.accept(failed)
+    failed.move(FAILED, NOW)
+    failed.is_listed = False
+    await store.requests.flush([failed])
+    assert await store.open.of(router(1)) == {KEY}
+
+
 class Routers:
     """Three routers with some requests, of which each does what it likes, and a Redis that loses removals."""
 
