@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from protos import worker_pb2 as wire
+from runtime.peer import enum_name
 
 
 class HandoffFailed(Exception):
     """A handoff that will not be completed. ``cause`` says whether and where another attempt makes sense."""
 
     def __init__(self, cause: wire.Cause, detail: str, peer: wire.Peer | None = None) -> None:
-        super().__init__(f"{wire.Cause.Name(cause)}: {detail}")
+        super().__init__(f"{enum_name(wire.Cause, cause)}: {detail}")
         self.cause = cause
         self.detail = detail
         self.peer = peer

@@ -17,6 +17,7 @@ from __future__ import annotations
 from protos import worker_pb2 as wire
 from runtime.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unimplemented
 from runtime.fault import Reason
+from runtime.peer import enum_name
 from state.names import Life
 
 NO_ROOM = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
@@ -38,7 +39,7 @@ class AttemptFailed(Exception):
     """This try is over; another may do. ``blamed`` is the worker at fault, if one is."""
 
     def __init__(self, failure: wire.Failure, blamed: Life | None) -> None:
-        super().__init__(f"{wire.Cause.Name(failure.cause)}: {failure.detail}")
+        super().__init__(f"{enum_name(wire.Cause, failure.cause)}: {failure.detail}")
         self.failure = failure
         self.blamed = blamed
 

@@ -27,7 +27,7 @@ from router.view import View
 from router.waits import Waits
 from runtime import logs
 from runtime.channel import Connector
-from runtime.peer import speaks
+from runtime.peer import enum_name, speaks
 from runtime.tls import PeerTls
 from state.directory import Listing, Workers
 from state.errors import StateError
@@ -322,7 +322,7 @@ class Pool:
         worker = Worker(facts, channel, session, generation)
         self._workers[worker.life] = worker
         self._tasks[worker.life] = asyncio.create_task(self._live(worker))
-        _log.info("worker found", worker=worker.life.id, address=facts.address, role=wire.Role.Name(facts.role))
+        _log.info("worker found", worker=worker.life.id, address=facts.address, role=enum_name(wire.Role, facts.role))
 
     async def _live(self, worker: Worker) -> None:
         """A worker's time here, from its registration until it is over."""

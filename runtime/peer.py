@@ -6,6 +6,8 @@ import os
 import secrets
 import socket
 
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+
 from protos import worker_pb2 as wire
 from runtime import logs
 
@@ -46,6 +48,12 @@ def default_id(role: str) -> str:
 def speaks(protocol: int) -> bool:
     """Whether a peer of that version is understood: ours and the one before."""
     return protocol in (PROTOCOL, PROTOCOL - 1) and protocol > 0
+
+
+def enum_name(enum: EnumTypeWrapper, value: int) -> str:
+    """Its name; the number of a value that only a newer build knows."""
+    found = enum.DESCRIPTOR.values_by_number.get(value)
+    return str(value) if found is None else found.name
 
 
 def same_life(one: wire.Peer, other: wire.Peer) -> bool:

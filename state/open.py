@@ -8,7 +8,9 @@ entries over asks for each request by `Requests.adopt_orphan`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from state import keys, scripts
 from state.client import Client
@@ -17,6 +19,8 @@ from state.keys import Lifetimes
 from state.names import Life, RequestKey
 from state.owned import OwnedRequest
 from state.scripts import Command
+
+Name = TypeVar("Name", RequestKey, Life)
 
 BATCH = 1000  # members in one command: Lua's stack holds about 8,000
 
@@ -48,15 +52,16 @@ class OpenRequests:
         await self._client.run_all([_removing(router, batch) for router, batch in _batches(requests)])
 
     async def of(self, router: Life) -> set[RequestKey]:
-        """Raises StoreUnavailable."""
-        members = await self._client.ask("SMEMBERS", keys.open_set(router))
-        return {RequestKey.parse(member.decode()) for member in members}
+        """Members that can't be read are passed over. Raises StoreUnavailable."""
+        return set(_readable(RequestKey.parse, await self._client.ask("SMEMBERS", keys.open_set(router))))
 
     async def orphaned(self) -> set[Life]:
-        """Routers that have entries and are not registered. Raises StoreUnavailable."""
+        """Routers that have entries and are not registered; names that can't be read are passed over.
+
+        Raises StoreUnavailable.
+        """
         names = [keys.OWNERS, keys.expiry("routers"), keys.peers("routers")]
-        lives = await self._client.run(scripts.OPEN_ORPHANED.call(names))
-        return {Life.parse(life.decode()) for life in lives}
+        return set(_readable(Life.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
 
     async def take(self, dead: Life, router: Life, most: int = BATCH) -> list[RequestKey]:
         """Move up to `most` entries of a router that isn't registered to `router`; of several takers one gets each.
@@ -70,7 +75,14 @@ class OpenRequests:
         )
         if reply[0] == b"alive":
             raise OwnerAlive(dead)
-        return [RequestKey.parse(member.decode()) for member in reply[1:]]
+        return list(_readable(RequestKey.parse, reply[1:]))
+
+
+def _readable(parse: Callable[[str], Name], members: Iterable[bytes]) -> Iterator[Name]:
+    """What no router writes concerns no other member: it is left where it is."""
+    for member in members:
+        with suppress(ValueError):
+            yield parse(member.decode())
 
 
 def _removing(router: Life, requests: Sequence[RequestKey]) -> Command:

@@ -20,7 +20,15 @@ from state import keys, scripts
 from state.client import Client, Reply
 from state.directory import Routers
 from state.era import Era
-from state.errors import AlreadyExists, OwnerAlive, StateError, StoreFault, StoreUnavailable, Superseded
+from state.errors import (
+    AlreadyExists,
+    OwnerAlive,
+    StateError,
+    StoreFault,
+    StoreUnavailable,
+    Superseded,
+    UnreadableRequest,
+)
 from state.keys import Lifetimes
 from state.names import ENDED, Life, RequestKey
 from state.open import OpenRequests, cut
@@ -290,5 +298,9 @@ def _is_elsewhere(request: OwnedRequest, error: Lost) -> bool:
     return isinstance(error, AlreadyExists) or (isinstance(error, Superseded) and error.owner != request.owner)
 
 
-def _superseded(key: RequestKey, reply: list[Reply]) -> Superseded:
-    return Superseded(key, reply[1], Life.parse(reply[2].decode()), reply[3], reply[4])
+def _superseded(key: RequestKey, reply: list[Reply]) -> Superseded | UnreadableRequest:
+    """UnreadableRequest where the owner or state that Redis names is nothing that a router writes."""
+    try:
+        return Superseded(key, reply[1], Life.parse(reply[2].decode()), reply[3], reply[4])
+    except (ValueError, AttributeError, IndexError) as error:
+        return UnreadableRequest(key, str(error))

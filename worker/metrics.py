@@ -54,7 +54,9 @@ class WorkerMetrics:
             return
         self._arriving.discard(arrival.id)
         if outcome is not None:
-            self._metrics.handoff_failures[_label(wire.Cause.Name(outcome.cause))].inc()
+            known = outcome.cause in wire.Cause.values()  # a sender of a newer build may name others
+            cause = wire.Cause.Name(outcome.cause if known else wire.CAUSE_UNSPECIFIED)
+            self._metrics.handoff_failures[_label(cause)].inc()
 
 
 def _label(cause: str) -> str:

@@ -21,7 +21,7 @@ from state import keys
 from state.errors import StateError, UnreadableRequest
 from state.names import Life, RequestKey
 from state.store import Store
-from tests.router.core import core, make_request, until
+from tests.router.core import core, ended, make_request, until
 from tests.router.fake_worker import answer, fleet
 from tests.router.test_coming_back import KEY, PROMPT, left_behind, watching
 
@@ -68,6 +68,30 @@ async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_o
             await scene.dispatcher.look(KEY)
         with pytest.raises(Internal):
             await scene.dispatcher.cancel(KEY)
+
+
+async def test_names_in_open_sets_that_cannot_be_read_are_passed_over(store: Store, bare: sync_redis.Redis) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    bare.sadd(keys.OWNERS, "no life", b"\xff")
+    bare.sadd(keys.open_set(DEAD), b"\xff")
+    async with fleet(P, D) as workers, core(store, workers) as scene, watching(store, scene):
+        await until(lambda: workers[1].starts)
+        await ended(await scene.dispatcher.resume(KEY))
+        await until(lambda: not bare.exists(keys.open_set(DEAD)))
+
+
+async def test_an_owner_that_cannot_be_read_does_not_end_the_flusher(store: Store, bare: sync_redis.Redis) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request("r", max_tokens=5))
+        await until(lambda: scene.owned("r").stored == 2)
+        bare.hset(HASH, "owner", b"\xff")
+        workers[1].go.set()
+        assert isinstance((await ended(course)).end, Ended)
+        await until(lambda: scene.router.flusher._faults)
+        assert isinstance((await scene.answer(make_request("another"))).end, Ended)
+        bare.delete(HASH)
+        await until(lambda: scene.store_is_done)
 
 
 async def test_tokens_that_the_model_does_not_have_are_never_gone_on_with(store: Store) -> None:

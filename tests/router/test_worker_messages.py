@@ -16,9 +16,11 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from handoff.errors import HandoffFailed
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wire
 from protos.state_pb2 import WorkerRegistration
+from router.failures import AttemptFailed, raised_by
 from router.following import Following
 from router.request import Course, Ended
 from router.sessions import Session
@@ -26,6 +28,7 @@ from router.view import View
 from router.writing import Pen, pack
 from runtime.errors import Aborted, ServiceError, Unavailable
 from runtime.fault import Reason
+from state.names import Life
 from state.store import Store
 from tests.router import fake_worker
 from tests.router.core import Core, core, ended, make_request, until, written
@@ -318,3 +321,18 @@ async def _again(scene: Core, number: int) -> Course:
         with suppress(ServiceError):
             return await scene.dispatcher.begin(make_request(f"r{number}", max_tokens=50, shown=SHOWN))
         await asyncio.sleep(0.05)
+
+
+async def test_a_role_that_only_a_newer_build_knows_ends_no_router(store: Store) -> None:
+    async with fleet(P, D, D2) as workers:
+        workers[2].facts.role = 99  # type: ignore[assignment]
+        async with core(store, workers) as scene:
+            assert isinstance((await scene.answer(make_request())).end, Ended)
+
+
+def test_a_cause_that_only_a_newer_build_knows_fails_an_attempt() -> None:
+    failure = wire.Failure(cause=99, detail="why")  # type: ignore[arg-type]
+    error = raised_by(failure, Life("w", 1))
+    assert isinstance(error, AttemptFailed)
+    assert str(error) == "99: why"
+    assert str(HandoffFailed.of(failure)) == "99: why"
