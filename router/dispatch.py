@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 
 from protos import worker_pb2 as wire
+from protos.inference_pb2 import Generation
 from router.execution import RETRY_SECONDS, Execution, Router
 from router.request import Course, Ended, ValidRequest
 from router.revival import check_stored, end_of, replayed, store_error
@@ -91,9 +92,27 @@ class Dispatcher:
             execution.owned.is_listed = False  # the entry among the open requests is the new one's from now on
             self.settled(execution)  # the store has it, or will have it before the one that begins now
         if execution is None:
+            try:
+                self._check(request)
+            except QueueFull:
+                if (found := await self._accepted_before(request)) is None:
+                    raise
+                return await self._stored(found)
             execution = self._launched(request, epoch=epoch)
         found = await self._accepted(execution)
         return execution.come_back() if found is None else await self._stored(found)
+
+    async def _accepted_before(self, request: ValidRequest) -> StoredRequest | None:
+        """An equal request that a router has accepted, and that begins no more. Raises AlreadyExists."""
+        try:
+            found = await self._read(request.key)
+        except ServiceError:
+            return None
+        if found.state == Generation.STATE_FAILED and not found.length:
+            return None
+        if found.payload != request.payload:
+            raise AlreadyExists(request.key.id)
+        return found
 
     async def resume(self, key: RequestKey) -> Course:
         """The course of a request that was accepted, from its beginning.
@@ -126,8 +145,6 @@ class Dispatcher:
                     await ended.is_settled.wait()
 
     def _launched(self, request: ValidRequest, adopted: StoredRequest | None = None, epoch: int = 1) -> Execution:
-        if adopted is None:
-            self._check(request)
         execution = Execution(request, self._router, self, adopted, epoch)
         self._executions[request.key] = execution
         self._idle.clear()
@@ -240,10 +257,25 @@ class Dispatcher:
         if tasks:
             await asyncio.wait(tasks)
 
-    def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
-        """Raises QueueFull for a new request that would have to wait behind too many, or for longer than it may."""
+    async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
+        """Raises QueueFull for a new request that would have to wait behind too many, or for longer than it may. One
+        that any router has accepted is not new: whoever asks for it again reads it."""
         if self._here(key) is not None:
             return
+        try:
+            self._check_wait(model, priority, deadline)
+        except QueueFull:
+            if not key.id or self._router.flusher.is_away or not await self._is_known(key):
+                raise
+
+    async def _is_known(self, key: RequestKey) -> bool:
+        try:
+            return await self._router.requests.exists(key)
+        except StateError:
+            return False
+
+    def _check_wait(self, model: str, priority: int, deadline: Deadline) -> None:
+        """Raises QueueFull."""
         router = self._router
         settings, predicted = router.settings, router.pool.waits[model].predicted(priority)
         waiting = router.admission.waiting + sum(map(len, router.pool.lines.values()))
@@ -261,7 +293,7 @@ class Dispatcher:
         model = request.work.model
         if self._draining:
             raise _draining()
-        self.check_wait(request.key, model, request.work.priority, request.deadline)
+        self._check_wait(model, request.work.priority, request.deadline)
         if next(self._router.pool.of(model), None) is None:
             words = f"no worker serves {model} now"
             raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)

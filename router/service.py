@@ -70,7 +70,7 @@ class Dispatcher(Protocol):
     def window_of(self, model: str) -> int | None:
         """The least window that the model's live workers serve; None while there are none."""
 
-    def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
+    async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
         """Raises QueueFull for a new request that would have to wait behind too many, or for longer than it may."""
 
     def booked(self, tenant: str) -> AbstractAsyncContextManager[None]:
@@ -127,8 +127,9 @@ class InferenceService:
         tenant, deadline = call.tenant, Deadline.of(call.context)
         model = tenant.models.find(request.model).id
         # Before any work on it: under overload most of a router's time would go into what it then refuses.
+        check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
-        self._dispatcher.check_wait(key, model, request.priority, deadline)
+        await self._dispatcher.check_wait(key, model, request.priority, deadline)
         valid = await validate(request, tenant.models, self._dispatcher.window_of, deadline, tenant.name)
         return await self._dispatcher.begin(valid)
 

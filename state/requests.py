@@ -122,6 +122,10 @@ class Requests:
             raise await self._era.unknown(key)
         return parse(key, reply[1])
 
+    async def exists(self, key: RequestKey) -> bool:
+        """Whether anything is stored of a request. Cheaper than `read`. Raises StoreUnavailable."""
+        return bool(await self._reads.ask("EXISTS", keys.request(key)))
+
     async def adopt(self, key: RequestKey, router: Life, epoch: int | None = None) -> StoredRequest:
         """Make `router` the owner, whoever was it: its client's newest stream is there.
 

@@ -117,7 +117,7 @@ class ScriptedDispatcher:
     def window_of(self, model: str) -> int | None:
         return self.window
 
-    def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
+    async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
         pass
 
     @asynccontextmanager

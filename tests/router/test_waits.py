@@ -13,10 +13,11 @@ from protos import inference_pb2_grpc as services
 from protos import worker_pb2 as wire
 from router.credentials import Anybody
 from router.models import Models
+from router.request import Ended
 from router.service import About, InferenceService
 from router.waits import LONG_SECONDS, Wait, Waits
 from runtime.channel import Deadline, open_channel
-from runtime.errors import QueueFull, from_call
+from runtime.errors import AlreadyExists, QueueFull, from_call
 from runtime.fault import Reason
 from runtime.health import Readiness
 from runtime.listening import ServerSettings
@@ -183,8 +184,31 @@ async def test_a_known_request_is_not_refused_before_it_is_read(store: Store, mo
         workers[1].script.pause_at = 1
         course = await scene.dispatcher.begin(make_request())
         predicting(scene, 1e6, monkeypatch)
-        scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
+        await scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
         with pytest.raises(QueueFull):
-            scene.dispatcher.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
+            await scene.dispatcher.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
         workers[1].go.set()
         await ended(course)
+
+
+@pytest.mark.parametrize("is_ended", [True, False], ids=["ended", "open"])
+async def test_a_request_that_another_router_accepted_is_not_refused_for_its_wait(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_ended: bool
+) -> None:
+    async with fleet(P, D) as workers, core(store, workers, id="one") as one, core(store, workers, id="two") as two:
+        if not is_ended:
+            workers[1].script.pause_at = 2
+        course = await one.dispatcher.begin(make_request())
+        if is_ended:
+            await ended(course)
+            await until(lambda: one.store_is_done)
+        predicting(two, 1e6, monkeypatch)
+        key = course.request.key
+        await two.dispatcher.check_wait(key, MODEL, 0, Deadline())
+        again = await two.dispatcher.begin(make_request())
+        workers[1].go.set()
+        assert isinstance((await ended(again)).end, Ended)
+        with pytest.raises(AlreadyExists):
+            await two.dispatcher.begin(make_request(max_tokens=6))
+        with pytest.raises(QueueFull):
+            await two.dispatcher.begin(make_request("new"))
