@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 from protos.state_pb2 import RouterRegistration, WorkerRegistration
 from state.client import Client
@@ -29,6 +30,10 @@ class StoreSettings:
     def __post_init__(self) -> None:
         if not self.url.startswith(SCHEMES):
             raise ValueError(f"url: begins with one of {', '.join(SCHEMES)}, got {self.url.partition('://')[0]}")
+        try:
+            urlsplit(self.url).port  # noqa: B018 - raises
+        except ValueError:
+            raise ValueError("url: host:port with a port from 0 to 65535") from None
         if self.deadline_s <= 0:
             raise ValueError(f"deadline_s: above 0, got {self.deadline_s}")
         if self.max_connections < 2:

@@ -50,6 +50,15 @@ def test_a_folder_that_is_not_there_is_no_hub_name(tmp_path: Path) -> None:
         assert refusal(model=name) == f"--model: no such folder: {name}"
 
 
+def test_an_empty_model_name_is_refused_instead_of_serving_the_default() -> None:
+    assert refusal(model="") == "--model: a folder or a hub name, got ''"
+
+
+def test_a_file_is_refused_as_a_model_without_asking_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    assert refusal(model=f"{tmp_path}/model.gguf").endswith("it is a file; a folder or a hub name is needed")
+
+
 def break_config(model: Path) -> str:
     (model / "config.json").write_text("{")
     return "its configuration can't be read"
@@ -121,6 +130,7 @@ def test_memory_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch, m
     )
     assert "12.5 MiB of weights" in refusal(kv_memory="4G", dtype="float32")
     assert "41 workers" in refusal(kv_memory="1M", prefill=40)
+    assert refusal(kv_memory="0") == "--kv-memory: a size above 0, such as 512M or 2G, got 0"
     check(UpOptions(port=0, kv_memory="3G"))
     monkeypatch.setattr(shares, "available_memory", lambda: 1 << 20)
     assert "memory: " in refusal(kv_memory=None)
@@ -138,11 +148,15 @@ def test_a_port_in_use_is_refused_with_the_process_that_holds_it() -> None:
 
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
     assert refusal(host="203.0.113.1", port=6009).startswith("--host: can't listen on 203.0.113.1:6009: ")
+    assert refusal(host="203.0.113.1", port=0).startswith("--host: can't listen on 203.0.113.1:0: ")
 
 
 def test_a_redis_that_does_not_answer_is_refused() -> None:
     assert refusal(redis_url="redis://127.0.0.1:1").startswith("--redis-url: ")
     assert refusal(redis_url="foo") == "--redis-url: begins with one of redis://, rediss://, unix://, got foo"
+    for port in ("port", "65536"):
+        url = f"redis://127.0.0.1:{port}"
+        assert refusal(redis_url=url) == "--redis-url: host:port with a port from 0 to 65535"
     with PrivateRedis() as redis:
         check(UpOptions(port=0, kv_memory="32M", redis_url=redis.url))
 

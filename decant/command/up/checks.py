@@ -29,11 +29,13 @@ PROCESS_BYTES = 256 << 20
 def check_model(options: UpOptions) -> None:
     """Checks configuration, weight files and tokenizer. Raises CommandFailed."""
     model = model_of(options)
-    is_folder = Path(model).is_dir()
-    if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+    if not model:
+        raise CommandFailed("--model: a folder or a hub name, got ''", status=2)
+    is_there = Path(model).exists()
+    if not is_there and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise CommandFailed(f"--model: no such folder: {model}", status=2)
     try:
-        if is_folder:
+        if is_there:
             weight_files.check(Path(model))
         files = find(model)
         weight_files.check_format(files.folder, weight_files.read_config(files.folder))
@@ -72,8 +74,7 @@ async def _ping(settings: StoreSettings) -> None:
 def check_ports(plan: Plan, host: str) -> None:
     """Checks that every router can listen on its port. Raises CommandFailed, which names the process in the way."""
     for spec in plan.routers:
-        if spec.port:
-            _check_port(host.strip("[]"), spec.port)
+        _check_port(host.strip("[]"), spec.port)
 
 
 def _check_port(host: str, port: int) -> None:

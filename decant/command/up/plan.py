@@ -151,7 +151,7 @@ def _id(options: UpOptions, name: str) -> str:
 
 def model_of(options: UpOptions) -> str:
     """Folder or hub name."""
-    return options.model or str(models.path())
+    return str(models.path()) if options.model is None else options.model
 
 
 def _kv_bytes(options: UpOptions, workers: int) -> int:

@@ -89,9 +89,10 @@ def weights_size(model: str, dtype: str = "auto") -> int:
 def parse_size(text: str) -> int:
     """Bytes: "512M", "2G", "1073741824". Raises CommandFailed."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise CommandFailed(f"--kv-memory: a size such as 512M or 2G, got {text}", status=2)
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    count = int(float(match[1]) * _UNITS[match[2].upper()]) if match is not None else 0
+    if not count:
+        raise CommandFailed(f"--kv-memory: a size above 0, such as 512M or 2G, got {text}", status=2)
+    return count
 
 
 def size(count: int) -> str:
