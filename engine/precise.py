@@ -1,7 +1,7 @@
 """Run a model in float32 on the weights that it has, whatever their dtype, without a copy of them.
 
-Comparing two ways to compute a model in bfloat16 can't tell an error from rounding: where a router stands near a tie,
-the last bit chooses the expert, and logits differ as much as those of a wrong model. In float32 they agree or don't.
+Comparing two ways to compute a model in bfloat16 can't distinguish an error from rounding: where a router stands near a
+tie, the last bit chooses the expert, and logits differ as much as those of a wrong model. In float32 they agree or not.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Reference:
     """Logits [length, vocabulary] of each trial by transformers' own attention, computed in float32.
 
     ``noise`` is how far the model's own dtype typically takes transformers from them. The last trial needs a cache that
-    forgets; a model with a state of another kind can't use one, and is to hear first what the other trials say of it.
+    forgets; a model with a state of another kind can't use one, and is refused first for what the other trials find.
     """
 
     logits: list[torch.Tensor]

@@ -17,7 +17,7 @@ class Outgoing:
     """``begin`` starts a session's queue, ``open`` and ``close`` say whether messages may be sent.
 
     A cancel is never lost: while no session is open it is kept, and the next one sends it after its welcome, for the
-    worker may run what it was told to run until then.
+    worker may run what it was started with until then.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class TextWork:
     async def run(self, size: int, deadline: Deadline, work: Callable[..., T], *args: Any) -> T:
         """``work(*args)``, for a text of ``size`` bytes. Raises QueueFull, DeadlineExceeded, and what the work raises.
 
-        Work that has begun keeps its place until it is done, also when nobody waits for it any more.
+        Work that has begun keeps its slot until it is done, also when its caller has gone.
         """
         if self._bytes and self._bytes + size > MAX_BYTES:
             raise QueueFull(f"at most {MAX_BYTES} bytes of text wait", retry_after=RETRY_SECONDS)

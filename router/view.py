@@ -56,7 +56,7 @@ class View:
         self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
         self._cached = Cached()
         self._is_full = False
-        self._allowance = sys.maxsize  # sequences that are sent before it tells its load again
+        self._allowance = sys.maxsize  # sequences that are sent before its next load report
         self._sent_sequences = 0  # since then
         self._sent_tokens = 0
 
@@ -74,7 +74,7 @@ class View:
 
     @property
     def has_room(self) -> bool:
-        """Whether anything may be sent there before it tells its load again."""
+        """Whether anything may be sent there before its next load report."""
         return not self._is_full and self._sent_sequences < self._allowance
 
     def seen(self, prefix: Prefix | None = None, *, avoided: bool = False) -> Seen:
@@ -124,7 +124,7 @@ class View:
         self._is_full = False
 
     def forget(self) -> None:
-        """It will tell from the beginning what it has cached, and which routers it has sessions with."""
+        """Its next heartbeats list all that it has cached, and the routers that it has sessions with."""
         self._cached, self.routers = Cached(), frozenset()
 
     def refused(self) -> None:

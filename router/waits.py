@@ -47,7 +47,7 @@ class Wait:
 
 
 class Waits:
-    """Of one model's requests at this router. ``now`` tells seconds, and never goes back."""
+    """Of one model's requests at this router. ``now`` is a monotonic clock in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

@@ -127,7 +127,7 @@ class Requests:
         return bool(await self._reads.ask("EXISTS", keys.request(key)))
 
     async def adopt(self, key: RequestKey, router: Life, epoch: int | None = None) -> StoredRequest:
-        """Make `router` the owner, whoever was it: its client's newest stream is there.
+        """Make `router` the owner in place of any other: its client's newest stream is there.
 
         One round trip, and one more by which it leaves the open set of the owner before.
 
