@@ -9,6 +9,7 @@ tokens that the file lacks, and says whether a special token that is spelt out i
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,9 +92,15 @@ class ServedModel:
         text: str = self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         return text
 
-    def least_tokens(self, text: str) -> int:
-        """Tokens that a text becomes at least, without tokenizing it; 0 where that is not known."""
-        return 0 if self.bound is None else self.bound.least_tokens(text)
+    async def least_tokens(self, text: str, enough: int) -> int:
+        """Tokens that a text becomes at least, without tokenizing it; 0 where that is not known. Counts to ``enough``,
+        and lets the event loop run meanwhile."""
+        least = 0
+        for least in () if self.bound is None else self.bound.growing(text):
+            if least >= enough:
+                break
+            await asyncio.sleep(0)
+        return least
 
 
 class Models:

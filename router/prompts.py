@@ -72,7 +72,7 @@ async def text_tokens(
     DeadlineExceeded."""
     if not text:
         return []
-    check_fits(field, model.least_tokens(text), longest, at_least=True)
+    check_fits(field, await model.least_tokens(text, longest), longest, at_least=True)
     return await model.encode(text, special=special, deadline=deadline)
 
 

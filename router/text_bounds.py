@@ -23,7 +23,7 @@ _KEEPS_LENGTH = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"})
 _KEEPS_ALL = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"})
 _DROPS_SPACES = frozenset({"Whitespace", "WhitespaceSplit", "BertPreTokenizer"})
 _SLICE = 1 << 16
-"""Characters whose spaces are counted in one call, which holds the interpreter's lock."""
+"""Characters whose spaces are counted in one call, which stops the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,19 @@ class TextBound:
     characters: int
     skips_spaces: bool
 
+    def growing(self, text: str) -> Iterator[int]:
+        """Lower bounds, each of a longer part of the text, the last of all of it; each takes some milliseconds."""
+        if not self.skips_spaces:
+            yield -(-len(text) // self.characters)
+            return
+        count = 0
+        for start in range(0, len(text), _SLICE):
+            count += sum(map(len, text[start : start + _SLICE].split()))
+            yield -(-count // self.characters)
+
     def least_tokens(self, text: str) -> int:
         """Tokens that the text becomes at least."""
-        count = len(text)
-        if self.skips_spaces:
-            slices = range(0, count, _SLICE)
-            count = sum(len(word) for start in slices for word in text[start : start + _SLICE].split())
-        return -(-count // self.characters)
+        return max(self.growing(text), default=0)
 
 
 def text_bound(tokenizer: Tokenizer) -> TextBound | None:

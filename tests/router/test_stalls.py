@@ -15,9 +15,10 @@ from router.credentials import Call, Tenant
 from router.models import Models
 from router.service import About, InferenceService
 from router.templates import ChatTemplate
+from router.text_bounds import TextBound
 from router.validation import check_known, validate
 from runtime.channel import Deadline
-from runtime.errors import Unimplemented
+from runtime.errors import InvalidArgument, Unimplemented
 from runtime.metrics import Registry, RequestMetrics
 from state.names import Life
 from tests.router.scenes import ScriptedDispatcher, model, window
@@ -102,6 +103,22 @@ async def test_the_event_loop_goes_on_while_an_accepted_input_is_validated(what:
     stalls: list[float] = []
     while not stalls or (min(stalls) >= LONGEST_STALL and len(stalls) < TRIES):
         stalls.append(await longest_stall(CASES[what]))
+    assert min(stalls) < LONGEST_STALL, stalls
+
+
+async def test_the_event_loop_goes_on_while_the_words_of_a_long_text_are_counted() -> None:
+    """As by a tokenizer whose tokens may take up any number of spaces."""
+    made = model(window=FITS)
+    object.__setattr__(made, "bound", TextBound(4, skips_spaces=True))
+    request = pb.GenerateRequest(prompt="a b " * 3_900_000)
+
+    async def refused() -> None:
+        with pytest.raises(InvalidArgument, match="at least"):
+            await validate(request, Models([made]), window(FITS), Deadline(), "t")
+
+    stalls: list[float] = []
+    while not stalls or (min(stalls) >= LONGEST_STALL and len(stalls) < TRIES):
+        stalls.append(await longest_stall(refused))
     assert min(stalls) < LONGEST_STALL, stalls
 
 
