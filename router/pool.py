@@ -173,8 +173,9 @@ class Pool:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))
 
     def is_connected(self, router: Life) -> bool:
-        """Whether a worker has a live session with that router, as far as this router's own sessions say."""
-        return any(worker.session.is_open and router in worker.view.routers for worker in self._workers.values())
+        """Whether a worker has a live session with that router, as far as this router's own sessions say. One that was
+        opened a moment ago has said nothing yet: until then any router may be connected."""
+        return any(worker.session.is_open and worker.view.may_reach(router) for worker in self._workers.values())
 
     def layout_of(self, model: str) -> int:
         """What all workers of a model have, where it is one layout and gives equal bits; else 0."""

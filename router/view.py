@@ -51,8 +51,8 @@ class View:
         """Tokens to be computed."""
         self.sequences = Count()
         self.layout = facts.layout
-        self.routers: frozenset[Life] = frozenset()
-        """Routers with a live session at the worker, as it said last; void while this router's session is not open."""
+        self._routers: frozenset[Life] | None = None
+        """Routers with a live session at the worker, as it said last; None until it has said that in this session."""
         self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
         self._cached = Cached()
         self._is_full = False
@@ -71,6 +71,10 @@ class View:
     @property
     def takes_prompts(self) -> bool:
         return self._load.takes_prompts
+
+    def may_reach(self, router: Life) -> bool:
+        """Whether the router has a live session at the worker, or may have. Void while this router has none."""
+        return self._routers is None or router in self._routers
 
     @property
     def has_room(self) -> bool:
@@ -116,8 +120,8 @@ class View:
         self.work.tell(self._load.queued_tokens)
         self.sequences.tell(self._load.running + self._load.waiting)
         self._cached.hear(beat)
-        if beat.routers:
-            self.routers = frozenset(Life.of(router) for router in beat.routers)
+        if beat.routers or self._routers is None:
+            self._routers = frozenset(Life.of(router) for router in beat.routers)
         self._sent_sequences = self._sent_tokens = 0
         if not self._is_full:
             self._allowance *= 2
@@ -125,7 +129,7 @@ class View:
 
     def forget(self) -> None:
         """Its next heartbeats list all that it has cached, and the routers that it has sessions with."""
-        self._cached, self.routers = Cached(), frozenset()
+        self._cached, self._routers = Cached(), None
 
     def refused(self) -> None:
         """It has no room: nothing goes there until it tells its load again, and then few before the next time."""

@@ -18,7 +18,7 @@ from state.names import Life, State
 from state.owned import StoredRequest
 from state.store import Store
 from tests.router.core import core, ended, make_request, tokens_of, until, written
-from tests.router.fake_worker import answer, fleet
+from tests.router.fake_worker import MODEL, answer, fleet
 from tests.router.test_coming_back import KEY, PROMPT, left_behind, watching
 from tests.state.scenes import router_facts
 from tests.worker.decode_scene import eventually
@@ -71,6 +71,16 @@ async def test_a_worker_names_the_routers_that_it_has_sessions_with(store: Store
             await until(lambda: one.router.pool.is_connected(life))
             assert not one.router.pool.is_connected(GONE)
         await until(lambda: not one.router.pool.is_connected(life))
+
+
+async def test_every_router_may_be_alive_until_a_reopened_session_names_those_that_are(store: Store) -> None:
+    async with fleet(D) as workers, core(store, workers) as scene:
+        pool = scene.router.pool
+        await until(lambda: not pool.is_connected(GONE))
+        (worker,) = pool.of(MODEL)
+        worker.session._watcher.opened(worker.session)
+        assert pool.is_connected(GONE)
+        await until(lambda: not pool.is_connected(GONE))
 
 
 @pytest.mark.parametrize("fault", ["an error", "a late answer"])
