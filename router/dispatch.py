@@ -15,6 +15,7 @@ from functools import partial
 from protos import worker_pb2 as wire
 from protos.inference_pb2 import Generation
 from router.execution import RETRY_SECONDS, Execution, Router
+from router.overload import check_wait
 from router.request import Course, Ended, ValidRequest
 from router.revival import check_stored, end_of, replayed, store_error
 from router.standing import Standing
@@ -28,8 +29,6 @@ from state.owned import StoredRequest
 
 SETTLE_SECONDS = 2.0
 """For the store to learn an end that somebody waits for; a store that is slower is as good as away."""
-WAIT_SHARE = 0.75
-"""Of the time until a request's deadline: what it may wait, as predicted. The rest is for its answer."""
 LAST_WRITE_SECONDS = 5.0
 """Of a drain, for a Redis that is away."""
 
@@ -263,7 +262,7 @@ class Dispatcher:
         if self._here(key) is not None:
             return
         try:
-            self._check_wait(model, priority, deadline)
+            check_wait(self._router, model, priority, deadline)
         except QueueFull:
             if not key.id or self._router.flusher.is_away or not await self._is_known(key):
                 raise
@@ -274,26 +273,11 @@ class Dispatcher:
         except StateError:
             return False
 
-    def _check_wait(self, model: str, priority: int, deadline: Deadline) -> None:
-        """Raises QueueFull."""
-        router = self._router
-        settings, predicted = router.settings, router.pool.waits[model].predicted(priority)
-        waiting = router.admission.waiting + sum(map(len, router.pool.lines.values()))
-        if waiting >= settings.queue_limit:
-            raise QueueFull(settings.queue_limit, retry_after=max(predicted, RETRY_SECONDS))
-        left = deadline.remaining()
-        if left is not None and predicted > WAIT_SHARE * left:
-            words = f"a wait of {predicted:.1f} s is predicted, too long for a deadline in {left:.1f} s"
-            raise QueueFull(words, retry_after=predicted)
-        if predicted > settings.max_queue_seconds:
-            words = f"a wait of {predicted:.1f} s is predicted, at most {settings.max_queue_seconds:g} s are allowed"
-            raise QueueFull(words, retry_after=predicted)
-
     def _check(self, request: ValidRequest) -> None:
         model = request.work.model
         if self._draining:
             raise _draining()
-        self._check_wait(model, request.work.priority, request.deadline)
+        check_wait(self._router, model, request.work.priority, request.deadline)
         if next(self._router.pool.of(model), None) is None:
             words = f"no worker serves {model} now"
             raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)
