@@ -134,8 +134,9 @@ def status(
 
 
 @app.command()
-def audit(
+def audit(  # noqa: PLR0913 - a command's options are its parameters
     redis_url: RedisUrl = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until a deployment here has started.")] = 0.0,
     as_json: Json = False,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -152,7 +153,7 @@ def audit(
     with said_in_one_line():
         tls = _tls(ca, certificate, key, server_name)
         if redis_url is None:
-            deployment = Waiting("--redis-url", 0).deployment()
+            deployment = Waiting("--redis-url", wait).deployment()
             redis_url, tls = deployment.redis_url, tls or deployment.peer_tls
         elif tls is None and (known := deployments.with_redis(redis_url)) is not None:
             tls = known.peer_tls

@@ -34,7 +34,7 @@ _STOP_SECONDS = 5.0
 class Deployment:
     """What others need to know of a running deployment. `addresses` are those of its routers, none before they listen;
     `peers` are the fields of a `Tls` with which its workers are called; `processes` by name. `has_started`: all of them
-    have been ready. `began`: wall clock, in seconds."""
+    have been ready; `is_ending`: `decant up` was asked to end. `began`: wall clock, in seconds."""
 
     pid: int
     addresses: tuple[str, ...]
@@ -43,6 +43,7 @@ class Deployment:
     processes: dict[str, Process] = field(default_factory=dict)
     has_started: bool = True
     began: float = 0.0
+    is_ending: bool = False
 
     @property
     def peer_tls(self) -> Tls | None:

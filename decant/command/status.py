@@ -107,7 +107,8 @@ def _state(one: Present[Any], process: Process | None) -> str:
         return process.describe()
     if one.renewed_ago_s > SILENT_S:
         return lost_ago(one.renewed_ago_s)
-    return DRAINING if one.load.draining else READY
+    is_draining = one.load.draining or (process is not None and process.state == DRAINING)
+    return DRAINING if is_draining else READY
 
 
 def document(rows: list[Row], deployment: Deployment | None) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def document(rows: list[Row], deployment: Deployment | None) -> dict[str, Any]:
     others = [{"name": row.name, "role": row.role, "state": row.state} for row in rows if row.facts is None]
     return {
         "has_started": deployment.has_started if deployment is not None else None,
+        "is_ending": deployment.is_ending if deployment is not None else None,
         "routers": [plain for row, plain in registered if row.role == "router"],
         "workers": [plain for row, plain in registered if row.role != "router"],
         "not_registered": others,
@@ -125,8 +127,8 @@ def document(rows: list[Row], deployment: Deployment | None) -> dict[str, Any]:
 
 
 def show(rows: list[Row], console: Console, deployment: Deployment | None = None) -> None:
-    if deployment is not None and not deployment.has_started:
-        console.print(f"`decant up` (process {deployment.pid}) is starting")
+    if deployment is not None and (deployment.is_ending or not deployment.has_started):
+        console.print(f"`decant up` (process {deployment.pid}) is {'ending' if deployment.is_ending else 'starting'}")
     table = new_table("name", "role", "state", "running", "waiting", "queued", "free blocks", "model", "address")
     for row in rows:
         if row.facts is None or row.load is None:

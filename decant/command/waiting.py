@@ -48,9 +48,12 @@ class Waiting:
             self._pause(text)
 
     def for_restart(self, deployment: Deployment) -> bool:
-        """Whether a process of it was not ready, and now all are. False where time is over, or nothing to wait for."""
+        """Whether a process of it was not ready, and now all are. False where time is over, or nothing to wait for.
+        Raises CommandFailed where it is ending."""
         waited = False
         while (found := deployments.of(deployment.pid)) is not None:
+            if found.is_ending:
+                raise CommandFailed(f"`decant up` (process {found.pid}) is ending")
             unready = describe_unready(found.processes)
             if not unready:
                 return waited

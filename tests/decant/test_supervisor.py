@@ -159,12 +159,20 @@ def test_what_lies_in_the_folder_one_stands_in_is_not_run(tmp_path: Path) -> Non
     assert "--queue-limit" in done.stdout
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once_and_until_then_commands_say_that_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with up(tmp_path, stand_ins({"decode-1": "never-end"}, ROUTER)) as running:
         running.until("up", "ready")
         descendants = running.descendants()
         running.process.send_signal(signal.SIGTERM)
         running.until("decode-1", "asked to end")
+        until_found(lambda one: one.is_ending)
+        ending = f"`decant up` (process {running.process.pid}) is ending"
+        assert CliRunner().invoke(app, ["status"]).stdout.startswith(ending)
+        done = CliRunner().invoke(app, ["generate", "x"])
+        assert (done.exit_code, done.stderr) == (1, f"decant: {ending}\n")
         assert running.end() == 1
         nothing_left(descendants, [], tmp_path)
 
@@ -228,10 +236,10 @@ def test_a_deployment_that_starts_is_found_with_the_progress_of_its_processes(
         assert (found.has_started, found.addresses) == (False, ())
         assert found.processes["prefill-1"].describe() == "loading 40 %"
         starting = f"`decant up` (process {running.process.pid}) is starting: prefill-1 (loading 40 %)"
-        for command in (["generate", "x", "--wait", "0"], ["audit"]):
+        for command in (["generate", "x", "--wait", "0"], ["audit"], ["audit", "--wait", "0.2"]):
             done = CliRunner().invoke(app, command)
             assert done.exit_code == 1
-            assert done.stderr == f"decant: {starting}; --wait SECONDS waits for it\n"
+            assert done.stderr.endswith(f"decant: {starting}; --wait SECONDS waits for it\n")
         done = CliRunner().invoke(app, ["status"])
         assert done.exit_code == 0
         first, _, *rows = done.stdout.splitlines()

@@ -41,9 +41,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     return Here(monkeypatch)
 
 
-def deployment(address: str = "h:1", *, has_started: bool = True, **states: Process) -> Deployment:
+def deployment(
+    address: str = "h:1", *, has_started: bool = True, is_ending: bool = False, **states: Process
+) -> Deployment:
     processes = {name.replace("_", "-"): one for name, one in states.items()}
-    return Deployment(7, (address,), "unix:///r", processes=processes, has_started=has_started)
+    return Deployment(7, (address,), "unix:///r", processes=processes, has_started=has_started, is_ending=is_ending)
 
 
 READY, LOADING = Process(2, "ready"), Process(3, "loading", 40)
@@ -90,6 +92,13 @@ def test_a_restart_is_waited_for_until_all_are_ready(here: Here) -> None:
     assert not Waiting("--address", 60, lambda _: None).for_restart(deployment()), "the deployment has ended"
     here.states = [deployment(decode_1=LOST)]
     assert not Waiting("--address", 0).for_restart(deployment())
+
+
+def test_a_deployment_that_ends_is_not_waited_for(here: Here) -> None:
+    draining = Process(3, "draining")
+    here.states = [deployment(decode_1=draining, is_ending=True)]
+    with pytest.raises(CommandFailed, match=r"`decant up` \(process 7\) is ending"):
+        Waiting("--address", 60).for_restart(deployment())
 
 
 @pytest.fixture
@@ -140,10 +149,12 @@ def test_the_state_of_each_process_is_shown() -> None:
         registered("decode-2", Load(draining=True)),
         registered("decode-3", Load(), renewed_ago_s=3.4),
         registered("decode-4", Load()),
+        registered("decode-8", Load()),
     ]
     router = Present(RouterRegistration(peer=Peer(id="router-1"), address="h:1"), Load(running=3, waiting=2))
     now_lost = Process(9, "lost", lost_at=10**12)
     here = deployment(decode_1=READY, decode_4=now_lost, decode_5=LOADING, decode_6=Process(6), decode_7=READY)
+    here.processes["decode-8"] = Process(8, "draining")
     rows = rows_of(Listing(b"", None, tuple(workers)), Listing(b"", None, (router,)), here)
     assert [(row.name, row.role, row.state) for row in rows] == [
         ("router-1", "router", "ready"),
@@ -151,6 +162,7 @@ def test_the_state_of_each_process_is_shown() -> None:
         ("decode-2", "decode", "draining"),
         ("decode-3", "decode", "lost 3 s ago"),
         ("decode-4", "decode", "lost 0 s ago"),
+        ("decode-8", "decode", "draining"),
         ("decode-5", "decode", "loading 40 %"),
         ("decode-6", "decode", "starting"),
         ("decode-7", "decode", "not registered"),

@@ -155,6 +155,7 @@ class Supervisor:
             {name: self._seen(child) for name, child in self._children.items() if child.running or not self._is_ending},
             self._has_started,
             self._began,
+            self._is_ending,
         )
         self._announcement.write(deployment)
 
@@ -169,6 +170,7 @@ class Supervisor:
     async def _drain(self) -> int:
         """Routers first: they stop taking requests while the workers finish those that are running."""
         self._is_ending = True
+        self._changed.set()
         await self._stop_keeping()
         orderly = [await self._stop(specs) for specs in (self._plan.routers, self._plan.workers)]
         return 0 if all(orderly) else 1
