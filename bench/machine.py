@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from bench.child import Job, Tell
+from runtime.cores import usable_cores
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """What decides how fast a CPU multiplies."""
@@ -29,9 +30,9 @@ def facts() -> dict[str, Any]:
     info = _cpuinfo()
     flags = info.get("flags", "").split()
     return {
-        "cpu": info.get("model name", platform.processor()),
+        "cpu": info.get("model name", platform.machine()),
         "cpu_family_model": f"{info.get('cpu family', '?')}/{info.get('model', '?')}",
-        "cores": usable_cores(),
+        "cores": len(usable_cores()),
         "flags": {name: name in flags for name in FLAGS},
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": list(os.getloadavg()),
@@ -41,11 +42,6 @@ def facts() -> dict[str, Any]:
         "gomp_spincount": os.environ.get("GOMP_SPINCOUNT"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def _cpuinfo() -> dict[str, str]:

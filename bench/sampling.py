@@ -29,6 +29,7 @@ from engine import sampler
 from engine.plan import Row
 from engine.request import Request, SamplingParams
 from engine.sampler_state import SamplerState
+from runtime.cores import usable_cores
 
 KINDS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rows", type=positive, default=64)
     parser.add_argument("--vocabulary", type=positive, default=151_936)
     parser.add_argument("--written", type=positive, default=WRITTEN, help="tokens that each sequence has so far")
-    parser.add_argument("--threads", type=positive, default=machine.usable_cores())
+    parser.add_argument("--threads", type=positive, default=len(usable_cores()))
     parser.add_argument("--runs", type=positive, default=7)
     parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
     args = parser.parse_args()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from engine.costs import Costs
 from engine.plan import Device
 from engine.scheduler import Limits, choose_token_budget
 from runtime import logs
+from runtime.cores import usable_cores
 from worker import cpu_build
 from worker.settings import WorkerSettings
 
@@ -102,7 +102,7 @@ def limits_of(settings: WorkerSettings, device: Device) -> Limits:
 
 def own_cores(quota: Path = _CPU_QUOTA) -> int:
     """Cores that this process may run on, no more than its control group has time for."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     try:
         share, period = (int(word) for word in quota.read_text().split())
     except (OSError, ValueError):  # no such group, or "max": no limit

@@ -11,6 +11,7 @@ from bench.child import Job, Tell
 from bench.metrics import summarise
 from bench.open_loop import WARM_UP, drive
 from bench.workloads import Item
+from runtime.cores import usable_cores
 
 
 class Server:
@@ -69,4 +70,4 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
 
 def _cores(count: int) -> Iterator[str]:
     """One worker's cores: the first that this process may use."""
-    yield ",".join(map(str, sorted(os.sched_getaffinity(0))[:count]))
+    yield ",".join(map(str, usable_cores()[:count]))

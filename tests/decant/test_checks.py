@@ -146,6 +146,13 @@ def test_a_port_in_use_is_refused_with_the_process_that_holds_it() -> None:
     check(UpOptions(port=port, kv_memory="32M"))
 
 
+def test_without_proc_a_port_in_use_is_refused_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "_PROC", tmp_path / "proc")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert refusal(port=port).startswith(f"--port: {port} is in use by another process; ")
+
+
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
     assert refusal(host="203.0.113.1", port=6009).startswith("--host: can't listen on 203.0.113.1:6009: ")
     assert refusal(host="203.0.113.1", port=0).startswith("--host: can't listen on 203.0.113.1:0: ")

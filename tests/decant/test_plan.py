@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from decant.command.errors import CommandFailed
 from decant.command.up import shares
 from decant.command.up.plan import Plan, UpOptions, make_plan
+from runtime.cores import usable_cores
 from runtime.settings import InvalidSettings
 
 MIB = 1 << 20
@@ -69,6 +70,15 @@ def test_memory_that_is_free_is_a_number_of_this_machine() -> None:
     assert 0 < shares.available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def test_without_proc_meminfo_half_of_the_installed_memory_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(shares, "_CGROUP", tmp_path)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert shares.available_memory() == installed // 2
+
+
 def test_weights_are_measured_where_they_are() -> None:
     made = plan()
     model = flag(made.workers[0].arguments, "--model")
@@ -102,7 +112,7 @@ def test_names_are_unique_where_others_use_the_same_redis() -> None:
 
 
 def test_spinning_is_switched_off_only_when_there_are_more_threads_than_cores() -> None:
-    cores = len(shares.usable_cores())
+    cores = len(usable_cores())
     enough = plan(prefill=1, decode=0)
     many = plan(prefill=cores, decode=1)
     assert "GOMP_SPINCOUNT" not in enough.workers[0].environment

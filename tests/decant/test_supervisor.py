@@ -264,6 +264,51 @@ def test_a_process_that_is_lost_is_shown_until_it_is_ready_again(
         assert again.pid != lost.pid or lost.state != "lost"
 
 
+def until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def without(name: str) -> list[str]:
+    """A Python command that runs the lifeline as on a platform whose C library or `os` has no such function."""
+    patch = "ctypes.CDLL = lambda *_, **__: object()" if name == "prctl" else f"del os.{name}"
+    code = f"import ctypes, os, runpy, sys; {patch}; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    return [sys.executable, "-I", "-S", "-c", code, lifelines.__file__]
+
+
+def test_without_prctl_a_process_ends_with_its_parent() -> None:
+    sleeping = [*without("prctl"), "PARENT", "", sys.executable, "-c", "import time; time.sleep(600)"]
+    code = f"""
+import os, subprocess, time
+child = subprocess.Popen([str(os.getpid()) if word == "PARENT" else word for word in {sleeping}])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        until(lambda: "time.sleep(600)" in child.cmdline()[-1] and bool(child.children()))
+        watchers = child.children()
+        parent.kill()
+    gone, _ = psutil.wait_procs([child, *watchers], timeout=PATIENCE_S)
+    assert len(gone) == 2
+
+
+def test_without_prctl_the_watcher_ends_with_its_process_and_holds_none_of_its_streams() -> None:
+    code = "import psutil; print(*[child.pid for child in psutil.Process().children()])"
+    command = [*without("prctl"), str(os.getpid()), "", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    until(lambda: not psutil.pid_exists(int(done.stdout)))
+
+
+def test_without_core_affinity_a_process_starts_on_any_core() -> None:
+    command = [*without("sched_setaffinity"), str(os.getpid()), "0", sys.executable, "-c", "print('started')"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    assert done.stdout.strip() == "started"
+
+
 def test_each_process_runs_on_the_cores_that_are_its_own() -> None:
     core = min(os.sched_getaffinity(0))
     code = "import os; print(os.sched_getaffinity(0))"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from protos import inference_pb2 as pb
-from router import templates
+from router import rendering, templates
 from router.models import ServedModel, served
 from router.templates import ChatTemplate
 from runtime.errors import InvalidArgument
@@ -251,3 +253,15 @@ async def test_its_process_ends_with_its_model():
     assert process.poll() is None
     del chat
     assert process.wait(60) != 0
+
+
+@pytest.mark.parametrize(("platform", "has_memory_limit"), [("linux", True), ("darwin", False)])
+def test_memory_is_limited_where_the_platform_accepts_it(
+    monkeypatch: pytest.MonkeyPatch, platform: str, has_memory_limit: bool
+) -> None:
+    limits: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, values: limits.update({kind: values}))
+    rendering.confine()
+    assert (resource.RLIMIT_AS in limits) == has_memory_limit
+    assert limits[resource.RLIMIT_NOFILE] == limits[resource.RLIMIT_NPROC] == (0, 0)

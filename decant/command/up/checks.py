@@ -89,7 +89,7 @@ def _check_port(host: str, port: int) -> None:
             tried.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                found = listener(port) or "a process of another user"
+                found = listener(port) or "another process"
                 advice = "give another --port, or 0 for a free one"
                 raise CommandFailed(f"--port: {port} is in use by {found}; {advice}", status=2) from None
             where = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"

@@ -11,7 +11,7 @@ _LONGEST = 40  # characters of a command
 
 
 def listener(port: int) -> str | None:
-    """ "process 4242 (redis-server *:6379)"; None where there is none that this user may see."""
+    """ "process 4242 (redis-server *:6379)"; None where there is none, or this user or platform can't see it."""
     inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _inodes(_PROC / "net" / table, port)}
     for process in _PROC.glob("[0-9]*"):
         try:

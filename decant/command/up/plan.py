@@ -15,6 +15,7 @@ from decant.command.errors import CommandFailed
 from decant.command.up import peers, shares
 from decant.command.up.peers import PeerCredentials
 from router.settings import RouterSettings
+from runtime.cores import usable_cores
 from runtime.layers import OF_CLIENTS, load
 from runtime.listening import join_address
 from runtime.settings import PREFIX, Settings, variable_name
@@ -107,7 +108,7 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
     names += [(f"decode-{n}", "decode_worker") for n in range(1, options.decode + 1)]
     if not names:
         raise CommandFailed("--prefill and --decode: at least one worker in all, got none", status=2)
-    cores = shares.usable_cores()
+    cores = usable_cores()
     own = _only(environment, WorkerSettings, peers.OF_PEERS | peers.OF_SERVERS)
     if len(names) > len(cores):  # a barrier that spins waits for a thread that is not running
         own.setdefault("GOMP_SPINCOUNT", "0")

@@ -17,6 +17,7 @@ KV_FLOOR = 16 << 20
 _KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
 _COPIES = 1.5  # of the weights while they are loaded and packed
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -49,10 +50,18 @@ def kv_share(available: int, weights: int, workers: int) -> int:
 
 def available_memory() -> int:
     """Bytes that this process and its children may still take, by the machine and by its control group."""
-    words = Path("/proc/meminfo").read_text().split()
-    machine = int(words[words.index("MemAvailable:") + 1]) * 1024
+    machine = _machine_memory()
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     return machine if limit is None or used is None else min(machine, limit - used)
+
+
+def _machine_memory() -> int:
+    """Bytes that Linux says are available; half of the installed memory on a platform that has no such figure."""
+    try:
+        words = _MEMINFO.read_text().split()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return int(words[words.index("MemAvailable:") + 1]) * 1024
 
 
 def folder_of(model: str) -> Path | None:
@@ -101,10 +110,6 @@ def size(count: int) -> str:
         if count >= _UNITS[unit]:
             return f"{count / _UNITS[unit]:.1f} {unit}iB"
     return f"{count} B"
-
-
-def usable_cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0))
 
 
 def _number(file: Path) -> int | None:
