@@ -2,12 +2,13 @@
 and among others, for every number of rows and of threads.
 
 A general matrix product picks its kernel by the number of rows, and then a row's last bits depend on its neighbours.
-Two kinds of product do not::
+Three kinds of product do not::
 
     panels    with kernels of our own (engine/native). bfloat16 stays bfloat16 in memory, in twelve bits a number where
               the CPU multiplies it; sums are float32.
     oneDNN    without, and where a CPU multiplies whole tiles (AMX), which ours don't use: oneDNN's on packed weights.
               bfloat16 where the CPU multiplies it, else as float32.
+    rows      in a build of torch without oneDNN: torch's own product of one row after the other, as float32.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """A product with weight [out, in] and bias [out]; float32 or bfloat16. The weight is copied."""
     if _PANELS is not None:
         return Panels(_PANELS, weight, bias)
-    return OneDnn(weight, bias)
+    return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
 
 
 class Panels:
@@ -90,3 +91,20 @@ class OneDnn:
         with all_for_torch():
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
         return out[:count].to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class SingleRows:
+    """torch's product of each row by itself, on the calling thread alone: slow for prompts."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight.detach().float().contiguous()
+        self._bias = None if bias is None else bias.detach().float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        out = rows.new_empty(len(rows), len(self._weight))
+        for row, place in zip(rows, out, strict=True):
+            torch.mv(self._weight, row, out=place)
+        if self._bias is not None:
+            out += self._bias
+        return out.to(x.dtype).view(*x.shape[:-1], len(self._weight))

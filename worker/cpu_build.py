@@ -28,9 +28,14 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 def choose(build: Build) -> None:
     """Set what decides the build, before torch is imported. Raises InvalidConfig for a CPU without AVX2."""
-    if build == "avx2" and "avx2" not in _CPU_INFO.read_text(encoding="utf-8").split():
+    if build == "avx2" and not _has_avx2():
         raise InvalidConfig("kernels", "auto or none on a CPU without AVX2", build)
     os.environ.update(_ENVIRONMENT.get(build, {}))
+
+
+def _has_avx2() -> bool:
+    """Always false where there is no /proc/cpuinfo: kernels are built for x86-64 Linux alone."""
+    return _CPU_INFO.exists() and "avx2" in _CPU_INFO.read_text(encoding="utf-8").split()
 
 
 def check(build: Build, kind: str) -> None:

@@ -19,6 +19,7 @@ sample.h      the likeliest tokens, and tokens drawn from scores (``engine/sampl
 
 from __future__ import annotations
 
+import platform
 from importlib import import_module
 from types import ModuleType
 
@@ -53,6 +54,7 @@ KERNELS = load()
 
 
 def kind() -> str:
-    """What makes the bits of two workers differ, or their speed: the CPU's capability, and whose kernels it runs."""
+    """What makes the bits of two workers differ, or their speed: architecture and capability of the CPU, and whose
+    kernels it runs."""
     own = KERNELS.__name__.rpartition(".")[2] if KERNELS else "torch"
-    return f"{torch.backends.cpu.get_cpu_capability()}{' AMX' * AMX} {own}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' * AMX} {own}"

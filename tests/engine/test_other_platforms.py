@@ -1,0 +1,84 @@
+"""The engine on a platform without kernels, and with a build of torch without oneDNN, as on macOS."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import native, products
+from engine.products import OneDnn, SingleRows
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import torch
+torch.backends.mkldnn.is_available = lambda: False
+import models
+from engine import native, products
+from engine.engine import Engine
+from engine.model import ModelConfig, load
+from engine.request import Request, StopParams
+products.OneDnn = None
+
+assert native.KERNELS is None
+device = load(ModelConfig(str(models.path()), kv_bytes=16 << 20))
+assert device.verdict.exact, "a row has other bits among others than alone"
+engine = Engine(device)
+for name, prompt in (("a", range(50, 70)), ("b", range(80, 85))):
+    engine.add(Request(name, tuple(prompt), stop=StopParams(max_tokens=6)))
+tokens = []
+while engine.has_work:
+    tokens += [event.token for event in engine.step().tokens]
+print(len(tokens))
+"""
+
+
+@pytest.mark.slow
+def test_a_model_is_served_without_kernels_and_without_onednn() -> None:
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 12
+
+
+def test_without_kernels_and_without_onednn_rows_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_PANELS", None)
+    assert isinstance(products.prepare(torch.ones(4, 8), None), OneDnn)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert isinstance(products.prepare(torch.ones(4, 8), None), SingleRows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_row_has_the_same_bits_alone_and_among_others_without_onednn(dtype: torch.dtype, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 100, generator=generator).to(dtype)
+    add = torch.randn(48, generator=generator).to(dtype) if bias else None
+    x = torch.randn(3, 7, 100, generator=generator).to(dtype)
+    product = SingleRows(weight, add)
+    together = product(x)
+    assert together.dtype == dtype
+    assert together.shape == (3, 7, 48)
+    for row, one in zip(x.view(-1, 100), together.view(-1, 48), strict=True):
+        assert torch.equal(product(row), one)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if add is None else add.double())
+    assert torch.allclose(together.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+    assert product(x[:0]).shape == (0, 7, 48)
+
+
+def test_workers_on_cpus_of_two_architectures_are_of_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bits differ: they must not exchange KV blocks."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(native, "KERNELS", None)
+    kinds = set()
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        kinds.add(native.kind())
+    assert len(kinds) == 2
