@@ -53,6 +53,8 @@ $(INSTALLED): pyproject.toml requirements.lock install.py | $(BIN)/python
 $(STUBS): $(INSTALLED) setup.py $(wildcard protos/*.proto) $(wildcard engine/native/*.h engine/native/*.cpp)
 	@echo "protos/ and C++ kernels ..."
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@ls engine/native/_kernels*.so >/dev/null 2>&1 || \
+	    echo "C++ kernels: not built (they need a C++ compiler and x86-64 Linux); workers run on torch alone, slower"
 	@touch $@
 
 test: setup
