@@ -32,6 +32,8 @@ LATE_SECONDS = 0.5
 """An answer that comes later than this, and than a quarter of a registration, counts as a break of the directory."""
 RECLAIM_SECONDS = 30.0
 """Between two looks for requests that this router owns and does not run."""
+MOST_PAUSE_SECONDS = 30.0
+"""Between two tries to take over requests that this router can't run."""
 
 _log = logs.get(__name__)
 
@@ -56,6 +58,7 @@ class Takeover:
         self._router = router
         self._is_connected = is_connected
         self._lifetimes = lifetimes
+        self._pauses: dict[Life, _Pause] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
@@ -95,15 +98,22 @@ class Takeover:
         """In a Redis that was emptied, living routers are not registered at once: until then none is dead."""
         if (await self._store.era.current()).refill_left_s:
             return
-        for dead in await self._store.open.orphaned() - {self._router}:
-            if not self._is_connected(dead):
+        orphaned = await self._store.open.orphaned() - {self._router}
+        self._pauses = {dead: pause for dead, pause in self._pauses.items() if dead in orphaned}
+        now = asyncio.get_running_loop().time()
+        for dead in orphaned:
+            if not self._is_connected(dead) and (dead not in self._pauses or self._pauses[dead].ends_at <= now):
                 await self._take_over(dead)
 
     async def _take_over(self, dead: Life) -> None:
         """All that this router can run; an entry that it can't run stays for others. Raises StoreUnavailable."""
         left = await self._store.open.of(dead)
-        for key in left:
-            await self._take(dead, key)
+        failures = [error for key in left if (error := await self._take(dead, key)) is not None]
+        if failures:
+            pause = self._pauses.setdefault(dead, _Pause(self._lifetimes.renew_every_s))
+            pause.grow(asyncio.get_running_loop().time())
+            words = "requests can't be taken over"
+            _log.warning(words, requests=len(failures), router=dead.id, error=str(failures[-1]))
         if not left:
             with suppress(OwnerAlive):
                 await self._store.open.take(dead, self._router)  # forgets a router that has no entries
@@ -112,23 +122,37 @@ class Takeover:
         """Run what this router owns by the store and does not run: the answer to its acceptance or adoption was lost.
         Raises StoreUnavailable."""
         for key in await self._store.open.of(self._router):
-            if not self._dispatcher.knows(key):
-                await self._take(self._router, key)
+            if not self._dispatcher.knows(key) and (error := await self._take(self._router, key)) is not None:
+                _log.warning("a request can't be gone on with", request_id=key.id, error=str(error))
 
-    async def _take(self, owner: Life, key: RequestKey) -> None:
+    async def _take(self, owner: Life, key: RequestKey) -> Exception | None:
+        """Returns why the request stays with its owner, where it can't be run here. Raises StoreUnavailable."""
         try:
             await self._dispatcher.take_over(key)
         except StoreUnavailable:
             raise
         except OwnerAlive as error:
             if error.owner == owner:
-                return  # it registered again meanwhile: the entry is its own
+                return None  # it registered again meanwhile: the entry is its own
         except (Superseded, UnknownRequest):
             pass  # it has another owner, or is over
         except UnreadableRequest as error:  # no router can: it stays in the store until it expires
             _log.error("a request is set aside", request_id=key.id, router=owner.id, error=str(error))
         except (ServiceError, StateError) as error:
-            _log.warning("a request can't be taken over", request_id=key.id, router=owner.id, error=str(error))
-            return
+            return error
         if owner != self._router:  # an entry of its own goes with its request, or by `OpenEntries`
             await self._store.open.remove(owner, [key])
+        return None
+
+
+class _Pause:
+    """Between two tries to take over what a router left that can't be run here: every router that looks reads all of
+    these requests from the store."""
+
+    def __init__(self, seconds: float) -> None:
+        self.ends_at = 0.0
+        self._seconds = seconds
+
+    def grow(self, now: float) -> None:
+        self.ends_at = now + self._seconds
+        self._seconds = min(2 * self._seconds, MOST_PAUSE_SECONDS)

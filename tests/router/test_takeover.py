@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from protos.inference_pb2 import Generation
 from router.reading import Reading
 from runtime.errors import Unavailable
 from state.errors import StoreUnavailable
-from state.names import Life, State
+from state.names import Life, RequestKey, State
 from state.owned import StoredRequest
 from state.store import Store
 from tests.router.core import core, ended, make_request, tokens_of, until, written
@@ -138,6 +139,27 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
         course = await scene.dispatcher.resume(KEY)
         workers[1].go.set()
         await ended(course)
+
+
+async def test_requests_that_no_router_can_run_are_looked_at_ever_less_often(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    async with core(store, []) as scene:
+        looks, tries = looks_of(store, monkeypatch), list[float]()
+        take_over = scene.dispatcher.take_over
+
+        async def tried(key: RequestKey) -> None:
+            tries.append(asyncio.get_running_loop().time())
+            await take_over(key)
+
+        monkeypatch.setattr(scene.dispatcher, "take_over", tried)
+        async with watching(store, scene, registration_s=0.2):
+            await until(lambda: len(tries) >= 4)
+        gaps = [after - before for before, after in pairwise(tries)]
+        assert gaps[0] >= 0.05
+        assert gaps[2] >= 0.2
+        assert len(looks) > len(tries)
 
 
 # ------------------------------------------------------------------------------------- a client comes, or leaves
