@@ -19,7 +19,7 @@ from typing import NamedTuple
 from state.names import Life
 
 
-class Need(Enum):
+class WaitsFor(Enum):
     """What a request waits for."""
 
     PREFILL = "a worker that computes its prompt"
@@ -31,7 +31,7 @@ class Need(Enum):
 class Kind(NamedTuple):
     """Requests of one kind can take each other's places. ``layout`` and ``sender`` are those of a cache."""
 
-    need: Need
+    place: WaitsFor
     layout: int = 0
     sender: Life | None = None
 

@@ -19,7 +19,7 @@ from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc as services
 from protos.state_pb2 import WorkerRegistration
 from router.costs import Costs
-from router.line import Kind, Line, Need
+from router.line import Kind, Line, WaitsFor
 from router.placement import Seen
 from router.prefix import Prefix
 from router.sessions import Session
@@ -245,16 +245,16 @@ class Pool:
     def _may_take(self, worker: Worker, kind: Kind) -> bool:
         """As ``placement`` decides, but for what depends on the single request."""
         view, decodes = worker.view, worker.view.role != wire.ROLE_PREFILL
-        if kind.need is Need.CACHE:
+        if kind.place is WaitsFor.CACHE:
             fits = kind.layout == view.layout and kind.sender != worker.life
             return fits and (decodes or not self._any_usable(worker, decodes=True))
         if not view.takes_prompts:
             return False
-        if kind.need is Need.FROM_TOKENS:
+        if kind.place is WaitsFor.FROM_TOKENS:
             return decodes or not self._any_usable(worker, decodes=True)
         if not decodes or not self._any_usable(worker, decodes=False):
             return True
-        return kind.need is Need.SHORT_PREFILL and view.work.now < self.handoff_min_tokens(worker.facts.model)
+        return kind.place is WaitsFor.SHORT_PREFILL and view.work.now < self.handoff_min_tokens(worker.facts.model)
 
     def _any_usable(self, beside: Worker, *, decodes: bool) -> bool:
         """Whether a worker of that role, with the layout of this one, may get new work."""

@@ -23,8 +23,7 @@ from router.admission import SECONDS_PER_PRIORITY
 from router.failures import AttemptFailed
 from router.following import Following
 from router.job import Job
-from router.line import Kind, Waiter
-from router.line import Need as Waits
+from router.line import Kind, Waiter, WaitsFor
 from router.moving import Move
 from router.placement import Need, first_place, taker
 from router.pool import Pool, Worker
@@ -129,11 +128,11 @@ class Route:
     def _kind(self) -> Kind:
         """What it waits for, if it has to."""
         if self.ticket is not None and self.giver is not None:
-            return Kind(Waits.CACHE, self.ticket.layout, self.giver.life)
+            return Kind(WaitsFor.CACHE, self.ticket.layout, self.giver.life)
         need = self._need()
         if need.from_tokens:
-            return Kind(Waits.FROM_TOKENS)
-        return Kind(Waits.SHORT_PREFILL if need.tokens < need.handoff_min_tokens else Waits.PREFILL)
+            return Kind(WaitsFor.FROM_TOKENS)
+        return Kind(WaitsFor.SHORT_PREFILL if need.tokens < need.handoff_min_tokens else WaitsFor.PREFILL)
 
     def _seen(self) -> Any:
         job = self._job

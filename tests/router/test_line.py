@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import worker_pb2 as wire
-from router.line import Kind, Line, Need, Waiter
+from router.line import Kind, Line, Waiter, WaitsFor
 from router.placement import Seen
 from state.names import Life
 from state.store import Store
@@ -21,7 +21,7 @@ from tests.router.fake_worker import FakeWorker, answer, fleet
 
 P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)
 D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
-PREFILL, TOKENS = Kind(Need.PREFILL), Kind(Need.FROM_TOKENS)
+PREFILL, TOKENS = Kind(WaitsFor.PREFILL), Kind(WaitsFor.FROM_TOKENS)
 PROMPT = [1, 2, 3]
 
 
