@@ -100,6 +100,8 @@ def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
 def named_request(prompt: Prompt | None, messages: Messages | None, options: Options) -> pb.GenerateRequest:
     """The request, under an id of its own where none is given, so that it can be repeated and is run once. Its input is
     `prompt` or `messages`. Raises as `request`, and TypeError where both are given or neither."""
+    if prompt is None and messages is None:
+        request("", options)  # raises for token ids that were given as token_ids=
     if (prompt is None) == (messages is None):
         raise TypeError(
             f"{_PROMPTS}, or messages=: " + ("both are given" if messages is not None else "neither is given")

@@ -21,10 +21,12 @@ All that the client asks for may be asked again: what generates carries an id, u
 
 from __future__ import annotations
 
+import math
+
 import grpc
 
 from decant.turns import SPREAD, Turn, Turns
-from runtime.errors import ServiceError
+from runtime.errors import InvalidArgument, ServiceError
 from runtime.fault import Reason
 
 MORE_TRIES = 2
@@ -59,7 +61,11 @@ class Tries:
 
     def __init__(self, turns: Turns, seconds: float | None = None, patience: float = 0.0) -> None:
         """`seconds` until the deadline, None without one; `patience` with a stream that has begun, 0 for none. The
-        first try is not held up by what others met: it begins at once."""
+        first try is not held up by what others met: it begins at once. Raises InvalidArgument for `seconds` that are no
+        finite number."""
+        if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
+            limit = "a finite number of seconds, or None for no deadline"
+            raise InvalidArgument("timeout", limit, repr(seconds))
         self.seconds = seconds
         self._turns = turns
         self._clock = turns.clock

@@ -262,6 +262,13 @@ PROMPT = "prompt: a text, token ids or messages"
             {"token_ids": [1, 2]},
             "token_ids: True or False; as input, token ids are the prompt: generate([1, 2]), got [1, 2]",
         ),
+        (
+            {"prompt": None, "token_ids": [1, 2]},
+            "token_ids: True or False; as input, token ids are the prompt: generate([1, 2]), got [1, 2]",
+        ),
+        ({"timeout": "3"}, "timeout: a finite number of seconds, or None for no deadline, got '3'"),
+        ({"timeout": float("inf")}, "timeout: a finite number of seconds, or None for no deadline, got inf"),
+        ({"timeout": float("nan")}, "timeout: a finite number of seconds, or None for no deadline, got nan"),
         ({"prompt": "\ud800"}, "prompt: a text that UTF-8 can encode, got '\\ud800'"),
         ({"prompt": b"x"}, f"{PROMPT}, got b'x'"),
         ({"prompt": 5}, f"{PROMPT}, got 5"),
