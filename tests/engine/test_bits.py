@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import models
 from bench import shapes
@@ -320,8 +320,12 @@ def hand_over(giver: Engine, taker: Engine, request: Request) -> None:
 
 @pytest.fixture(scope="module")
 def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint of Qwen2.5-0.5B's shape."""
-    return str(shapes.make("qwen2.5-0.5b", tmp_path_factory.mktemp("qwen") / "checkpoint"))
+    """A checkpoint of Qwen2.5-0.5B's shape with four of its 24 layers: they are all of one shape."""
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**shapes.SHAPES["qwen2.5-0.5b"], "num_hidden_layers": 4})
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterable
 
 import pytest
 
@@ -160,12 +161,26 @@ async def run_schedule(seed: int, moves: int) -> None:
         assert not node.errors
 
 
-@pytest.mark.parametrize("seed", range(6))
-async def test_every_run_ends_and_every_block_has_an_owner(seed: int) -> None:
-    await run_schedule(seed, 40)
+async def run_schedules(seeds: Iterable[int], moves: int) -> None:
+    """All at once: each has workers and a router of its own, and mostly waits for leases."""
+
+    async def run(seed: int) -> None:
+        try:
+            await run_schedule(seed, moves)
+        except Exception as error:
+            error.add_note(f"in the schedule of seed {seed}")
+            raise
+
+    async with asyncio.TaskGroup() as group:
+        for seed in seeds:
+            group.create_task(run(seed))
+
+
+async def test_every_run_ends_and_every_block_has_an_owner() -> None:
+    await run_schedules(range(6), 40)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 140))
-async def test_every_run_ends_and_every_block_has_an_owner_in_long_schedules(seed: int) -> None:
-    await run_schedule(seed, 150)
+@pytest.mark.parametrize("first", range(100, 140, 8))
+async def test_every_run_ends_and_every_block_has_an_owner_in_long_schedules(first: int) -> None:
+    await run_schedules(range(first, first + 8), 150)
