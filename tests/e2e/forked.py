@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import reduction
+from types import MappingProxyType
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -21,10 +22,17 @@ _CONTEXT.set_forkserver_preload(["tests.e2e.loaded"])
 
 
 class Forked:
-    """``python -m module arguments``, with what subprocess.Popen has of methods."""
+    """``python -m module arguments``, with what subprocess.Popen has of methods. ``environ``: beside this process's."""
 
-    def __init__(self, module: str, arguments: Sequence[str], stdout: int, stderr: int) -> None:
-        told = (module, tuple(arguments), dict(os.environ), (_Sent(stdout), _Sent(stderr)))
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        stdout: int,
+        stderr: int,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        told = (module, tuple(arguments), {**os.environ, **environ}, (_Sent(stdout), _Sent(stderr)))
         self._process = _CONTEXT.Process(target=_become, args=told)
         self._process.start()
         assert self._process.pid

@@ -1,12 +1,13 @@
 """A worker's process over a torch-free engine: ``python -m tests.worker.fake_process decode --model ...``.
 
-It ends with 3 when torch or transformers were imported all the same. With CRASH set its engine breaks in the step
-after the first that somebody else than the warm-up asks for. SLOW_LOAD and SLOW_STEP are seconds that the load and each
-step take, in a call that cannot be interrupted.
+It ends with 3 when torch or transformers were imported all the same; not where it is the fork of a process that has
+them. With CRASH set its engine breaks in the step after the first that somebody else than the warm-up asks for.
+SLOW_LOAD and SLOW_STEP are seconds that the load and each step take, in a call that cannot be interrupted.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
@@ -40,4 +41,5 @@ def load(settings: WorkerSettings) -> Device:
 if __name__ == "__main__":
     kind = {"decode": DECODE, "prefill": PREFILL}[sys.argv[1]]
     status = main(kind, sys.argv[2:], load)
-    sys.exit(3 if {"torch", "transformers"} & set(sys.modules) else status)
+    is_forked = multiprocessing.parent_process() is not None
+    sys.exit(3 if not is_forked and {"torch", "transformers"} & set(sys.modules) else status)

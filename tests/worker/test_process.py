@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +25,7 @@ from protos import worker_pb2_grpc as services
 from protos.state_pb2 import WorkerRegistration
 from state.private_redis import PrivateRedis
 from state.store import Store, StoreSettings
+from tests.e2e.forked import Forked
 from worker.work import pack_tokens
 
 PATIENCE_S = 120.0
@@ -35,21 +36,32 @@ SMALL = ("--kv-bytes", str(1 << 16))
 
 
 class Process:
-    """A worker and what it logged. Ends with the test."""
+    """A worker and what it logged. An interpreter of its own where it is ``whole``, else a fork of one. Ends with the
+    test."""
 
-    def __init__(self, module: Sequence[str], *arguments: str, **environ: str) -> None:
-        command = [sys.executable, "-m", *module, "--log-format", "json", "--port", "0", *arguments]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ}
-        )
+    def __init__(self, module: Sequence[str], *arguments: str, whole: bool = False, **environ: str) -> None:
+        name, words = module[0], [*module[1:], "--log-format", "json", "--port", "0", *arguments]
+        out, written = os.pipe()
+        self._output = open(out)  # noqa: SIM115 - closed by kill
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill
+        try:
+            self.process: subprocess.Popen[bytes] | Forked
+            if whole:
+                command = [sys.executable, "-m", name, *words]
+                self.process = subprocess.Popen(
+                    command, stdout=written, stderr=self._errors, env={**os.environ, **environ}
+                )
+            else:
+                self.process = Forked(name, words, written, self._errors.fileno(), environ)
+        finally:
+            os.close(written)
         self.lines: list[dict[str, Any]] = []
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
+        for line in self._output:
             with self._changed:
                 self.lines.append(json.loads(line))
                 self._changed.notify_all()
@@ -77,20 +89,19 @@ class Process:
     def ended(self) -> tuple[int, str]:
         """Its exit status and what it said on standard error."""
         status = self.process.wait(PATIENCE_S)
-        assert self.process.stderr
-        return status, self.process.stderr.read()
+        self._errors.seek(0)
+        return status, self._errors.read()
 
     def terminate(self) -> tuple[int, str]:
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         return self.ended()
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
         self._reader.join()
-        for stream in (self.process.stdout, self.process.stderr):
-            assert stream
-            stream.close()
+        self._output.close()
+        self._errors.close()
 
 
 @pytest.fixture
@@ -107,8 +118,9 @@ def run(redis: PrivateRedis) -> Iterator[Run]:
     """Starts a worker with that Redis."""
     started: list[Process] = []
 
-    def start(module: Sequence[str] = FAKE, *arguments: str, **environ: str) -> Process:
-        started.append(Process(module, *MODEL, "--redis-url", redis.url, *(arguments or SMALL), **environ))
+    def start(module: Sequence[str] = FAKE, *arguments: str, whole: bool = False, **environ: str) -> Process:
+        words = (*MODEL, "--redis-url", redis.url, *(arguments or SMALL))
+        started.append(Process(module, *words, whole=whole, **environ))
         return started[-1]
 
     yield start
@@ -152,7 +164,7 @@ def prefill(channel: grpc.Channel, worker: wire.Peer, *, handoff: bool, model: s
 
 
 async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: PrivateRedis) -> None:
-    worker = run()
+    worker = run(whole=True)
     address = worker.ready()
     with channel_to(address) as channel:
         seen = audit(channel)
@@ -191,7 +203,7 @@ def test_a_drain_waits_for_what_is_at_work_and_refuses_the_rest(run: Run) -> Non
         events = prefill(channel, peer, handoff=True)
         assert next(events).HasField("first")
         assert next(events).HasField("ticket")
-        worker.process.send_signal(signal.SIGTERM)
+        worker.process.terminate()
         worker.until("readiness", state="draining")
         (late,) = prefill(channel, peer, handoff=False)
         assert late.refused.failure.cause == wire.CAUSE_DRAINING
@@ -219,7 +231,7 @@ def test_sessions_outlive_the_prompts_whose_tickets_they_renew(run: Run) -> None
         events = prefill(channel, peer, handoff=True)
         assert next(events).HasField("first")
         assert next(events).HasField("ticket")
-        worker.process.send_signal(signal.SIGTERM)
+        worker.process.terminate()
         assert list(events)[-1].HasField("failed")
         over["prompt"] = time.monotonic()
         listening.join(PATIENCE_S)
@@ -297,7 +309,8 @@ def test_metrics_are_told_on_the_admin_port(run: Run) -> None:
 def test_settings_that_can_not_be_honoured_are_refused_in_one_line(
     run: Run, arguments: Sequence[str], words: str
 ) -> None:
-    status, said = run(FAKE, *arguments).ended()
+    whole = "--step-ms" in arguments  # how an interpreter ends is the same for all
+    status, said = run(FAKE, *arguments, whole=whole).ended()
     assert (status, said.count("\n")) == (2, 1), said
     assert words in said
 
@@ -318,7 +331,7 @@ def test_a_redis_that_will_never_let_it_in_is_refused(run: Run, redis: PrivateRe
     ("module", "role"), [("prefill_worker", wire.ROLE_PREFILL), ("decode_worker", wire.ROLE_DECODE)]
 )
 async def test_a_worker_serves_the_tiny_model(run: Run, redis: PrivateRedis, module: str, role: wire.Role) -> None:
-    worker = run((module,), "--kv-bytes", str(8 << 20))
+    worker = run((module,), "--kv-bytes", str(8 << 20), whole=True)
     with channel_to(worker.ready()) as channel:
         seen = audit(channel)
         assert (seen.role, seen.total_blocks * seen.block_bytes <= 8 << 20) == (role, True)
