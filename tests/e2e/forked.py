@@ -38,6 +38,10 @@ class Forked:
         assert self._process.pid
         self.pid = self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
     def poll(self) -> int | None:
         return self._process.exitcode
 
@@ -47,6 +51,9 @@ class Forked:
         if status is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
         return status
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self._process.terminate()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import pytest
@@ -21,11 +18,11 @@ from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc as services
 from state.private_redis import PrivateRedis
 from state.store import Store
+from tests.e2e.forked import Forked
 from tests.router.test_router_process import Running, become_ready, router
 
 pytestmark = pytest.mark.slow
 PATIENCE = 120.0
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -33,7 +30,7 @@ class Deployment:
     store: Store
     router: Running
     stub: inference_pb2_grpc.InferenceServiceStub
-    workers: dict[str, asyncio.subprocess.Process]
+    workers: dict[str, Forked]
 
     async def answer(self, prompt: int, count: int, id: str = "") -> tuple[list[int], pb.Receipt]:
         """What is streamed for a prompt of that many tokens."""
@@ -78,18 +75,16 @@ def asked(prompt: int, count: int, id: str = "") -> pb.GenerateRequest:
 
 
 @asynccontextmanager
-async def worker(server: PrivateRedis, kind: str, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = [sys.executable, "-m", "tests.router.real_worker", kind]
-    command += ["--model", str(trained.path()), "--model-id", "m", "--id", name, "--port", "0"]
-    command += ["--redis-url", server.url]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = await asyncio.create_subprocess_exec(*command, env=env)
+async def worker(server: PrivateRedis, kind: str, name: str) -> AsyncIterator[Forked]:
+    words = [kind, "--model", str(trained.path()), "--model-id", "m", "--id", name, "--port", "0"]
+    words += ["--redis-url", server.url]
+    process = await asyncio.to_thread(Forked, "tests.router.real_worker", words, 2, 2)
     try:
         yield process
     finally:
         if process.returncode is None:
             process.kill()
-        await process.wait()
+        await asyncio.to_thread(process.wait)
 
 
 @asynccontextmanager
@@ -151,8 +146,7 @@ async def test_a_decode_worker_that_is_ended_hands_its_answers_on(server: Privat
         again = [asyncio.ensure_future(scene.answer(prompt, 400)) for prompt in prompts]
         await asyncio.sleep(1.0)  # in the middle of something, whatever it is: all of it takes 8 s at least
         scene.workers["d"].send_signal(signal.SIGTERM)
-        async with asyncio.timeout(PATIENCE):
-            assert await scene.workers["d"].wait() == 0
+        assert await asyncio.to_thread(scene.workers["d"].wait, PATIENCE) == 0
         assert not any(answer.done() for answer in again), "it waited for what it wrote"
         answers = await asyncio.gather(*again)
         assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]
@@ -181,7 +175,7 @@ async def test_when_the_only_decode_worker_is_lost_the_prefill_worker_decodes(
 async def test_a_prefill_worker_that_comes_back_is_asked_again(server: PrivateRedis, store: Store) -> None:
     async with deployment(server, store, p="prefill", d="decode") as scene:
         scene.workers["p"].send_signal(signal.SIGKILL)
-        await scene.workers["p"].wait()
+        await asyncio.to_thread(scene.workers["p"].wait, PATIENCE)
         _, receipt = await scene.answer(100, 10)
         assert (receipt.prefill_worker, receipt.decode_worker) == ("", "d")
         async with worker(server, "prefill", "p"):

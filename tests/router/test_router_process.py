@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import pytest
@@ -22,6 +22,7 @@ from protos import inference_pb2_grpc as services
 from protos import worker_pb2 as wire
 from state.private_redis import PrivateRedis
 from state.store import Store
+from tests.e2e.forked import Forked
 from tests.router.core import PATIENCE
 from tests.router.fake_worker import FakeWorker, answer, fleet
 from tests.router.scenes import tiny
@@ -30,9 +31,12 @@ P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 MODEL = str(trained.path())
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "router", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+def run(*arguments: str) -> tuple[int, str]:
+    """Exit status and standard error of a router; its interpreter is a fork."""
+    with tempfile.TemporaryFile("w+") as said:
+        status = Forked("router", arguments, said.fileno(), said.fileno()).wait(PATIENCE)
+        said.seek(0)
+        return status, said.read()
 
 
 @pytest.mark.parametrize(
@@ -49,23 +53,30 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
-    ended = run(*arguments)
-    assert ended.returncode == 2
-    assert words in ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1
+    status, said = run(*arguments)
+    assert status == 2
+    assert words in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_an_interpreter_that_is_refused_ends_with_the_same_line() -> None:
+    command = [sys.executable, "-m", "router", "--models", MODEL, "--flush-ms", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == run("--models", MODEL, "--flush-ms", "0")[1]
 
 
 @dataclass
 class Running:
-    process: asyncio.subprocess.Process
+    process: Forked
+    stdout: asyncio.StreamReader
     address: str
     lines: list[dict[str, object]]
 
     async def line(self, event: str) -> dict[str, object]:
-        assert self.process.stdout is not None
         async with asyncio.timeout(PATIENCE):
             while True:
-                raw = await self.process.stdout.readline()
+                raw = await self.stdout.readline()
                 assert raw, f"the router ended before {event!r}: {self.lines}"
                 told: dict[str, object] = json.loads(raw)
                 self.lines.append(told)
@@ -75,20 +86,25 @@ class Running:
 
 @asynccontextmanager
 async def router(server: PrivateRedis, *arguments: str) -> AsyncIterator[Running]:
-    command = ["-m", "router", "--models", f"m={MODEL}", "--port", "0", "--redis-url", server.url]
-    command += ["--handoff-min-tokens", "0", *arguments]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdout=asyncio.subprocess.PIPE, env=env, limit=1 << 20
-    )
+    words = ["--models", f"m={MODEL}", "--port", "0", "--redis-url", server.url, "--handoff-min-tokens", "0"]
+    stdout = asyncio.StreamReader(limit=1 << 20)
+    out, written = os.pipe()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdout), os.fdopen(out, "rb"))
     try:
-        running = Running(process, "", [])
+        # In a thread: the first one starts what all are forked from, for seconds.
+        process = await asyncio.to_thread(Forked, "router", [*words, *arguments], written, 2)
+    finally:
+        os.close(written)
+    try:
+        running = Running(process, stdout, "", [])
         running.address = str((await running.line("serving"))["address"])
         yield running
     finally:
         if process.returncode is None:
             process.kill()
-        await process.wait()
+        await asyncio.to_thread(process.wait)
+        transport.close()
 
 
 async def become_ready(running: Running) -> None:
@@ -143,7 +159,7 @@ async def test_a_client_is_answered_through_both_pools_and_the_router_drains(
                 assert last.receipt.prefill_worker == "p"
                 assert last.receipt.decode_worker == "d"
             async with asyncio.timeout(PATIENCE):
-                assert await running.process.wait() == 0
+                assert await asyncio.to_thread(running.process.wait, PATIENCE) == 0
         assert not (await store.routers.listing()).present
 
 
