@@ -13,6 +13,7 @@ from bench import engine, machine, workloads
 from bench.child import ChildFailed
 from bench.engine import Bench
 from bench.workloads import Item
+from tests.e2e.forked import completed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -99,7 +100,7 @@ def test_what_cannot_be_run_is_told_in_a_line(
     bad = {"id": "a", "prompt_token_ids": [1], "output_len": 0, "arrival_s": 0}
     (tmp_path / "bad.jsonl").write_text(json.dumps(bad))
     path = tmp_path / workload if workload.endswith("jsonl") else workload
-    run = bench("--model", model or tiny, "--workload", path)
+    run = completed("bench.engine", "--model", str(model or tiny), "--workload", str(path))
     assert run.returncode == 1
     assert told in " ".join(run.stderr.split())
     assert "Traceback" not in run.stderr

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.e2e.forked import completed
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -47,7 +49,7 @@ def test_steps_are_watched_alone_and_beside_each_move(model: Path) -> None:
 
 
 def test_a_cache_longer_than_any_sequence_of_the_model_is_refused(model: Path) -> None:
-    ended = bench(model, "--mib", "1024")
+    ended = completed("bench.handoff", "--model", str(model), "--mib", "1024")
     assert ended.returncode == 1
     assert "mib" in ended.stderr
     assert "1024" in ended.stderr

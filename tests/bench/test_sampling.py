@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from bench import sampling
 from engine import sampler
+from tests.e2e.forked import completed
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +26,8 @@ def test_contenders_draw_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_it_measures_every_kind() -> None:
-    command = [sys.executable, "-m", "bench.sampling", "--rows", "3", "--vocabulary", "1000", "--runs", "1"]
-    result = json.loads(subprocess.check_output([*command, "--json", "-"], timeout=120))
+    options = ("--rows", "3", "--vocabulary", "1000", "--runs", "1", "--json", "-")
+    result = json.loads(completed("bench.sampling", *options).stdout)
     assert set(result["kinds"]) == set(sampling.KINDS)
     assert all(ms > 0 for times in result["kinds"].values() for ms in times.values())
     assert result["machine"]["cores"] >= 1

@@ -12,6 +12,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import reduction
 from types import MappingProxyType
@@ -60,6 +61,20 @@ class Forked:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def completed(module: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """What ``python -m module arguments`` said, and its exit status. Raises subprocess.TimeoutExpired."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = Forked(module, arguments, output.fileno(), errors.fileno())
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess([module, *arguments], status, output.read(), errors.read())
 
 
 def _become(module: str, arguments: Sequence[str], environ: Mapping[str, str], written: Sequence[Any]) -> None:

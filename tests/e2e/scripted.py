@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from protos.inference_pb2_grpc import InferenceServiceStub
 from runtime.errors import ServiceError, from_call
 from state.private_redis import PrivateRedis
 from state.store import Store
+from tests.e2e.forked import Forked
 from tests.router.core import PATIENCE, until
 from tests.router.fake_worker import FakeWorker, answer, fleet
 from tests.router.test_router_process import become_ready, router, usable
@@ -33,7 +33,7 @@ class Scene:
     channel: grpc.aio.Channel
     workers: list[FakeWorker]
     address: str
-    process: asyncio.subprocess.Process
+    process: Forked
 
     def stream(self, count: int = 5, **fields: Any) -> Any:
         return self.stub.GenerateStream(asked(count, **fields), timeout=PATIENCE)

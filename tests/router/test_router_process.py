@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,21 +21,13 @@ from protos import inference_pb2_grpc as services
 from protos import worker_pb2 as wire
 from state.private_redis import PrivateRedis
 from state.store import Store
-from tests.e2e.forked import Forked
+from tests.e2e.forked import Forked, completed
 from tests.router.core import PATIENCE
 from tests.router.fake_worker import FakeWorker, answer, fleet
 from tests.router.scenes import tiny
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 MODEL = str(trained.path())
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    """Exit status and standard error of a router; its interpreter is a fork."""
-    with tempfile.TemporaryFile("w+") as said:
-        status = Forked("router", arguments, said.fileno(), said.fileno()).wait(PATIENCE)
-        said.seek(0)
-        return status, said.read()
 
 
 @pytest.mark.parametrize(
@@ -53,17 +44,18 @@ def run(*arguments: str) -> tuple[int, str]:
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
-    status, said = run(*arguments)
-    assert status == 2
-    assert words in said
-    assert len(said.strip().splitlines()) == 1
+    ended = completed("router", *arguments, timeout=PATIENCE)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
 
 
 def test_an_interpreter_that_is_refused_ends_with_the_same_line() -> None:
-    command = [sys.executable, "-m", "router", "--models", MODEL, "--flush-ms", "0"]
+    arguments = ("--models", MODEL, "--flush-ms", "0")
+    command = [sys.executable, "-m", "router", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == run("--models", MODEL, "--flush-ms", "0")[1]
+    assert ended.stderr == completed("router", *arguments, timeout=PATIENCE).stderr
 
 
 @dataclass
