@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bench(model: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.handoff", "--model", str(model), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.mark.slow

@@ -95,7 +95,9 @@ async def test_a_load_generator_with_errors_has_no_result() -> None:
         await router.load(job, NoScene())  # type: ignore[arg-type]
 
 
-async def test_a_session_takes_in_what_a_scripted_worker_sends() -> None:
+@pytest.mark.slow
+async def test_a_session_takes_in_what_a_scripted_worker_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "WARM_SECONDS", 0.05)
     assert await frames.tokens_per_second(3, 0.3) > 0
     assert not [child for child in psutil.Process().children(recursive=True) if "bench.frames" in child.cmdline()]
 
@@ -115,7 +117,8 @@ async def test_the_whole_bench_on_a_tiny_scale(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(router, "STREAMS", 3)
     monkeypatch.setattr(router, "FRAMES", (64, 256))
     monkeypatch.setattr(router, "SETTLE_SECONDS", 0.1)
-    result = await router.measure(0.7, Console(stderr=True))
+    monkeypatch.setattr(frames, "WARM_SECONDS", 0.05)
+    result = await router.measure(0.4, Console(stderr=True))
     figures = json.loads(json.dumps(result))["figures"]
     assert set(figures) == {goal.key for goal in GOALS}
     assert set(result["met"]) == {goal.key for goal in GOALS if goal.value is not None}

@@ -1,4 +1,7 @@
-"""Stands in for a router or worker: listens, speaks the same lines of log, ends on SIGTERM. `--does` says what else."""
+"""Stands in for a router or worker: listens, speaks the same lines of log, ends on SIGTERM. `--does` says what else.
+
+`--variables` are those of the environment that it logs. It imports nothing of the project: a test starts several.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,6 @@ import sys
 import tempfile
 from datetime import UTC, datetime
 
-from decant.command.up.peers import OF_PEERS, OF_SERVERS
-
 
 def say(event: str, **fields: object) -> None:
     line = {"event": event, "level": "info", "time": datetime.now(UTC).isoformat(), **fields}
@@ -24,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--does", default="")
+    parser.add_argument("--variables", nargs="*", default=[])
     given = parser.parse_args()
     if given.does == "refuse":
         print("stand-in: --speed: below 3, got 4", file=sys.stderr)
@@ -34,7 +36,7 @@ def main() -> int:
     asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # an Event that is set in a handler may block its own wait
     signal.signal(signal.SIGTERM, lambda *_: asked.put(None))
     with socket.create_server(("127.0.0.1", given.port)) as listener:
-        say("credentials", **{name: value for name, value in os.environ.items() if name in OF_PEERS | OF_SERVERS})
+        say("credentials", **{name: os.environ[name] for name in given.variables if name in os.environ})
         say("serving", address=f"127.0.0.1:{listener.getsockname()[1]}")
         if given.does == "load":
             say("loading steps", percent=40)

@@ -20,6 +20,7 @@ import psutil
 from decant.command.errors import said_in_one_line
 from decant.command.up import supervise
 from decant.command.up.output import Output
+from decant.command.up.peers import OF_PEERS, OF_SERVERS
 from decant.command.up.plan import Plan, Spec
 
 PATIENCE_S = 150.0
@@ -30,7 +31,8 @@ def plan(workers: Mapping[str, str], routers: Mapping[str, str], redis_url: str,
     """Stand-ins by name, and what each does."""
 
     def spec(name: str, does: str) -> Spec:
-        return Spec(name, "tests.decant.stand_in", ("--does", does), os.environ | {"PYTHONPATH": str(ROOT)})
+        arguments = ("--does", does, "--variables", *sorted(OF_PEERS | OF_SERVERS))
+        return Spec(name, "tests.decant.stand_in", arguments, os.environ | {"PYTHONPATH": str(ROOT)})
 
     return Plan(
         workers=tuple(spec(*one) for one in workers.items()),
