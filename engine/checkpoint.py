@@ -224,7 +224,8 @@ def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
     transformers has left out what the model's class lists in ``_keys_to_ignore_on_load_unexpected``.
     """
     first = getattr(text, "num_hidden_layers", 0)
-    predicting = range(first, first + (getattr(text, "num_nextn_predict_layers", None) or 0))
+    further = getattr(text, "num_nextn_predict_layers", None)
+    predicting = range(first, first + further) if isinstance(further, int) else range(0)
     return sorted(
         name
         for name in unexpected

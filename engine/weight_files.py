@@ -21,6 +21,10 @@ ADAPTERS = ("adapter_config.json", "adapter_model*")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_INDICES = {"I64", "BOOL"}
+"""Of buffers such as positions and masks. Narrower integers hold quantized or packed weights."""
+_MASKS = (".attn.bias", ".attention.bias")
+"""How causal masks end that older releases of transformers saved, some of them as U8."""
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -54,8 +58,15 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     for file in weight_files(folder, config):
         for tensor, entry in _header(name, file).items():
             dtype = str(entry.get("dtype"))
-            if dtype not in _FLOATS and (dtype.startswith(("F8", "F6", "F4")) or tensor.endswith(".weight")):
+            if not _is_served(tensor, dtype):
                 raise ModelRefused(name, f"{dtype} weights are not served yet ({tensor} in {file.name})")
+
+
+def _is_served(tensor: str, dtype: str) -> bool:
+    """Whether a tensor is of floating-point numbers, or of a dtype that a buffer may have."""
+    if dtype == "U8":
+        return tensor.endswith(_MASKS)
+    return dtype in _FLOATS or (dtype in _INDICES and not tensor.endswith(".weight"))
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:

@@ -16,10 +16,12 @@ from engine import weight_files
 from engine.errors import ModelRefused
 
 
-def make(folder: Path, config: Any = None, dtype: str = "BF16", **header: Any) -> Path:
+def make(
+    folder: Path, config: Any = None, dtype: str = "BF16", tensor: str = "model.norm.weight", **header: Any
+) -> Path:
     """A folder with one tensor of four bytes."""
     entry = {"dtype": dtype, "shape": [2], "data_offsets": [0, 4], **header}
-    encoded = json.dumps({"model.norm.weight": entry}).encode()
+    encoded = json.dumps({tensor: entry}).encode()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | (config or {})))
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"\0" * 4)
     return folder
@@ -70,6 +72,32 @@ def test_weights_that_are_not_there_are_refused_by_name(files, reason, tmp_path)
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelRefused, match=reason):
         weight_files.check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj", "I8"),
+        ("model.layers.0.self_attn.q_proj.bias", "I32"),
+        ("model.layers.0.self_attn.q_proj.bias", "U8"),
+        ("model.layers.0.mlp.up_proj.qweight", "I32"),
+    ],
+)
+def test_integers_in_place_of_weights_are_refused_whatever_their_name(tensor, dtype, tmp_path):
+    with pytest.raises(ModelRefused, match=f"{dtype} weights are not served yet .*{tensor}"):
+        weight_files.check(make(tmp_path, dtype=dtype, tensor=tensor))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype"),
+    [
+        ("gpt_neox.layers.0.attention.bias", "U8"),
+        ("transformer.h.0.attn.bias", "BOOL"),
+        ("vision_model.embeddings.position_ids", "I64"),
+    ],
+)
+def test_masks_and_positions_of_older_checkpoints_pass(tensor, dtype, tmp_path):
+    weight_files.check(make(tmp_path, dtype=dtype, tensor=tensor))
 
 
 def test_the_check_needs_no_torch():
