@@ -30,6 +30,8 @@ class Float32(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given: tuple[Any, Any] = tuple(args), dict(kwargs or {})
+        if func is torch.ops.aten.embedding.default:  # of a table of all tokens, only a few rows are taken
+            return _widen(func(*args, **(kwargs or {})))
         if not _writes_to_narrow(func, args):
             given = tree_map(_widen_dtype if func.is_view else _widen, given)
         return func(*given[0], **given[1])

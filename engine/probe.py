@@ -98,33 +98,37 @@ def alone(model: PreTrainedModel, name: str, window: int) -> Reference:
     """What the trials must give; before anything is replaced. Raises ModelRefused."""
     with refusing(name, "transformers' own attention failed"):
         *early, last = trials(model, window)
-        exact, noises = zip(*(_exact(model, trial) for trial in early), strict=True)
+        exact, noise = _exact(model, early)
     try:
         with refusing(name, f"transformers' own attention at position {last.start} failed"):
-            logits, noise = _exact(model, last)
-            return Reference([*exact, logits], max(*noises, noise))
+            logits, last_noise = _exact(model, [last])
+            return Reference([*exact, *logits], max(noise, last_noise))
     except ModelRefused as refused:
-        return Reference(list(exact), max(noises), refused)
+        return Reference(exact, noise, refused)
 
 
-def _exact(model: PreTrainedModel, trial: Trial) -> tuple[torch.Tensor, float]:
-    """Logits of a trial in float32, and how far the model's own dtype is from them."""
+def _exact(model: PreTrainedModel, tried: Sequence[Trial]) -> tuple[list[torch.Tensor], float]:
+    """Logits of trials of one start in float32, and how far at most the model's own dtype is from them."""
     with Float32():
-        logits = _alone(model, trial)
+        exact = _alone(model, tried)
     if table(model).weight.dtype == torch.float32:
-        return logits, 0.0
-    return logits, _typical_difference(_alone(model, trial), logits)
+        return exact, 0.0
+    return exact, max(map(_typical_difference, _alone(model, tried), exact))
 
 
-def _alone(model: PreTrainedModel, trial: Trial) -> torch.Tensor:
+def _alone(model: PreTrainedModel, tried: Sequence[Trial]) -> list[torch.Tensor]:
+    """Logits of trials of one start, in one batch, since weights are widened in every pass. Shorter ones are padded on
+    the right, where a causal model's tokens do not look."""
+    start, length = tried[0].start, max(len(trial.tokens) for trial in tried)
+    ids = torch.tensor([trial.tokens + [0] * (length - len(trial.tokens)) for trial in tried], device=model.device)
     options: dict[str, Any] = {"use_cache": False}
-    if trial.start:
+    if start:
         count = model.config.get_text_config().num_hidden_layers
-        layers: list[Any] = [_Forgotten(trial.start) for _ in range(count)]
-        positions = torch.arange(trial.start, trial.start + len(trial.tokens), device=model.device)
+        layers: list[Any] = [_Forgotten(start) for _ in range(count)]
+        positions = torch.arange(start, start + length, device=model.device)
         options = {"use_cache": True, "past_key_values": Cache(layers=layers), "position_ids": positions[None]}
-    logits: torch.Tensor = model(input_ids=_ids(model, trial.tokens), **options).logits[0].float()
-    return logits
+    logits = model(input_ids=ids, **options).logits.float()
+    return [row[: len(trial.tokens)] for row, trial in zip(logits, tried, strict=True)]
 
 
 class _Forgotten(DynamicLayer):

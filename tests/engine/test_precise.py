@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine import probe
 from engine.precise import Float32
 from tests.engine import tiny
 
@@ -35,3 +38,42 @@ def test_a_narrow_tensor_is_written_and_conversions_stay_wide() -> None:
         assert weight.weight.T.dtype == torch.float16  # a view is not widened
         assert torch.zeros(2, dtype=torch.bfloat16).dtype == torch.float32
     assert buffer.tolist() == [0.0, 2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "mixtral"])
+def test_the_trials_of_a_batch_have_the_logits_that_each_has_alone(kind: str, tmp_path: Path) -> None:
+    changes = tiny.SERVED[kind]
+    folder = tiny.save(tiny.config(changes[0], **changes[1]), tmp_path, dtype=torch.bfloat16)
+    model = tiny.reference(folder, torch.bfloat16)
+    early = probe.trials(model, tiny.WINDOW)[:-1]
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    logits = probe.alone(model, kind, tiny.WINDOW).logits
+    assert len(passes) == 4  # two batches, each in float32 and in bfloat16
+    for trial, ours in zip(early, logits, strict=False):
+        with torch.inference_mode(), Float32():
+            theirs = model(input_ids=torch.tensor([trial.tokens]), use_cache=False).logits[0]
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_a_table_are_widened_and_not_the_table() -> None:
+    table = nn.Embedding(1000, 8, dtype=torch.bfloat16)
+    widened: list[int] = []
+    with torch.inference_mode(), _Sizes(widened), Float32():
+        rows = table(torch.tensor([3, 5]))
+    assert rows.dtype == torch.float32
+    assert torch.equal(rows, table.weight[[3, 5]].float())
+    assert max(widened) == 16
+
+
+class _Sizes(TorchDispatchMode):
+    """Notes how many numbers each operation makes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes = sizes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._sizes.append(made.numel())
+        return made
