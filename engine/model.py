@@ -109,7 +109,6 @@ def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: 
     weights = source.weights()
     progress(HASHED)
     model = source.read(dtype, device)
-    weights.check_unchanged(source.name)
     progress(READ)
     with checkpoint.refusing(source.name, "its rotary scaling can't be frozen"):
         rope.freeze(model, window)
@@ -129,6 +128,7 @@ def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: 
             linears.pack(model)
         small.fuse(model, dtype)
         layer.fuse(model, dtype)
+    weights.check_unchanged(source.name)  # only now are all of them copied from the mapped files
     progress(90)
     exact = probe(model, source.name, layout, views, reference, window)
     progress(98)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from engine import weight_hash
+from engine import model, probe, weight_hash
 from engine.errors import ModelRefused
 from engine.weight_hash import digest_files
 
@@ -109,3 +110,20 @@ def test_a_file_that_changes_while_it_is_loaded_refuses_the_model(weights):
     weights.write_bytes(b"other")
     with pytest.raises(ModelRefused, match=r"model\.safetensors changed while it was loaded"):
         digests.check_unchanged("m")
+
+
+def test_a_file_that_is_written_after_it_is_mapped_and_before_it_is_copied_refuses_the_model(
+    tiny_llama, tmp_path, monkeypatch
+):
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "served"))
+
+    def learn_while_written(*args):
+        with (folder / "model.safetensors").open("r+b") as stream:  # with what it has: other weights may fail the probe
+            first = stream.read(8)
+            stream.seek(0)
+            stream.write(first)
+        return probe.learn(*args)
+
+    monkeypatch.setattr(model, "learn", learn_while_written)
+    with pytest.raises(ModelRefused, match="changed while it was loaded"):
+        model.load(model.ModelConfig(str(folder), device="cpu", kv_bytes=1 << 20))
