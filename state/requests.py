@@ -229,7 +229,7 @@ class Requests:
     async def _write_all(self, requests: Sequence[OwnedRequest], lost: dict[OwnedRequest, Lost]) -> list[OwnedRequest]:
         """One round trip. Adds those that are superseded or refused to `lost`, returns those to be written whole."""
         said = [(request.attempt, request.state, request.unexplained) for request in requests]
-        entering = self._open.adding_all(request for request in requests if not request.told)
+        entering = self._open.adding_all(each for each in requests if each.is_listed and not each.told)
         size = sum(request.unwritten_bytes for request in requests)
         commands = [*entering, *map(self._writing, requests)]
         replies = await self._client.try_all(commands, max(1.0, size / BATCH_BYTES))
