@@ -11,6 +11,7 @@ from engine.fake import FakeDevice
 from engine.output import Begun, Ended, StepOutput, Token
 from engine.plan import Device, Row, StepPlan, TokenLogprobs
 from engine.request import FinishReason, Request, SamplingParams, StopParams
+from engine.sampler_state import SamplerState
 from engine.scheduler import Limits
 from engine.sequence import Timeline
 from engine.transfer import Seal, default_checksum, sum_block, sum_seal
@@ -156,7 +157,8 @@ def plainly(device: Device, request: Request, window: int = WINDOW) -> Heard:
     reason = None
     while reason is None:
         blocks = array("i", range(-(-len(tokens) // device.block_size)))
-        result = device.run(StepPlan((Row(request, tokens, 0, len(tokens), blocks, True),), len(tokens)))
+        row = Row(request, tokens, 0, len(tokens), blocks, True, SamplerState(request))
+        result = device.run(StepPlan((row,), len(tokens)))
         token = result.sampled[0]
         assert token is not None
         heard.prompt_logprobs = heard.prompt_logprobs or list(result.prompt_logprobs.get(0, ()))
