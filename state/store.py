@@ -33,7 +33,7 @@ class StoreSettings:
         try:
             urlsplit(self.url).port  # noqa: B018 - raises
         except ValueError:
-            raise ValueError("url: host:port with a port from 0 to 65535") from None
+            raise ValueError("url: host:port with a port from 0 to 65535, got another port") from None
         if self.deadline_s <= 0:
             raise ValueError(f"deadline_s: above 0, got {self.deadline_s}")
         if self.max_connections < 2:

@@ -251,8 +251,8 @@ def _check(settings: WorkerSettings) -> None:
     try:
         StoreSettings(settings.redis_url)
     except ValueError as error:
-        limit = str(error).removeprefix("url: ").partition(", got ")[0]
-        raise Refused("redis_url", limit, settings.redis_url.partition("://")[0]) from None
+        limit, _, value = str(error).removeprefix("url: ").partition(", got ")
+        raise Refused("redis_url", limit, value) from None
     if settings.advertise is None and settings.host in EVERY_ADDRESS:
         raise Refused("advertise", "needed where host is every address", "nothing")
     if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():

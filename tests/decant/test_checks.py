@@ -163,7 +163,7 @@ def test_a_redis_that_does_not_answer_is_refused() -> None:
     assert refusal(redis_url="foo") == "--redis-url: begins with one of redis://, rediss://, unix://, got foo"
     for port in ("port", "65536"):
         url = f"redis://127.0.0.1:{port}"
-        assert refusal(redis_url=url) == "--redis-url: host:port with a port from 0 to 65535"
+        assert refusal(redis_url=url) == "--redis-url: host:port with a port from 0 to 65535, got another port"
     with PrivateRedis() as redis:
         check(UpOptions(port=0, kv_memory="32M", redis_url=redis.url))
 

@@ -306,6 +306,7 @@ def test_metrics_are_told_on_the_admin_port(run: Run) -> None:
         (("--host", "0.0.0.0"), "--host: a loopback address unless callers authenticate (set --tls-certificate"),
         (("--advertise", "here"), "--advertise: host:port, got here"),
         (("--redis-url", "http://x"), "--redis-url: begins with one of"),
+        (("--redis-url", "redis://h:port"), "--redis-url: host:port with a port from 0 to 65535, got another port"),
         (("--model", "/nowhere/at all"), "--model: /nowhere/at all: no folder"),
         (("--threads", "0"), "--threads"),
         (("--step-ms", "0"), "--step-ms"),
