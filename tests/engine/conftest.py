@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -69,3 +70,17 @@ def make(request: pytest.FixtureRequest) -> MakeDevice:
         return make_device
     real: MakeDevice = request.getfixturevalue("make_real")
     return real
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of ``tests.engine.tiny``."""
+    from tests.engine import tiny
+
+    return tiny.save(tiny.config("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    """A good checkpoint to break."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))

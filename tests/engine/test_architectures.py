@@ -1,0 +1,337 @@
+"""Every architecture is served right or refused by name, in every dtype."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from engine import linears, products
+from engine.attention import NAME, views
+from engine.attention.views import Kind, View
+from engine.engine import Engine
+from engine.errors import InvalidConfig, ModelRefused
+from engine.scheduler import Limits
+from tests.engine import tiny
+from tests.engine.served import serve
+
+pytestmark = pytest.mark.slow
+
+_DECODER = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}
+_HYBRID = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+}
+_NEXT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+
+_NOT_CALLED = "its attention can't be replaced: transformers' attention functions were called 0 times for 2 layers"
+
+# model type -> (what its configuration adds, a part of the reason)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bloom": ({"n_head": 4, "n_layer": 2}, _NOT_CALLED),
+    "gptj": ({**_DECODER, "rotary_dim": 8}, _NOT_CALLED),
+    "codegen": ({**_DECODER, "rotary_dim": 8}, _NOT_CALLED),
+    "gpt_neo": ({"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}, _NOT_CALLED),
+    "falcon": ({"head_dim": ...}, _NOT_CALLED),
+    "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}, _NOT_CALLED),
+    "mamba": ({"state_size": 8}, r"a state other than KV \(LinearAttentionLayer in layer 0\)"),
+    "rwkv": ({}, r"a state other than KV \(state\)"),
+    "falcon_h1": (_HYBRID, r"a state other than KV \(LinearAttentionAndFullAttentionLayer in layer 0\)"),
+    "qwen3_next": (_NEXT, r"a state other than KV \(LinearAttentionLayer in layer 0\)"),
+    "deepseek_v32": (tiny._MLA | {"index_n_heads": 2, "index_head_dim": 16}, "a state other than KV .*indexer_keys"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- architectures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_an_architecture_that_would_answer_wrong_is_refused_by_name(kind, tmp_path):
+    changes, reason = REFUSED[kind]
+    made = tiny.config(kind, **changes)
+    with pytest.raises(ModelRefused, match=reason) as refused:
+        serve(tiny.save(made, tmp_path), window=128)
+    assert kind.replace("_", "") in refused.value.model.lower()
+
+
+def test_an_encoder_with_a_decoder_is_refused_by_name(tmp_path):
+    made = AutoConfig.for_model("t5", vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    AutoModelForSeq2SeqLM.from_config(made).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=r"t5.*encoder"):
+        serve(tmp_path)
+
+
+@pytest.mark.parametrize("floor", [16, 200])
+def test_a_scale_that_counts_rows_is_found_wherever_in_the_window_it_begins(floor, tmp_path):
+    folder = tiny.save(tiny.config("llama4_text", floor_scale=floor, attn_scale=0.5), tmp_path)
+    with pytest.raises(ModelRefused, match=r"Llama4ForCausalLM.* differ"):
+        serve(folder)
+    if floor > 128:
+        assert serve(folder, window=128).verdict.exact
+
+
+def test_a_cache_that_forgets_what_the_prompt_saw_is_found(tmp_path):
+    """Moshi's mask shows everything and its cache keeps a window: within it both agree."""
+    folder = tiny.save(tiny.config("moshi", sliding_window=64, ffn_dim=96), tmp_path)
+    with pytest.raises(ModelRefused, match="layer 0 sees 256 tokens of a prompt, and 64 from its cache"):
+        serve(folder)
+    assert serve(folder, window=64).verdict.exact
+
+
+# -- rounding ---------------------------------------------------------------------------------------------------------
+
+
+_NEAR_TIES = [
+    ("deepseek_v3", 2),
+    ("deepseek_v3", 9),
+    ("gpt_oss", 12),
+    ("mixtral", 7),
+    ("qwen2_moe", 2),
+    ("qwen3_moe", 25),
+]
+"""Seeds of checkpoints whose routers choose other experts in one rounding to bfloat16 than in another."""
+
+
+@pytest.mark.parametrize(("kind", "seed"), _NEAR_TIES)
+def test_experts_in_bf16_are_served_however_near_to_a_tie_their_router_is(kind, seed, tmp_path):
+    more = tiny._MOE if kind == "qwen3_moe" else {}
+    device = serve(tiny.save(tiny.config(kind, **more), tmp_path, seed=seed), dtype="bfloat16")
+    assert device.verdict.exact
+    assert device.verdict.difference < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_attention_that_is_a_hundredth_too_sharp_is_refused_in_any_dtype(kind, dtype, tmp_path, monkeypatch):
+    forward = AttentionInterface._global_mapping[NAME]
+
+    def sharper(module, query, *rest, **options):
+        return forward(module, query * 1.02, *rest, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, sharper)
+    folder = tiny.save(tiny.config(kind), tmp_path)
+    with pytest.raises(ModelRefused, match="its logits differ from transformers' own"):
+        serve(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_window_one_token_too_narrow_is_refused_in_any_dtype(dtype, tmp_path, monkeypatch):
+    folder = tiny.save(tiny.config("mistral", sliding_window=12), tmp_path)
+    assert serve(folder, dtype=dtype).verdict.exact
+    monkeypatch.setattr(views, "fit", lambda *_: View(Kind.SLIDING, 11))
+    with pytest.raises(ModelRefused, match="its logits differ from transformers' own"):
+        serve(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_that_are_packed_in_another_order_are_refused(dtype, tmp_path, monkeypatch):
+    pack = linears._pack_each
+
+    def swapped(experts: Any, name: str) -> torch.nn.ModuleList:
+        first, second, *rest = pack(experts, name)
+        return torch.nn.ModuleList([second, first, *rest] if name == "down_proj" else [first, second, *rest])
+
+    monkeypatch.setattr(linears, "_pack_each", swapped)
+    with pytest.raises(ModelRefused, match="packed MixtralExperts answer otherwise than its own"):
+        serve(tiny.save(tiny.config("mixtral"), tmp_path), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_weights_that_are_laid_out_wrong_are_refused(kind, dtype, tmp_path, monkeypatch):
+    """All products of one width lose their last input."""
+
+    def lossy(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        lost = weight.clone()
+        lost[:, -8:] = 0
+        return products.prepare(lost if weight.shape[0] == 64 else weight, bias)
+
+    folder = tiny.save(tiny.config(kind), tmp_path)
+    monkeypatch.setattr(linears, "prepare", lossy)
+    with pytest.raises(ModelRefused, match=r"differ from float32 by|answer otherwise"):
+        serve(folder, dtype=dtype)
+
+
+# -- everything that transformers has ---------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    **tiny._BASE,
+    "d_model": 64,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_layers": 2,
+    "n_heads": 4,
+    "num_layers": 2,
+    "num_heads": 4,
+    "n_positions": 256,
+    "ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "d_ff": 96,
+    "d_kv": 16,
+    "max_seq_len": 256,
+    "max_sequence_length": 256,
+    "n_ctx": 256,
+    "n_inner": 96,
+    "ffn_hidden_size": 96,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 48,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "sliding_window": 64,
+    "rotary_dim": 8,
+    "word_embed_proj_dim": 64,
+    "embedding_size": 64,
+    "embedding_dim": 64,
+    "state_size": 16,
+    "query_pre_attn_scalar": 16,
+    "first_k_dense_replace": 1,
+    "decoder_sparse_step": 1,
+    "mamba_d_state": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "is_decoder": True,
+    "intermediate_size_mlp": 96,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "attention_chunk_size": 64,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": tiny.VOCAB,
+    "original_max_position_embeddings": 64,
+    "mamba_d_ssm": 64,
+    "mamba_n_groups": 1,
+}
+MOST_WEIGHTS = 6_000_000
+PROMPTS = [tiny.prompt(length, length, 300) for length in (3, 45, 100)]
+
+
+def _configurations(kind: str) -> Iterator[Any]:
+    """Small configurations of a model type, by what it has of SMALL; some can't be made."""
+    default = AutoConfig.for_model(kind)
+    known = {name: value for name, value in SMALL.items() if hasattr(default, name)}
+    known.pop("tie_word_embeddings", None)
+    if "qk_rope_head_dim" in known:
+        known |= {"head_dim": 8, "num_key_value_heads": 4}
+    special = {name: 1 for name in known if name.endswith("_token_id")}
+    without_head = {name: value for name, value in known.items() if name != "head_dim"}
+    for changes in (known, known | special, without_head, without_head | special):
+        yield lambda changes=changes: AutoConfig.for_model(kind, **changes)
+
+
+def _small_checkpoint(kind: str, folder: Path) -> Path | None:
+    """A tiny checkpoint of a model type, None when none of the attempts could be made."""
+    try:
+        attempts = list(_configurations(kind))
+    except Exception:  # noqa: BLE001 - whatever transformers raises: this type can't be made here
+        return None
+    for attempt in attempts:
+        try:
+            made = attempt()
+            with torch.device("meta"):
+                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(made).parameters())
+            if size <= MOST_WEIGHTS:
+                return tiny.save(made, folder)
+        except Exception:  # noqa: BLE001
+            continue
+    return None
+
+
+def _verdict(kind: str, folder: Path) -> str:
+    """ "served" when load accepts it and generate agrees, else how it ended."""
+    made = _small_checkpoint(kind, folder)
+    if made is None:
+        return "not made"
+    try:
+        device = serve(made, dtype="float32", window=tiny.WINDOW, kv_bytes=2 << 20)
+    except (ModelRefused, InvalidConfig):
+        return "refused"
+    model = tiny.reference(made)
+    engine = Engine(device, Limits(token_budget=7, max_running=7, window=tiny.WINDOW))
+    ours = tiny.run(engine, [tiny.greedy(str(index), tokens, 8) for index, tokens in enumerate(PROMPTS)])
+    for index, tokens in enumerate(PROMPTS):
+        theirs = tiny.generate(model, tokens, 8)
+        for one, other, margin in zip(ours.tokens[str(index)], theirs.tokens, theirs.margins, strict=True):
+            if one != other and margin > 1e-4:
+                return f"WRONG: prompt of {len(tokens)}, {one} for {other} by {margin:.2g}"
+            if one != other:
+                break
+    return "served"
+
+
+def test_a_model_that_answers_with_all_rows_is_sampled_from_the_right_ones(tmp_path):
+    """Whisper's decoder swallows ``logits_to_keep``."""
+    assert _verdict("whisper", tmp_path) == "served"
+
+
+PARTS = 4
+"""Of the architectures: more than one process can share them."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_whatever_is_served_writes_what_generate_writes(
+    part: int, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    """Every causal architecture that can be made small by rule: right, or refused."""
+    verdicts: dict[str, str] = {}
+    for kind in tiny.kinds()[part::PARTS]:
+        folder = tmp_path / kind
+        folder.mkdir()
+        verdicts[kind] = _verdict(kind, folder)
+        shutil.rmtree(folder)
+    for outcome in ("served", "refused", "not made"):
+        kinds = [kind for kind, verdict in verdicts.items() if verdict == outcome]
+        record_testsuite_property(f"{outcome.replace(' ', '_')}_{part}", len(kinds))
+        print(f"\n{len(kinds)} {outcome}: {' '.join(kinds)}")
+    wrong = {kind: verdict for kind, verdict in verdicts.items() if verdict.startswith("WRONG")}
+    assert not wrong
+    assert sum(verdict == "served" for verdict in verdicts.values()) > 70 // PARTS
+    assert sum(verdict == "refused" for verdict in verdicts.values()) > 30 // PARTS

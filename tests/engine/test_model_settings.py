@@ -1,0 +1,148 @@
+"""Settings of a model are honoured or refused by name, and its layout names what makes bits differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine import checkpoint
+from engine.checkpoint import choose_device
+from engine.engine import Engine
+from engine.errors import InvalidConfig
+from engine.request import Request, StopParams
+from engine.scheduler import Limits
+from tests.engine import tiny
+from tests.engine.served import edit, rewrite, serve
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("dtype", "int8", "bfloat16"),
+        ("dtype", "float16", "no fast float16"),
+        ("window", tiny.WINDOW + 1, f"at most the checkpoint's {tiny.WINDOW}"),
+        ("window", 0, "at least 1"),
+        ("window", 12.5, "a whole number"),
+        ("kv_bytes", 100, "at least one block of 8192 bytes"),
+        ("kv_bytes", 0, "at least 1"),
+        ("kv_bytes", -1, "at least 1"),
+        ("kv_bytes", 2e9, "a whole number"),
+        ("device", "tpu", "cuda:N"),
+        ("device", None, "cuda:N"),
+        ("device", "meta", "of this machine"),
+        ("device", "cuda:99", "of this machine"),
+        ("device", "cpu:1", "of this machine"),
+        ("block_size", 24, "power of two"),
+        ("block_size", 256, "at most 128"),
+        ("block_size", 16.0, "a whole number"),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured_names_field_limit_and_value(field, value, limit, llama):
+    with pytest.raises(InvalidConfig) as refused:
+        serve(llama, **{"dtype": "float32", field: value})
+    assert (refused.value.field, refused.value.value) == (field, value)
+    assert limit in refused.value.limit
+
+
+@pytest.mark.parametrize(("name", "there"), [("cuda", True), ("cuda:1", True), ("cuda:2", False)])
+def test_a_device_is_one_of_those_that_the_machine_has(name, there, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto") == torch.device("cuda")
+    if there:
+        assert choose_device(name) == torch.device(name)
+    else:
+        with pytest.raises(InvalidConfig, match="of this machine, got 'cuda:2'"):
+            choose_device(name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_float16_is_for_cuda(device, copy):
+    source = checkpoint.open(str(edit(copy, dtype="float16")))
+    chosen = source.choose_dtype("auto", torch.device(device))
+    assert chosen == (torch.float16 if device == "cuda" else torch.bfloat16)
+    if device == "cuda":
+        assert source.choose_dtype("float16", torch.device(device)) == torch.float16
+
+
+def test_an_end_token_that_the_vocabulary_lacks_is_none(copy):
+    """It would have to be forbidden where there is no place for it, and ends nothing."""
+    (copy / "generation_config.json").unlink()
+    device = serve(edit(copy, eos_token_id=[-1, 7, tiny.VOCAB]), dtype="float32")
+    assert device.eos_token_ids == {7}
+    stop = StopParams(max_tokens=4, min_tokens=3)
+    run = tiny.run(Engine(device, Limits(window=64)), [Request("r", (1, 2), stop=stop)])
+    assert len(run.tokens["r"]) in (3, 4)
+
+
+def test_a_checkpoint_in_another_dtype_is_refused_until_one_is_named(copy):
+    edit(copy, dtype="float64")
+    with pytest.raises(InvalidConfig) as refused:
+        serve(copy)
+    assert (refused.value.field, refused.value.value) == ("dtype", "float64")
+    assert serve(copy, dtype="float32").verdict.exact
+
+
+@pytest.mark.parametrize(
+    ("stored", "served"),
+    [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
+)
+def test_auto_is_the_checkpoints_dtype_and_bf16_for_float16_on_a_cpu(stored, served, tmp_path):
+    device = serve(tiny.save(tiny.config("llama"), tmp_path, dtype=stored))
+    assert device.store.blocks.dtype == served
+    assert {parameter.dtype for parameter in device.model.parameters()} == {served}
+
+
+def test_a_window_longer_than_the_kv_memory_is_refused(llama):
+    device = serve(llama, dtype="float32", kv_bytes=4 * 8192)
+    with pytest.raises(InvalidConfig) as refused:
+        Engine(device)
+    assert (refused.value.field, refused.value.value) == ("window", tiny.WINDOW)
+    with pytest.raises(InvalidConfig, match="64 tokens"):
+        Engine(device, Limits(window=device.window))
+    Engine(device, Limits(window=64))
+
+
+# -- the layout -------------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_is_equal_for_equal_checkpoints_and_settings(llama, copy):
+    assert serve(llama).layout == serve(llama).layout == serve(copy).layout
+    assert serve(llama, kv_bytes=1 << 19).layout == serve(llama).layout
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"window": 128}, {"block_size": 32}], ids=str)
+def test_a_layout_differs_with_what_makes_blocks_or_bits_differ(settings, llama):
+    assert serve(llama, **settings).layout != serve(llama).layout
+
+
+def test_a_layout_differs_with_the_weights(llama, tmp_path):
+    other = tiny.save(tiny.config("llama"), tmp_path, seed=1)
+    assert serve(other).layout != serve(llama).layout
+
+
+def test_a_layout_differs_with_any_tensor(tmp_path):
+    """Of 8 MB, one number in the middle."""
+    folder = tiny.save(tiny.config("llama", vocab_size=16384), tmp_path)
+    before = serve(folder).layout
+
+    def change(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        weights["model.embed_tokens.weight"][8000, 5] += 1
+        return weights
+
+    assert serve(rewrite(folder, change)).layout != before
