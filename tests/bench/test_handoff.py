@@ -48,6 +48,7 @@ def test_steps_are_watched_alone_and_beside_each_move(model: Path) -> None:
     assert all(ratio > 0 and math.isfinite(ratio) for ratio in ratios)
 
 
+@pytest.mark.slow
 def test_a_cache_longer_than_any_sequence_of_the_model_is_refused(model: Path) -> None:
     ended = completed("bench.handoff", "--model", str(model), "--mib", "1024")
     assert ended.returncode == 1

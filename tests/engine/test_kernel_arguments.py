@@ -232,6 +232,7 @@ def test_sizes_that_are_none_are_refused(kernels: str, data: st.DataObject) -> N
         one[name]()
 
 
+@pytest.mark.slow
 @every_build
 def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> None:
     """An exception that leaves such a region would end the process."""

@@ -103,6 +103,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(name: str, dtype: str, tm
     assert len(joined(device)) == 2
 
 
+@pytest.mark.slow
 def test_layers_as_wide_as_those_of_real_models_are_taken(tmp_path: Path) -> None:
     """The wider a layer, the more of its numbers a last bit can turn, and the easier it is refused."""
     wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
