@@ -41,14 +41,17 @@ def with_written(work: wire.Work, old: Router, prompt: int) -> wire.Work:
 @pytest.mark.parametrize("seed", range(12))
 async def test_both_write_one_text_wherever_it_is_given(seed: int) -> None:
     rng = random.Random(seed)
-    prompt, wanted = rng.randint(1, 60), 60
+    prompt, wanted = rng.randint(1, 60), 200
     work = make_work(prompt, wanted, seed=seed)
     async with pair(budget=rng.choice((8, 16))) as (old, new):
+        device = old.node.device
+        device.seconds = 0.005  # a busy machine must not finish the sequence before it is given
         await old.start(RUN, work)
         await old.wrote(RUN, rng.randint(0, 30))
         if "taken_up" not in old.of(RUN).words:
             await old.word(RUN, "taken_up")
         ticket = await given(old)
+        device.seconds = 0.001
         await new.start(RUN, with_written(work, old, prompt), ticket)
         [heard] = await new.over(RUN)
         assert "joined" in heard.words
