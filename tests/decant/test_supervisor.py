@@ -288,10 +288,13 @@ time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        until(lambda: "time.sleep(600)" in child.cmdline()[-1] and bool(child.children()))
-        watchers = child.children()
-        parent.kill()
+        try:
+            child = psutil.Process(int(parent.stdout.readline()))
+            # While a process becomes another program its command line is empty.
+            until(lambda: child.cmdline()[-1:] == sleeping[-1:] and bool(child.children()))
+            watchers = child.children()
+        finally:
+            parent.kill()
     gone, _ = psutil.wait_procs([child, *watchers], timeout=PATIENCE_S)
     assert len(gone) == 2
 
