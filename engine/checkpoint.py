@@ -29,10 +29,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engine import native, rope, weight_files
+from engine import model_types, native, rope, weight_files
 from engine.errors import InvalidConfig, ModelRefused
 from engine.kv_layout import KvLayout
 from engine.weight_hash import Digests, digest_files
+from engine.weight_shapes import CONSTANTS, predicting
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -50,9 +51,6 @@ FAILURES = (
     ValueError,
 )
 """What transformers and a model's code raise over a checkpoint that is broken, or of a kind that is not served."""
-
-CONSTANTS = (".rotary_emb.inv_freq", "position_ids", ".attn.masked_bias")
-"""How tensors end that older releases of transformers saved and that follow from the configuration."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -186,8 +184,7 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
         raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
         kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        needs = "it wants code of its own to be run" if "auto_map" in raw else "transformers has no code for it"
-        raise ModelRefused(f"{kind or 'an unnamed model type'} ({path})", f"{needs}; no remote code is run here")
+        raise model_types.refusal(path, raw)
     if not local:
         weight_files.check_format(_folder(path, revision), raw)
     with refusing(f"{kind} ({path})", "its configuration is not one of that type"):
@@ -223,13 +220,11 @@ def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
 
     transformers has left out what the model's class lists in ``_keys_to_ignore_on_load_unexpected``.
     """
-    first = getattr(text, "num_hidden_layers", 0)
-    further = getattr(text, "num_nextn_predict_layers", None)
-    predicting = range(first, first + further) if isinstance(further, int) else range(0)
+    further = predicting(getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", None))
     return sorted(
         name
         for name in unexpected
-        if not name.endswith(CONSTANTS) and not ((layer := _LAYER.search(name)) and int(layer.group(1)) in predicting)
+        if not name.endswith(CONSTANTS) and not ((layer := _LAYER.search(name)) and int(layer.group(1)) in further)
     )
 
 

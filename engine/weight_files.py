@@ -7,12 +7,15 @@ then the tensors.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine import weight_shapes
 from engine.errors import ModelRefused
+from engine.weight_shapes import Stored
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """What transformers reads of a folder: the first if it is there, else the shards that the second lists."""
@@ -20,7 +23,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTERS = ("adapter_config.json", "adapter_model*")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Dtypes of weights and the bytes of a number."""
 _INDICES = {"I64", "BOOL"}
 """Of buffers such as positions and masks. Narrower integers hold quantized or packed weights."""
 _MASKS = (".attn.bias", ".attention.bias")
@@ -53,13 +57,34 @@ def check_format(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Check that all weight files are there, whole, and of floating-point numbers. Raises ModelRefused."""
+    """Check that all weight files are there, whole, of floating-point numbers, and of the shapes that ``config`` says.
+    Raises ModelRefused."""
     name = describe(folder, config)
+    tensors: dict[str, Stored] = {}
     for file in weight_files(folder, config):
         for tensor, entry in _header(name, file).items():
             dtype = str(entry.get("dtype"))
             if not _is_served(tensor, dtype):
                 raise ModelRefused(name, f"{dtype} weights are not served yet ({tensor} in {file.name})")
+            tensors[tensor] = _stored(name, file, tensor, entry)
+    weight_shapes.check(name, config, tensors)
+
+
+def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Stored:
+    """Raises ModelRefused for an entry whose offsets are not those of its shape."""
+    try:
+        shape = tuple(int(count) for count in entry["shape"])
+        begin, end = entry["data_offsets"]
+        size = end - begin
+    except (LookupError, TypeError, ValueError) as error:
+        raise ModelRefused(name, f"{file.name} can't be read as safetensors: {tensor}: {error!r}") from None
+    width = _FLOATS.get(str(entry.get("dtype")))
+    if width is not None and size != width * math.prod(shape):
+        reason = (
+            f"{file.name} has {size} bytes of {tensor}, and its shape {list(shape)} needs {width * math.prod(shape)}"
+        )
+        raise ModelRefused(name, reason)
+    return Stored(file.name, shape)
 
 
 def _is_served(tensor: str, dtype: str) -> bool:

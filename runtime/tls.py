@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -123,6 +124,44 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
         files.reload,  # type: ignore[arg-type]  # the stubs forget that None stands for no change
         require_client_authentication=tls.tls_client_ca is not None,
     )
+
+
+def check_peers(tls: PeerTls) -> None:
+    """Check that two processes with these files would authenticate each other. Raises Refused for the file to blame."""
+    for field in ("peer_ca", "peer_certificate", "peer_key"):
+        if (path := getattr(tls, field)) is not None:
+            _read(field, path)
+    _channel_credentials(tls)
+    if tls.peer_ca is None or tls.peer_certificate is None or tls.peer_key is None:
+        return
+    server, client = _peer_context(ssl.PROTOCOL_TLS_SERVER, tls), _peer_context(ssl.PROTOCOL_TLS_CLIENT, tls)
+    client.check_hostname = tls.peer_name is not None
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server, server_hostname=tls.peer_name),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    try:
+        for end in ends * 2:  # hello, welcome and the client's certificate, its check
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        field, value = "peer_certificate", str(tls.peer_certificate)
+        limit = f"a certificate that {tls.peer_ca} accepts ({error.verify_message.rstrip('.')})"
+        raise Refused(field, limit, value) from None
+
+
+def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
+    """One end of a connection, no stricter than gRPC's."""
+    assert tls.peer_certificate is not None
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_cert_chain(tls.peer_certificate, tls.peer_key, password="")
+    context.load_verify_locations(tls.peer_ca)
+    return context
 
 
 def channel_files(tls: PeerTls) -> TlsFiles[grpc.ChannelCredentials | None]:

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from decant.command.errors import CommandFailed
 from decant.command.up import UpOptions, check, listeners, shares
 from models import path
 from state.private_redis import PrivateRedis
+from tests.runtime.certificates import Certificates
 
 GIB = 1 << 30
 
@@ -80,8 +82,7 @@ def break_tokenizer(model: Path) -> str:
 
 
 def quantize(model: Path) -> str:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    change_config(model, quantization_config={"quant_method": "gptq"})
     return "GPTQ weights are not served yet"
 
 
@@ -102,7 +103,54 @@ def make_weights_integers(model: Path) -> str:
     return "I8 weights are not served yet"
 
 
+def change_config(model: Path, **changes: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def name_an_unknown_model_type(model: Path) -> str:
+    change_config(model, model_type="llamma")
+    return f"llamma ({model}) is not served: transformers has no code for it"
+
+
+def ask_for_code_of_its_own(model: Path) -> str:
+    change_config(model, model_type="own", auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    return "it wants code of its own to be run"
+
+
+def widen_the_configuration(model: Path) -> str:
+    change_config(model, hidden_size=512)
+    return "in model.safetensors is [4096, 256], and by config.json vocab_size x hidden_size is [4096, 512]"
+
+
+def change_the_vocabulary(model: Path) -> str:
+    change_config(model, vocab_size=5000)
+    return "vocab_size x hidden_size is [5000, 256]"
+
+
+def change_the_heads(model: Path) -> str:
+    change_config(model, num_key_value_heads=4)
+    return "(num_key_value_heads x head_dim) x hidden_size is [128, 256]"
+
+
+def add_a_layer_to_the_configuration(model: Path) -> str:
+    change_config(model, num_hidden_layers=5)
+    return "model.layers.4.self_attn.q_proj.weight among them; config.json says num_hidden_layers = 5"
+
+
+def take_a_layer_from_the_configuration(model: Path) -> str:
+    change_config(model, num_hidden_layers=3)
+    return "model.layers.3.input_layernorm.weight among them; config.json says num_hidden_layers = 3"
+
+
 BREAKS = [
+    name_an_unknown_model_type,
+    ask_for_code_of_its_own,
+    widen_the_configuration,
+    change_the_vocabulary,
+    change_the_heads,
+    add_a_layer_to_the_configuration,
+    take_a_layer_from_the_configuration,
     break_config,
     remove_config,
     remove_tokenizer,
@@ -166,6 +214,52 @@ def test_a_redis_that_does_not_answer_is_refused() -> None:
         assert refusal(redis_url=url) == "--redis-url: host:port with a port from 0 to 65535, got another port"
     with PrivateRedis() as redis:
         check(UpOptions(port=0, kv_memory="32M", redis_url=redis.url))
+
+
+@pytest.fixture
+def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets variables DECANT_PEER_*, those of whole certificates unless others are given."""
+    made = Certificates(tmp_path)
+
+    def name(**changes: Path | str) -> None:
+        files = {"ca": made.ca, "certificate": made.certificate, "key": made.key, **changes}
+        for field, value in files.items():
+            monkeypatch.setenv(f"DECANT_PEER_{field.upper()}", str(value))
+
+    return name
+
+
+def test_certificates_with_which_processes_reach_each_other_pass(peers: Callable[..., None]) -> None:
+    peers()
+    check(UpOptions(port=0, kv_memory="32M"))
+    peers(name="worker.decant")
+    check(UpOptions(port=0, kv_memory="32M"))
+
+
+@pytest.mark.parametrize("field", ["ca", "certificate", "key"])
+def test_a_certificate_file_that_can_not_be_used_is_refused_by_its_variable(
+    field: str, peers: Callable[..., None], tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing.pem"
+    peers(**{field: missing})
+    variable = f"DECANT_PEER_{field.upper()}"
+    assert refusal() == f"{variable}: a file that can be read (No such file or directory), got {missing}"
+    named = "certificate" if field == "key" else field
+    (tmp_path / "empty.pem").touch()
+    peers(**{field: tmp_path / "empty.pem"})
+    assert refusal().startswith(f"DECANT_PEER_{named.upper()}: ")
+
+
+def test_certificates_that_do_not_belong_together_are_refused(peers: Callable[..., None], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    foreign = Certificates(other)
+    peers(key=foreign.key)
+    assert "with the unencrypted key" in refusal()
+    peers(ca=foreign.ca)
+    assert refusal().startswith(f"DECANT_PEER_CERTIFICATE: a certificate that {foreign.ca} accepts (")
+    peers(name="another.name")
+    assert "'another.name'" in refusal()
 
 
 def test_nothing_is_started_for_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from engine import linears, products
+from engine import linears, model_types, products, weight_files
 from engine.attention import NAME, views
 from engine.attention.views import Kind, View
 from engine.engine import Engine
@@ -289,6 +289,8 @@ def _verdict(kind: str, folder: Path) -> str:
     made = _small_checkpoint(kind, folder)
     if made is None:
         return "not made"
+    weight_files.check(made)  # a whole checkpoint: refused, if at all, for how it computes
+    model_types.check(kind, weight_files.read_config(made))
     try:
         device = serve(made, dtype="float32", window=tiny.WINDOW, kv_bytes=2 << 20)
     except (ModelRefused, InvalidConfig):

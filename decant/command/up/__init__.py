@@ -8,7 +8,7 @@
 shares.py      cores and memory, divided
 plan.py        which processes, with which settings
 peers.py       how they authenticate each other
-checks.py      model, memory, ports and Redis, before anything is started
+checks.py      model, certificates, memory, ports and Redis, before anything is started
 listeners.py   which process listens on a port
 lifeline.py    becomes a process that does not outlive this one
 child.py       one process: its start, its log, its end
@@ -53,6 +53,7 @@ def check(options: UpOptions) -> None:
     """All that can be checked before anything is started. Raises CommandFailed, InvalidSettings."""
     checks.check_model(options)
     plan = make_plan(options, options.redis_url or "redis://")
+    checks.check_peers(plan)
     checks.check_memory(options, plan)
     checks.check_ports(plan, options.host)
     if options.redis_url is not None:

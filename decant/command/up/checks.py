@@ -1,5 +1,5 @@
-"""What `decant up` checks before it starts anything: model, memory, ports, Redis. Without torch, in less than a
-second for a model that is on this machine.
+"""What `decant up` checks before it starts anything: model, certificates, memory, ports, Redis. Without torch, in less
+than a second for a model that is on this machine.
 
 Of a hub name whose weights are not on this machine the small files are fetched and checked; workers fetch the weights.
 """
@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from dataclasses import asdict
 from pathlib import Path
 
 from decant.command.errors import CommandFailed
 from decant.command.up import shares
 from decant.command.up.listeners import listener
 from decant.command.up.plan import Plan, UpOptions, model_of
-from engine import weight_files
+from engine import model_types, weight_files
 from engine.errors import ModelRefused
 from router.models import served
+from runtime import tls
 from runtime.model_files import ModelUnreadable, find
+from runtime.settings import Refused, variable_name
+from runtime.tls import PeerTls
 from state.errors import StateError
 from state.store import Store, StoreSettings
 
@@ -38,10 +42,24 @@ def check_model(options: UpOptions) -> None:
         if is_there:
             weight_files.check(Path(model))
         files = find(model)
-        weight_files.check_format(files.folder, weight_files.read_config(files.folder))
+        config = weight_files.read_config(files.folder)
+        weight_files.check_format(files.folder, config)
+        model_types.check(model, config)
         served(files)
     except (ModelRefused, ModelUnreadable) as error:
         raise CommandFailed(f"--model: {error}", status=2) from None
+
+
+def check_peers(plan: Plan) -> None:
+    """Checks that processes with the certificate files that the user names authenticate each other. Raises
+    CommandFailed."""
+    if plan.peers is None:
+        return
+    try:
+        tls.check_peers(PeerTls(**{f"peer_{name}": value for name, value in asdict(plan.peers).items()}))
+    except Refused as error:
+        text = f"{variable_name(error.field)}: {error.limit}, got {error.value}"
+        raise CommandFailed(text, status=2) from None
 
 
 def check_memory(options: UpOptions, plan: Plan) -> None:
