@@ -28,6 +28,8 @@ def targets(addresses: str | Sequence[str], *, tls: bool = False) -> tuple[str, 
     Raises ValueError for no address, one that can't be one, and a scheme that contradicts `tls`.
     """
     given = [addresses] if isinstance(addresses, str) else addresses
+    if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+        raise ValueError(f"address: 'host:port', or several with commas between them, got {addresses!r}")
     parts = [part.strip() for one in given for part in ([one] if one.startswith(_LISTS) else one.split(","))]
     if not parts or not all(parts):
         raise ValueError(f"address: 'host:port', or several with commas between them, got {addresses!r}")

@@ -103,7 +103,7 @@ class AsyncClient:
         ' +'
         ' b'
         """
-        request = pb.ResumeStreamRequest(request_id=request_id, after_seq=after_seq)
+        request = options.filled(pb.ResumeStreamRequest(), request_id=request_id, after_seq=after_seq)
         return AsyncStream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
 
     async def generation(self, request_id: str) -> Generation:
@@ -113,7 +113,8 @@ class AsyncClient:
         >>> found.state, found.last_seq, found.text
         (<GenerationState.DECODING: 'decoding'>, 2, 'return a')
         """
-        return results.generation(await self._ask("GetGeneration", pb.GetGenerationRequest(request_id=request_id)))
+        request = options.filled(pb.GetGenerationRequest(), request_id=request_id)
+        return results.generation(await self._ask("GetGeneration", request))
 
     async def cancel(self, request_id: str) -> CancelStatus:
         """Ends a request in whatever state it is. May be repeated.
@@ -121,7 +122,7 @@ class AsyncClient:
         >>> await client.cancel("6f9c")
         <CancelStatus.CANCELLED: 'cancelled'>
         """
-        request = pb.CancelGenerationRequest(request_id=request_id)
+        request = options.filled(pb.CancelGenerationRequest(), request_id=request_id)
         return results.cancel_status(await self._ask("CancelGeneration", request))
 
     async def tokenize(
@@ -143,7 +144,7 @@ class AsyncClient:
         >>> await client.detokenize([41, 310])
         'def add'
         """
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = options.detokenize_request(token_ids, model, skip_special_tokens)
         return cast(str, (await self._ask("Detokenize", request)).text)
 
     async def models(self) -> tuple[pb.Model, ...]:
@@ -160,7 +161,7 @@ class AsyncClient:
         >>> (await client.model()).max_context_length
         2048
         """
-        return cast(pb.Model, await self._ask("GetModel", pb.GetModelRequest(model=name)))
+        return cast(pb.Model, await self._ask("GetModel", options.filled(pb.GetModelRequest(), model=name)))
 
     async def server_info(self) -> pb.ServerInfo:
         """Which router answers, its limits, and the fields that it does not honour.

@@ -119,7 +119,7 @@ class Client:
         ' +'
         ' b'
         """
-        request = pb.ResumeStreamRequest(request_id=request_id, after_seq=after_seq)
+        request = options.filled(pb.ResumeStreamRequest(), request_id=request_id, after_seq=after_seq)
         return Stream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
 
     def generation(self, request_id: str) -> Generation:
@@ -129,7 +129,8 @@ class Client:
         >>> found.state, found.last_seq, found.text
         (<GenerationState.DECODING: 'decoding'>, 2, 'return a')
         """
-        return results.generation(self._ask("GetGeneration", pb.GetGenerationRequest(request_id=request_id)))
+        request = options.filled(pb.GetGenerationRequest(), request_id=request_id)
+        return results.generation(self._ask("GetGeneration", request))
 
     def cancel(self, request_id: str) -> CancelStatus:
         """Ends a request in whatever state it is. May be repeated.
@@ -137,7 +138,7 @@ class Client:
         >>> client.cancel("6f9c")
         <CancelStatus.CANCELLED: 'cancelled'>
         """
-        request = pb.CancelGenerationRequest(request_id=request_id)
+        request = options.filled(pb.CancelGenerationRequest(), request_id=request_id)
         return results.cancel_status(self._ask("CancelGeneration", request))
 
     def tokenize(
@@ -157,7 +158,7 @@ class Client:
         >>> client.detokenize([41, 310])
         'def add'
         """
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = options.detokenize_request(token_ids, model, skip_special_tokens)
         return cast(str, self._ask("Detokenize", request).text)
 
     def models(self) -> tuple[pb.Model, ...]:
@@ -174,7 +175,7 @@ class Client:
         >>> client.model().max_context_length
         2048
         """
-        return cast(pb.Model, self._ask("GetModel", pb.GetModelRequest(model=name)))
+        return cast(pb.Model, self._ask("GetModel", options.filled(pb.GetModelRequest(), model=name)))
 
     def server_info(self) -> pb.ServerInfo:
         """Which router answers, its limits, and the fields that it does not honour.

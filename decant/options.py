@@ -9,14 +9,16 @@ from __future__ import annotations
 import difflib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypedDict, cast
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from protos import inference_pb2 as pb
 from runtime.errors import InvalidArgument
+
+M = TypeVar("M", bound=Message)
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """A conversation, oldest message first: ``{"role": "user", "content": "..."}``."""
@@ -115,11 +117,28 @@ def named_request(prompt: Prompt | None, messages: Messages | None, options: Opt
 
 def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: bool | None) -> pb.TokenizeRequest:
     """Raises InvalidArgument."""
-    made = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens, return_tokens=True)
+    made = filled(pb.TokenizeRequest(return_tokens=True), model=model, add_special_tokens=add_special_tokens)
     if isinstance(text, str):
-        made.text = text
-    else:
+        _fill(made, "text", text, "text")
+    elif _are_messages(text):
         put_messages(made.messages, text)
+    else:
+        raise InvalidArgument("text", "a text or messages", repr(text))
+    return made
+
+
+def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
+    """Raises InvalidArgument."""
+    made = filled(pb.DetokenizeRequest(), model=model, skip_special_tokens=skip_special_tokens)
+    _fill(made, "token_ids", token_ids, "token_ids")
+    return made
+
+
+def filled(made: M, **values: Any) -> M:
+    """The message with these fields set, but for those that are None. Raises InvalidArgument by the field's name."""
+    for name, value in values.items():
+        if value is not None:
+            _fill(made, name, value, name)
     return made
 
 
@@ -137,7 +156,7 @@ def put_messages(to: pb.Messages, messages: Sequence[Any]) -> None:
 def _put_prompt(made: pb.GenerateRequest, prompt: Any) -> None:
     if isinstance(prompt, str):
         _fill(made, "prompt", prompt, "prompt")
-    elif isinstance(prompt, bytes | bytearray | Mapping) or not hasattr(prompt, "__len__"):
+    elif isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__len__"):
         raise InvalidArgument("prompt", _PROMPTS, repr(prompt))
     elif _are_messages(prompt):
         put_messages(made.messages, prompt)
@@ -152,7 +171,7 @@ _PROMPTS = "a text, token ids or messages"
 
 
 def _are_messages(prompt: Any) -> bool:
-    return not isinstance(prompt, str | Mapping) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _put(made: pb.GenerateRequest, name: str, value: object) -> None:
@@ -162,7 +181,7 @@ def _put(made: pb.GenerateRequest, name: str, value: object) -> None:
         _fill(made.messages, name, value, name)
     elif name == "choice":
         made.guided.choice.SetInParent()
-        _fill(made.guided.choice, "choices", None if isinstance(value, str) else value, name, value)
+        _fill(made.guided.choice, "choices", value, name)
     elif group := _GROUP_OF.get(name):
         _fill(getattr(made, group), name, _as_sent(name, value), name, value)
     elif name in Options.__annotations__:
@@ -189,6 +208,8 @@ def _fill(message: Message, name: str, value: Any, option: str, given: object = 
     try:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             getattr(message, name).update(value)
+        elif field.is_repeated and isinstance(value, str | bytes | bytearray):
+            raise TypeError("a sequence of its own kind")
         elif field.is_repeated:
             getattr(message, name).extend(value)
         else:
@@ -200,7 +221,7 @@ def _fill(message: Message, name: str, value: Any, option: str, given: object = 
 
 def _expected(field: Any, value: object) -> str:
     """What a field takes, in Python's words."""
-    if field.name == "token_ids":
+    if field.name == "token_ids" and not field.is_repeated:
         return "True or False; as input, token ids are the prompt: generate([1, 2])"
     if field.name == "on_disconnect":
         return "'cancel' or 'detach'"

@@ -290,6 +290,44 @@ def test_a_refusal_before_sending_says_what_is_expected(client: Client, argument
     assert caught.value.field == message.partition(":")[0]
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda client: client.tokenize(None), "text: a text or messages, got None"),
+        (lambda client: client.tokenize(5), "text: a text or messages, got 5"),
+        (lambda client: client.tokenize([1, 2]), "text: a text or messages, got [1, 2]"),
+        (lambda client: client.tokenize("\ud800"), "text: a text that UTF-8 can encode, got '\\ud800'"),
+        (lambda client: client.tokenize("x", model=3), "model: a text, got 3"),
+        (lambda client: client.detokenize("ab"), "token_ids: a list of ints from 0, got 'ab'"),
+        (lambda client: client.detokenize(b"ab"), "token_ids: a list of ints from 0, got b'ab'"),
+        (lambda client: client.detokenize(None), "token_ids: a list of ints from 0, got None"),
+        (lambda client: client.detokenize([-1]), "token_ids: a list of ints from 0, got [-1]"),
+        (lambda client: client.model(3), "model: a text, got 3"),
+        (lambda client: client.cancel(3), "request_id: a text, got 3"),
+        (lambda client: client.generation(3), "request_id: a text, got 3"),
+        (lambda client: client.resume("r", after_seq="x"), "after_seq: an int, got 'x'"),
+        (lambda client: client.generate({1, 2}), f"{PROMPT}, got {{1, 2}}"),
+    ],
+)
+async def test_every_call_refuses_an_argument_of_another_type_by_name(
+    client: Client, address: str, call: Callable[[Any], Any], message: str
+) -> None:
+    with pytest.raises(decant.InvalidArgument) as caught:
+        call(client)
+    assert str(caught.value) == message
+    async with AsyncClient(address) as other:
+        with pytest.raises(decant.InvalidArgument) as caught:
+            await call(other)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("address", [None, 5, [None], ["localhost", 5]])
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_an_address_that_is_no_text_is_refused(kind: Any, address: Any) -> None:
+    with pytest.raises(ValueError, match="address: 'host:port', or several with commas between them, got"):
+        kind(address)
+
+
 def test_the_other_calls(client: Client) -> None:
     assert list(client.tokenize("ab").token_ids) == [97, 98]
     assert list(client.tokenize([{"role": "user", "content": "hi"}]).tokens) == ["h", "i"]
