@@ -42,7 +42,7 @@ from runtime.metrics import Registry, RequestMetrics
 from runtime.model_files import ModelUnreadable
 from runtime.peer import default_id, new_peer
 from runtime.server import Server, serve
-from runtime.settings import InvalidSettings, Refused
+from runtime.settings import InvalidSettings, Refused, flag_name
 from state.errors import StateError, StoreFault, StoreUnavailable
 from state.keys import Lifetimes
 from state.names import Life
@@ -65,24 +65,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = load_or_exit(RouterSettings, sys.argv[1:] if arguments is None else arguments, program=PROGRAM)
     logs.start("router", settings)
     try:
-        models, store = load(settings.models), StoreSettings(settings.redis_url)
+        models = load(settings.models)
         callers = load_callers(settings.credentials, models)
     except (ModelUnreadable, InvalidSettings, ValueError) as error:
         return _refuse(error)
     try:
-        return 0 if shutdown.run(_serve(settings, models, callers, store)) else 1
-    except (Refused, StateError) as error:
-        return _refuse(error)
+        return 0 if shutdown.run(_serve(settings, models, callers)) else 1
+    except Refused as error:
+        return _refuse(f"{flag_name(error.field)}: {error.limit}, got {error.value}")
+    except StateError as error:
+        return _refuse(f"--redis-url: {error}")
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: object) -> int:
     print(f"{PROGRAM}: {error}", file=sys.stderr)
     return 2
 
 
-async def _serve(settings: RouterSettings, models: Models, callers: Callers, where: StoreSettings) -> bool:
+async def _serve(settings: RouterSettings, models: Models, callers: Callers) -> bool:
     """Whether every call ended by itself. Raises Refused, StoreFault."""
-    async with Store(where) as store, AsyncExitStack() as stack:
+    async with Store(StoreSettings(settings.redis_url)) as store, AsyncExitStack() as stack:
         process = Process(settings, models, callers, store)
         stack.push_async_callback(process.close)
         ended = await serve(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from runtime.listening import ServerSettings
 from runtime.logs import LogSettings
+from runtime.settings import Refused
 from runtime.tls import PeerTls
+from state.store import BadUrl, check_url
 
 
 class RouterSettings(LogSettings, ServerSettings, PeerTls):
@@ -45,3 +47,12 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
     serve_without_redis: bool = Field(
         default=True, description="take new requests while Redis is away: their streams can't be resumed"
     )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_url(cls, url: str) -> str:
+        try:
+            check_url(url)
+        except BadUrl as error:
+            raise Refused("redis_url", error.limit, error.value) from None
+        return url

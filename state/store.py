@@ -20,6 +20,25 @@ from state.requests import Requests
 SCHEMES = ("redis://", "rediss://", "unix://")
 
 
+class BadUrl(ValueError):
+    """A URL under which there can't be a Redis: what it must be, and the part that is not, which is no password."""
+
+    def __init__(self, limit: str, value: str) -> None:
+        super().__init__(f"url: {limit}, got {value}")
+        self.limit = limit
+        self.value = value
+
+
+def check_url(url: str) -> None:
+    """Raises BadUrl."""
+    if not url.startswith(SCHEMES):
+        raise BadUrl(f"begins with one of {', '.join(SCHEMES)}", url.partition("://")[0])
+    try:
+        urlsplit(url).port  # noqa: B018 - raises
+    except ValueError:
+        raise BadUrl("host:port with a port from 0 to 65535", "another port") from None
+
+
 @dataclass(frozen=True)
 class StoreSettings:
     url: str = field(repr=False)  # redis://host:port/db, rediss:// with TLS, unix:///path; may hold a password
@@ -28,12 +47,7 @@ class StoreSettings:
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(SCHEMES):
-            raise ValueError(f"url: begins with one of {', '.join(SCHEMES)}, got {self.url.partition('://')[0]}")
-        try:
-            urlsplit(self.url).port  # noqa: B018 - raises
-        except ValueError:
-            raise ValueError("url: host:port with a port from 0 to 65535, got another port") from None
+        check_url(self.url)
         if self.deadline_s <= 0:
             raise ValueError(f"deadline_s: above 0, got {self.deadline_s}")
         if self.max_connections < 2:

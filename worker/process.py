@@ -248,11 +248,6 @@ class Worker:
 def _check(settings: WorkerSettings) -> None:
     """What can be refused before the model is loaded. Raises Refused, InvalidConfig."""
     Limits(settings.token_budget or settings.max_running, settings.max_running)
-    try:
-        StoreSettings(settings.redis_url)
-    except ValueError as error:
-        limit, _, value = str(error).removeprefix("url: ").partition(", got ")
-        raise Refused("redis_url", limit, value) from None
     if settings.advertise is None and settings.host in EVERY_ADDRESS:
         raise Refused("advertise", "needed where host is every address", "nothing")
     if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():

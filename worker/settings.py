@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from runtime.listening import ServerSettings, is_loopback
 from runtime.logs import LogSettings
 from runtime.settings import Refused
 from runtime.tls import PeerTls
+from state.store import BadUrl, check_url
 from worker.cpu_build import Build
 
 
@@ -58,6 +59,15 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
     def is_open(self) -> bool:
         """Whether callers on other machines are served without authentication."""
         return self.tls_client_ca is None and not is_loopback(self.host)
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_url(cls, url: str) -> str:
+        try:
+            check_url(url)
+        except BadUrl as error:
+            raise Refused("redis_url", error.limit, error.value) from None
+        return url
 
     @model_validator(mode="after")
     def _authenticated_peers(self) -> WorkerSettings:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
@@ -36,9 +37,10 @@ MODEL = str(trained.path())
         ((), "--models or DECANT_MODELS: is needed"),
         (("--models", "/nowhere/at/all"), "/nowhere/at/all"),
         (("--models", MODEL, "--flush-ms", "0"), "--flush-ms"),
-        (("--models", MODEL, "--redis-url", "http://x"), "url: begins with one of"),
-        (("--models", MODEL, "--advertise", "nowhere"), "advertise: host:port"),
-        (("--models", MODEL, "--peer-ca", "/no/such/file"), "peer_ca"),
+        (("--models", MODEL, "--redis-url", "http://x"), "decant router: --redis-url: begins with one of"),
+        (("--models", MODEL, "--redis-url", "redis://:secret@h:x"), "--redis-url: host:port with a port from 0 to"),
+        (("--models", MODEL, "--advertise", "nowhere"), "decant router: --advertise: host:port"),
+        (("--models", MODEL, "--peer-ca", "/no/such/file"), "decant router: --peer-ca: "),
         (("--models", MODEL, "--credentials", "/no/such/file"), "/no/such/file: a readable TOML file"),
         (("--models", MODEL, "--queue-limt=3"), "did you mean --queue-limit?"),
     ],
@@ -48,6 +50,19 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: tuple[str, ...], w
     assert ended.returncode == 2
     assert words in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_a_bad_redis_url_is_named_as_it_was_given_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text('redis_url = "ftp://:secret@x"')
+    limit = "begins with one of redis://, rediss://, unix://, got ftp"
+    ended = completed("router", "--models", MODEL, "--config", str(file), timeout=PATIENCE)
+    assert ended.stderr == f"decant router: {file}: redis_url: {limit}\n"
+    monkeypatch.setenv("DECANT_REDIS_URL", "ftp://:secret@x")
+    ended = completed("router", "--models", MODEL, timeout=PATIENCE)
+    assert ended.stderr == f"decant router: DECANT_REDIS_URL: {limit}\n"
 
 
 def test_an_interpreter_that_is_refused_ends_with_the_same_line() -> None:

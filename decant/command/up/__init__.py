@@ -42,17 +42,17 @@ def run(options: UpOptions) -> int:
     if options.log_format not in ("auto", "json", "console"):
         raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
     console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())
-    try:
-        check(options)
-        return supervise(lambda url: make_plan(options, url), options.redis_url, Output(sys.stdout, console=console))
-    except InvalidSettings as error:
-        raise CommandFailed(str(error), status=2) from None
+    check(options)
+    return supervise(lambda url: make_plan(options, url), options.redis_url, Output(sys.stdout, console=console))
 
 
 def check(options: UpOptions) -> None:
-    """All that can be checked before anything is started. Raises CommandFailed, InvalidSettings."""
+    """All that can be checked before anything is started. Raises CommandFailed."""
     checks.check_model(options)
-    plan = make_plan(options, options.redis_url or "redis://")
+    try:
+        plan = make_plan(options, options.redis_url or "redis://")
+    except InvalidSettings as error:
+        raise CommandFailed(str(error), status=2) from None
     checks.check_peers(plan)
     checks.check_memory(options, plan)
     checks.check_ports(plan, options.host)

@@ -78,8 +78,6 @@ def check_redis(url: str) -> None:
     """Checks that the Redis that is there answers. Raises CommandFailed."""
     try:
         asyncio.run(_ping(StoreSettings(url)))
-    except ValueError as error:
-        raise CommandFailed(f"--redis-{error}", status=2) from None
     except StateError as error:
         raise CommandFailed(f"--redis-url: {error}", status=2) from None
 
