@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -145,7 +145,7 @@ class Checkpoint:
             reason = f"it has {len(surplus)} weights that the model does not use, {surplus[0]} among them"
             raise ModelRefused(self.name, reason)
         if self.revision is not None:  # a hub's weight files are there only now
-            folder = _folder(self.path, self.revision)
+            folder = _fetch_small(self.path, self.revision)
             weight_files.check_weights(folder, weight_files.read_config(folder))
         _drop_other_media(model)
         torch.nn.Module.to(model, device)
@@ -180,13 +180,17 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     if local:
         weight_files.check(Path(path))
     with refusing(path, "its configuration can't be read" if local else "no folder, and no hub name within reach"):
-        revision = None if local else _commit(path, revision)
+        folder = Path(path) if local else _fetch_small(path, revision)
+        revision = None if local else folder.name  # all that is read later is read of that commit
+    if not local:
+        weight_files.check_adapters(folder, path)
+    with refusing(path, "its configuration can't be read"):
         raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
         kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise model_types.refusal(path, raw)
     if not local:
-        weight_files.check_format(_folder(path, revision), raw)
+        weight_files.check_format(folder, raw)
     with refusing(f"{kind} ({path})", "its configuration is not one of that type"):
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     if config.is_encoder_decoder:
@@ -194,14 +198,9 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     return Checkpoint(path, revision, config)
 
 
-def _commit(name: str, revision: str | None) -> str:
-    """What a hub name stands for now: all that is read later is read of that commit."""
-    return _folder(name, revision).name
-
-
-def _folder(name: str, revision: str | None) -> Path:
-    """Where the files of a hub name are kept on this machine."""
-    return Path(hf_hub_download(name, "config.json", revision=revision)).parent
+def _fetch_small(name: str, revision: str | None) -> Path:
+    """The folder of a hub name on this machine, called as the commit, with the files by which it is judged."""
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "adapter_config.json"]))
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:

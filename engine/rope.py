@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 _MOVING = ("dynamic", "longrope")
+_EXTENDED = ("yarn", "llama3")
+"""Scalings for which transformers takes `original_max_position_embeddings` for the length before scaling, and whose
+frequencies are the same for every length."""
 
 
 def reach(config: Any, positions: int) -> int:
@@ -26,11 +29,11 @@ def reach(config: Any, positions: int) -> int:
 
 
 def default_length(config: Any, positions: int) -> int:
-    """The context length that is served unless another is asked for: ``reach`` where the frequencies are the same for
-    every length and the checkpoint names the length before scaling; else ``positions``."""
+    """The context length that is served unless another is asked for, as routers read it (runtime/model_files.py):
+    ``reach`` where the frequencies are the same for every length and the length before scaling is known; else
+    ``positions``."""
     scaling, _ = _scaling(config)
-    is_fixed = "original_max_position_embeddings" in scaling and not _moves(scaling.get("rope_type", ""))
-    return reach(config, positions) if is_fixed else positions
+    return reach(config, positions) if scaling.get("rope_type") in _EXTENDED else positions
 
 
 def _scaling(config: Any) -> tuple[dict[str, Any], float]:

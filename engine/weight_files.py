@@ -39,6 +39,8 @@ def check(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise ModelRefused(str(folder), "it is a file; a folder or a hub name is needed")
+    if not (folder / "config.json").is_file():
+        check_adapters(folder, str(folder))  # one alone has none
     config = read_config(folder)
     check_format(folder, config)
     check_weights(folder, config)
@@ -47,13 +49,21 @@ def check(folder: Path) -> None:
 def check_format(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse adapters and quantized formats. Raises ModelRefused."""
     name = describe(folder, config)
+    check_adapters(folder, name)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in ("quantization_config", "compression_config"):
+            found = part.get(key)
+            if found is not None and not found:  # transformers fails over it
+                raise ModelRefused(name, f"{key} in config.json is {json.dumps(found)}: remove it, or name the format")
+            if found is not None:
+                raise ModelRefused(name, f"{_quantization(found)} weights are not served yet")
+
+
+def check_adapters(folder: Path, name: str) -> None:
+    """Refuse a folder that has an adapter. Raises ModelRefused for ``name``."""
     if adapters := sorted(file.name for pattern in ADAPTERS for file in folder.glob(pattern)):
         reason = f"it has an adapter ({adapters[0]}), and adapters are not served yet: merge it into the weights"
         raise ModelRefused(name, reason)
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in ("quantization_config", "compression_config"):
-            if part.get(key) is not None:
-                raise ModelRefused(name, f"{_quantization(part[key])} weights are not served yet")
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,18 +105,12 @@ def _load(place: Path, stamp: Stamp) -> str | None:
 
 
 def _keep(file: Path, stamp: Stamp, digest: str) -> None:
-    """Write to the first place that can be written, in one step: other workers may read it now."""
+    """Write to the first place that can be written. In place, so that a crash leaves no other file behind: what other
+    workers read of it meanwhile, or after a crash, is whole or no JSON."""
+    content = json.dumps({"stamp": stamp, "digest": digest})
     for place in _places(file):
         with contextlib.suppress(OSError):
             if place.parent != file.parent:
                 place.parent.mkdir(parents=True, exist_ok=True)
-            handle, aside = tempfile.mkstemp(prefix=place.name, dir=place.parent)
-            try:
-                with os.fdopen(handle, "w") as stream:
-                    json.dump({"stamp": stamp, "digest": digest}, stream)
-                Path(aside).chmod(0o644)
-                Path(aside).replace(place)
-            except OSError:
-                Path(aside).unlink(missing_ok=True)
-                raise
+            place.write_text(content)
             return

@@ -71,6 +71,9 @@ def find(model: str, revision: str | None = None, *, id: str | None = None) -> M
 
 def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
     config = _json(model, folder / "config.json")
+    if config is None and (folder / "adapter_config.json").is_file():
+        reason = "it is an adapter (adapter_config.json), and adapters are not served yet: merge it into its base model"
+        raise ModelUnreadable(model, reason)
     if config is None:
         raise ModelUnreadable(model, "it has no config.json")
     text: Mapping[str, Any] = config.get("text_config") or config
@@ -125,7 +128,7 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
         return positions
     if scaling.get("rope_type", scaling.get("type")) not in ("yarn", "llama3"):
         return positions
-    original, factor = scaling.get("original_max_position_embeddings", positions), scaling.get("factor", 1.0)
+    original, factor = scaling.get("original_max_position_embeddings", positions), scaling.get("factor") or 1.0
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in (original, factor)):
         raise ValueError("config.json: the factor or the original length of its rotary scaling is no number")
     return max(positions, int(original * factor))

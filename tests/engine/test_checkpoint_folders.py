@@ -12,6 +12,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelRefused
 from tests.engine import tiny
@@ -179,7 +180,7 @@ def test_quantized_weights_without_their_scales_are_refused_by_name(dtype, named
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"quant_method": "one_of_its_own"}, "one_of_its_own"),
         ({"load_in_4bit": True}, "bitsandbytes"),
-        ({}, "quantized"),
+        ({"bits": 4}, "quantized"),
     ],
     ids=str,
 )
@@ -188,11 +189,40 @@ def test_a_quantized_format_is_refused_by_its_name(config, named, copy):
         serve(edit(copy, quantization_config=config))
 
 
+@pytest.mark.parametrize(("value", "shown"), [({}, r"\{\}"), (False, "false"), ([], r"\[\]"), (0, "0")])
+def test_a_quantization_without_a_format_is_refused_as_transformers_does(value, shown, copy):
+    edit(copy, quantization_config=value)
+    with pytest.raises(ModelRefused, match=rf"quantization_config in config\.json is {shown}: remove it, or name the"):
+        serve(copy)
+    with pytest.raises((ValueError, AttributeError)):
+        AutoModelForCausalLM.from_pretrained(copy)
+
+
+def test_a_quantization_of_null_is_none(copy):
+    assert serve(edit(copy, quantization_config=None)).verdict.exact
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_an_adapter_in_the_folder_is_refused_by_name(name, copy):
     (copy / name).write_text("{}")
     with pytest.raises(ModelRefused, match=rf"it has an adapter \({name}\), and adapters are not served yet"):
         serve(copy)
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_an_adapter_of_a_hub_name_is_refused_by_name(hub, has_config):
+    snapshot = hub / "snapshots" / ("b" * 40)
+    (snapshot / "adapter_config.json").write_text("{}")
+    if not has_config:
+        (snapshot / "config.json").unlink()
+    with pytest.raises(ModelRefused, match=r"it has an adapter \(adapter_config\.json\), and adapters are not served"):
+        serve("org/tiny")
+
+
+def test_an_adapter_alone_is_refused_by_name(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelRefused, match=r"it has an adapter \(adapter_config\.json\)"):
+        serve(tmp_path)
 
 
 def test_constants_that_older_checkpoints_carry_are_left_out(copy):

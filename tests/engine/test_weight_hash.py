@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,21 @@ def test_without_any_place_to_keep_it_a_digest_is_read_each_time(weights, reads,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert digest_files([weights]).values == digest_files([weights]).values
     assert len(reads) == 2
+
+
+def test_a_crash_while_a_digest_is_kept_leaves_no_file_but_the_kept_one(weights, reads):
+    """The file system fails at the first write, and the process ends at once."""
+    child = os.fork()
+    if child == 0:
+        limit = 0  # bytes of a file that may be written: SIGXFSZ ends the process
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        digest_files([weights])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGXFSZ
+    assert {file.name for file in weights.parent.iterdir()} <= {"model.safetensors", ".model.safetensors.xxh128"}
+    assert digest_files([weights]).values == digest_files([weights]).values
+    assert reads == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"stamp": 3}', b'{"stamp": [1, 2, 3, 4], "digest": "x"}'])
