@@ -1,6 +1,7 @@
 # make setup      a virtual environment in .venv with everything that development needs
 # make test       the whole test suite
 # make test-fast  the suite without what is marked slow
+# make test-builds  the engine's tests with each other build of the CPU kernels that this machine has
 # make check      ruff, mypy, import-linter
 # make sanitize   the kernels' tests with kernels that are built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 # make demo       a whole deployment with the small model: one question, what each worker did, the end
@@ -27,7 +28,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/worker_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast check demo lock format clean
+.PHONY: help setup test test-fast test-builds check demo lock format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -62,6 +63,12 @@ test: setup
 
 test-fast: setup
 	$(PYTEST) -m 'not slow'
+
+test-builds: setup
+	@for build in $$($(BIN)/python -m tests.kernel_builds); do \
+	    echo "tests/engine with --kernels $$build"; \
+	    DECANT_KERNELS=$$build $(PYTEST) tests/engine || exit 1; \
+	done
 
 check: setup
 	$(BIN)/ruff check .

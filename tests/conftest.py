@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from typing import cast, get_args
 
 import hypothesis
+import pytest
+
+from engine.errors import InvalidConfig
+from worker import cpu_build
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # a spinning barrier waits for a thread that is not running
@@ -13,3 +19,32 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 hypothesis.settings.register_profile("decant", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("decant")
+
+
+def pytest_configure() -> None:
+    """All tests run with the build of the kernels that DECANT_KERNELS names, as workers do, or none of them runs."""
+    build = os.environ.get("DECANT_KERNELS", "auto")
+    if build == "auto":
+        return
+    if build not in get_args(cpu_build.Build):
+        raise pytest.UsageError(f"DECANT_KERNELS: auto, avx512, avx2 or none, not {build}")
+    try:
+        cpu_build.choose(chosen := cast(cpu_build.Build, build))
+        from engine import native  # imports torch
+
+        cpu_build.check(chosen, native.kind())
+    except InvalidConfig as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which builds of the kernels were run (tests/build/test_kernels.py), and how their tests ended."""
+    outcomes: dict[object, set[str]] = defaultdict(set)
+    for outcome in ("passed", "failed", "skipped"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            for name, value in report.user_properties:
+                if name == "kernels":
+                    outcomes[value].add(outcome)
+    if outcomes:
+        parts = (f"{build} {'/'.join(sorted(ended))}" for build, ended in outcomes.items())
+        terminalreporter.write_line(f"CPU kernels: {', '.join(parts)}")

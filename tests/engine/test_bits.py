@@ -20,6 +20,7 @@ from engine.flat import FlatRows, Ints
 from engine.kv_store import KvStore
 from engine.linears import PackedLinear
 from engine.model import ModelConfig, ModelDevice, load
+from engine.native import KERNELS
 from engine.plan import Row
 from engine.request import Request, SamplingParams, StopParams
 from engine.runner import ModelRunner
@@ -70,7 +71,7 @@ def gelu(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 DEVICES = [
     *[f"{shape} {dtype} native" for shape in ("small", "committed") for dtype in ("bfloat16", "float32")],
-    *[f"small {dtype} torch" for dtype in ("bfloat16", "float32")],
+    *[f"small {dtype} torch" for dtype in ("bfloat16", "float32") if KERNELS],
     *[f"gelu {dtype} native" for dtype in ("bfloat16", "float32")],
 ]
 

@@ -1,0 +1,38 @@
+"""The builds of the CPU kernels (docs/operations.md, `--kernels`), and which of them run here.
+
+`DECANT_KERNELS=avx2 pytest ...` runs any tests with that build (tests/conftest.py); `python -m tests.kernel_builds`
+prints the builds that this machine has beside the one that it takes by itself.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from engine import native
+
+BUILDS = {"avx512": ("AVX512", "_kernels_avx512"), "avx2": ("AVX2", "_kernels"), "none": ("DEFAULT", "torch")}
+"""The instructions that torch takes, and the last word of ``engine.native.kind``; the best first."""
+
+
+def is_taken(build: str) -> bool:
+    """Whether this process runs exactly this build."""
+    words = native.kind().split()
+    return (words[1], words[-1]) == BUILDS[build]
+
+
+def why_not(build: str) -> str:
+    """Why this machine can't run a build; empty where it can, or where it lacks only one of two modules: the compiler
+    was here, and tests with the build fail."""
+    if build == "none":
+        return ""
+    if BUILDS[build][1] not in native.fitting():
+        return "this CPU cannot run it"
+    if not any(find_spec(f"engine.native.{module}") for _, module in BUILDS.values()):
+        return "not built, no C++ compiler was here"
+    return ""
+
+
+OTHERS = [build for build in BUILDS if not is_taken(build)]
+
+if __name__ == "__main__":
+    print(*(build for build in OTHERS if not why_not(build)))
