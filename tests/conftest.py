@@ -17,22 +17,22 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # a spinning barrier waits for a t
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+BUILD = cast(cpu_build.Build, os.environ.get("DECANT_KERNELS", "auto"))
+assert BUILD in get_args(cpu_build.Build), f"DECANT_KERNELS: {BUILD}"
+cpu_build.choose(BUILD)  # other conftest.py import torch
+
 hypothesis.settings.register_profile("decant", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("decant")
 
 
 def pytest_configure() -> None:
     """All tests run with the build of the kernels that DECANT_KERNELS names, as workers do, or none of them runs."""
-    build = os.environ.get("DECANT_KERNELS", "auto")
-    if build == "auto":
+    if BUILD == "auto":
         return
-    if build not in get_args(cpu_build.Build):
-        raise pytest.UsageError(f"DECANT_KERNELS: auto, avx512, avx2 or none, not {build}")
-    try:
-        cpu_build.choose(chosen := cast(cpu_build.Build, build))
-        from engine import native  # imports torch
+    from engine import native  # imports torch
 
-        cpu_build.check(chosen, native.kind())
+    try:
+        cpu_build.check(BUILD, native.kind())
     except InvalidConfig as error:
         raise pytest.UsageError(str(error)) from None
 
