@@ -50,6 +50,7 @@ def test_parity_both_laws_and_the_demo_hold_with(build: str, part: str, record_p
     assert " passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_tests_do_not_begin_with_another_build_than_they_are_asked_for() -> None:
     done = run("avx512", ("tests/engine/test_flat.py",), ATEN_CPU_CAPABILITY="avx2")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

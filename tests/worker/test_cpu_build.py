@@ -23,6 +23,7 @@ print(native.kind())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_build_that_the_cpu_can_run_may_be_forced(build: str) -> None:
     """With the instructions that torch takes."""
