@@ -19,9 +19,9 @@ from decant.engine.output import StepOutput
 from decant.engine.plan import StepPlan, StepResult
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
-from decant.handoff.packing import Shape, checksum
-from decant.handoff.receiver import Taker
-from decant.handoff.sender import Giver
+from decant.handoff.packing import TransferLayout, checksum
+from decant.handoff.receiver import KvReceiver
+from decant.handoff.sender import KvSender
 from decant.protos import worker_pb2 as wire
 from decant.runtime.server import settle_heap
 
@@ -89,16 +89,16 @@ class End:
         limits = Limits(CHUNK_TOKENS, max_running=2 * DECODES, window=device.window)
         self.engine = Engine(self.device, limits, checksum=checksum)
         self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
-        shape = Shape(device.block_size, device.block_bytes, LAYOUT)
+        shape = TransferLayout(device.block_size, device.block_bytes, LAYOUT)
         self.loop = EngineLoop(self.engine, self._on_step)
-        self.giver = Giver(self.loop, shape, wire.Beat)
-        self.taker = Taker(self.loop, shape, self.peer, wire.Beat)
+        self.sender = KvSender(self.loop, shape, wire.Heartbeat)
+        self.receiver = KvReceiver(self.loop, shape, self.peer, wire.Heartbeat)
         self._events: dict[str, asyncio.Event] = {}
         settle_heap()  # as a worker does before it is ready
         self.loop.start()
 
     def _on_step(self, output: StepOutput) -> None:
-        self.giver.on_step(output)
+        self.sender.on_step(output)
         for name in (*output.parked, *(ended.id for ended in output.ended)):
             self._events.setdefault(name, asyncio.Event()).set()
 
@@ -114,8 +114,8 @@ class End:
     async def offer(self, name: str, tokens: int, *, computed: bool) -> wire.Ticket:
         """A ticket for a prompt that is read from now on; in no time unless it is ``computed``."""
         self.device.computes_prompts = computed
-        ticket = wire.Ticket(run=wire.Run(request=name, epoch=1, attempt=1), giver=self.peer, layout=LAYOUT)
-        self.giver.issue(ticket, name, tokens)
+        ticket = wire.Ticket(run=wire.Run(request=name, epoch=1, attempt=1), sender=self.peer, layout=LAYOUT)
+        self.sender.issue(ticket, name, tokens)
         await self.loop.call(lambda engine: engine.add(self.request(name, tokens, park=True)))
         return ticket
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from bench import machine
 from bench.metrics import distribution
 from bench.options import positive
-from decant.engine.costs import Costs
+from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.model import runner as runner_module
@@ -57,7 +57,7 @@ class NullDevice:
     eos_token_ids: frozenset[int] = frozenset()
     layout = "null"
     equal_bits = True
-    costs = Costs()
+    costs = StepCostModel()
 
     def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         self.num_blocks = num_blocks

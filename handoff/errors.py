@@ -25,5 +25,5 @@ class HandoffFailed(Exception):
         return cls(failure.cause, failure.detail, failure.peer if failure.HasField("peer") else None)
 
 
-class NothingLeft(Exception):
+class SequenceAlreadyFinished(Exception):
     """Every output ended before the seal: there is nothing to hand over, and nothing went wrong."""

@@ -27,7 +27,7 @@ class Lease:
     sequence: str
     timer: asyncio.TimerHandle
     opened: bool = False
-    taker: wire.Peer | None = None
+    receiver: wire.Peer | None = None
     sealed: bool = False  # the seal was said: the taker may have it
     owned: bool = False  # the taker said that the sequence is its own
     failure: wire.Failure | None = None  # set when it ended otherwise than by its taker's word
@@ -36,7 +36,7 @@ class Lease:
         return max(0, round((self.timer.when() - now) * 1000))
 
 
-class TicketOffice:
+class LeaseTable:
     """All tickets of one giver. Lives on one event loop.
 
     ``listeners`` are called with each lease that has ended; its ``failure`` says why, if it was not the taker.
@@ -81,15 +81,15 @@ class TicketOffice:
         if lease is None or lease.opened:
             raise HandoffFailed(wire.CAUSE_LEASE_OVER, "no such ticket: its lease is over, or it was used")
         ticket = lease.ticket
-        if message.giver.incarnation != ticket.giver.incarnation or message.giver.id != ticket.giver.id:
-            raise HandoffFailed(wire.CAUSE_WRONG_PEER, "the ticket is of another life of this worker", ticket.giver)
+        if message.sender.incarnation != ticket.sender.incarnation or message.sender.id != ticket.sender.id:
+            raise HandoffFailed(wire.CAUSE_WRONG_PEER, "the ticket is of another life of this worker", ticket.sender)
         if message.run != ticket.run:
             raise HandoffFailed(wire.CAUSE_UNKNOWN_RUN, "the ticket is for another run")
         if message.layout != ticket.layout:
             raise HandoffFailed(wire.CAUSE_LAYOUT_DIFFERS, f"layout {message.layout:x} opens none of {ticket.layout:x}")
         if message.salt != ticket.salt:
             raise HandoffFailed(wire.CAUSE_SALT_DIFFERS, "the salts of the two ends differ")
-        lease.opened, lease.taker = True, message.taker
+        lease.opened, lease.receiver = True, message.receiver
         self.renew(message.ticket)
         return lease
 

@@ -1,6 +1,6 @@
 """The giving end: serves ``KvSource`` over an engine.
 
-Open ──> export ──> kv_run, kv_run ... (as blocks fill) ──> parked ──> seal ──> Release ──> freed
+Open ──> export ──> kv_chunk, kv_chunk ... (as blocks fill) ──> parked ──> seal ──> Release ──> freed
             │            acks renew the lease                             │
             └── the sequence ended first: closed                          └── lease over: freed
 
@@ -25,13 +25,13 @@ from decant.engine.engine import Engine
 from decant.engine.errors import EngineError
 from decant.engine.loop import EngineLoop
 from decant.engine.output import StepOutput
-from decant.engine.transfer import Export
-from decant.engine.transfer import Seal as EngineSeal
+from decant.engine.transfer import KvExport
+from decant.engine.transfer import TransferCommit as EngineSeal
 from decant.handoff.codec import encode
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.heartbeat import heard
-from decant.handoff.leases import Lease, TicketOffice
-from decant.handoff.packing import FilledBlock, Shape, pack
+from decant.handoff.leases import Lease, LeaseTable
+from decant.handoff.packing import FilledBlock, TransferLayout, pack
 from decant.protos import worker_pb2 as wire
 from decant.runtime.errors import InvalidArgument
 from decant.runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
@@ -42,7 +42,7 @@ LEASE_MS = 10_000
 
 
 @dataclass(slots=True)
-class _Giving:
+class _SendState:
     """A sequence that has a ticket: what the engine told of it, how far its fetch has come, and whom to wake."""
 
     prompt_tokens: int
@@ -50,7 +50,7 @@ class _Giving:
     is_live: bool = False
     parked: bool = False
     ended: bool = False  # by itself or cancelled, or its ticket is over
-    export: Export | None = None  # what may be sent: nothing of it is read once it is taken away
+    export: KvExport | None = None  # what may be sent: nothing of it is read once it is taken away
     blocks: int = 0  # sent
     messages: int = 0  # sent
     acknowledged: int = 0
@@ -61,16 +61,18 @@ class _Giving:
     moved: asyncio.Event = field(default_factory=asyncio.Event)  # of a live one: it wrote, or some of it was sent
 
 
-class Giver:
+class KvSender:
     """All caches that this worker gives away. Lives on the event loop that hears the engine."""
 
-    def __init__(self, loop: EngineLoop, shape: Shape, beat: Callable[[], wire.Beat], lease_ms: int = LEASE_MS) -> None:
-        self.office = TicketOffice(lease_ms, self._expire)
+    def __init__(
+        self, loop: EngineLoop, shape: TransferLayout, beat: Callable[[], wire.Heartbeat], lease_ms: int = LEASE_MS
+    ) -> None:
+        self.office = LeaseTable(lease_ms, self._expire)
         self.expired = 0
         self._loop = loop
         self._shape = shape
         self._beat = beat
-        self._giving: dict[str, _Giving] = {}
+        self._giving: dict[str, _SendState] = {}
 
     def issue(
         self,
@@ -84,7 +86,7 @@ class Giver:
         """A ticket for the cache of a sequence: one that the engine was given with ``park_after``, or (``is_live``) any
         other that it has. ``logprobs`` are asked for at the seal, of the output tokens that it speaks of.
         """
-        self._giving[sequence] = _Giving(prompt_tokens, logprobs, is_live)
+        self._giving[sequence] = _SendState(prompt_tokens, logprobs, is_live)
         return self.office.issue(ticket, sequence)
 
     def on_step(self, output: StepOutput) -> None:
@@ -121,19 +123,19 @@ class Giver:
         giving = self._giving[lease.sequence]
         async with AsyncExitStack() as stack:
             stack.callback(self._end_unsealed, lease, giving)
-            for job in (self._lead(lease, giving, opened.have), self._hear(lease, giving, incoming)):
+            for job in (self._lead(lease, giving, opened.cached_blocks), self._hear(lease, giving, incoming)):
                 stack.push_async_callback(_stop, asyncio.create_task(job))
             messages = await stack.enter_async_context(aclosing(self._say(lease, giving)))
             async for message in messages:
                 yield message
 
-    def _end_unsealed(self, lease: Lease, giving: _Giving, detail: str = "the fetch broke") -> None:
+    def _end_unsealed(self, lease: Lease, giving: _SendState, detail: str = "the fetch broke") -> None:
         """End the ticket of a fetch that has ended, unless its seal was sent."""
         if lease.sealed:
             return
         failure = _reclaimed("the fetch was closed here")
         if giving.last is None:
-            failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.taker)
+            failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver)
         self.reclaim(lease.ticket.id, failure)
 
     def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
@@ -161,7 +163,7 @@ class Giver:
             raise HandoffFailed(wire.CAUSE_INVALID, "a fetch begins with open")
         return first.open
 
-    async def _lead(self, lease: Lease, giving: _Giving, have: int) -> None:
+    async def _lead(self, lease: Lease, giving: _SendState, have: int) -> None:
         """Take the engine through a handoff; what is to be said of it is left in ``giving``."""
         try:
             giving.last = await self._last_word(lease, giving, have)
@@ -170,7 +172,7 @@ class Giver:
             giving.export, giving.last = None, _closed(None if over else _reclaimed(str(error)))
         giving.changed.set()
 
-    async def _last_word(self, lease: Lease, giving: _Giving, have: int) -> bytes:
+    async def _last_word(self, lease: Lease, giving: _SendState, have: int) -> bytes:
         """Open the export, and close it when the sequence is parked or has ended. Raises EngineError."""
         name = lease.sequence
         if not giving.ended:
@@ -186,7 +188,7 @@ class Giver:
             return _closed(None)
         return _sealed(await self._loop.call(lambda engine: engine.seal(name)), giving)
 
-    async def _seal_live(self, name: str, giving: _Giving) -> EngineSeal | None:
+    async def _seal_live(self, name: str, giving: _SendState) -> EngineSeal | None:
         """The seal of a live sequence, parked at the first step that allows it; None: it ended. Raises EngineError."""
         while not giving.ended:
             giving.moved.clear()
@@ -198,7 +200,7 @@ class Giver:
             await giving.moved.wait()
         return None
 
-    async def _say(self, lease: Lease, giving: _Giving) -> AsyncGenerator[bytes, None]:
+    async def _say(self, lease: Lease, giving: _SendState) -> AsyncGenerator[bytes, None]:
         """Runs as blocks fill, beats in between, and the last word."""
         clock = asyncio.get_running_loop().time
         said = clock()
@@ -219,15 +221,15 @@ class Giver:
                 async with asyncio.timeout_at(said + HEARTBEAT_SECONDS):
                     await giving.changed.wait()
             except TimeoutError:
-                yield encode(wire.FetchResponse(beat=self._beat()))
+                yield encode(wire.FetchResponse(heartbeat=self._beat()))
                 said = clock()
         raise giving.error
 
-    def _filled(self, lease: Lease, giving: _Giving) -> Iterator[bytes]:
+    def _filled(self, lease: Lease, giving: _SendState) -> Iterator[bytes]:
         """Messages of the blocks that filled since the last; each is copied when it is asked for."""
         while (export := giving.export) and giving.blocks < len(export.runs):
             some = export.runs[giving.blocks : giving.blocks + self._shape.blocks_per_message]
-            blocks = [FilledBlock(run.index, export.read(run.index), run.sum) for run in some]
+            blocks = [FilledBlock(run.index, export.read(run.index), run.checksum) for run in some]
             for message in pack(lease.ticket.run, self._shape, blocks):
                 giving.messages += 1
                 yield message
@@ -236,20 +238,20 @@ class Giver:
             giving.blocks += len(some)
             giving.moved.set()
 
-    def _holds(self, lease: Lease, giving: _Giving) -> bool:
+    def _holds(self, lease: Lease, giving: _SendState) -> bool:
         """Whether the ticket is still what keeps the blocks."""
         return self._giving.get(lease.sequence) is giving
 
-    async def _hear(self, lease: Lease, giving: _Giving, incoming: AsyncIterator[wire.FetchRequest]) -> None:
+    async def _hear(self, lease: Lease, giving: _SendState, incoming: AsyncIterator[wire.FetchRequest]) -> None:
         """Renew the lease by acknowledged runs, and by a heartbeat while the receiver has all that there is so far."""
-        unknown = UnknownMessages(lease.taker.id if lease.taker else "")
+        unknown = UnknownMessages(lease.receiver.id if lease.receiver else "")
         try:
             async for message in heard(incoming, "the receiver", SILENT_SECONDS):
                 match message.WhichOneof("message"):
                     case "ack":
-                        giving.acknowledged = message.ack.kv_runs
+                        giving.acknowledged = message.ack.kv_chunks
                         self.office.renew(lease.ticket.id)
-                    case "beat" if giving.acknowledged >= giving.messages:
+                    case "heartbeat" if giving.acknowledged >= giving.messages:
                         self.office.renew(lease.ticket.id)
                     case None:
                         unknown.ignore()
@@ -287,16 +289,18 @@ async def _stop(task: asyncio.Task[None]) -> None:
 
 def _closed(failure: wire.Failure | None) -> bytes:
     """The last word of a fetch that has no seal; without a failure, because nothing is left to give."""
-    return encode(wire.FetchResponse(closed=wire.Closed(failure=failure)))
+    return encode(wire.FetchResponse(closed=wire.ExportClosed(failure=failure)))
 
 
 def _reclaimed(detail: str) -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_RECLAIMED, detail=detail)
 
 
-def _sealed(seal: EngineSeal, giving: _Giving) -> bytes:
+def _sealed(seal: EngineSeal, giving: _SendState) -> bytes:
     """The last word of a fetch that is complete."""
-    output = wire.Seal.Output(output=0, tokens=struct.pack(f"<{len(seal.output)}I", *seal.output))
+    output = wire.TransferCommit.Output(output=0, tokens=struct.pack(f"<{len(seal.output)}I", *seal.output))
     output.logprobs.extend(giving.logprobs())
-    message = wire.Seal(computed=seal.computed, prompt_tokens=giving.prompt_tokens, outputs=[output], sum=seal.sum)
-    return encode(wire.FetchResponse(seal=message))
+    message = wire.TransferCommit(
+        computed=seal.computed, prompt_tokens=giving.prompt_tokens, outputs=[output], checksum=seal.checksum
+    )
+    return encode(wire.FetchResponse(commit=message))

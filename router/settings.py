@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from decant.runtime.logs import LogSettings
 from decant.runtime.server_settings import ServerSettings
-from decant.runtime.settings import Refused
+from decant.runtime.settings import SettingError
 from decant.runtime.tls import PeerTls
 from decant.state.store import BadUrl, check_url
 
@@ -54,5 +54,5 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
         try:
             check_url(url)
         except BadUrl as error:
-            raise Refused("redis_url", error.limit, error.value) from None
+            raise SettingError("redis_url", error.limit, error.value) from None
         return url

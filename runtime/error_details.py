@@ -90,7 +90,7 @@ class ResumePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ErrorDetail:
     """All that an error says to the other side. ``code`` is gRPC's number, ``retry_after`` seconds.
 
     ``subject``: whose quota the violation is of; None where it is of a field.
@@ -120,7 +120,7 @@ def message_text(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
 
 
-def to_status(fault: Fault) -> Status:
+def to_status(fault: ErrorDetail) -> Status:
     """The fault with all its details."""
     status = Status(code=fault.code, message=fault.message)
     for detail in _details(fault):
@@ -128,7 +128,7 @@ def to_status(fault: Fault) -> Status:
     return status
 
 
-def trailers(fault: Fault) -> tuple[tuple[str, str | bytes], ...]:
+def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
     """Trailing metadata that carries the fault; gRPC's own retries obey the pushback."""
     pairs: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_status(fault).SerializeToString())]
     if fault.retry_after is not None:
@@ -136,7 +136,7 @@ def trailers(fault: Fault) -> tuple[tuple[str, str | bytes], ...]:
     return tuple(pairs)
 
 
-def from_trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]]) -> Fault:
+def from_trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]]) -> ErrorDetail:
     """What a call that ended with `code` and `message` said; details that don't parse are passed over."""
     for key, value in metadata:
         if key == DETAILS_KEY and isinstance(value, bytes):
@@ -146,10 +146,10 @@ def from_trailers(code: int, message: str, metadata: Iterable[tuple[str, str | b
                 break
             if status.code == code:
                 return from_status(status)
-    return Fault(code, message)
+    return ErrorDetail(code, message)
 
 
-def from_status(status: Status) -> Fault:
+def from_status(status: Status) -> ErrorDetail:
     """The fault that a status tells, the inverse of ``to_status``."""
     info = _find(status, ErrorInfo)
     bad = _find(status, BadRequest)
@@ -157,7 +157,7 @@ def from_status(status: Status) -> Fault:
     quota = _find(status, QuotaFailure)
     retry = _find(status, RetryInfo)
     resume = _find(status, pb.ResumePoint)
-    return Fault(
+    return ErrorDetail(
         code=status.code,
         message=status.message,
         reason=_reason(info),
@@ -169,7 +169,7 @@ def from_status(status: Status) -> Fault:
     )
 
 
-def _details(fault: Fault) -> list[Message]:
+def _details(fault: ErrorDetail) -> list[Message]:
     info = ErrorInfo(reason=fault.reason.value, domain=DOMAIN)
     details: list[Message] = [info]
     if fault.violation is not None:
@@ -191,7 +191,7 @@ def _details(fault: Fault) -> list[Message]:
     return details
 
 
-def _told(bad: Violation, fault: Fault) -> Message:
+def _told(bad: Violation, fault: ErrorDetail) -> Message:
     text = f"{bad.limit}, got {bad.value}"
     field = BadRequest.FieldViolation(field=bad.field, description=text, reason=fault.reason.value)
     told: Message = BadRequest(field_violations=[field])

@@ -11,7 +11,7 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from decant.protos import worker_pb2 as wire
 from decant.runtime import logs
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the rules of protos/worker.proto that this build speaks."""
 
 

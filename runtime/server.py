@@ -31,7 +31,7 @@ from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.metrics import Registry, ShellMetrics
 from decant.runtime.reflection import add_reflection
 from decant.runtime.server_settings import ServerSettings, bind, join_address, server_options
-from decant.runtime.settings import Refused
+from decant.runtime.settings import SettingError
 from decant.runtime.shutdown import Shutdown, first
 
 CLEANUP_SECONDS = 5.0
@@ -133,7 +133,7 @@ class Server:
             await self._server.start()
             if self._settings.admin_port is not None:
                 self.admin_port = await self._bind_admin(self._settings.admin_port)
-        except Refused:
+        except SettingError:
             await self._end()
             raise
         _log.info("serving", address=self.address, tls=self._settings.tls, admin_port=self.admin_port)
@@ -210,4 +210,6 @@ class Server:
             return await self._admin.start(self._settings.host, port)
         except OSError as error:
             address = join_address(self._settings.host, port)
-            raise Refused("admin_port", f"an address that can be listened on ({error.strerror})", address) from None
+            raise SettingError(
+                "admin_port", f"an address that can be listened on ({error.strerror})", address
+            ) from None

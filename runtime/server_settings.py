@@ -8,7 +8,7 @@ import grpc
 from pydantic import Field
 
 from decant.runtime.channel import MAX_MESSAGE_BYTES
-from decant.runtime.settings import Refused
+from decant.runtime.settings import SettingError
 from decant.runtime.tls import ServerTls, server_credentials
 
 MAX_PENDING_CALLS = 1_000_000
@@ -39,7 +39,7 @@ def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError:  # gRPC says no more than that
-        raise Refused("port", "an address that can be listened on", address) from None
+        raise SettingError("port", "an address that can be listened on", address) from None
 
 
 def server_options(settings: ServerSettings) -> list[tuple[str, int]]:

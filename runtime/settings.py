@@ -39,7 +39,7 @@ class Settings(BaseModel):
         }
 
 
-class Refused(ValueError):
+class SettingError(ValueError):
     """Raised by validators that look at several fields: which one is wrong, and why."""
 
     def __init__(self, field: str, limit: str, value: object) -> None:

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from decant.runtime.error_details import Violation, part
-from decant.runtime.settings import PREFIX, InvalidSettings, Refused, Settings, flag_name, is_list, variable_name
+from decant.runtime.settings import PREFIX, InvalidSettings, SettingError, Settings, flag_name, is_list, variable_name
 
 CONFIG = "config"
 OF_CLIENTS = frozenset({"DECANT_TOKEN"})
@@ -127,7 +127,7 @@ def _unknown(name: str, names: Iterable[str], what: str) -> Violation:
 
 def _violation(kind: type[Settings], origins: Mapping[str, str], detail: ErrorDetails) -> Violation:
     cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, Refused):
+    if isinstance(cause, SettingError):
         return Violation(origins.get(cause.field, cause.field), cause.limit, part(cause.value))
     name = str(detail["loc"][0]) if detail["loc"] else ""
     limit = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")

@@ -43,7 +43,7 @@ class RequestKey(NamedTuple):
         return cls(unquote(tenant), unquote(id_))
 
 
-class Life(NamedTuple):
+class Incarnation(NamedTuple):
     """One life of one process. A restarted one has another incarnation: it is another peer."""
 
     id: str
@@ -58,10 +58,10 @@ class Life(NamedTuple):
         return f"{self.incarnation:016x}"
 
     @classmethod
-    def parse(cls, text: str) -> Life:
+    def parse(cls, text: str) -> Incarnation:
         incarnation, _, id_ = text.partition("/")
         return cls(id_, int(incarnation, 16))
 
     @classmethod
-    def of(cls, peer: worker_pb2.Peer) -> Life:
+    def of(cls, peer: worker_pb2.Peer) -> Incarnation:
         return cls(peer.id, peer.incarnation)

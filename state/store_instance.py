@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from decant.state import keys, scripts
 from decant.state.client import Client
-from decant.state.errors import NotYetKnown, UnknownRequest
+from decant.state.errors import StoreRefilling, UnknownRequest
 from decant.state.ids import RequestKey
-from decant.state.keys import Lifetimes
+from decant.state.keys import Ttls
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class EraNow:
     refill_left_s: float  # 0: owners have written theirs again, what is unknown now does not exist
 
 
-class Era:
-    def __init__(self, client: Client, lifetimes: Lifetimes) -> None:
+class StoreInstance:
+    def __init__(self, client: Client, lifetimes: Ttls) -> None:
         self._client = client
         self._refill_s = lifetimes.refill_s
 
@@ -33,7 +33,7 @@ class Era:
         age_s = max(0, age_ms) / 1000
         return EraNow(id_.decode(), age_s, max(0.0, self._refill_s - age_s))
 
-    async def unknown(self, key: RequestKey) -> UnknownRequest | NotYetKnown:
+    async def unknown(self, key: RequestKey) -> UnknownRequest | StoreRefilling:
         """The error for a request that Redis doesn't have. Raises StoreUnavailable."""
         left_s = (await self.current()).refill_left_s
-        return NotYetKnown(key, left_s) if left_s > 0 else UnknownRequest(key)
+        return StoreRefilling(key, left_s) if left_s > 0 else UnknownRequest(key)

@@ -9,7 +9,7 @@ from decant.protos.state_pb2 import RequestRecord
 from decant.state import journal
 from decant.state.client import Reply
 from decant.state.errors import UnreadableRequest
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.logprobs import Logprobs
 from decant.state.owned import LogprobsAsked, StoredRequest
 
@@ -41,7 +41,7 @@ def _parsed(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
         epoch=epoch,
         attempt=attempt,
         state=state,
-        owner=Life.parse(owner.decode()),
+        owner=Incarnation.parse(owner.decode()),
         stream_epoch=stream_epoch,
         record=RequestRecord.FromString(record),
         payload=payload,

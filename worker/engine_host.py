@@ -22,16 +22,16 @@ from decant.engine.engine import Engine
 from decant.engine.errors import EngineStopped
 from decant.engine.loop import EngineLoop
 from decant.engine.output import Load, StepOutput
-from decant.engine.transfer import Arrival
+from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed
-from decant.handoff.packing import Shape
-from decant.handoff.receiver import Taken, Taker
-from decant.handoff.sender import LEASE_MS, Giver
+from decant.handoff.packing import TransferLayout
+from decant.handoff.receiver import KvReceiver, TransferResult
+from decant.handoff.sender import LEASE_MS, KvSender
 from decant.handoff.transport import KvSource, Transport
 from decant.protos import worker_pb2 as wire
 from decant.runtime.heartbeat import HEARTBEAT_SECONDS
 from decant.worker.epochs import Epochs
-from decant.worker.report.prefix_cache_feed import CacheNews
+from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class WorkerLimits:
     """What a worker grants: how long a ticket keeps its blocks unless renewed, and how many runs may wait."""
 
     lease_ms: int = LEASE_MS
@@ -54,24 +54,26 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _LoadSample:
     """The engine between two steps, and the blocks that tickets hold of it."""
 
     engine: Load
     leased_blocks: int
 
 
-class HeardTaker(Taker):
+class ObservedReceiver(KvReceiver):
     """Tells those who listen of each fetch: when it begins, and what came of it (None: nothing was left to fetch, or
     whoever fetched went away)."""
 
-    def __init__(self, loop: EngineLoop, shape: Shape, peer: wire.Peer, beat: Callable[[], wire.Beat]) -> None:
+    def __init__(
+        self, loop: EngineLoop, shape: TransferLayout, peer: wire.Peer, beat: Callable[[], wire.Heartbeat]
+    ) -> None:
         super().__init__(loop, shape, peer, beat)
-        self.began: list[Callable[[Arrival], None]] = []
-        self.ended: list[Callable[[Arrival, Taken | HandoffFailed | None], None]] = []
+        self.began: list[Callable[[IncomingSequence], None]] = []
+        self.ended: list[Callable[[IncomingSequence, TransferResult | HandoffFailed | None], None]] = []
 
-    async def take(self, source: KvSource, ticket: wire.Ticket, arrival: Arrival) -> Taken:
-        outcome: Taken | HandoffFailed | None = None
+    async def take(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
+        outcome: TransferResult | HandoffFailed | None = None
         for listener in self.began:
             listener(arrival)
         try:
@@ -85,15 +87,17 @@ class HeardTaker(Taker):
                 told(arrival, outcome)
 
 
-class Hub:
+class EngineHost:
     """All that the services of one worker share. ``async with hub`` starts and ends the engine's thread.
 
     ``waiting_arrivals``, ``waiting_prompts`` and ``waiting_tokens`` are set by the services: runs that wait and are
     not in the engine yet, and the tokens of those whose KV is still to be computed.
     """
 
-    def __init__(self, engine: Engine, identity: Identity, transport: Transport, terms: Terms | None = None) -> None:
-        terms = terms or Terms()
+    def __init__(
+        self, engine: Engine, identity: Identity, transport: Transport, terms: WorkerLimits | None = None
+    ) -> None:
+        terms = terms or WorkerLimits()
         device = engine.device
         self.peer, self.role, self.model = identity.peer, identity.role, identity.model
         self.address = identity.address
@@ -102,19 +106,19 @@ class Hub:
         self.max_running = engine.limits.max_running
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
         self.lease_s, self.max_waiting = terms.lease_ms / 1000, terms.max_waiting
-        self.shape = Shape(device.block_size, device.block_bytes, self.layout)
+        self.shape = TransferLayout(device.block_size, device.block_bytes, self.layout)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
-        self.giver = Giver(self.loop, self.shape, self.pulse, terms.lease_ms)
-        self.taker = HeardTaker(self.loop, self.shape, self.peer, self.pulse)
+        self.sender = KvSender(self.loop, self.shape, self.pulse, terms.lease_ms)
+        self.receiver = ObservedReceiver(self.loop, self.shape, self.peer, self.pulse)
         self.transport = transport
         self.epochs = Epochs()
-        self.cache = CacheNews()
+        self.cache = PrefixCacheFeed()
         self.step_listeners: list[Callable[[StepOutput], None]] = []
         self.crash_listeners: list[Callable[[EngineStopped], None]] = []
         self.draining = False
         self.waiting_arrivals = self.waiting_prompts = self.waiting_tokens = 0
         self._step = 0
-        self._seen = _Look(engine.load(), 0)
+        self._seen = _LoadSample(engine.load(), 0)
 
     async def __aenter__(self) -> Self:
         self.loop.start()
@@ -150,15 +154,15 @@ class Hub:
             role=self.role,
         )
 
-    def pulse(self) -> wire.Beat:
+    def pulse(self) -> wire.Heartbeat:
         """That this worker lives and steps: what goes over fetches."""
         age, longest = self.loop.step_age, self.loop.longest_step
-        beat = wire.Beat(step=self._step, longest_step_ms=round(longest * 1000))
+        beat = wire.Heartbeat(step=self._step, longest_step_ms=round(longest * 1000))
         if age:
             beat.step_age_ms = round(age * 1000)
         return beat
 
-    def beat(self) -> wire.Beat:
+    def heartbeat(self) -> wire.Heartbeat:
         """The same with the load: what goes over sessions."""
         beat = self.pulse()
         beat.load.CopyFrom(self.load())
@@ -171,11 +175,11 @@ class Hub:
 
     async def look(self) -> None:
         """See how busy the engine is now. Raises EngineStopped."""
-        ticketed = [lease.sequence for lease in self.giver.office.leases()]
+        ticketed = [lease.sequence for lease in self.sender.office.leases()]
 
-        def see(engine: Engine) -> _Look:
+        def see(engine: Engine) -> _LoadSample:
             self.cache.note(engine.pool.changed())
-            return _Look(engine.load(), engine.blocks_of(ticketed))
+            return _LoadSample(engine.load(), engine.blocks_of(ticketed))
 
         self._seen = await self.loop.call(see)
         self.cache.hear()
@@ -196,7 +200,7 @@ class Hub:
         self._step = output.step
         for listener in self.step_listeners:
             listener(output)
-        self.giver.on_step(output)
+        self.sender.on_step(output)
 
     def _on_crash(self, stopped: EngineStopped) -> None:
         for listener in self.crash_listeners:

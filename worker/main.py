@@ -36,18 +36,18 @@ from decant.runtime.metrics import Registry
 from decant.runtime.model_files import ModelFiles, ModelUnreadable
 from decant.runtime.peer import default_id, new_peer
 from decant.runtime.server import Server, Service, serve
-from decant.runtime.settings import Refused, flag_name
+from decant.runtime.settings import SettingError, flag_name
 from decant.runtime.settings_sources import load_or_exit
 from decant.state.errors import StoreFault
-from decant.state.keys import Lifetimes
+from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
 from decant.worker.decode.service import DecodeService
-from decant.worker.engine_host import Hub, Identity, Terms
+from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.report.metrics import WorkerMetrics
 from decant.worker.settings import WorkerSettings
-from decant.worker.startup.deferred_service import LateService
+from decant.worker.startup.deferred_service import DeferredService
 from decant.worker.startup.load_model import limits_of, load_model
 from decant.worker.startup.registration import Registrar
 
@@ -65,7 +65,7 @@ _log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class WorkerRole:
     """What a role is: how its processes are called and what they are told."""
 
     role: wire.Role
@@ -73,14 +73,14 @@ class Kind:
     settings: type[WorkerSettings]
 
 
-def main(kind: Kind, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
+def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
     """Runs one worker to its end: 0 in order, 1 after a failure, 2 for settings or a model that can't be served."""
     given = sys.argv[1:] if arguments is None else arguments
     settings = load_or_exit(kind.settings, given, program=kind.program)
     logs.start(kind.program, settings)
     try:
         orderly = shutdown.run(run(settings, kind.role, load_device or load_model))
-    except (InvalidConfig, Refused) as error:
+    except (InvalidConfig, SettingError) as error:
         return _refused(kind, f"{flag_name(error.field)}: {error.limit}, got {error.value}")
     except (ModelRefused, ModelUnreadable) as error:
         return _refused(kind, f"--model: {error}")
@@ -92,7 +92,7 @@ def main(kind: Kind, arguments: Sequence[str] | None, load_device: LoadDevice | 
     return 0 if orderly else 1
 
 
-def _refused(kind: Kind, words: str) -> int:
+def _refused(kind: WorkerRole, words: str) -> int:
     print(f"{kind.program}: {words}", file=sys.stderr)
     return 2
 
@@ -127,7 +127,7 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
 class _Parts:
     """What a drain has to do with."""
 
-    hub: Hub
+    hub: EngineHost
     prefill: PrefillService
     decode: DecodeService
     registrar: Registrar
@@ -148,7 +148,9 @@ class Worker:
         self._load_device = load_device
         self._stack = stack
         self._parts: _Parts | None = None  # once there are any
-        self._late = {name: LateService(descriptor) for name, descriptor in wire.DESCRIPTOR.services_by_name.items()}
+        self._late = {
+            name: DeferredService(descriptor) for name, descriptor in wire.DESCRIPTOR.services_by_name.items()
+        }
 
     def services(self) -> list[Service]:
         """None of their methods is an entrance that closes in a drain: a prompt that comes then is refused in the
@@ -171,7 +173,7 @@ class Worker:
         prefill, decode = self._open(hub)
         self._parts = _Parts(hub, prefill, decode, await self._register(hub, files))
 
-    async def _make_hub(self, engine: Engine, files: ModelFiles, server: Server) -> Hub:
+    async def _make_hub(self, engine: Engine, files: ModelFiles, server: Server) -> EngineHost:
         settings = self._settings
         name = wire.Role.Name(self._role).removeprefix("ROLE_").lower()
         transport = GrpcTransport(Connector(settings).open)
@@ -182,21 +184,21 @@ class Worker:
             model=files.id,
             address=settings.advertise or server.address,
         )
-        hub = Hub(engine, identity, transport, Terms(settings.lease_ms, settings.max_waiting))
+        hub = EngineHost(engine, identity, transport, WorkerLimits(settings.lease_ms, settings.max_waiting))
         return await self._stack.enter_async_context(hub)
 
-    def _open(self, hub: Hub) -> tuple[PrefillService, DecodeService]:
+    def _open(self, hub: EngineHost) -> tuple[PrefillService, DecodeService]:
         """Calls are answered from now on."""
         prefill, decode = PrefillService(hub), DecodeService(hub)
         self._stack.push_async_callback(decode.close)
         audit = AuditService(hub, prefill, decode)
         self._late["Prefill"].arrive(partial(services.add_PrefillServicer_to_server, prefill))
         self._late["Decode"].arrive(partial(services.add_DecodeServicer_to_server, decode))
-        self._late["KvSource"].arrive(KvSourceService(hub.giver).add_to)
+        self._late["KvSource"].arrive(KvSourceService(hub.sender).add_to)
         self._late["Audit"].arrive(partial(services.add_AuditServicer_to_server, audit))
         return prefill, decode
 
-    async def _register(self, hub: Hub, files: ModelFiles) -> Registrar:
+    async def _register(self, hub: EngineHost, files: ModelFiles) -> Registrar:
         facts = WorkerRegistration(
             peer=hub.peer,
             address=hub.address,
@@ -213,7 +215,7 @@ class Worker:
             equal_bits=hub.equal_bits,
         )
         self.is_announced = True
-        lifetimes = Lifetimes()
+        lifetimes = Ttls()
         store = await self._stack.enter_async_context(Store(StoreSettings(self._settings.redis_url)))
         registrar = Registrar(
             store.workers,
@@ -249,12 +251,12 @@ def _check(settings: WorkerSettings) -> None:
     """What can be refused before the model is loaded. Raises Refused, InvalidConfig."""
     Limits(settings.token_budget or settings.max_running, settings.max_running)
     if settings.advertise is None and settings.host in EVERY_ADDRESS:
-        raise Refused("advertise", "needed where host is every address", "nothing")
+        raise SettingError("advertise", "needed where host is every address", "nothing")
     if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():
-        raise Refused("advertise", "host:port", settings.advertise)
+        raise SettingError("advertise", "host:port", settings.advertise)
 
 
-async def _first_steps(hub: Hub) -> None:
+async def _first_steps(hub: EngineHost) -> None:
     """The largest step and the smallest, before anyone waits for them: memory is laid out, and how long they take is
     known. Raises EngineStopped, ModelRefused."""
     ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -1,6 +1,6 @@
 """What a router asks becomes what the engine is asked, and what the engine says becomes what a router is told.
 
-wire.Work ── to_request ──> engine Request        (WorkRefused: what is wrong, as the wire says it)
+wire.EngineRequest ── to_request ──> engine Request        (WorkRefused: what is wrong, as the wire says it)
 TokenLogprobs, FinishReason ──> wire
 """
 
@@ -36,7 +36,7 @@ _ENDS = {
 }
 
 
-class WorkRefused(Exception):
+class RequestRejected(Exception):
     """Work that can't be done here; ``failure`` says why."""
 
     def __init__(self, failure: wire.Failure) -> None:
@@ -44,13 +44,13 @@ class WorkRefused(Exception):
         self.failure = failure
 
     @classmethod
-    def because(cls, field: str, limit: str, value: object, cause: wire.Cause = wire.CAUSE_INVALID) -> WorkRefused:
+    def because(cls, field: str, limit: str, value: object, cause: wire.Cause = wire.CAUSE_INVALID) -> RequestRejected:
         """A field of ``Work`` that breaks a limit."""
         violation = wire.Violation(field=field, limit=limit, value=str(value)[:80])
         return cls(wire.Failure(cause=cause, detail=f"{field}: {limit}, got {violation.value}", violation=violation))
 
     @classmethod
-    def of(cls, error: InvalidRequest) -> WorkRefused:
+    def of(cls, error: InvalidRequest) -> RequestRejected:
         """What the engine says of a request, by the name that the field has in ``Work``."""
         name = error.field.partition("[")[0]
         known = name in _SAMPLING or name.endswith("_penalty")
@@ -62,7 +62,7 @@ def other_request() -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_ID_REUSED, detail="another request with this id is at work here")
 
 
-def to_request(sequence_id: str, work: wire.Work, *, model: str, park_after: bool = False) -> Request:
+def to_request(sequence_id: str, work: wire.EngineRequest, *, model: str, park_after: bool = False) -> Request:
     """The engine's request for the one output of ``work``, under the name ``sequence_id``.
 
     ``park_after``: stop and keep the blocks after the first token written from here. Raises WorkRefused.
@@ -85,20 +85,20 @@ def to_request(sequence_id: str, work: wire.Work, *, model: str, park_after: boo
             park_after=len(written) + 1 if park_after else None,
         )
     except InvalidRequest as error:
-        raise WorkRefused.of(error) from None
+        raise RequestRejected.of(error) from None
 
 
-def _check_supported(work: wire.Work, model: str) -> None:
+def _check_supported(work: wire.EngineRequest, model: str) -> None:
     if work.model != model:
-        raise WorkRefused.because("model", f"{model} is served here", work.model, wire.CAUSE_UNKNOWN_MODEL)
+        raise RequestRejected.because("model", f"{model} is served here", work.model, wire.CAUSE_UNKNOWN_MODEL)
     if len(work.outputs) != 1:
-        raise WorkRefused.because("outputs", "exactly one", len(work.outputs), wire.CAUSE_UNSUPPORTED)
+        raise RequestRejected.because("outputs", "exactly one", len(work.outputs), wire.CAUSE_UNSUPPORTED)
     for field in ("adapter", "guide"):
-        if getattr(work, field) != getattr(wire.Work(), field):
-            raise WorkRefused.because(field, NOT_SUPPORTED, "a value", wire.CAUSE_UNSUPPORTED)
+        if getattr(work, field) != getattr(wire.EngineRequest(), field):
+            raise RequestRejected.because(field, NOT_SUPPORTED, "a value", wire.CAUSE_UNSUPPORTED)
 
 
-def _sampling(work: wire.Work) -> SamplingParams:
+def _sampling(work: wire.EngineRequest) -> SamplingParams:
     asked = work.sampling
     return SamplingParams(
         temperature=asked.temperature,
@@ -130,7 +130,7 @@ def end_reason(reason: FinishReason, stopping: wire.Stopping) -> wire.OutputEnd.
     return _ENDS[reason]
 
 
-def urgency(work: wire.Work, now: float) -> float:
+def urgency(work: wire.EngineRequest, now: float) -> float:
     """Where work that came in at ``now`` (seconds) stands in a queue: the smallest goes first.
 
     Fixed when it comes in: a level of priority is worth so much waiting, and time spent in earlier attempts counts.
@@ -173,4 +173,4 @@ def _unpacked(field: str, data: bytes) -> tuple[int, ...]:
     try:
         return unpack_tokens(data)
     except ValueError:
-        raise WorkRefused.because(field, "packed uint32", f"{len(data)} bytes") from None
+        raise RequestRejected.because(field, "packed uint32", f"{len(data)} bytes") from None

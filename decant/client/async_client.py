@@ -14,7 +14,7 @@ from decant.client.channel import Tls
 from decant.client.option_help import with_options
 from decant.client.options import Messages, Options, Prompt
 from decant.client.results import Answer, CancelStatus, Generation
-from decant.client.retry import Tries
+from decant.client.retry import RetryState
 from decant.client.routers import AsyncRouters
 from decant.client.streams import AsyncStream
 from decant.protos import inference_pb2 as pb
@@ -93,7 +93,7 @@ class AsyncClient:
         (<FinishReason.STOP: 'stop'>, 4, 'd')
         """
         request = options.named_request(prompt, messages, wanted)
-        return AsyncStream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
+        return AsyncStream(self._routers, request, RetryState(self._routers.turns, timeout, self._resume_seconds))
 
     def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> AsyncStream:
         """The rest of a request's stream, from whichever router; see `decant.Client.resume`.
@@ -104,7 +104,7 @@ class AsyncClient:
         ' b'
         """
         request = options.filled(pb.ResumeStreamRequest(), request_id=request_id, after_seq=after_seq)
-        return AsyncStream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
+        return AsyncStream(self._routers, request, RetryState(self._routers.turns, timeout, self._resume_seconds))
 
     async def generation(self, request_id: str) -> Generation:
         """Where a request stands, and what is written of it so far, until it is forgotten. Raises NotFound.

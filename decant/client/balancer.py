@@ -67,7 +67,7 @@ class Rests:
         self._health[router] = _WELL
 
 
-class Turns(Rests):
+class RouterSelector(Rests):
     """Of the routers 0 to ``count`` - 1. Threads may share one: each step replaces one value, and two that come
     together are at worst sent to the same router."""
 

@@ -17,7 +17,7 @@ from decant.client.channel import Tls
 from decant.client.option_help import with_options
 from decant.client.options import Messages, Options, Prompt
 from decant.client.results import Answer, CancelStatus, Generation
-from decant.client.retry import Tries
+from decant.client.retry import RetryState
 from decant.client.routers import Routers
 from decant.client.streams import Stream
 from decant.protos import inference_pb2 as pb
@@ -106,7 +106,7 @@ class Client:
         (<FinishReason.STOP: 'stop'>, 4, 'd')
         """
         request = options.named_request(prompt, messages, wanted)
-        return Stream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
+        return Stream(self._routers, request, RetryState(self._routers.turns, timeout, self._resume_seconds))
 
     def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> Stream:
         """The rest of a request's stream, from whichever router: what comes after `after_seq` output tokens. The
@@ -120,7 +120,7 @@ class Client:
         ' b'
         """
         request = options.filled(pb.ResumeStreamRequest(), request_id=request_id, after_seq=after_seq)
-        return Stream(self._routers, request, Tries(self._routers.turns, timeout, self._resume_seconds))
+        return Stream(self._routers, request, RetryState(self._routers.turns, timeout, self._resume_seconds))
 
     def generation(self, request_id: str) -> Generation:
         """Where a request stands, and what is written of it so far, until it is forgotten. Raises NotFound.

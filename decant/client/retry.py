@@ -25,7 +25,7 @@ import math
 
 import grpc
 
-from decant.client.balancer import SPREAD, Turn, Turns
+from decant.client.balancer import SPREAD, RouterSelector, Turn
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import InvalidArgument, ServiceError
 
@@ -56,10 +56,10 @@ def may_try_again(error: ServiceError) -> bool:
     return error.retryable or error.reason in _MOVED
 
 
-class Tries:
+class RetryState:
     """The tries of one call, or of one stream and what it is resumed with."""
 
-    def __init__(self, turns: Turns, seconds: float | None = None, patience: float = 0.0) -> None:
+    def __init__(self, turns: RouterSelector, seconds: float | None = None, patience: float = 0.0) -> None:
         """`seconds` until the deadline, None without one; `patience` with a stream that has begun, 0 for none. The
         first try is not held up by what others met: it begins at once. Raises InvalidArgument for `seconds` that are no
         finite number."""

@@ -15,9 +15,9 @@ from weakref import WeakSet
 import grpc
 from google.protobuf.message import Message
 
-from decant.client.balancer import Turns
+from decant.client.balancer import RouterSelector
 from decant.client.channel import Tls, credentials_of, open_async, open_blocking
-from decant.client.retry import Tries
+from decant.client.retry import RetryState
 from decant.client.transport import clearer
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
@@ -40,7 +40,7 @@ def closed_here() -> Cancelled:
     return Cancelled("closed by this client")
 
 
-class Bell:
+class CancelSignal:
     """Ends the waiting of one call or stream, for good. Rung from any thread and from a signal handler, also in the
     middle of `wait`: a SimpleQueue allows that, an Event does not."""
 
@@ -68,16 +68,16 @@ class Routers:
         self.addresses = addresses
         self._metadata = credentials_of(token)
         self._has_tls = tls is not None
-        self.turns = Turns(len(addresses))
+        self.turns = RouterSelector(len(addresses))
         self._channels = [open_blocking(address, tls) for address in addresses]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
-        self._bells: WeakSet[Bell] = WeakSet()
+        self._bells: WeakSet[CancelSignal] = WeakSet()
         self._is_closed = False
         self._lock = threading.RLock()  # a stream that is collected as garbage is left, at whatever point that is
 
-    def bell(self) -> Bell:
+    def bell(self) -> CancelSignal:
         """Rings when all is closed."""
-        made = Bell()
+        made = CancelSignal()
         with self._lock:
             if self._is_closed:
                 made.ring()
@@ -87,7 +87,7 @@ class Routers:
 
     def ask(self, method: str, request: Message, seconds: float | None) -> Any:
         """The response of a unary method, from whoever can give it. Raises ServiceError."""
-        tries, bell = Tries(self.turns, seconds), self.bell()
+        tries, bell = RetryState(self.turns, seconds), self.bell()
         while True:
             try:
                 with typed_errors():
@@ -95,18 +95,18 @@ class Routers:
             except ServiceError as error:
                 self.wait(tries, bell, error)
 
-    def begin(self, method: str, request: Message, tries: Tries) -> Any:
+    def begin(self, method: str, request: Message, tries: RetryState) -> Any:
         """The call of a stream, where it is whose turn it is. Raises Cancelled when all is closed."""
         return self._start(getattr(self._stubs[tries.router], method), request, tries)
 
-    def wait(self, tries: Tries, bell: Bell, error: ServiceError) -> None:
+    def wait(self, tries: RetryState, bell: CancelSignal, error: ServiceError) -> None:
         """Until the next try. Raises `error` where there is none, Cancelled when the bell rings."""
         if not bell.has_rung:
             bell.wait(tries.after(self._clearer(error, tries)))
         if bell.has_rung:
             raise closed_here() from None
 
-    def _clearer(self, error: ServiceError, tries: Tries) -> ServiceError:
+    def _clearer(self, error: ServiceError, tries: RetryState) -> ServiceError:
         return clearer(error, self.addresses[tries.router], tls=self._has_tls, seconds=tries.seconds)
 
     def leave(self, request_id: str) -> None:
@@ -124,7 +124,7 @@ class Routers:
         for channel in self._channels:
             channel.close()
 
-    def _asked_once(self, method: str, request: Message, tries: Tries) -> Any:
+    def _asked_once(self, method: str, request: Message, tries: RetryState) -> Any:
         call = self._start(getattr(self._stubs[tries.router], method).future, request, tries)
         try:
             response = call.result()
@@ -133,7 +133,7 @@ class Routers:
         tries.heard()
         return response
 
-    def _start(self, call: Any, request: Message, tries: Tries) -> Any:
+    def _start(self, call: Any, request: Message, tries: RetryState) -> Any:
         with self._lock:  # a channel that is being closed takes no calls
             if self._is_closed:
                 raise closed_here()
@@ -182,7 +182,7 @@ class AsyncRouters:
         self.addresses = addresses
         self._metadata = credentials_of(token)
         self._has_tls = tls is not None
-        self.turns = Turns(len(addresses))
+        self.turns = RouterSelector(len(addresses))
         self._channels = [open_async(address, tls) for address in addresses]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
         self._bells: WeakSet[AsyncBell] = WeakSet()
@@ -199,7 +199,7 @@ class AsyncRouters:
 
     async def ask(self, method: str, request: Message, seconds: float | None) -> Any:
         """The response of a unary method, from whoever can give it. Raises ServiceError."""
-        tries, bell = Tries(self.turns, seconds), self.bell()
+        tries, bell = RetryState(self.turns, seconds), self.bell()
         while True:
             try:
                 with typed_errors_until(bell):
@@ -209,21 +209,21 @@ class AsyncRouters:
             except ServiceError as error:
                 await self.wait(tries, bell, error)
 
-    def begin(self, method: str, request: Message, tries: Tries) -> Any:
+    def begin(self, method: str, request: Message, tries: RetryState) -> Any:
         """The call, where it is whose turn it is. Raises Cancelled when all is closed."""
         if self._is_closed:
             raise closed_here()
         call = getattr(self._stubs[tries.router], method)
         return call(request, timeout=tries.remaining(), metadata=self._metadata)
 
-    async def wait(self, tries: Tries, bell: AsyncBell, error: ServiceError) -> None:
+    async def wait(self, tries: RetryState, bell: AsyncBell, error: ServiceError) -> None:
         """Until the next try. Raises `error` where there is none, Cancelled when the bell rings."""
         if not bell.has_rung:
             await bell.wait(tries.after(self._clearer(error, tries)))
         if bell.has_rung:
             raise closed_here() from None
 
-    def _clearer(self, error: ServiceError, tries: Tries) -> ServiceError:
+    def _clearer(self, error: ServiceError, tries: RetryState) -> ServiceError:
         return clearer(error, self.addresses[tries.router], tls=self._has_tls, seconds=tries.seconds)
 
     async def leave(self, request_id: str) -> None:

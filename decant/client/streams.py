@@ -16,7 +16,7 @@ from typing import Self
 from google.protobuf.message import Message
 
 from decant.client.results import Delta
-from decant.client.retry import Tries
+from decant.client.retry import RetryState
 from decant.client.routers import AsyncRouters, Routers, typed_errors, typed_errors_until
 from decant.client.transcript import Transcript
 from decant.protos import inference_pb2 as pb
@@ -26,10 +26,10 @@ Asked = pb.GenerateRequest | pb.ResumeStreamRequest
 """With what a stream begins."""
 
 
-class Resumable(Transcript):
+class ResumableStream(Transcript):
     """What both kinds of stream share: how far it is, and what it would be resumed with."""
 
-    def __init__(self, asked: Asked, addresses: tuple[str, ...], tries: Tries) -> None:
+    def __init__(self, asked: Asked, addresses: tuple[str, ...], tries: RetryState) -> None:
         super().__init__(asked.request_id)
         self.resumed_at: list[str] = []
         """The routers that the stream went on at after it broke; empty if it never did."""
@@ -75,7 +75,7 @@ class Resumable(Transcript):
         return self._take(message)
 
 
-class Stream(Resumable):
+class Stream(ResumableStream):
     """An answer that is being written; iterating gives its deltas. What has arrived so far stays readable: `text`,
     `outputs`, and after the end `finished`, `usage` and `receipt`.
 
@@ -83,7 +83,7 @@ class Stream(Resumable):
     break, an exception, the end of a ``with``) cancels the request, unless it was detached.
     """
 
-    def __init__(self, routers: Routers, asked: Asked, tries: Tries) -> None:
+    def __init__(self, routers: Routers, asked: Asked, tries: RetryState) -> None:
         """For `Client.stream` and `Client.resume`."""
         super().__init__(asked, routers.addresses, tries)
         self._routers = routers
@@ -143,10 +143,10 @@ class Stream(Resumable):
         self.close()
 
 
-class AsyncStream(Resumable):
+class AsyncStream(ResumableStream):
     """An answer that is being written; see `Stream`. Cancelling the task that reads leaves it too."""
 
-    def __init__(self, routers: AsyncRouters, asked: Asked, tries: Tries) -> None:
+    def __init__(self, routers: AsyncRouters, asked: Asked, tries: RetryState) -> None:
         """For `AsyncClient.stream` and `AsyncClient.resume`."""
         super().__init__(asked, routers.addresses, tries)
         self._routers = routers

@@ -99,7 +99,7 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
         given: Prompt = [{"role": "user", "content": text}] if chat else text
         options = {name: value for name, value in ctx.params.items() if name in Options.__annotations__}
         asked = cast(Options, {k: v for k, v in options.items() if v not in (None, [], ())})
-        asking = generating.Asking(address or "", _tls(ca, certificate, key, server_name), timeout, as_json)
+        asking = generating.GenerateArgs(address or "", _tls(ca, certificate, key, server_name), timeout, as_json)
         if address is None:
             line = generating.run_here(asking, given, asked, Waiting("--address", wait))
         else:

@@ -83,7 +83,7 @@ def _path(pid: int) -> Path:
     return folder() / f"{_PREFIX}{pid}.json"
 
 
-class Announcement:
+class DeploymentRecord:
     """This process's own file, from `write` to the end of the ``with``, or of the process; and `temporary`, a folder
     that is there from its beginning."""
 

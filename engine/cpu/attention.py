@@ -14,9 +14,9 @@ import torch
 
 from decant.engine.cpu.threads import team
 from decant.engine.model.attention import AttentionCall
-from decant.engine.model.attention.masks import View
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.step_batch import FlatRows, Ints, ending
+from decant.engine.model.step_batch import FlatBatch, Ints, ending
 
 
 class _Step(ctypes.Structure):
@@ -48,7 +48,12 @@ class NativeAttention:
     """
 
     def __init__(
-        self, kernels: ModuleType, store: KvStore, views: Sequence[View], flat: FlatRows, keep: Ints | None = None
+        self,
+        kernels: ModuleType,
+        store: KvStore,
+        views: Sequence[AttentionWindow],
+        flat: FlatBatch,
+        keep: Ints | None = None,
     ) -> None:
         self._kernels = kernels
         self._store = store
@@ -113,7 +118,7 @@ class NativeAttention:
         asked = 0 if self._asked is None or layer < len(self._views) - 1 else ctypes.addressof(self._asked)
         return self._store.places[layer], self._first_visible(self._views[layer]), asked
 
-    def _first_visible(self, view: View) -> int:
+    def _first_visible(self, view: AttentionWindow) -> int:
         if (known := self._visible.get(id(view))) is None:
             known = view.first(torch.from_numpy(self._flat.positions)).contiguous()
             self._visible[id(view)] = known

@@ -32,13 +32,13 @@ from torch import nn
 
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.fused_ops import ROOM, TRIED_ON, GatedMlp, RmsNorm
-from decant.engine.cpu.gemm import Panels
+from decant.engine.cpu.gemm import PackedWeight
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.cpu.linear import ANOTHER, PackedLinear
 from decant.engine.cpu.threads import team
 from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.engine.model.attention import Attender, AttentionCall, attending, current, take_turn
-from decant.engine.model.attention.masks import View
+from decant.engine.model.attention import AttentionBackend, AttentionCall, attending, current, take_turn
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import flatten
 from decant.engine.plan import Row
@@ -79,16 +79,16 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Foreseen(NamedTuple):
+class _Precomputed(NamedTuple):
     """What a layer will answer, if it is asked just this."""
 
-    by: Layer
+    by: FusedLayer
     hidden: torch.Tensor
     angles: tuple[torch.Tensor, torch.Tensor]
-    attender: Attender
+    attender: AttentionBackend
     answer: torch.Tensor
 
-    def is_asked(self, hidden: torch.Tensor, angles: Any, attender: Attender | None) -> bool:
+    def is_asked(self, hidden: torch.Tensor, angles: Any, attender: AttentionBackend | None) -> bool:
         """Whether it is that, and nobody has written to it since."""
         (cos, sin), attending = self.angles, self.attender
         return (
@@ -101,15 +101,15 @@ class _Foreseen(NamedTuple):
         )
 
 
-class Layer:
+class FusedLayer:
     """The forward of a decoder layer: hidden [1, T, hidden] -> the same."""
 
     def __init__(self, kernels: ModuleType, theirs: Forward, parts: _Parts, call: AttentionCall) -> None:
         self._kernel = kernels.layers
         self.theirs = theirs
-        self.follower: Layer | None = None
+        self.follower: FusedLayer | None = None
         """Whom the model asks next, with this one's answer: as far as is known."""
-        self._foreseen: _Foreseen | None = None
+        self._foreseen: _Precomputed | None = None
         self._parts = parts  # whose memory is read
         self.dtype, self.width, self.hidden = call.query.dtype, call.query.shape[3], parts.panels[0].inner
         self._said = _Layer(
@@ -139,7 +139,7 @@ class Layer:
             return self.theirs(hidden_states, *more, **named)
         return self._compute(hidden_states, angles, attender)
 
-    def can_lead_to(self, other: Layer) -> bool:
+    def can_lead_to(self, other: FusedLayer) -> bool:
         """Whether that one takes what this one answers, and is asked in the same way."""
         return (self.dtype, self.width, self.hidden) == (other.dtype, other.width, other.hidden)
 
@@ -159,10 +159,10 @@ class Layer:
         self._kernel(half, turns.buffer_info()[0], len(layers), attender.step, *lies, tokens, team())
         answers = memory.unbind()
         for (before, layer), (given, answer) in zip(pairwise(layers), pairwise(answers), strict=True):
-            layer._foreseen = _Foreseen(before, given, angles, attender, answer)
+            layer._foreseen = _Precomputed(before, given, angles, attender, answer)
         return answers[0]
 
-    def _ahead(self, most: int) -> list[Layer]:
+    def _ahead(self, most: int) -> list[FusedLayer]:
         """Itself, and up to ``most`` in all with those that follow."""
         found = [self]
         while len(found) < most and (follower := found[-1].follower) is not None:
@@ -226,7 +226,7 @@ def _norm(part: nn.Module | None) -> RmsNorm | None:
     return part
 
 
-def _panels(part: nn.Module) -> Panels:
+def _panels(part: nn.Module) -> PackedWeight:
     panels = part.panels if isinstance(part, PackedLinear) else None
     if panels is None:
         raise LookupError("a linear layer of another kind")
@@ -250,7 +250,7 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> None:
         if layer.can_lead_to(follower):
             layer.follower = follower
     for module in model.modules():
-        if type(module) is nn.ModuleList and any(isinstance(child.forward, Layer) for child in module):
+        if type(module) is nn.ModuleList and any(isinstance(child.forward, FusedLayer) for child in module):
             module.__class__ = _Layers
 
 
@@ -261,12 +261,12 @@ class _Layers(nn.ModuleList):
         return self if index == slice(None, len(self)) else super().__getitem__(index)
 
 
-def joined(model: nn.Module) -> list[tuple[nn.Module, Layer]]:
+def joined(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
     """The layers that run in one call, and how."""
-    return [(module, module.forward) for module in model.modules() if isinstance(module.forward, Layer)]
+    return [(module, module.forward) for module in model.modules() if isinstance(module.forward, FusedLayer)]
 
 
-def apart(model: nn.Module) -> list[tuple[nn.Module, Layer]]:
+def apart(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
     """Have all layers run module by module again; ``module.forward = layer`` joins each that is answered."""
     found = joined(model)
     for module, layer in found:
@@ -277,7 +277,7 @@ def apart(model: nn.Module) -> list[tuple[nn.Module, Layer]]:
 class _Noting:
     """Attends over heads of one shape, and keeps the call."""
 
-    def __init__(self, attender: Attender, spec: LayerSpec) -> None:
+    def __init__(self, attender: AttentionBackend, spec: LayerSpec) -> None:
         self._attender = attender
         self._spec = spec
         self.call: AttentionCall | None = None
@@ -312,16 +312,16 @@ class _Trial:
         """What it answers, the blocks after it, and its call of attention where that was seen."""
         assert KERNELS is not None
         store = KvStore(self._layout, 1, self._rows.dtype, self._rows.device)
-        step = NativeAttention(KERNELS, store, [View()], flatten(self._step, TRIAL_BLOCK, store.blank))
+        step = NativeAttention(KERNELS, store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.blank))
         noting = _Noting(step, self._spec)
         named = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._angles}
-        with attending(step if isinstance(forward, Layer) else noting):
+        with attending(step if isinstance(forward, FusedLayer) else noting):
             answer = forward(self._rows, **named, use_cache=False)
         return answer, store.blocks, noting.call
 
 
 @torch.inference_mode()
-def _tried(module: nn.Module, parts: _Parts, dtype: torch.dtype) -> Layer | None:
+def _tried(module: nn.Module, parts: _Parts, dtype: torch.dtype) -> FusedLayer | None:
     """Our layer, where it gives the same bits as the module and leaves the same in the blocks."""
     assert KERNELS is not None
     theirs, key = module.forward, parts.panels[1]
@@ -336,6 +336,6 @@ def _tried(module: nn.Module, parts: _Parts, dtype: torch.dtype) -> Layer | None
         return None
     if not isinstance(expected, torch.Tensor) or call is None or call.sinks is not None:
         return None
-    ours = Layer(KERNELS, theirs, parts, call)
+    ours = FusedLayer(KERNELS, theirs, parts, call)
     answer, written, _ = trial.of(ours)
     return ours if torch.equal(answer, expected) and torch.equal(written, blocks) else None

@@ -36,11 +36,11 @@ _PANELS = None if AMX else KERNELS
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """A product with weight [out, in] and bias [out]; float32 or bfloat16. The weight is copied."""
     if _PANELS is not None:
-        return Panels(_PANELS, weight, bias)
+        return PackedWeight(_PANELS, weight, bias)
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
 
 
-class Panels:
+class PackedWeight:
     """Our own product. ``outputs`` is a multiple of PANEL; ``addresses`` of weight and bias (0: none) in memory."""
 
     def __init__(self, module: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from decant.engine.cpu.gemm import Panels, prepare
+from decant.engine.cpu.gemm import PackedWeight, prepare
 from decant.engine.cpu.huge_pages import release_freed
 
 FIXED_ROWS = 32
@@ -46,9 +46,9 @@ class PackedLinear(nn.Module):
         self._is_wider = bool(self._width % LANES)
 
     @property
-    def panels(self) -> Panels | None:
+    def panels(self) -> PackedWeight | None:
         """The product by itself, where it is one of ours and as wide as the layer."""
-        return self._product if isinstance(self._product, Panels) and not self._is_wider else None
+        return self._product if isinstance(self._product, PackedWeight) and not self._is_wider else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self._dtype:

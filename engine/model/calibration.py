@@ -16,7 +16,7 @@ from itertools import combinations
 
 import numpy as np
 
-from decant.engine.costs import Costs, Work
+from decant.engine.costs import StepCostModel, StepWork
 from decant.engine.plan import Device, Row, StepPlan
 from decant.engine.request import Request
 
@@ -40,14 +40,14 @@ SHAPES: Sequence[Shape] = (DECODE, CHUNK, DECODES, ((1024, 32),), ((0, 128),), (
 Clock = Callable[[], float]
 
 
-def measure(device: Device, *, patience: float = PATIENCE_S, clock: Clock = time.perf_counter) -> Costs:
+def measure(device: Device, *, patience: float = PATIENCE_S, clock: Clock = time.perf_counter) -> StepCostModel:
     """What steps of this device cost. Shapes that its blocks have no room for are left out."""
     plans = [_plan(device, shape) for shape in SHAPES if _fits(device, shape)]
     device.run(plans[0])  # the very first step lays out memory
     ends = clock() + patience
     best: dict[int, float] = {}
 
-    def known() -> Costs:
+    def known() -> StepCostModel:
         return fit([(plans[index].work, seconds) for index, seconds in best.items()])
 
     for index in list(range(len(plans))) * ROUNDS:
@@ -56,7 +56,7 @@ def measure(device: Device, *, patience: float = PATIENCE_S, clock: Clock = time
     return known()
 
 
-def fit(samples: Sequence[tuple[Work, float]]) -> Costs:
+def fit(samples: Sequence[tuple[StepWork, float]]) -> StepCostModel:
     """The costs, none of them negative, with the least squares of relative errors over (work, seconds > 0) samples.
 
     With four unknowns every choice of those that are not nought is tried.
@@ -71,7 +71,7 @@ def fit(samples: Sequence[tuple[Work, float]]) -> Costs:
         if (values >= 0).all() and error < least:
             least, found = error, np.zeros(4)
             found[chosen] = values
-    return Costs(*(float(value) for value in found))
+    return StepCostModel(*(float(value) for value in found))
 
 
 def choose_threads(

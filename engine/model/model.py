@@ -9,7 +9,7 @@ import torch
 
 from decant.engine.checkpoint import checkpoint
 from decant.engine.checkpoint.checkpoint import DTYPES
-from decant.engine.costs import Costs
+from decant.engine.costs import StepCostModel
 from decant.engine.cpu import fused_layer as layer
 from decant.engine.cpu import fused_ops as small
 from decant.engine.cpu import linear as linears
@@ -18,7 +18,7 @@ from decant.engine.kv_layout import KvLayout
 from decant.engine.model import rope
 from decant.engine.model.attention.paged import TILE
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.probe import Verdict, alone, check_attention, learn, probe, table, trials
+from decant.engine.model.probe import ProbeResult, alone, check_attention, learn, probe, table, trials
 from decant.engine.model.recurrent_state import refuse_other_state
 from decant.engine.model.runner import ModelRunner
 from decant.engine.plan import StepPlan, StepResult
@@ -69,9 +69,9 @@ class ModelDevice:
     eos_token_ids: frozenset[int]
     layout: str
     equal_bits: bool
-    verdict: Verdict
+    verdict: ProbeResult
     model: torch.nn.Module = field(repr=False)
-    costs: Costs = field(default_factory=Costs)
+    costs: StepCostModel = field(default_factory=StepCostModel)
 
     @property
     def num_blocks(self) -> int:
@@ -147,6 +147,6 @@ def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: 
         eos_token_ids=eos,
         layout=checkpoint.layout_hash(weights, layout, window, dtype, device),
         equal_bits=device.type == "cpu",
-        verdict=Verdict(exact, difference),
+        verdict=ProbeResult(exact, difference),
         model=model,
     )

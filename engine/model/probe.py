@@ -30,7 +30,7 @@ from decant.engine.checkpoint.checkpoint import refusing
 from decant.engine.errors import ModelRefused
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.model.attention import NAME, attending, calls_made
-from decant.engine.model.attention.masks import Recorder, View, mask_markers
+from decant.engine.model.attention.masks import AttentionWindow, Recorder, mask_markers
 from decant.engine.model.float32 import Float32
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.runner import ModelRunner
@@ -49,7 +49,7 @@ MORE_NOISE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProbeResult:
     """What the probe saw of a model that is served.
 
     exact       together equals alone to the bit (the second law); promised on a CPU
@@ -151,18 +151,18 @@ class _Forgotten(DynamicLayer):
 
 
 @dataclass(frozen=True, slots=True)
-class _From(View):
+class _From(AttentionWindow):
     """A layer's view without what lies before ``start`` in a sequence that begins there."""
 
     start: int = 0
 
     def first(self, positions: torch.Tensor) -> torch.Tensor:
-        earliest = View.first(self, positions)
+        earliest = AttentionWindow.first(self, positions)
         return torch.where(positions < self.start, earliest, earliest.clamp(min=self.start))
 
 
 @torch.inference_mode()
-def learn(model: PreTrainedModel, name: str, window: int) -> tuple[tuple[View, ...], tuple[LayerSpec, ...]]:
+def learn(model: PreTrainedModel, name: str, window: int) -> tuple[tuple[AttentionWindow, ...], tuple[LayerSpec, ...]]:
     """Plug our attention in; what each layer may see, and the shape of its keys and values. Raises ModelRefused."""
     with refusing(name, "replacing its attention failed"):
         model.set_attn_implementation(NAME)
@@ -179,7 +179,7 @@ def learn(model: PreTrainedModel, name: str, window: int) -> tuple[tuple[View, .
     return tuple(recorder.views), tuple(recorder.specs)
 
 
-def _check_kept(model: PreTrainedModel, name: str, views: Sequence[View], window: int) -> None:
+def _check_kept(model: PreTrainedModel, name: str, views: Sequence[AttentionWindow], window: int) -> None:
     """Refuse a model that sees more of a prompt than transformers' own cache keeps of it for the answer."""
     with refusing(name, "making transformers' own cache failed"):
         layers = DynamicCache(config=model.config).layers
@@ -192,7 +192,12 @@ def _check_kept(model: PreTrainedModel, name: str, views: Sequence[View], window
 
 @torch.inference_mode()
 def check_attention(
-    model: PreTrainedModel, name: str, layout: KvLayout, views: Sequence[View], reference: Reference, window: int
+    model: PreTrainedModel,
+    name: str,
+    layout: KvLayout,
+    views: Sequence[AttentionWindow],
+    reference: Reference,
+    window: int,
 ) -> float:
     """Compare the model's own modules with our attention to the reference, in float32; before weights are laid out.
 
@@ -216,7 +221,12 @@ def check_attention(
 
 @torch.inference_mode()
 def probe(
-    model: PreTrainedModel, name: str, layout: KvLayout, views: Sequence[View], reference: Reference, window: int
+    model: PreTrainedModel,
+    name: str,
+    layout: KvLayout,
+    views: Sequence[AttentionWindow],
+    reference: Reference,
+    window: int,
 ) -> bool:
     """Compare together with alone, and with the reference, as the model will be served. Raises ModelRefused.
 
@@ -243,7 +253,7 @@ def probe(
 
 
 def _runner(
-    model: PreTrainedModel, layout: KvLayout, views: Sequence[View], rows: Sequence[Row], dtype: torch.dtype
+    model: PreTrainedModel, layout: KvLayout, views: Sequence[AttentionWindow], rows: Sequence[Row], dtype: torch.dtype
 ) -> ModelRunner:
     """A runner over blocks of its own, in which the last row sees nothing before its start."""
     count = 1 + max(block for row in rows for block in row.blocks)

@@ -12,10 +12,10 @@ import torch
 from decant.engine.cpu.threads import one_for_torch
 from decant.engine.model.attention import attending, calls_made
 from decant.engine.model.attention.choice import make_attention
-from decant.engine.model.attention.masks import View
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.sampler import highest, sample, token_logprobs
-from decant.engine.model.step_batch import FlatRows, Ints, flatten, spans
+from decant.engine.model.step_batch import FlatBatch, Ints, flatten, spans
 from decant.engine.plan import Row, StepPlan, StepResult, TokenLogprobs
 
 LOGPROB_ROWS = 64
@@ -25,7 +25,9 @@ LOGPROB_ROWS = 64
 class ModelRunner:
     """A transformers causal model over a store. ``views[i]`` is what layer i may see."""
 
-    def __init__(self, model: torch.nn.Module, store: KvStore, views: Sequence[View], eos: frozenset[int]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, store: KvStore, views: Sequence[AttentionWindow], eos: frozenset[int]
+    ) -> None:
         self._model = model
         self._store = store
         self._views = views
@@ -36,12 +38,12 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """One pass of the model over all rows of the plan."""
         flat = self.flatten(plan.rows)
-        reading = _Reading(flat)
+        reading = _StepLogits(flat)
         with one_for_torch():
             logits = self.forward(flat, reading.keep)
             return reading.result(logits, self._eos)
 
-    def flatten(self, rows: Sequence[Row]) -> FlatRows:
+    def flatten(self, rows: Sequence[Row]) -> FlatBatch:
         """Rows as this model's store lays them out."""
         return flatten(rows, self._store.layout.block_size, self._store.blank)
 
@@ -49,7 +51,7 @@ class ModelRunner:
         """``forward`` of rows that are in order already: single tokens first, longest context first."""
         return self.forward(self.flatten(rows), keep)
 
-    def forward(self, flat: FlatRows, keep: Ints) -> torch.Tensor:
+    def forward(self, flat: FlatBatch, keep: Ints) -> torch.Tensor:
         """Logits [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
         self._store.clear(flat.begun)
         attention = make_attention(self._store, self._views, flat, keep)
@@ -69,13 +71,13 @@ class ModelRunner:
         return logits
 
 
-class _Reading:
+class _StepLogits:
     """Which logits of a step are needed, and what is read from them; results stand under the row's place in the plan.
 
     keep [kept]  flattened positions: the last one of each row that is sampled, all of a row that is explained
     """
 
-    def __init__(self, flat: FlatRows) -> None:
+    def __init__(self, flat: FlatBatch) -> None:
         self._rows = flat.rows
         self._order = flat.order
         self._drawing = np.flatnonzero(flat.sampled)

@@ -34,7 +34,7 @@ AT_ONCE = 1 << 18
 and their temporaries mapped anew, by each operation."""
 
 
-class Highest(NamedTuple):
+class TopToken(NamedTuple):
     """Of each of n rows: its highest score, not a number where one of its scores is none, and the first place of it.
     ``finite``: all these scores are."""
 
@@ -43,7 +43,7 @@ class Highest(NamedTuple):
     finite: bool
 
 
-def highest(logits: torch.Tensor) -> Highest:
+def highest(logits: torch.Tensor) -> TopToken:
     """Of logits [n, vocabulary]."""
     if KERNELS is None or not _compiled(logits):
         return _highest(logits)
@@ -53,7 +53,7 @@ def highest(logits: torch.Tensor) -> Highest:
     addresses = logits.data_ptr(), scores.data_ptr(), places.data_ptr()
     sizes = count, vocabulary, logits.stride(0)
     finite = KERNELS.highest(logits.dtype == torch.bfloat16, *addresses, *sizes, team())
-    return Highest(scores, places, finite)
+    return TopToken(scores, places, finite)
 
 
 def sample(
@@ -137,13 +137,13 @@ def _sample(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int]) -> l
     return greedy.tolist()
 
 
-def _highest(scores: torch.Tensor) -> Highest:
+def _highest(scores: torch.Tensor) -> TopToken:
     """The highest of pieces first, and its place within one then, for torch finds a maximum many times as fast as the
     place of one."""
     pieces = _pieces(scores, _OFF)
     most, piece = pieces.amax(-1).max(-1)
     within = pieces[torch.arange(len(piece), device=piece.device), piece].argmax(-1)
-    return Highest(most, piece * PIECE + within, bool(most.isfinite().all()))
+    return TopToken(most, piece * PIECE + within, bool(most.isfinite().all()))
 
 
 def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:

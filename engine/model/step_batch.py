@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class FlatRows:
+class FlatBatch:
     """T tokens of n rows.
 
     rows       single tokens first, longest context first (the order in which attention takes them), then the others
@@ -75,15 +75,15 @@ def _line(lines: Ints, index: int) -> Ints:
     return line
 
 
-def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
+def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
     """Put rows in order and lay them out."""
     return _flattened(rows, block_size, blank) if KERNELS is None else _compiled(KERNELS, rows, block_size, blank)
 
 
-def _compiled(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
+def _compiled(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
     """``engine/cpu/kernels/rows.h``, for hundreds of rows: building the arrays in Python takes too long."""
     ordered, lines, flattened, begun, table, width = kernels.flatten(rows, block_size, blank)
-    return FlatRows(
+    return FlatBatch(
         ordered,
         np.frombuffer(lines, np.int64).reshape(6, -1),
         np.frombuffer(flattened, np.int64).reshape(3, -1),
@@ -92,7 +92,7 @@ def _compiled(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: 
     )
 
 
-def _flattened(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
+def _flattened(rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
     """The same in numpy."""
     count = len(rows)
     starts = np.array([row.start for row in rows], np.int64)
@@ -112,10 +112,10 @@ def _flattened(rows: Sequence[Row], block_size: int, blank: int) -> FlatRows:
     lines = np.stack([order, starts, ends, stops - lengths, stops, sampled])
     flattened = np.stack([np.array(tokens, np.int64), positions, places])
     begun = (positions % block_size == 0) & (positions + block_size > np.repeat(ends, lengths))
-    return FlatRows(rows, lines, flattened, places[begun] // block_size, table)
+    return FlatBatch(rows, lines, flattened, places[begun] // block_size, table)
 
 
-def ending(flat: FlatRows, keep: Ints) -> tuple[Ints, Ints]:
+def ending(flat: FlatBatch, keep: Ints) -> tuple[Ints, Ints]:
     """The lines of a step without all tokens of each row before the first of the flattened positions ``keep``, and the
     positions [k] that are left. All else stays where it stood."""
     firsts = flat.stops.copy()

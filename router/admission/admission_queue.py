@@ -42,21 +42,21 @@ class Admission:
     def waiting(self) -> int:
         return len(self._queue)
 
-    async def enter(self, priority: int, deadline: Deadline) -> Admitted:
+    async def enter(self, priority: int, deadline: Deadline) -> AdmissionSlot:
         """Waits for a place, which the caller gives back with ``leave``. Raises QueueFull, DeadlineExceeded."""
         deadline.check()
         if self.active < self._max_active:
             self.active += 1
-            return Admitted(self)
+            return AdmissionSlot(self)
         if len(self._queue) >= self._queue_limit:
             raise QueueFull(self._queue_limit, retry_after=RETRY_SECONDS)
         await self._turn(time.monotonic() - priority * SECONDS_PER_PRIORITY, deadline)
-        return Admitted(self)
+        return AdmissionSlot(self)
 
-    def enter_at_once(self) -> Admitted:
+    def enter_at_once(self) -> AdmissionSlot:
         """A place for what was admitted elsewhere, beyond the number if need be."""
         self.active += 1
-        return Admitted(self)
+        return AdmissionSlot(self)
 
     async def _turn(self, order: float, deadline: Deadline) -> None:
         given = asyncio.get_running_loop().create_future()
@@ -90,7 +90,7 @@ class Admission:
             del self._queue[index]
 
 
-class Admitted:
+class AdmissionSlot:
     """A place. Whoever holds it gives it back once; more often does no harm."""
 
     def __init__(self, admission: Admission) -> None:

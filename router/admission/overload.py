@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decant.router.execution.execution import RETRY_SECONDS, Router
+from decant.router.execution.execution import RETRY_SECONDS, RouterServices
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import QueueFull
 
@@ -10,7 +10,7 @@ WAIT_SHARE = 0.75
 """Of the time until a request's deadline: what it may wait, as predicted. The rest is for its answer."""
 
 
-def check_wait(router: Router, model: str, priority: int, deadline: Deadline) -> None:
+def check_wait(router: RouterServices, model: str, priority: int, deadline: Deadline) -> None:
     """Raises QueueFull, with the predicted wait, for a new request that is to be refused now."""
     settings, predicted = router.settings, router.pool.waits[model].predicted(priority)
     waiting = router.admission.waiting + sum(map(len, router.pool.lines.values()))

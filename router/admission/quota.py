@@ -17,20 +17,20 @@ from decant.runtime.errors import QuotaExceeded
 from decant.state import errors
 from decant.state.errors import StateError
 from decant.state.ids import RequestKey
-from decant.state.quota import Limits, Quotas, Used
+from decant.state.quota import Quotas, QuotaUsage, TenantLimits
 
 _log = logs.get(__name__)
 
 
-class Bookings:
+class QuotaLeases:
     """Those of one router. `limits` by tenant. One task writes renewals and releases, so that none overtakes another;
     ``close`` ends it after one last write."""
 
-    def __init__(self, quotas: Quotas, limits: Mapping[str, Limits]) -> None:
+    def __init__(self, quotas: Quotas, limits: Mapping[str, TenantLimits]) -> None:
         self._quotas = quotas
         self._limits = limits
         self._held: set[RequestKey] = set()
-        self._used: list[Used] = []
+        self._used: list[QuotaUsage] = []
         self._is_renewal_due = False
         self._something = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -53,7 +53,7 @@ class Bookings:
         except StateError:
             return  # whether it may run without Redis is decided where it is recorded
         except asyncio.CancelledError:
-            self._write_soon(Used(key, 0, limits))  # perhaps it is booked
+            self._write_soon(QuotaUsage(key, 0, limits))  # perhaps it is booked
             raise
         if is_new:  # else another router runs it, or did
             self._held.add(key)
@@ -72,7 +72,7 @@ class Bookings:
         if key not in self._held:
             return
         self._held.remove(key)
-        used = Used(key, 0, self._limits[key.tenant])
+        used = QuotaUsage(key, 0, self._limits[key.tenant])
         try:
             await self._quotas.release(*used)
         except StateError as error:
@@ -92,7 +92,7 @@ class Bookings:
         """It is over, and used so many tokens. Nothing happens for one that is not held here."""
         if key in self._held:
             self._held.remove(key)
-            self._write_soon(Used(key, tokens, self._limits[key.tenant]))
+            self._write_soon(QuotaUsage(key, tokens, self._limits[key.tenant]))
 
     def forget(self, key: RequestKey) -> None:
         """It goes on elsewhere."""
@@ -104,7 +104,7 @@ class Bookings:
             await asyncio.wait([self._task])
         await self._write()
 
-    def _write_soon(self, used: Used) -> None:
+    def _write_soon(self, used: QuotaUsage) -> None:
         self._used.append(used)
         self._something.set()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from itertools import count
 
 from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY
-from decant.router.placement.cost_model import Measured
+from decant.router.placement.cost_model import DecayedRegression
 
 LONG_SECONDS = 1.0
 """A request that has waited for so long shows that there is a queue."""
@@ -51,7 +51,7 @@ class Waits:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._measured = Measured()
+        self._measured = DecayedRegression()
         self._positions: list[tuple[float, int]] = []  # sorted: who goes first stands first
         self._oldest: dict[Wait, None] = {}  # in the order of arrival
         self._numbers = count()

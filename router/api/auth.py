@@ -35,12 +35,12 @@ from decant.runtime.error_details import Violation, part
 from decant.runtime.errors import Unauthenticated
 from decant.runtime.settings import InvalidSettings
 from decant.runtime.settings_sources import read_toml
-from decant.state.quota import Limits
+from decant.state.quota import TenantLimits
 
 EVERYBODY = "default"
 """The tenant of all requests, where callers bring no credentials."""
 
-NO_LIMITS = Limits()
+NO_LIMITS = TenantLimits()
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -55,32 +55,32 @@ class Tenant:
 
     name: str
     models: Models
-    limits: Limits = NO_LIMITS
+    limits: TenantLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AuthenticatedCall:
     """A call of somebody who is known."""
 
     tenant: Tenant
     context: grpc.aio.ServicerContext[Any, Any]
 
 
-class Callers(Protocol):
+class Authenticator(Protocol):
     """Who may call."""
 
-    limits: Mapping[str, Limits]
+    limits: Mapping[str, TenantLimits]
     """By name, of tenants that have any."""
 
     def tenant_of(self, metadata: Metadata) -> Tenant:
         """Raises Unauthenticated."""
 
 
-class Anybody:
+class NoAuthentication:
     """No credentials are asked for."""
 
     def __init__(self, models: Models) -> None:
-        self.limits: Mapping[str, Limits] = {}
+        self.limits: Mapping[str, TenantLimits] = {}
         self._tenant = Tenant(EVERYBODY, models)
 
     def tenant_of(self, metadata: Metadata) -> Tenant:
@@ -91,7 +91,7 @@ class Credentials:
     """`tenants` by the digests of their secrets. Looking a digest up tells by its time nothing about the secret."""
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
-        self.limits: Mapping[str, Limits] = {
+        self.limits: Mapping[str, TenantLimits] = {
             tenant.name: tenant.limits for tenant in tenants.values() if tenant.limits != NO_LIMITS
         }
         self._tenants = dict(tenants)
@@ -105,20 +105,20 @@ class Credentials:
         return tenant
 
 
-def for_callers(service: object, descriptor: ServiceDescriptor, callers: Callers) -> Any:
+def for_callers(service: object, descriptor: ServiceDescriptor, callers: Authenticator) -> Any:
     """What gRPC calls in the place of `service`: its methods, which learn who calls them before they begin."""
 
-    async def known(handle: Callable[[Any, Call], Awaitable[Any]], request: Any, context: Any) -> Any:
-        return await handle(request, Call(callers.tenant_of(context.invocation_metadata()), context))
+    async def known(handle: Callable[[Any, AuthenticatedCall], Awaitable[Any]], request: Any, context: Any) -> Any:
+        return await handle(request, AuthenticatedCall(callers.tenant_of(context.invocation_metadata()), context))
 
     names = [method.name for method in descriptor.methods]
     return SimpleNamespace(**{name: partial(known, getattr(service, name)) for name in names})
 
 
-def load(path: Path | None, models: Models) -> Callers:
+def load(path: Path | None, models: Models) -> Authenticator:
     """Raises InvalidSettings for a file that can't be honoured."""
     if path is None:
-        return Anybody(models)
+        return NoAuthentication(models)
     try:
         file = _File.model_validate(read_toml(path))
     except ValidationError as error:
@@ -153,7 +153,7 @@ class _Entry(BaseModel):
 
     def tenant(self, name: str, models: Models) -> Tenant:
         may_use = models if self.models is None else models.only(self.models)
-        return Tenant(name, may_use, Limits(self.max_in_flight, self.tokens_per_minute))
+        return Tenant(name, may_use, TenantLimits(self.max_in_flight, self.tokens_per_minute))
 
 
 class _File(BaseModel):

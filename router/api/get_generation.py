@@ -9,9 +9,9 @@ from datetime import UTC, datetime, timedelta
 
 from decant.protos import inference_pb2 as pb
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.api.response_writer import Answer
-from decant.router.api.usage import Replay
-from decant.router.execution.token_stream import Course
+from decant.router.api.response_writer import ResponseWriter
+from decant.router.api.usage import RecordedMeter
+from decant.router.execution.token_stream import TokenStream
 from decant.router.recovery.restore import stored_as
 from decant.router.text.served_model import ServedModel
 from decant.runtime.error_details import to_status
@@ -20,16 +20,16 @@ from decant.state.ids import State
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RequestSnapshot:
     """A request at one instant. ``expires_in_s`` counts from now; None before its end."""
 
-    course: Course
+    course: TokenStream
     state: State
     record: RequestRecord
     expires_in_s: float | None
 
 
-async def generation(standing: Standing, model: ServedModel) -> pb.Generation:
+async def generation(standing: RequestSnapshot, model: ServedModel) -> pb.Generation:
     course, record = standing.course, standing.record
     told = pb.Generation(
         request_id=course.request.key.id,
@@ -46,12 +46,12 @@ async def generation(standing: Standing, model: ServedModel) -> pb.Generation:
     return told
 
 
-async def _result(course: Course, model: ServedModel) -> pb.GenerateResponse:
+async def _result(course: TokenStream, model: ServedModel) -> pb.GenerateResponse:
     """What a stream that stopped here would have brought, joined."""
     so_far = copy.copy(course)
     so_far.tokens = list(course.tokens)
     so_far.end = Cancelled() if course.end is None else course.end
-    work = course.request.work
+    work = course.request.engine_request
     result = pb.GenerateResponse(request_id=course.request.key.id, model=model.id, seed=work.sampling.seed)
     output = result.outputs.add()
 
@@ -61,9 +61,9 @@ async def _result(course: Course, model: ServedModel) -> pb.GenerateResponse:
         output.logprobs.extend(message.delta.logprobs)
         result.prompt_logprobs.extend(message.started.prompt_logprobs)
 
-    account = Replay(so_far)
+    account = RecordedMeter(so_far)
     with suppress(ServiceError):  # what is written stays readable, however it ended
-        await Answer(so_far, model).stream(join, account)
+        await ResponseWriter(so_far, model).stream(join, account)
     result.usage.CopyFrom(account.usage())
     if course.end is not None:
         result.receipt.CopyFrom(account.receipt())

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.api.usage import Account
-from decant.router.execution.token_stream import Course, Ended
+from decant.router.api.usage import RequestMeter
+from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.execution.token_writer import unpack
-from decant.router.text.detokenizer import Words
+from decant.router.text.detokenizer import TokenTable
 from decant.router.text.output_text import begin_text
 from decant.router.text.served_model import ServedModel
 from decant.runtime.errors import InvalidArgument, ServiceError
@@ -30,19 +30,19 @@ Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 """Sends a message; it has been serialized when this returns."""
 
 
-class Answer:
+class ResponseWriter:
     """One course being read, once; a stream begins after ``after_seq`` tokens, which its reader has."""
 
     __slots__ = ("_course", "_model", "_read", "_text", "_wanted")
 
-    def __init__(self, course: Course, model: ServedModel, after_seq: int = 0) -> None:
+    def __init__(self, course: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
         self._course = course
         self._model = model
         self._wanted = wanted = course.request.wanted
         self._read = after_seq
-        self._text = begin_text(model, wanted, course.request.work.stopping) if wanted.text else None
+        self._text = begin_text(model, wanted, course.request.engine_request.stopping) if wanted.text else None
 
-    async def stream(self, write: Write, account: Account) -> Ended:
+    async def stream(self, write: Write, account: RequestMeter) -> Finish:
         """Writes all messages; returns how it ended. Raises the course's error, what `write` raises, and
         InvalidArgument where the course ends before `after_seq`."""
         course = self._course
@@ -69,7 +69,7 @@ class Answer:
         await write(message)
         return ended
 
-    async def whole(self, account: Account) -> tuple[pb.GenerateResponse, Ended]:
+    async def whole(self, account: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
         """The answer at once, from its beginning, and how it ended. Raises the course's error."""
         course, wanted = self._course, self._wanted
         while course.end is None:
@@ -90,7 +90,7 @@ class Answer:
             outputs=[output],
             usage=account.usage(),
             receipt=account.receipt(),
-            seed=course.request.work.sampling.seed,
+            seed=course.request.engine_request.sampling.seed,
             prompt_logprobs=self._prompt_logprobs(),
         )
         return response, ended
@@ -129,7 +129,7 @@ class Answer:
             delta.logprobs.extend(self._logprobs(read, read + count))
         return count
 
-    def _ended(self) -> Ended:
+    def _ended(self) -> Finish:
         """How it ended well. Raises the course's error."""
         end = self._course.end
         if isinstance(end, ServiceError):
@@ -143,7 +143,7 @@ class Answer:
             model=self._model.id,
             prompt_tokens=course.request.prompt_tokens,
             cached_tokens=course.cached_tokens,
-            seed=course.request.work.sampling.seed,
+            seed=course.request.engine_request.sampling.seed,
             prompt_logprobs=self._prompt_logprobs(),
             resumable=course.resumable,
         )
@@ -158,13 +158,13 @@ class Answer:
         request, found, words = self._course.request, self._course.prompt_logprobs, self._model.words
         if request.wanted.prompt_logprobs is None:
             return []
-        first, *others = unpack(request.work.prompt)
+        first, *others = unpack(request.engine_request.prompt)
         exact = words.bytes_of(first)
         begin = pb.TokenLogprob(token_id=first, token=exact.decode(errors="replace"), token_bytes=exact)
         return [begin, *(_logprob(words, token, logprobs) for token, logprobs in zip(others, found, strict=False))]
 
 
-def _logprob(words: Words, token: int, found: wire.TokenLogprobs) -> pb.TokenLogprob:
+def _logprob(words: TokenTable, token: int, found: wire.TokenLogprobs) -> pb.TokenLogprob:
     exact = words.bytes_of(token)
     return pb.TokenLogprob(
         token_id=token,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from decant.protos import inference_pb2 as pb
-from decant.router.execution.token_stream import Course
+from decant.router.execution.token_stream import TokenStream
 from decant.runtime import logs
 from decant.runtime.error_details import part
 from decant.runtime.metrics import ModelMetrics, PromptSource
@@ -16,12 +16,12 @@ from decant.runtime.metrics import ModelMetrics, PromptSource
 _log = logs.get(__name__)
 
 
-class Account:
+class RequestMeter:
     """One reader's of a request. What several saw in turn is counted once: the first that was sent, and each token."""
 
     __slots__ = ("_course", "_last_at", "_metrics", "_now")
 
-    def __init__(self, course: Course, metrics: ModelMetrics) -> None:
+    def __init__(self, course: TokenStream, metrics: ModelMetrics) -> None:
         self._course = course
         self._metrics = metrics
         self._now = asyncio.get_running_loop().time
@@ -59,7 +59,7 @@ class Account:
             "request ended",
             request_id=part(course.request.key.id),
             tenant=part(course.request.key.tenant),
-            model=course.request.work.model,
+            model=course.request.engine_request.model,
             user=part(course.request.payload.user) if course.request.payload.user else None,
             outcome=outcome,
             attempts=course.path.attempts,
@@ -91,12 +91,12 @@ class Account:
                 histogram.observe(seconds)
 
 
-class Replay(Account):
+class RecordedMeter(RequestMeter):
     """Of a request that is over, or only looked at: nothing is counted, and what was told once is told again."""
 
     __slots__ = ()
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: TokenStream) -> None:
         self._course = course
         self._now = asyncio.get_running_loop().time
 
@@ -115,12 +115,12 @@ class Replay(Account):
         pass
 
 
-def account_of(course: Course, metrics: ModelMetrics) -> Account:
+def account_of(course: TokenStream, metrics: ModelMetrics) -> RequestMeter:
     """For whoever reads it now."""
-    return Account(course, metrics) if course.recorded is None else Replay(course)
+    return RequestMeter(course, metrics) if course.recorded is None else RecordedMeter(course)
 
 
-def usage_of(course: Course) -> pb.Usage:
+def usage_of(course: TokenStream) -> pb.Usage:
     prompt, written = course.request.prompt_tokens, len(course.tokens)
     return pb.Usage(
         prompt_tokens=prompt,
@@ -130,7 +130,7 @@ def usage_of(course: Course) -> pb.Usage:
     )
 
 
-def receipt_of(course: Course, now: float) -> pb.Receipt:
+def receipt_of(course: TokenStream, now: float) -> pb.Receipt:
     """As of ``now`` by the event loop's clock."""
     path, accepted_at = course.path, course.request.accepted_at
     return pb.Receipt(
@@ -149,12 +149,12 @@ def receipt_of(course: Course, now: float) -> pb.Receipt:
     )
 
 
-def _queue_s(course: Course) -> float | None:
+def _queue_s(course: TokenStream) -> float | None:
     path = course.path
     return _between(course.request.accepted_at, path.taken_up_at) if path.queue_s is None else path.queue_s
 
 
-def _decode_s(course: Course) -> float | None:
+def _decode_s(course: TokenStream) -> float | None:
     return _between(course.path.decode_began_at, course.last_token_at)
 
 

@@ -38,12 +38,12 @@ from decant.router.api.limits import (
     check_size,
     within,
 )
-from decant.router.execution.token_stream import ValidRequest, Wanted
+from decant.router.execution.token_stream import OutputOptions, ValidRequest
 from decant.router.execution.token_writer import pack
 from decant.router.text.output_text import begin_text
 from decant.router.text.prompt import WindowOf, check_vocabulary, prompt_of, window
 from decant.router.text.served_model import Models, ServedModel
-from decant.router.text.stop_strings import StopTexts
+from decant.router.text.stop_strings import StopStrings
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import InvalidArgument, Unavailable, Unimplemented
@@ -86,10 +86,10 @@ async def validate(
         wanted = replace(wanted, echo=await _shown_prompt(request, prompt, model, wanted, deadline))
     stopping = _stopping(request.stopping, model, longest - len(prompt))
     id = request.request_id or str(uuid.uuid4())
-    work = wire.Work(
+    work = wire.EngineRequest(
         model=model.id,
         prompt=pack(prompt),
-        outputs=[wire.Written(output=0)],
+        outputs=[wire.OutputPrefix(output=0)],
         sampling=sampling,
         stopping=stopping,
         logprobs=wanted.logprobs,
@@ -101,7 +101,7 @@ async def validate(
     return ValidRequest(
         key=RequestKey(tenant, id),
         payload=_with_id(request, id),
-        work=work,
+        engine_request=work,
         prompt_tokens=len(prompt),
         wanted=wanted,
         deadline=deadline,
@@ -190,7 +190,7 @@ def _with_id(request: pb.GenerateRequest, id: str) -> pb.GenerateRequest:
 
 
 async def _shown_prompt(
-    request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, wanted: Wanted, deadline: Deadline
+    request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, wanted: OutputOptions, deadline: Deadline
 ) -> str:
     """The prompt's text: as it was sent, or what its tokens say."""
     if request.HasField("prompt"):
@@ -198,7 +198,7 @@ async def _shown_prompt(
     return await model.decode(prompt, skip_special_tokens=wanted.skip_special_tokens, deadline=deadline)
 
 
-def _wanted(request: pb.GenerateRequest) -> Wanted:
+def _wanted(request: pb.GenerateRequest) -> OutputOptions:
     asked, stopping = request.response, request.stopping
     if asked.HasField("logprobs"):
         at_most("response.logprobs", asked.logprobs, MAX_LOGPROBS, "alternatives")
@@ -207,7 +207,7 @@ def _wanted(request: pb.GenerateRequest) -> Wanted:
     text = asked.text if asked.HasField("text") else True
     if asked.echo and not text:
         raise InvalidArgument("response.echo", "false where response.text is", True)
-    return Wanted(
+    return OutputOptions(
         text=text,
         token_ids=asked.token_ids,
         logprobs=asked.logprobs if asked.HasField("logprobs") else None,
@@ -219,13 +219,13 @@ def _wanted(request: pb.GenerateRequest) -> Wanted:
     )
 
 
-def _stop_texts(texts: Sequence[str]) -> StopTexts | None:
+def _stop_texts(texts: Sequence[str]) -> StopStrings | None:
     at_most("stopping.stop", len(texts), MAX_STOP_TEXTS, "texts")
     for place, text in enumerate(texts):
         if not text:
             raise InvalidArgument(f"stopping.stop[{place}]", "at least 1 character", 0)
         at_most(f"stopping.stop[{place}]", len(text.encode()), MAX_STOP_TEXT_BYTES, "bytes")
-    return StopTexts(texts) if texts else None
+    return StopStrings(texts) if texts else None
 
 
 def _sampling(asked: pb.SamplingParams, model: ServedModel) -> wire.Sampling:

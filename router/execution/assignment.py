@@ -20,18 +20,18 @@ from typing import Any
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY
-from decant.router.execution.attempt_context import Job
+from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import AttemptFailed
-from decant.router.execution.migration import Move
+from decant.router.execution.migration import Migration
 from decant.router.execution.token_writer import pack
-from decant.router.placement.policy import Need, first_place, taker
-from decant.router.placement.worker_load import Sent
-from decant.router.workers.pool import Pool, Worker
+from decant.router.placement.policy import PlacementRequest, first_place, taker
+from decant.router.placement.worker_load import LoadReservation
+from decant.router.workers.pool import WorkerHandle, WorkerPool
 from decant.router.workers.prefill_call import PrefillCall
-from decant.router.workers.session import Session
-from decant.router.workers.subscription import Following
+from decant.router.workers.session import WorkerSession
+from decant.router.workers.subscription import RunSubscription
 from decant.router.workers.waiting_line import Kind, Waiter, WaitsFor
-from decant.state.ids import Life
+from decant.state.ids import Incarnation
 
 GONE_SECONDS = 5.0
 """Patience while no worker of the model answers at all."""
@@ -39,20 +39,22 @@ FULL_SECONDS = 60.0
 """Patience while those that answer have no room."""
 
 
-class Lost:
+class PrefillSessionLost:
     """The prefill worker's session broke for good."""
 
 
-class Woken:
+class CapacityChanged:
     """It may be its turn, or how long it is worth waiting has changed."""
 
 
-class Route:
+class WorkerAssignment:
     """``tell`` hears what the workers say, and Lost and Woken. The way that was taken stands in the course's path."""
 
-    def __init__(self, job: Job, pool: Pool, router: wire.Peer, tell: Callable[[Worker | None, Any], None]) -> None:
-        self.giver: Worker | None = None
-        self.taker: Worker | None = None
+    def __init__(
+        self, job: AttemptContext, pool: WorkerPool, router: wire.Peer, tell: Callable[[WorkerHandle | None, Any], None]
+    ) -> None:
+        self.giver: WorkerHandle | None = None
+        self.taker: WorkerHandle | None = None
         self.ticket: wire.Ticket | None = None
         self.hands_over = False
         """Whether two workers run it, one after the other."""
@@ -66,26 +68,26 @@ class Route:
         self.asked_at = self._now()
         """When the worker that reads the prompt was."""
         self._waits_since: float | None = None
-        self._line = pool.lines[job.course.request.work.model]
+        self._line = pool.lines[job.course.request.engine_request.model]
         self._waiter: Waiter | None = None
         self._prefill: PrefillCall | None = None
-        self._following: Following | None = None
-        self._at_giver: Sent | None = None
-        self._at_taker: Sent | None = None
-        self.move = Move(job, pool, self._run, tell)
+        self._following: RunSubscription | None = None
+        self._at_giver: LoadReservation | None = None
+        self._at_taker: LoadReservation | None = None
+        self.move = Migration(job, pool, self._run, tell)
 
     @property
     def waits_until(self) -> float | None:
         """When its patience ends, while it waits for room."""
         if self._waits_since is None:
             return None
-        is_full = self._pool.has_usable(self._job.course.request.work.model)
+        is_full = self._pool.has_usable(self._job.course.request.engine_request.model)
         return self._waits_since + (FULL_SECONDS if is_full else GONE_SECONDS)
 
     @property
     def _goes_on(self) -> bool:
         """Whether more than one token is wanted: one is written by who reads the prompt."""
-        return self._job.course.request.work.stopping.max_tokens - self._written > 1
+        return self._job.course.request.engine_request.stopping.max_tokens - self._written > 1
 
     # Beginning
 
@@ -136,15 +138,15 @@ class Route:
 
     def _seen(self) -> Any:
         job = self._job
-        return self._pool.seen(job.course.request.work.model, job.avoid, job.prefix)
+        return self._pool.seen(job.course.request.engine_request.model, job.avoid, job.prefix)
 
-    def _need(self) -> Need:
+    def _need(self) -> PlacementRequest:
         job, request = self._job, self._job.course.request
-        return Need(
+        return PlacementRequest(
             tokens=job.pen.position,
             from_tokens=job.from_tokens,
             session=request.session if job.prefix.may_hit else "",
-            handoff_min_tokens=self._pool.handoff_min_tokens(request.work.model) if self._goes_on else 0,
+            handoff_min_tokens=self._pool.handoff_min_tokens(request.engine_request.model) if self._goes_on else 0,
         )
 
     def _place(self) -> bool:
@@ -158,14 +160,14 @@ class Route:
             self._start(self._pool.worker(place.life))
         return True
 
-    def _choose_taker(self, ticket: wire.Ticket, giver: Worker) -> bool:
+    def _choose_taker(self, ticket: wire.Ticket, giver: WorkerHandle) -> bool:
         life = taker(self._seen(), self._need(), ticket.layout, giver.life)
         if life is None:
             return False
         self._start(self._pool.worker(life), ticket)
         return True
 
-    def _adopt(self, holder: Life) -> None:
+    def _adopt(self, holder: Incarnation) -> None:
         """It runs there already, begun by an earlier owner of the request."""
         try:
             worker = self._pool.worker(holder)
@@ -175,7 +177,7 @@ class Route:
         self.hands_over = self._job.owned.state > Generation.STATE_QUEUED
         self._follow(worker, wire.Adopt(run=self._run))
 
-    def _ask_prefill(self, worker: Worker) -> None:
+    def _ask_prefill(self, worker: WorkerHandle) -> None:
         self._stop_waiting()
         self.hands_over = True
         self.asked_at = self._now()
@@ -189,12 +191,12 @@ class Route:
             run=self._run,
             router=self._router,
             worker=worker.facts.peer,
-            work=work,
+            engine_request=work,
             handoff=self._goes_on,
         )
         self._prefill = PrefillCall(worker.prefill, request, partial(self._tell, worker))
 
-    def _start(self, worker: Worker, ticket: wire.Ticket | None = None) -> None:
+    def _start(self, worker: WorkerHandle, ticket: wire.Ticket | None = None) -> None:
         self._stop_waiting()
         if ticket is None:
             self.hands_over = False
@@ -203,20 +205,20 @@ class Route:
         else:
             self._pool.claimed(ticket)
         self._at_taker = worker.view.send(self._job.prefix, self._job.pen.position, computed=ticket is None)
-        self._follow(worker, wire.Start(run=self._run, work=self._work(self._written), ticket=ticket))
+        self._follow(worker, wire.Start(run=self._run, engine_request=self._work(self._written), ticket=ticket))
 
-    def _follow(self, worker: Worker, first: wire.Start | wire.Adopt) -> None:
+    def _follow(self, worker: WorkerHandle, first: wire.Start | wire.Adopt) -> None:
         self.taker = worker
         self._job.course.path.decode_worker = worker.life.id
-        self._following = Following(first, self._job.pen, partial(self._tell, worker))
+        self._following = RunSubscription(first, self._job.pen, partial(self._tell, worker))
         worker.session.start(self._following)
 
-    def _work(self, written: int) -> wire.Work:
+    def _work(self, written: int) -> wire.EngineRequest:
         """The request's work as it stands now: the first tokens ``written``, its age, what is left of its time."""
         course = self._job.course
         request = course.request
-        work = wire.Work()
-        work.CopyFrom(request.work)
+        work = wire.EngineRequest()
+        work.CopyFrom(request.engine_request)
         work.age_ms = max(0, round((self._now() - request.accepted_at) * 1000))
         left = request.deadline.remaining_ms()
         if left is not None:
@@ -241,7 +243,7 @@ class Route:
         """Another worker has the sequence: it is the taker now."""
         assert self.taker is not None
         assert self._following is not None
-        self.taker.session.retire(self._following)
+        self.taker.session.forget(self._following)
         self._succeed()
 
     def heir_failed(self, failure: wire.Failure) -> None:
@@ -265,9 +267,9 @@ class Route:
 
     def _wait(self, kind: Kind) -> None:
         request = self._job.course.request
-        order = request.accepted_at - request.work.priority * SECONDS_PER_PRIORITY
+        order = request.accepted_at - request.engine_request.priority * SECONDS_PER_PRIORITY
         self._waits_since = self._now()
-        self._waiter = Waiter(order, kind, partial(self._tell, None, Woken()))
+        self._waiter = Waiter(order, kind, partial(self._tell, None, CapacityChanged()))
         self._line.join(self._waiter)
 
     def _stop_waiting(self) -> None:
@@ -284,12 +286,12 @@ class Route:
         if sent is not None:
             sent.read()
 
-    def taken_up(self) -> None:
+    def scheduled(self) -> None:
         """The ticket was opened: its taker renews it no more."""
         if self.ticket is not None:
             self._pool.drop(self.ticket)
 
-    def prefill_over(self, giver: Worker) -> None:
+    def prefill_over(self, giver: WorkerHandle) -> None:
         giver.session.guests.discard(self)
         if self._at_giver is not None:
             self._at_giver.over()
@@ -305,7 +307,7 @@ class Route:
         self.taker_over()
         self.taker = None
 
-    def refused_by(self, worker: Worker) -> None:
+    def refused_by(self, worker: WorkerHandle) -> None:
         """It has no room: the same attempt goes elsewhere, now or later. Nothing is held there."""
         worker.view.refused()
         path = self._job.course.path
@@ -319,9 +321,9 @@ class Route:
             path.prefill_worker = ""
         self._go_on()
 
-    def lost(self, session: Session) -> None:
+    def lost(self, session: WorkerSession) -> None:
         """The prefill worker's session tells that it won't come back."""
-        self._tell(self.giver, Lost())
+        self._tell(self.giver, PrefillSessionLost())
 
     def close(self, reason: wire.Cancel.Reason, *, is_over: bool) -> None:
         """Lets go of all that is left at workers. ``is_over``: it ended by itself, and its giver need not be told."""
@@ -341,7 +343,7 @@ class Route:
         if self.taker is not None and self._following is not None:
             self.taker.session.leave(self._following, cancel)
 
-    def _leave_giver(self, giver: Worker, prefill: PrefillCall, cancel: wire.Cancel | None) -> None:
+    def _leave_giver(self, giver: WorkerHandle, prefill: PrefillCall, cancel: wire.Cancel | None) -> None:
         giver.session.guests.discard(self)
         prefill.close()
         if not prefill.is_over and cancel is not None:

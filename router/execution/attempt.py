@@ -13,7 +13,7 @@
     state          any                           DECODING                            SUCCEEDED
 
 All that happens comes into one inbox and is taken in order; only tokens go straight into the course. Whom it runs on,
-and what it holds there, is its ``Route``'s business.
+and what it holds there, is its ``WorkerAssignment``'s business.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import Any, ClassVar, NoReturn
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.assignment import Lost, Route, Woken
-from decant.router.execution.attempt_context import Job
+from decant.router.execution.assignment import CapacityChanged, PrefillSessionLost, WorkerAssignment
+from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import NO_ROOM, AttemptFailed, NoWorker, OwnedElsewhere, raised_by
 from decant.router.execution.finish import ended_by, written_out
-from decant.router.execution.token_stream import Ended, Path
-from decant.router.execution.token_writer import Trouble
-from decant.router.workers.pool import Pool, Worker
+from decant.router.execution.token_stream import AttemptTrace, Finish
+from decant.router.execution.token_writer import WriteError
+from decant.router.workers.pool import WorkerHandle, WorkerPool
 from decant.router.workers.prefill_call import PrefillOver
-from decant.router.workers.subscription import Drains
+from decant.router.workers.subscription import WorkerDraining
 from decant.runtime import logs
 from decant.runtime.error_details import Reason
 from decant.state.ids import State
@@ -46,33 +46,33 @@ _FROM_TOKENS = (Generation.STATE_DECODING,)
 _log = logs.get(__name__)
 
 
-class _Stopped:
+class _StopStringFound:
     """The pen found a stop text."""
 
 
 class Attempt:
     """Runs once. The attempt's number is the request's, which its owner has raised."""
 
-    def __init__(self, job: Job, pool: Pool, router: wire.Peer) -> None:
+    def __init__(self, job: AttemptContext, pool: WorkerPool, router: wire.Peer) -> None:
         owned, course = job.owned, job.course
         self._job = job
         self._course = course
         self._written = len(course.tokens)
-        self._inbox = asyncio.Queue[tuple[Worker | None, Any]]()
+        self._inbox = asyncio.Queue[tuple[WorkerHandle | None, Any]]()
         self._now = asyncio.get_running_loop().time
         self._began_at = course.request.accepted_at if owned.attempt == 1 else self._now()
-        self._route = Route(job, pool, router, self._tell)
-        self._costs = pool.costs[course.request.work.model]
+        self._route = WorkerAssignment(job, pool, router, self._tell)
+        self._costs = pool.costs[course.request.engine_request.model]
         self._first_at: float | None = None  # when the first token was heard
         self._cached_at_taker = 0
         self._prefill_over = False
         self._has_moved = False  # from the worker that joined it first
         self._taken_up = False  # by the taker: from now on only it matters
         self._end = job.pen.stopped or written_out(course)
-        job.pen.tell_stopped = partial(self._tell, None, _Stopped())
-        course.path = Path(attempts=owned.attempt)
+        job.pen.tell_stopped = partial(self._tell, None, _StopStringFound())
+        course.path = AttemptTrace(attempts=owned.attempt)
 
-    async def run(self) -> Ended:
+    async def run(self) -> Finish:
         """Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final for the request."""
         if self._end is None:
             self._route.begin()
@@ -90,12 +90,12 @@ class Attempt:
         return self._course.request.prompt_tokens + self._written
 
     @property
-    def giver(self) -> Worker | None:
+    def giver(self) -> WorkerHandle | None:
         """Who reads the prompt for another."""
         return self._route.giver
 
     @property
-    def taker(self) -> Worker | None:
+    def taker(self) -> WorkerHandle | None:
         """Who decodes."""
         return self._route.taker
 
@@ -106,7 +106,7 @@ class Attempt:
         return not self._course.is_explained and self.giver is not None and not self._prefill_over
 
     @property
-    def _heir(self) -> Worker | None:
+    def _heir(self) -> WorkerHandle | None:
         """To whom it is on its way from the taker."""
         heir = self._route.move.heir
         return None if heir is None else heir.worker
@@ -120,10 +120,10 @@ class Attempt:
         """Lets go of all that is left at workers; ``reason`` is what they are told where no stop text was found."""
         self._route.close(reason, is_over=self._end is not None and self._job.pen.stopped is None)
 
-    def _tell(self, worker: Worker | None, event: Any) -> None:
+    def _tell(self, worker: WorkerHandle | None, event: Any) -> None:
         self._inbox.put_nowait((worker, event))
 
-    async def _next(self) -> tuple[Worker | None, Any]:
+    async def _next(self) -> tuple[WorkerHandle | None, Any]:
         while (patience_ends := self._route.waits_until) is not None:
             if patience_ends <= self._now():
                 raise NoWorker
@@ -132,12 +132,12 @@ class Attempt:
                     return await self._inbox.get()
         return await self._inbox.get()
 
-    def _hear_room(self, _: Worker | None, __: Woken) -> None:
+    def _hear_room(self, _: WorkerHandle | None, __: CapacityChanged) -> None:
         self._route.look_again()
 
     # What the prefill worker says
 
-    def _hear_ticket(self, worker: Worker, ticket: wire.Ticket) -> None:
+    def _hear_ticket(self, worker: WorkerHandle, ticket: wire.Ticket) -> None:
         if worker is self.taker:
             self._route.move_on(ticket)
             return
@@ -146,7 +146,7 @@ class Attempt:
         self._reach(Generation.STATE_PREFILLING)
         self._route.hand_over(ticket)
 
-    def _hear_first(self, worker: Worker, told: wire.FirstTokens) -> None:
+    def _hear_first(self, worker: WorkerHandle, told: wire.FirstTokens) -> None:
         path, request = self._course.path, self._course.request
         path.prefill_s = told.prefill_us / 1e6
         self._first_at = self._now()
@@ -159,15 +159,15 @@ class Attempt:
             position = request.prompt_tokens + self._written
             logprobs = first.logprobs if first.HasField("logprobs") else None
             trouble = self._job.pen.put(position, first.token, logprobs)
-            if trouble is Trouble.CONFLICT:
+            if trouble is WriteError.CONFLICT:
                 _log.error("a first token differs from the known one", worker=path.prefill_worker)
-            elif trouble is Trouble.MALFORMED:
+            elif trouble is WriteError.MALFORMED:
                 self._fail(worker, wire.CAUSE_CORRUPT, "its first token or the logprobs are malformed")
             if first.HasField("finished"):
                 path.decode_worker = ""
                 self._end_with(first.finished)
 
-    def _hear_prefill_over(self, giver: Worker, over: PrefillOver) -> None:
+    def _hear_prefill_over(self, giver: WorkerHandle, over: PrefillOver) -> None:
         self._route.prefill_over(giver)
         self._prefill_over = True
         if self._taken_up or (over.broken is None and self.taker is not None):
@@ -178,13 +178,13 @@ class Attempt:
         words = "the prefill call ended without its end" if over.broken is None else str(over.broken)
         self._fail(giver, wire.CAUSE_PEER_LOST, words)
 
-    def _hear_lost(self, giver: Worker, _: Lost) -> None:
+    def _hear_lost(self, giver: WorkerHandle, _: PrefillSessionLost) -> None:
         if not self._taken_up:
             self._fail(giver, wire.CAUSE_PEER_LOST, "the prefill worker's session broke and did not come back")
 
     # What the decode worker says
 
-    def _hear_taken_up(self, worker: Worker, told: wire.TakenUp) -> None:
+    def _hear_taken_up(self, worker: WorkerHandle, told: wire.Scheduled) -> None:
         if worker is self._heir:
             self._route.move.opened()
             return
@@ -193,21 +193,21 @@ class Attempt:
         if not self.had_ticket and self._written == 0:
             self._course.cached_tokens = told.cached_tokens
 
-    def _hear_joined(self, worker: Worker, joined: wire.Joined) -> None:
+    def _hear_joined(self, worker: WorkerHandle, decode_started: wire.DecodeStarted) -> None:
         if worker is self._heir:
             self._move()
         if self._has_moved:
             return
         self._join()
         path = self._course.path
-        if joined.WhichOneof("path") == "handoff":
-            handoff = joined.handoff
+        if decode_started.WhichOneof("path") == "handoff":
+            handoff = decode_started.handoff
             path.handoff_s = handoff.handoff_us / 1e6
             path.handoff_bytes = handoff.bytes
             path.decode_wait_s = handoff.decode_wait_us / 1e6
             self._moved(path.handoff_s + path.decode_wait_s)
         else:
-            path.prefill_s = joined.from_tokens.prefill_us / 1e6
+            path.prefill_s = decode_started.from_tokens.prefill_us / 1e6
             self._route.read()
             self._costs.read(self._tokens - self._cached_at_taker, path.prefill_s, beside_answers=True)
 
@@ -217,22 +217,22 @@ class Attempt:
         stood_still = 0.0 if self._first_at is None else self._now() - self._first_at
         self._costs.moved(self._tokens - self._cached_at_taker, min(seconds, stood_still))
 
-    def _hear_held(self, worker: Worker, held: wire.Held) -> None:
+    def _hear_held(self, worker: WorkerHandle, held: wire.RunStatus) -> None:
         """After a break: what was said meanwhile is made up for."""
         if worker is self._heir:
             self._hear_heir_held(held)
             return
         if worker is self.taker:
             self._route.move.resumed(worker)
-        if held.phase != wire.Held.PHASE_WAITING:
+        if held.phase != wire.RunStatus.PHASE_WAITING:
             self._take_up()
-        if held.phase in (wire.Held.PHASE_RUNNING, wire.Held.PHASE_ENDED):
+        if held.phase in (wire.RunStatus.PHASE_RUNNING, wire.RunStatus.PHASE_ENDED):
             self._join()
 
     def _take_up(self, waited_s: float = 0.0) -> None:
         if not self._taken_up:
             self._taken_up = True
-            self._route.taken_up()
+            self._route.scheduled()
             if self.had_ticket:
                 self._reach(Generation.STATE_HANDING_OFF)
             else:
@@ -245,7 +245,7 @@ class Attempt:
         if self._course.path.decode_began_at is None:
             self._course.path.decode_began_at = self._now()
 
-    def _hear_ended(self, worker: Worker, ended: wire.Ended) -> None:
+    def _hear_ended(self, worker: WorkerHandle, ended: wire.Ended) -> None:
         if worker is self._heir:
             self._move()
         self._route.taker_over()
@@ -256,14 +256,14 @@ class Attempt:
 
     # What is said while it moves from its worker to another
 
-    def _hear_drains(self, worker: Worker, _: Drains) -> None:
+    def _hear_drains(self, worker: WorkerHandle, _: WorkerDraining) -> None:
         if worker is self.taker:
             self._route.drains()
 
-    def _hear_heir_held(self, held: wire.Held) -> None:
-        if held.phase != wire.Held.PHASE_WAITING:
+    def _hear_heir_held(self, held: wire.RunStatus) -> None:
+        if held.phase != wire.RunStatus.PHASE_WAITING:
             self._route.move.opened()
-        if held.phase in (wire.Held.PHASE_RUNNING, wire.Held.PHASE_ENDED):
+        if held.phase in (wire.RunStatus.PHASE_RUNNING, wire.RunStatus.PHASE_ENDED):
             self._move()
 
     def _move(self) -> None:
@@ -277,10 +277,10 @@ class Attempt:
 
     # What either says, and the pen
 
-    def _hear_stopped(self, _: Worker | None, __: _Stopped) -> None:
+    def _hear_stopped(self, _: WorkerHandle | None, __: _StopStringFound) -> None:
         self._end = self._job.pen.stopped
 
-    def _hear_refused(self, worker: Worker, refused: wire.Refused) -> None:
+    def _hear_refused(self, worker: WorkerHandle, refused: wire.Refused) -> None:
         if worker is self._heir:
             self._route.heir_failed(refused.failure)
         elif refused.failure.cause in NO_ROOM:
@@ -288,7 +288,7 @@ class Attempt:
         else:
             raise raised_by(refused.failure, worker.life)
 
-    def _hear_failed(self, worker: Worker, failed: wire.Failed) -> None:
+    def _hear_failed(self, worker: WorkerHandle, failed: wire.Failed) -> None:
         if worker is self._heir:
             self._route.heir_failed(failed.failure)
             return
@@ -306,10 +306,10 @@ class Attempt:
             return
         raise raised_by(failed.failure, worker.life)
 
-    def _hear_superseded(self, _: Worker, superseded: wire.Superseded) -> None:
+    def _hear_superseded(self, _: WorkerHandle, superseded: wire.Superseded) -> None:
         raise OwnedElsewhere(superseded.epoch)
 
-    def _hear_prompt(self, worker: Worker, told: wire.PromptLogprobs) -> None:
+    def _hear_prompt(self, worker: WorkerHandle, told: wire.PromptLogprobs) -> None:
         if self._job.pen.explain(told) is not None:
             self._fail(worker, wire.CAUSE_CORRUPT, "its logprobs of the prompt are malformed")
 
@@ -331,24 +331,26 @@ class Attempt:
                 self._job.note(self.giver, self.taker)
 
     def _end_with(self, end: wire.OutputEnd) -> None:
-        self._end = self._job.pen.stopped or ended_by(end, self._course.request.work.stopping, self._course.tokens)
+        self._end = self._job.pen.stopped or ended_by(
+            end, self._course.request.engine_request.stopping, self._course.tokens
+        )
 
-    def _fail(self, worker: Worker | None, cause: wire.Cause, detail: str) -> NoReturn:
+    def _fail(self, worker: WorkerHandle | None, cause: wire.Cause, detail: str) -> NoReturn:
         life = None if worker is None else worker.life
         raise AttemptFailed(wire.Failure(cause=cause, detail=detail), life)
 
     _HEAR: ClassVar[dict[type, Callable[..., None]]] = {
-        Woken: _hear_room,
-        Lost: _hear_lost,
-        Drains: _hear_drains,
-        _Stopped: _hear_stopped,
+        CapacityChanged: _hear_room,
+        PrefillSessionLost: _hear_lost,
+        WorkerDraining: _hear_drains,
+        _StopStringFound: _hear_stopped,
         PrefillOver: _hear_prefill_over,
         wire.Ticket: _hear_ticket,
         wire.FirstTokens: _hear_first,
         wire.PromptLogprobs: _hear_prompt,
-        wire.TakenUp: _hear_taken_up,
-        wire.Joined: _hear_joined,
-        wire.Held: _hear_held,
+        wire.Scheduled: _hear_taken_up,
+        wire.DecodeStarted: _hear_joined,
+        wire.RunStatus: _hear_held,
         wire.Ended: _hear_ended,
         wire.Refused: _hear_refused,
         wire.Failed: _hear_failed,

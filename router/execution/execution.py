@@ -17,19 +17,19 @@ from typing import Protocol
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.admission.admission_queue import Admission, Admitted
-from decant.router.admission.quota import Bookings
+from decant.router.admission.admission_queue import Admission, AdmissionSlot
+from decant.router.admission.quota import QuotaLeases
 from decant.router.api.usage import receipt_of, usage_of
 from decant.router.execution.attempt import Attempt
-from decant.router.execution.attempt_context import Job
+from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import AttemptFailed, NoWorker, OwnedElsewhere
 from decant.router.execution.finish import written_out
-from decant.router.execution.token_stream import Course, Ended, ValidRequest
-from decant.router.execution.token_writer import Pen
-from decant.router.recovery.journal_writer import Flusher, append_new
-from decant.router.recovery.restore import Revive, course_of, stored_as
+from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.execution.token_writer import TokenWriter
+from decant.router.recovery.journal_writer import JournalWriter, append_new
+from decant.router.recovery.restore import RestoreRequest, course_of, stored_as
 from decant.router.settings import RouterSettings
-from decant.router.workers.pool import Pool
+from decant.router.workers.pool import WorkerPool
 from decant.runtime import logs
 from decant.runtime.error_details import Reason, ResumePoint, to_status
 from decant.runtime.errors import (
@@ -43,7 +43,7 @@ from decant.runtime.errors import (
 )
 from decant.state import errors
 from decant.state.errors import StateError
-from decant.state.ids import Life
+from decant.state.ids import Incarnation
 from decant.state.owned import OwnedRequest, StoredRequest
 from decant.state.requests import Displaced, Requests
 
@@ -54,22 +54,22 @@ _log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class RouterServices:
     """What every execution stands on."""
 
     peer: wire.Peer
     settings: RouterSettings
     admission: Admission
-    pool: Pool
+    pool: WorkerPool
     requests: Requests
-    flusher: Flusher
-    bookings: Bookings
-    revive: Revive
+    flusher: JournalWriter
+    bookings: QuotaLeases
+    revive: RestoreRequest
     ended_s: float
     """How long an ended request is kept in the store."""
 
 
-class Home(Protocol):
+class ExecutionOwner(Protocol):
     """Who keeps executions."""
 
     def ended(self, execution: Execution) -> None:
@@ -86,11 +86,16 @@ class Execution:
     """
 
     def __init__(
-        self, request: ValidRequest, router: Router, home: Home, adopted: StoredRequest | None = None, epoch: int = 1
+        self,
+        request: ValidRequest,
+        router: RouterServices,
+        home: ExecutionOwner,
+        adopted: StoredRequest | None = None,
+        epoch: int = 1,
     ) -> None:
         if adopted is None:
-            self.course = Course(request)
-            self.owned = _owned(request, Life.of(router.peer))
+            self.course = TokenStream(request)
+            self.owned = _owned(request, Incarnation.of(router.peer))
             self.owned.epoch = epoch
         else:
             self.course = course_of(adopted, request)
@@ -109,12 +114,12 @@ class Execution:
         self._request = request
         self._home = home
         self._router = router
-        self._job = Job(self.course, self.owned, Pen(self.course))
-        self._admitted: Admitted | None = None
+        self._job = AttemptContext(self.course, self.owned, TokenWriter(self.course))
+        self._admitted: AdmissionSlot | None = None
         self._attempt: Attempt | None = None
         self.is_recorded = adopted is not None  # or may be
         if adopted is None:
-            self._job.wait = router.pool.waits[request.work.model].enter(request.work.priority)
+            self._job.wait = router.pool.waits[request.engine_request.model].enter(request.engine_request.priority)
         else:
             self._job.holder = _holder(adopted) if self.owned.is_explained else None
             self._job.from_tokens = bool(adopted.entries)
@@ -123,7 +128,7 @@ class Execution:
             self.accepted.set_result(None)
 
     async def run(self) -> None:
-        end: Ended | ServiceError = Internal()  # unless something better is known
+        end: Finish | ServiceError = Internal()  # unless something better is known
         reason = wire.Cancel.REASON_ATTEMPT
         try:
             async with asyncio.timeout(self._request.deadline.remaining()) as limit:
@@ -142,7 +147,7 @@ class Execution:
         finally:
             self.end(end, reason)
 
-    def end(self, end: Ended | ServiceError, reason: wire.Cancel.Reason = wire.Cancel.REASON_ATTEMPT) -> None:
+    def end(self, end: Finish | ServiceError, reason: wire.Cancel.Reason = wire.Cancel.REASON_ATTEMPT) -> None:
         """The request is over; what is left of it at workers is cancelled for that reason. Only the first counts."""
         if self.course.end is not None:
             return
@@ -169,7 +174,7 @@ class Execution:
             self._router.bookings.release(self._request.key, 0)
             self.settled()
 
-    def come_back(self) -> Course:
+    def come_back(self) -> TokenStream:
         """Somebody reads it again: it is lost no more."""
         if self.grace is not None:
             self.grace.cancel()
@@ -224,8 +229,8 @@ class Execution:
             router.flusher.begin(self)
             return
         if not router.flusher.is_away:
-            await router.bookings.book(request.key, request.prompt_tokens + request.work.stopping.max_tokens)
-        self._admitted = await router.admission.enter(request.work.priority, request.deadline)
+            await router.bookings.book(request.key, request.prompt_tokens + request.engine_request.stopping.max_tokens)
+        self._admitted = await router.admission.enter(request.engine_request.priority, request.deadline)
         if router.flusher.is_away:
             self._take_without_store("it is away")
         else:
@@ -259,9 +264,9 @@ class Execution:
             raise Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=RETRY_SECONDS)
         self.course.resumable = False
 
-    async def _answer(self) -> Ended:
+    async def _answer(self) -> Finish:
         router, job = self._router, self._job
-        for block_tokens in router.pool.block_sizes(self._request.work.model):
+        for block_tokens in router.pool.block_sizes(self._request.engine_request.model):
             await job.prefix.prepare(block_tokens)
         while True:
             self._attempt = attempt = Attempt(job, router.pool, router.peer)
@@ -327,7 +332,7 @@ class Execution:
     def _lost(self, reason: Reason, words: str) -> ServiceError:
         return self._interrupted(Reason.WORKERS_LOST if self.course.tokens else reason, words)
 
-    def _record_end(self, end: Ended | ServiceError) -> None:
+    def _record_end(self, end: Finish | ServiceError) -> None:
         owned, course, record = self.owned, self.course, self.owned.record
         if self.is_superseded:
             self._router.bookings.forget(owned.key)
@@ -355,15 +360,15 @@ class Execution:
         self._router.flusher.end(self)
 
 
-def _holder(found: StoredRequest) -> Life | None:
+def _holder(found: StoredRequest) -> Incarnation | None:
     """The decode worker where its last attempt runs, as far as is written."""
     attempts = found.record.attempts
     if not attempts or attempts[-1].attempt != found.attempt or not attempts[-1].HasField("decode_worker"):
         return None
-    return Life.of(attempts[-1].decode_worker)
+    return Incarnation.of(attempts[-1].decode_worker)
 
 
-def _layout(found: StoredRequest, pool: Pool) -> int:
+def _layout(found: StoredRequest, pool: WorkerPool) -> int:
     """Of the workers of its last attempt, 0 where they don't give equal bits, or nobody knows them. Of one that was
     accepted a moment ago nothing is written yet: it is what all workers have, where that is one."""
     attempts = found.record.attempts
@@ -372,10 +377,12 @@ def _layout(found: StoredRequest, pool: Pool) -> int:
     return 0 if found.entries else pool.layout_of(found.record.model)
 
 
-def _owned(request: ValidRequest, life: Life) -> OwnedRequest:
+def _owned(request: ValidRequest, life: Incarnation) -> OwnedRequest:
     now = datetime.now(UTC)
     record = RequestRecord(
-        model=request.work.model, seed=request.work.sampling.seed, prompt_tokens=request.prompt_tokens
+        model=request.engine_request.model,
+        seed=request.engine_request.sampling.seed,
+        prompt_tokens=request.prompt_tokens,
     )
     left = request.deadline.remaining()
     if left is not None:

@@ -18,7 +18,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unimplemented
 from decant.runtime.peer import enum_name
-from decant.state.ids import Life
+from decant.state.ids import Incarnation
 
 NO_ROOM = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
 """Elsewhere, or later: nothing went wrong."""
@@ -38,7 +38,7 @@ _NOBODYS = frozenset(
 class AttemptFailed(Exception):
     """This try is over; another may do. ``blamed`` is the worker at fault, if one is."""
 
-    def __init__(self, failure: wire.Failure, blamed: Life | None) -> None:
+    def __init__(self, failure: wire.Failure, blamed: Incarnation | None) -> None:
         super().__init__(f"{enum_name(wire.Cause, failure.cause)}: {failure.detail}")
         self.failure = failure
         self.blamed = blamed
@@ -56,7 +56,7 @@ class NoWorker(Exception):
     """No worker took the request for as long as it was worth waiting."""
 
 
-def raised_by(failure: wire.Failure, sender: Life) -> ServiceError | AttemptFailed:
+def raised_by(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
     """The error that a failed or refused run comes to. For those that are NO_ROOM ask first."""
     match failure.cause:
         case wire.CAUSE_INVALID:
@@ -70,7 +70,7 @@ def raised_by(failure: wire.Failure, sender: Life) -> ServiceError | AttemptFail
         case cause if cause in _NOBODYS:
             return AttemptFailed(failure, None)
         case _:
-            return AttemptFailed(failure, Life.of(failure.peer) if failure.HasField("peer") else sender)
+            return AttemptFailed(failure, Incarnation.of(failure.peer) if failure.HasField("peer") else sender)
 
 
 def _violation(failure: wire.Failure) -> tuple[str, str, str]:

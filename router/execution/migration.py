@@ -15,28 +15,30 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.attempt_context import Job
+from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import NO_ROOM, AttemptFailed, raised_by
-from decant.router.placement.policy import Need, taker
-from decant.router.placement.worker_load import Sent
-from decant.router.workers.pool import Pool, Worker
-from decant.router.workers.subscription import Following
-from decant.state.ids import Life
+from decant.router.placement.policy import PlacementRequest, taker
+from decant.router.placement.worker_load import LoadReservation
+from decant.router.workers.pool import WorkerHandle, WorkerPool
+from decant.router.workers.subscription import RunSubscription
+from decant.state.ids import Incarnation
 
 
-class Run(NamedTuple):
+class DecodeRun(NamedTuple):
     """A run at the worker that decodes it, and what is booked for it there."""
 
-    worker: Worker
-    following: Following
-    sent: Sent
+    worker: WorkerHandle
+    following: RunSubscription
+    sent: LoadReservation
 
 
-class Move:
+class Migration:
     """From the worker where a run is to another one, the heir. ``tell`` hears what the heir says."""
 
-    def __init__(self, job: Job, pool: Pool, run: wire.Run, tell: Callable[[Worker | None, Any], None]) -> None:
-        self.heir: Run | None = None
+    def __init__(
+        self, job: AttemptContext, pool: WorkerPool, run: wire.Run, tell: Callable[[WorkerHandle | None, Any], None]
+    ) -> None:
+        self.heir: DecodeRun | None = None
         self._job = job
         self._pool = pool
         self._run = run
@@ -44,14 +46,14 @@ class Move:
         self._ticket: wire.Ticket | None = None
         self.is_open = False
         """The heir fetches: it may have the whole sequence, whatever becomes of the worker."""
-        self._failed: set[Life] = set()
+        self._failed: set[Incarnation] = set()
 
-    def ask(self, worker: Worker) -> None:
+    def ask(self, worker: WorkerHandle) -> None:
         """It drains: have it give the run away, if there is anybody to take it. May be said again."""
         if self.heir is None and self._pool.can_receive(worker, self._job.avoid | self._failed):
-            worker.session.give(wire.Give(run=self._run))
+            worker.session.migrate(wire.Migrate(run=self._run))
 
-    def begin(self, worker: Worker, ticket: wire.Ticket, work: wire.Work) -> None:
+    def begin(self, worker: WorkerHandle, ticket: wire.Ticket, work: wire.EngineRequest) -> None:
         """It gave a ticket."""
         if self.heir is not None:
             return
@@ -63,9 +65,9 @@ class Move:
         self._ticket = ticket
         self._pool.hold(ticket, worker)
         self._pool.claimed(ticket)
-        start = wire.Start(run=self._run, work=work, ticket=ticket)
+        start = wire.Start(run=self._run, engine_request=work, ticket=ticket)
         sent = heir.view.send(self._job.prefix, self._job.pen.position, computed=False)
-        self.heir = Run(heir, Following(start, self._job.pen, partial(self._tell, heir)), sent)
+        self.heir = DecodeRun(heir, RunSubscription(start, self._job.pen, partial(self._tell, heir)), sent)
         heir.session.start(self.heir.following)
 
     def opened(self) -> None:
@@ -73,7 +75,7 @@ class Move:
         self.is_open = True
         self._drop_ticket()
 
-    def arrived(self) -> Run:
+    def arrived(self) -> DecodeRun:
         """The run is the heir's alone."""
         heir = self.heir
         assert heir is not None
@@ -81,7 +83,7 @@ class Move:
         self.heir, self.is_open = None, False
         return heir
 
-    def failed(self, worker: Worker, failure: wire.Failure) -> None:
+    def failed(self, worker: WorkerHandle, failure: wire.Failure) -> None:
         """The heir won't have it. Its session follows it no more."""
         heir = self.arrived()
         heir.sent.over()
@@ -101,20 +103,20 @@ class Move:
             heir.sent.over()
             heir.worker.session.leave(heir.following, cancel)
 
-    def resumed(self, worker: Worker) -> None:
+    def resumed(self, worker: WorkerHandle) -> None:
         """The worker's session was away, and what was said meanwhile may be lost."""
         if self.heir is None:
             self._withdraw(worker)
 
-    def _withdraw(self, worker: Worker) -> None:
-        worker.session.give(wire.Give(run=self._run, withdrawn=True))
+    def _withdraw(self, worker: WorkerHandle) -> None:
+        worker.session.migrate(wire.Migrate(run=self._run, withdrawn=True))
 
-    def _choose(self, worker: Worker) -> Life | None:
+    def _choose(self, worker: WorkerHandle) -> Incarnation | None:
         job = self._job
         avoid = job.avoid | self._failed
-        seen = self._pool.seen(job.course.request.work.model, avoid, job.prefix)
+        seen = self._pool.seen(job.course.request.engine_request.model, avoid, job.prefix)
         able = [each for each in seen if not each.avoided]
-        return taker(able, Need(tokens=job.pen.position), worker.facts.layout, worker.life)
+        return taker(able, PlacementRequest(tokens=job.pen.position), worker.facts.layout, worker.life)
 
     def _drop_ticket(self) -> None:
         if self._ticket is not None:

@@ -15,7 +15,7 @@ from typing import Self
 
 from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import Write
-from decant.router.execution.token_stream import Course
+from decant.router.execution.token_stream import TokenStream
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, OutOfRange, ServiceError
 
@@ -23,7 +23,7 @@ UNREAD_SECONDS = 60.0
 """How long a message may wait for its client once the request has ended."""
 
 
-async def begin_behind(course: Course, after_seq: int) -> None:
+async def begin_behind(course: TokenStream, after_seq: int) -> None:
     """Wait until what somebody lacks who has so many tokens can be read; he is the course's reader.
 
     Raises OutOfRange where nobody was shown as many, Aborted(TAIL_UNCERTAIN) where his last ones may be others than
@@ -41,14 +41,14 @@ async def begin_behind(course: Course, after_seq: int) -> None:
     course.is_behind, course.certain = False, None
 
 
-class Reading:
+class ReaderLease:
     """A call reads a course for as long as the block runs. It may be ended by the next call, or where its client takes
     nothing any more: finished courses would stay in memory for as long as such clients stay connected.
 
     The block's end raises Aborted(SUPERSEDED) or Aborted(SLOW_READER) then, unless the call itself was cancelled too.
     """
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: TokenStream) -> None:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()

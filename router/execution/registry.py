@@ -15,16 +15,16 @@ from functools import partial
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.admission.overload import check_wait
-from decant.router.api.get_generation import Standing
-from decant.router.execution.execution import RETRY_SECONDS, Execution, Router
-from decant.router.execution.token_stream import Course, Ended, ValidRequest
+from decant.router.api.get_generation import RequestSnapshot
+from decant.router.execution.execution import RETRY_SECONDS, Execution, RouterServices
+from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
 from decant.router.recovery.restore import check_stored, end_of, replayed, store_error
 from decant.runtime import logs
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import AlreadyExists, Cancelled, QueueFull, ServiceError, Unavailable
 from decant.state.errors import StateError
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import StoredRequest
 
 SETTLE_SECONDS = 2.0
@@ -32,7 +32,7 @@ SETTLE_SECONDS = 2.0
 LAST_WRITE_SECONDS = 5.0
 """Of a drain, for a Redis that is away."""
 
-Adopt = Callable[[RequestKey, Life], Awaitable[StoredRequest]]
+Adopt = Callable[[RequestKey, Incarnation], Awaitable[StoredRequest]]
 """Makes a router a request's owner; `adopt`, `adopt_orphan` or `cancel` of `Requests`."""
 
 Then = Callable[["Execution"], None]
@@ -40,10 +40,10 @@ Then = Callable[["Execution"], None]
 _log = logs.get(__name__)
 
 
-class Dispatcher:
+class RequestRegistry:
     """Lives on one event loop. Ends with ``drain``, or with ``close``, which ends every request."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: RouterServices) -> None:
         self._router = router
         self._executions: dict[RequestKey, Execution] = {}
         self._unwritten: dict[RequestKey, Execution] = {}  # ended, and the store may not know yet
@@ -72,7 +72,7 @@ class Dispatcher:
         """What the directory shows of this router: requests that run and that wait, and whether it drains."""
         return wire.Load(running=self.running, waiting=self.waiting, draining=self._draining)
 
-    async def begin(self, request: ValidRequest) -> Course:
+    async def begin(self, request: ValidRequest) -> TokenStream:
         """Returns once the request is admitted and recorded; it is answered from then on, whoever reads it.
 
         An id that an equal request has brings that request's course: the one that runs here, or what is stored of
@@ -113,7 +113,7 @@ class Dispatcher:
             raise AlreadyExists(request.key.id)
         return found
 
-    async def resume(self, key: RequestKey) -> Course:
+    async def resume(self, key: RequestKey) -> TokenStream:
         """The course of a request that was accepted, from its beginning.
 
         Raises NotFound, Unavailable, and the error that it was refused with.
@@ -125,16 +125,16 @@ class Dispatcher:
         assert found is not None
         return await self._stored(found)
 
-    async def look(self, key: RequestKey) -> Standing:
+    async def look(self, key: RequestKey) -> RequestSnapshot:
         """How a request stands, here or in the store. Raises NotFound, Unavailable."""
         execution = self._here(key)
         if execution is not None and execution.is_recorded:
             owned = execution.owned
             kept = self._router.ended_s if owned.ended else None
-            return Standing(execution.course, owned.state, owned.record, kept)
+            return RequestSnapshot(execution.course, owned.state, owned.record, kept)
         found = await self._read(key)
         course = await self._replayed(found)
-        return Standing(course, found.state, found.record, found.expires_in_s if found.ended else None)
+        return RequestSnapshot(course, found.state, found.record, found.expires_in_s if found.ended else None)
 
     async def _until_settled(self, ended: Execution) -> None:
         """Until the store knows how it ended, unless that is away."""
@@ -165,7 +165,7 @@ class Dispatcher:
         finally:
             execution.awaited -= 1
 
-    async def cancel(self, key: RequestKey) -> Ended | ServiceError:
+    async def cancel(self, key: RequestKey) -> Finish | ServiceError:
         """Ends a request now, in whatever state; how it has ended, by this or before.
 
         Raises NotFound, Unavailable.
@@ -204,7 +204,7 @@ class Dispatcher:
         """Whether the request runs here, is about to, or has ended here and the store may not know yet."""
         return self._here(key) is not None or key in self._adoptions.values()
 
-    def stream_lost(self, course: Course) -> None:
+    def stream_lost(self, course: TokenStream) -> None:
         """Nobody reads this course any more: it is cancelled after its grace or the time for which it was detached, at
         once where nobody could come back."""
         execution = self._executions.get(course.request.key)
@@ -274,10 +274,10 @@ class Dispatcher:
             return False
 
     def _check(self, request: ValidRequest) -> None:
-        model = request.work.model
+        model = request.engine_request.model
         if self._draining:
             raise _draining()
-        check_wait(self._router, model, request.work.priority, request.deadline)
+        check_wait(self._router, model, request.engine_request.priority, request.deadline)
         if next(self._router.pool.of(model), None) is None:
             words = f"no worker serves {model} now"
             raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)
@@ -319,14 +319,14 @@ class Dispatcher:
             raise store_error(error, key) from None
         return found
 
-    async def _stored(self, found: StoredRequest) -> Course:
+    async def _stored(self, found: StoredRequest) -> TokenStream:
         """A request that doesn't run here, to be read."""
         if found.ended:
             return await self._replayed(found)
         execution = await self._taken(found, self._router.requests.adopt)
         return await self.resume(found.key) if execution is None else execution.come_back()
 
-    async def _replayed(self, found: StoredRequest) -> Course:
+    async def _replayed(self, found: StoredRequest) -> TokenStream:
         """As it stands in the store. Raises Internal where that can't be read."""
         try:
             return replayed(found, await self._revived(found))
@@ -369,7 +369,7 @@ class Dispatcher:
             raise
 
     async def _adopt(self, request: ValidRequest, adopt: Adopt, then: Then | None) -> Execution | None:
-        found = await adopt(request.key, Life.of(self._router.peer))
+        found = await adopt(request.key, Incarnation.of(self._router.peer))
         execution = self._here(found.key)  # another call may have been faster
         if execution is not None or found.ended:
             return execution

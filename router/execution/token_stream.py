@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.text.stop_strings import StopTexts
+from decant.router.text.stop_strings import StopStrings
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import ServiceError
 from decant.state.ids import RequestKey
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputOptions:
     """What the client is shown, with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all.
     ``prompt_logprobs`` the same of the prompt's tokens. ``echo``: what stands before each output's text.
     ``min_chunk_tokens`` go into one delta, except into the last.
@@ -40,7 +40,7 @@ class Wanted:
     prompt_logprobs: int | None = None
     echo: str = ""
     skip_special_tokens: bool = True
-    stops: StopTexts | None = None
+    stops: StopStrings | None = None
     include_stop: bool = False
     min_chunk_tokens: int = 1
 
@@ -55,9 +55,9 @@ class ValidRequest:
 
     key: RequestKey
     payload: pb.GenerateRequest
-    work: wire.Work
+    engine_request: wire.EngineRequest
     prompt_tokens: int
-    wanted: Wanted
+    wanted: OutputOptions
     deadline: Deadline
     id_made_up: bool
     accepted_at: float  # the event loop's clock
@@ -74,7 +74,7 @@ class ValidRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Finish:
     """A request that ended well: why it wrote its last token."""
 
     reason: pb.FinishReason
@@ -93,7 +93,7 @@ class Ended:
 
 
 @dataclass(slots=True)
-class Path:
+class AttemptTrace:
     """The account of the attempt that is under way, for the receipt: who did what, and when by this router's clock.
 
     Seconds; ``*_at`` on the event loop's clock. What never happened is None.
@@ -111,7 +111,7 @@ class Path:
     handoff_bytes: int = 0
 
 
-class Reader(Protocol):
+class SupersedableReader(Protocol):
     """Who reads a course now."""
 
     def supersede(self) -> None:
@@ -119,7 +119,7 @@ class Reader(Protocol):
 
 
 @dataclass(slots=True)
-class Course:
+class TokenStream:
     """One request being answered. One output; dispatch is the only writer, and there is one reader at a time."""
 
     request: ValidRequest
@@ -133,10 +133,10 @@ class Course:
     those who read before him are superseded."""
     certain: int | None = None
     """Tokens that another router's readers can't have seen otherwise; None: all."""
-    path: Path = field(default_factory=Path)
-    end: Ended | ServiceError | None = None
+    path: AttemptTrace = field(default_factory=AttemptTrace)
+    end: Finish | ServiceError | None = None
     last_token_at: float | None = None  # the event loop's clock
-    reader: Reader | None = None
+    reader: SupersedableReader | None = None
     first_sent_at: float | None = None  # the event loop's clock, whoever read it first
     second_sent_at: float | None = None
     recorded: RequestRecord | None = None

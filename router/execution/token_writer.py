@@ -19,11 +19,11 @@ from enum import Enum
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import Course, Ended
+from decant.router.execution.token_stream import Finish, TokenStream
 from decant.state.logprobs import Logprobs
 
 
-class Trouble(Enum):
+class WriteError(Enum):
     """Why a token was not written, where that is not for being known already."""
 
     GAP = "gap"
@@ -31,12 +31,12 @@ class Trouble(Enum):
     MALFORMED = "malformed"  # no token of this output, or not with the logprobs that were asked for
 
 
-class Pen:
+class TokenWriter:
     """The one writer of a course's tokens. A course that has ended, or is stopped, is written no more."""
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: TokenStream) -> None:
         self.course = course
-        self.stopped: Ended | None = None
+        self.stopped: Finish | None = None
         """Set by the token that completed a stop text."""
         self.tell_stopped: Callable[[], None] | None = None
         """Called when that is."""
@@ -44,7 +44,7 @@ class Pen:
         self._text = begin() if begin is not None else None
         self._tokens = course.tokens
         self._base = course.request.prompt_tokens
-        self._limit = course.request.work.stopping.max_tokens
+        self._limit = course.request.engine_request.stopping.max_tokens
         self._vocab_size = course.request.vocab_size
         self._logprobs = course.logprobs if course.request.wanted.logprobs is not None else None
         self._now = asyncio.get_running_loop().time
@@ -61,16 +61,16 @@ class Pen:
         """The position after the last token that may be written."""
         return self._base + self._limit
 
-    def put(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> Trouble | None:
+    def put(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None:
         tokens = self._tokens
         index = position - self._base
         if index == len(tokens):
             course = self.course
             if token >= self._vocab_size or index >= self._limit:
-                return Trouble.MALFORMED
+                return WriteError.MALFORMED
             if course.end is None and self.stopped is None:
                 if self._logprobs is not None and not _copied(logprobs, self._logprobs):
-                    return Trouble.MALFORMED
+                    return WriteError.MALFORMED
                 tokens.append(token)
                 course.last_token_at = self._now()
                 if self._text is not None:
@@ -78,10 +78,10 @@ class Pen:
                 course.told()
             return None
         if index > len(tokens):
-            return Trouble.GAP if self.stopped is None else None
-        return None if index >= 0 and tokens[index] == token else Trouble.CONFLICT
+            return WriteError.GAP if self.stopped is None else None
+        return None if index >= 0 and tokens[index] == token else WriteError.CONFLICT
 
-    def explain(self, told: wire.PromptLogprobs) -> Trouble | None:
+    def explain(self, told: wire.PromptLogprobs) -> WriteError | None:
         """Logprobs of a part of the prompt. They come in order; an attempt that starts over says them again."""
         known = self.course.prompt_logprobs
         next = 1 + len(known)  # the first token has none
@@ -89,7 +89,7 @@ class Pen:
             try:
                 known.extend(told.logprobs[next - told.first_position :][: self._base - next])
             except ValueError:
-                return Trouble.MALFORMED
+                return WriteError.MALFORMED
             self.course.told()
         return None
 
@@ -98,7 +98,7 @@ class Pen:
             return
         self._text.add((token,))
         if self._text.stop is not None:
-            self.stopped = Ended(pb.FINISH_REASON_STOP, stop_text=self._text.stop)
+            self.stopped = Finish(pb.FINISH_REASON_STOP, stop_text=self._text.stop)
             self._text = None
             if self.tell_stopped is not None:
                 self.tell_stopped()

@@ -26,7 +26,7 @@ NEVER = 1 << 31
 """More tokens than a prompt has: nothing is handed over."""
 
 
-class Measured:
+class DecayedRegression:
     """Pairs of tokens and seconds, newer ones counting more."""
 
     def __init__(self) -> None:
@@ -74,14 +74,14 @@ class Measured:
         self._products *= factor
 
 
-class Costs:
+class PrefillTransferCosts:
     """Of one model's workers. ``now`` tells seconds, and never goes back."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._read_apart = Measured()
-        self._read_beside = Measured()
-        self._moved = Measured()
+        self._read_apart = DecayedRegression()
+        self._read_beside = DecayedRegression()
+        self._moved = DecayedRegression()
 
     def read(self, tokens: int, seconds: float, *, beside_answers: bool) -> None:
         """A prompt was computed, on a worker that decodes or on one that only reads; ``tokens`` were not cached."""

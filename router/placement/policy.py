@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decant.protos import worker_pb2 as wire
-from decant.state.ids import Life
+from decant.state.ids import Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class WorkerSnapshot:
     """A worker that answers, as this router sees it now; what the router itself has just sent there is counted in."""
 
-    life: Life
+    life: Incarnation
     role: wire.Role
     layout: int
     block_tokens: int
@@ -46,7 +46,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class PlacementRequest:
     """What is to be placed."""
 
     tokens: int
@@ -56,12 +56,12 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    life: Life
+class Placement:
+    life: Incarnation
     prefill: bool  # False: from tokens
 
 
-def first_place(workers: Sequence[Seen], need: Need) -> Place | None:
+def first_place(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> Placement | None:
     """Where a sequence starts. None: nowhere now, but that may change."""
     decode = [worker for worker in workers if worker.role != wire.ROLE_PREFILL]
     layouts = {worker.layout for worker in decode}
@@ -70,14 +70,16 @@ def first_place(workers: Sequence[Seen], need: Need) -> Place | None:
     if prefill and not need.from_tokens:
         near = _roomiest([worker for worker in decode if _is_near(worker, need)], need, home)
         if near is not None:
-            return Place(near.life, prefill=False)
+            return Placement(near.life, prefill=False)
         found = _least_work(prefill, need)
-        return None if found is None else Place(found.life, prefill=True)
+        return None if found is None else Placement(found.life, prefill=True)
     found = _roomiest([worker for worker in decode or workers if worker.takes_prompts], need, home)
-    return None if found is None else Place(found.life, prefill=False)
+    return None if found is None else Placement(found.life, prefill=False)
 
 
-def taker(workers: Sequence[Seen], need: Need, layout: int, giver: Life) -> Life | None:
+def taker(
+    workers: Sequence[WorkerSnapshot], need: PlacementRequest, layout: int, giver: Incarnation
+) -> Incarnation | None:
     """Who takes over a cache. None: nobody now, but that may change."""
     fitting = [worker for worker in workers if worker.layout == layout and worker.life != giver]
     able = [worker for worker in fitting if worker.role != wire.ROLE_PREFILL] or fitting
@@ -85,45 +87,47 @@ def taker(workers: Sequence[Seen], need: Need, layout: int, giver: Life) -> Life
     return None if found is None else found.life
 
 
-def _is_near(worker: Seen, need: Need) -> bool:
+def _is_near(worker: WorkerSnapshot, need: PlacementRequest) -> bool:
     """Whether it would be computed there, beside the answers, before a cache could come."""
     if worker.avoided or not worker.takes_prompts or _lacks_room(worker, need):
         return False
     return worker.queued_tokens + need.tokens - worker.cached_tokens < need.handoff_min_tokens
 
 
-def _least_work(workers: Sequence[Seen], need: Need) -> Seen | None:
+def _least_work(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> WorkerSnapshot | None:
     home = _home(workers, need)
 
-    def order(worker: Seen) -> tuple[bool, int, int]:
+    def order(worker: WorkerSnapshot) -> tuple[bool, int, int]:
         return worker.avoided, worker.queued_tokens + _uncached(worker, need, home), worker.sequences
 
     return min((worker for worker in workers if worker.has_room and worker.takes_prompts), key=order, default=None)
 
 
-def _roomiest(workers: Sequence[Seen], need: Need, home: Seen | None) -> Seen | None:
-    def order(worker: Seen) -> tuple[bool, bool, int, int, int]:
+def _roomiest(
+    workers: Sequence[WorkerSnapshot], need: PlacementRequest, home: WorkerSnapshot | None
+) -> WorkerSnapshot | None:
+    def order(worker: WorkerSnapshot) -> tuple[bool, bool, int, int, int]:
         uncached = _uncached(worker, need, home)
         return worker.avoided, _lacks_room(worker, need), worker.sequences, uncached, -worker.free_blocks
 
     return min((worker for worker in workers if worker.has_room), key=order, default=None)
 
 
-def _lacks_room(worker: Seen, need: Need) -> bool:
+def _lacks_room(worker: WorkerSnapshot, need: PlacementRequest) -> bool:
     return worker.free_blocks * worker.block_tokens <= need.tokens - worker.cached_tokens
 
 
-def _uncached(worker: Seen, need: Need, home: Seen | None) -> int:
+def _uncached(worker: WorkerSnapshot, need: PlacementRequest, home: WorkerSnapshot | None) -> int:
     return 1 if worker is home else need.tokens - worker.cached_tokens
 
 
-def _home(workers: Sequence[Seen], need: Need) -> Seen | None:
+def _home(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> WorkerSnapshot | None:
     """Who counts as if he held the prompt, while nobody is known to hold any of it: the same for every router and
     every request of a session, and another one for few sessions when workers come and go (rendezvous hashing)."""
     if not need.session or any(worker.cached_tokens for worker in workers):
         return None
 
-    def draw(worker: Seen) -> bytes:
+    def draw(worker: WorkerSnapshot) -> bytes:
         return hashlib.blake2b(f"{worker.life.id}\n{need.session}".encode(), digest_size=8).digest()
 
     return max(workers, key=draw, default=None)

@@ -35,10 +35,10 @@ def block_names(prompt: bytes, salt: bytes, block_tokens: int) -> array[int]:
     return array("Q", bytes(names))
 
 
-class Prefix:
+class PromptBlocks:
     """One request's prompt, as caches know it: hashed once for each size of block."""
 
-    def __init__(self, work: wire.Work) -> None:
+    def __init__(self, work: wire.EngineRequest) -> None:
         self._work = work
         self._names: dict[int, array[int]] = {}
         self.is_shared = not work.bypass_prefix_cache
@@ -59,7 +59,7 @@ class Prefix:
             names = self._names[block_tokens] = block_names(self._work.prompt, self._work.salt, block_tokens)
         return names
 
-    def cached_tokens(self, cache: Cached, block_tokens: int) -> int:
+    def cached_tokens(self, cache: WorkerPrefixCache, block_tokens: int) -> int:
         """Tokens that need not be computed where that cache is; never all: one is computed for its logits."""
         if not self.may_hit:
             return 0
@@ -67,10 +67,10 @@ class Prefix:
         return min(cache.leading(self.names(block_tokens)), most) * block_tokens
 
 
-class Expected:
+class ExpectedBlocks:
     """Blocks of one request that a worker is to hold soon."""
 
-    def __init__(self, cache: Cached, names: Sequence[int]) -> None:
+    def __init__(self, cache: WorkerPrefixCache, names: Sequence[int]) -> None:
         self.names = names
         self._cache = cache
 
@@ -79,28 +79,28 @@ class Expected:
         self._cache.leaving.append((BEATS_UNTIL_TOLD, self))
 
 
-class Cached:
+class WorkerPrefixCache:
     """What one worker's prefix cache holds, as far as is known here."""
 
     def __init__(self) -> None:
-        self.leaving: list[tuple[int, Expected]] = []
+        self.leaving: list[tuple[int, ExpectedBlocks]] = []
         """Beats that are left, and what is forgotten after them."""
         self._held: set[int] = set()  # told, and expected
-        self._expected: dict[int, Expected] = {}  # not told yet: by whom last
+        self._expected: dict[int, ExpectedBlocks] = {}  # not told yet: by whom last
 
     def leading(self, names: Sequence[int]) -> int:
         """How many blocks it holds of a chain, counted from its start."""
         return len(list(takewhile(self._held.__contains__, names)))
 
-    def expect(self, names: Sequence[int]) -> Expected:
+    def expect(self, names: Sequence[int]) -> ExpectedBlocks:
         """A request with these blocks goes there; say ``over`` of it in the end."""
-        expected = Expected(self, names)
+        expected = ExpectedBlocks(self, names)
         new = [name for name in names if name not in self._held or name in self._expected]
         self._held.update(new)
         self._expected.update(dict.fromkeys(new, expected))
         return expected
 
-    def hear(self, beat: wire.Beat) -> None:
+    def hear(self, beat: wire.Heartbeat) -> None:
         """The worker's own word."""
         published, dropped = (array("Q", told) for told in (beat.cache.published, beat.cache.dropped))
         self._held.update(published)

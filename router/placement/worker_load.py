@@ -11,15 +11,15 @@ import sys
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
-from decant.router.placement.policy import Seen
-from decant.router.placement.prefix_index import Cached, Expected, Prefix
-from decant.state.ids import Life
+from decant.router.placement.policy import WorkerSnapshot
+from decant.router.placement.prefix_index import ExpectedBlocks, PromptBlocks, WorkerPrefixCache
+from decant.state.ids import Incarnation
 
 FIRST_AGAIN = 16
 """Sequences that go to a worker which had no room, before it tells its load another time."""
 
 
-class Count:
+class CorrectedCounter:
     """How much is there, of one kind."""
 
     def __init__(self) -> None:
@@ -41,20 +41,20 @@ class Count:
         self._told, self._since = told, 0
 
 
-class View:
+class WorkerLoad:
     """What placement looks at, of one life of one worker."""
 
     def __init__(self, facts: WorkerRegistration) -> None:
-        self.life = Life.of(facts.peer)
+        self.life = Incarnation.of(facts.peer)
         self.block_tokens = facts.capacity.block_tokens or 1
-        self.work = Count()
+        self.work = CorrectedCounter()
         """Tokens to be computed."""
-        self.sequences = Count()
+        self.sequences = CorrectedCounter()
         self.layout = facts.layout
-        self._routers: frozenset[Life] | None = None
+        self._routers: frozenset[Incarnation] | None = None
         """Routers with a live session at the worker, as it said last; None until it has said that in this session."""
         self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
-        self._cached = Cached()
+        self._cached = WorkerPrefixCache()
         self._is_full = False
         self._allowance = sys.maxsize  # sequences that are sent before its next load report
         self._sent_sequences = 0  # since then
@@ -72,7 +72,7 @@ class View:
     def takes_prompts(self) -> bool:
         return self._load.takes_prompts
 
-    def may_reach(self, router: Life) -> bool:
+    def may_reach(self, router: Incarnation) -> bool:
         """Whether the router has a live session at the worker, or may have. Void while this router has none."""
         return self._routers is None or router in self._routers
 
@@ -81,10 +81,10 @@ class View:
         """Whether anything may be sent there before its next load report."""
         return not self._is_full and self._sent_sequences < self._allowance
 
-    def seen(self, prefix: Prefix | None = None, *, avoided: bool = False) -> Seen:
+    def seen(self, prefix: PromptBlocks | None = None, *, avoided: bool = False) -> WorkerSnapshot:
         """For a request with that prompt; None: for any."""
         load, has_room = self._load, self.has_room
-        return Seen(
+        return WorkerSnapshot(
             life=self.life,
             role=load.role,
             layout=self.layout,
@@ -98,19 +98,19 @@ class View:
             avoided=avoided,
         )
 
-    def cached_tokens(self, prefix: Prefix) -> int:
+    def cached_tokens(self, prefix: PromptBlocks) -> int:
         """Leading tokens of a prompt that are in its cache, as far as is known."""
         return prefix.cached_tokens(self._cached, self.block_tokens)
 
-    def send(self, prefix: Prefix, tokens: int, *, computed: bool) -> Sent:
+    def send(self, prefix: PromptBlocks, tokens: int, *, computed: bool) -> LoadReservation:
         """A sequence of so many tokens goes there, to be computed or to be fetched. Say ``over`` of what is returned
         when it is no longer there."""
         fresh = max(0, tokens - self.cached_tokens(prefix))
         self._sent_sequences += 1
         self._sent_tokens += fresh
-        return Sent(self, fresh if computed else 0, self._cached.expect(prefix.names(self.block_tokens)))
+        return LoadReservation(self, fresh if computed else 0, self._cached.expect(prefix.names(self.block_tokens)))
 
-    def hear(self, beat: wire.Beat) -> None:
+    def hear(self, beat: wire.Heartbeat) -> None:
         """It tells how it stands."""
         if beat.HasField("load"):
             role = self._load.role
@@ -121,7 +121,7 @@ class View:
         self.sequences.tell(self._load.running + self._load.waiting)
         self._cached.hear(beat)
         if beat.routers or self._routers is None:
-            self._routers = frozenset(Life.of(router) for router in beat.routers)
+            self._routers = frozenset(Incarnation.of(router) for router in beat.routers)
         self._sent_sequences = self._sent_tokens = 0
         if not self._is_full:
             self._allowance *= 2
@@ -129,7 +129,7 @@ class View:
 
     def forget(self) -> None:
         """Its next heartbeats list all that it has cached, and the routers that it has sessions with."""
-        self._cached, self._routers = Cached(), None
+        self._cached, self._routers = WorkerPrefixCache(), None
 
     def refused(self) -> None:
         """It has no room: nothing goes there until it tells its load again, and then few before the next time."""
@@ -137,10 +137,10 @@ class View:
         self._allowance = FIRST_AGAIN
 
 
-class Sent:
+class LoadReservation:
     """One sequence of this router's at a worker."""
 
-    def __init__(self, view: View, work: int, expected: Expected) -> None:
+    def __init__(self, view: WorkerLoad, work: int, expected: ExpectedBlocks) -> None:
         self._view = view
         self._work = work
         self._expected = expected

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from decant.router.execution.token_stream import Course
+from decant.router.execution.token_stream import TokenStream
 from decant.runtime import logs
 from decant.state.errors import StateError, StoreFault
 from decant.state.journal import Entry
@@ -43,11 +43,11 @@ KEPT_ENDED = 10_000
 _log = logs.get(__name__)
 
 
-class Written(Protocol):
+class JournaledRequest(Protocol):
     """A request that is written: its owner's side of it, and what is answered."""
 
     owned: OwnedRequest
-    course: Course
+    course: TokenStream
 
     def superseded(self, error: Displaced) -> None:
         """Another router owns it, or another request has its id."""
@@ -64,15 +64,15 @@ class _Fault:
     again_at: float  # the event loop's clock
 
 
-class Flusher:
+class JournalWriter:
     """The one writer of requests. ``close`` ends its task after one last write."""
 
     def __init__(self, requests: Requests, flush_ms: int) -> None:
         self.is_away = False
         self._requests = requests
         self._interval = flush_ms / 1000
-        self._running: dict[OwnedRequest, Written] = {}
-        self._ended: dict[OwnedRequest, Written] = {}
+        self._running: dict[OwnedRequest, JournaledRequest] = {}
+        self._ended: dict[OwnedRequest, JournaledRequest] = {}
         self._faults: dict[OwnedRequest, _Fault] = {}
         self._failures = 0  # in a row, of whole flushes
         self._took_seconds = 0.0  # the last flush of all requests
@@ -86,13 +86,13 @@ class Flusher:
         self._task = asyncio.create_task(self._run())
         return self._task
 
-    def begin(self, written: Written) -> None:
+    def begin(self, written: JournaledRequest) -> None:
         """It is written from now on, until it has ended and that is written too."""
         self._running[written.owned] = written
         self._idle.clear()
         self._something.set()
 
-    def end(self, written: Written) -> None:
+    def end(self, written: JournaledRequest) -> None:
         """It is complete: written soon, then forgotten. Nothing happens for one that is not written."""
         if self._running.pop(written.owned, None) is not None:
             self._ended[written.owned] = written
@@ -101,7 +101,7 @@ class Flusher:
             self._soon.set()
             self._something.set()
 
-    def forget(self, written: Written) -> None:
+    def forget(self, written: JournaledRequest) -> None:
         """Write nothing more of it."""
         self._running.pop(written.owned, None)
         self._ended.pop(written.owned, None)
@@ -198,7 +198,7 @@ class Flusher:
                     written.superseded(error)
         self._see_if_idle()
 
-    def _set_aside(self, written: Written, error: StoreFault) -> None:
+    def _set_aside(self, written: JournaledRequest, error: StoreFault) -> None:
         """Redis refuses this request's write: it is tried again by itself, ever later, while others are written."""
         owned = written.owned
         tries = self._faults[owned].tries + 1 if owned in self._faults else 1
@@ -234,7 +234,7 @@ def _doubled(seconds: float, times: int, most: float) -> float:
     return min(seconds * float(2 ** min(times, MOST_DOUBLINGS)), most)
 
 
-def append_new(owned: OwnedRequest, course: Course) -> None:
+def append_new(owned: OwnedRequest, course: TokenStream) -> None:
     """The course's new tokens become entries of the journal, with their logprobs if they have any."""
     if not owned.is_explained and course.is_explained:
         owned.explain(course.prompt_logprobs.packed())

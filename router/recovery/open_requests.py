@@ -10,7 +10,7 @@ import asyncio
 
 from decant.runtime import logs
 from decant.state.errors import StateError
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
 
 SWEEP_SECONDS = 30.0
@@ -22,7 +22,7 @@ _log = logs.get(__name__)
 class OpenEntries:
     """Sweeps the open set of one router for as long as its task runs; ``close`` ends it."""
 
-    def __init__(self, store: Store, router: Life) -> None:
+    def __init__(self, store: Store, router: Incarnation) -> None:
         self._store = store
         self._router = router
         self._left = set[RequestKey]()

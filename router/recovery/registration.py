@@ -13,13 +13,13 @@ from decant.protos.state_pb2 import RouterRegistration
 from decant.protos.worker_pb2 import Load
 from decant.runtime import logs
 from decant.state.directory import Registration
-from decant.state.errors import Replaced, StateError
+from decant.state.errors import IncarnationReplaced, StateError
 from decant.state.store import Store
 
 _log = logs.get(__name__)
 
 
-class Membership:
+class RouterRegistrar:
     """``on_new_era`` is called when Redis has forgotten everything, ``on_replaced`` when another life has this id,
     ``load`` at each renewal."""
 
@@ -61,7 +61,7 @@ class Membership:
             try:
                 await self._renew()
                 away = False
-            except Replaced as error:
+            except IncarnationReplaced as error:
                 _log.error("another process has this router's id", error=str(error))
                 self._on_replaced()
                 return

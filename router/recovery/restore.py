@@ -16,13 +16,13 @@ from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
 from decant.router.api.validation import validate
-from decant.router.execution.token_stream import Course, Ended, ValidRequest
+from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
 from decant.router.text.prompt import WindowOf
 from decant.router.text.served_model import Models
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason, from_status
 from decant.runtime.errors import Cancelled, DeadlineExceeded, Internal, NotFound, ServiceError, Unavailable, from_fault
-from decant.state.errors import NotYetKnown, StateError, UnknownRequest, UnreadableRequest
+from decant.state.errors import StateError, StoreRefilling, UnknownRequest, UnreadableRequest
 from decant.state.ids import RequestKey, State
 from decant.state.owned import StoredRequest
 
@@ -30,11 +30,11 @@ RETRY_SECONDS = 1.0
 _NO_LIMIT = 1 << 30
 """Tokens of a window that nobody has to serve any more."""
 
-Revive = Callable[[StoredRequest], Awaitable[ValidRequest]]
+RestoreRequest = Callable[[StoredRequest], Awaitable[ValidRequest]]
 """The request as it was valid when it was accepted. Raises what a model that is served no more comes to."""
 
 
-def reviver(models: Models, window_of: WindowOf) -> Revive:
+def reviver(models: Models, window_of: WindowOf) -> RestoreRequest:
     async def revive(found: StoredRequest) -> ValidRequest:
         asked = pb.GenerateRequest()
         asked.CopyFrom(found.payload)
@@ -61,7 +61,7 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
     match error:
         case UnknownRequest():
             return NotFound("request", key.id)
-        case NotYetKnown():
+        case StoreRefilling():
             words = f"request {key.id} is not known yet: the state store is new, and still fills up"
             return Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=error.retry_after_s)
         case UnreadableRequest():
@@ -70,16 +70,16 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
             return Unavailable(Reason.STATE_STORE_AWAY, "the state store is away", retry_after=RETRY_SECONDS)
 
 
-def course_of(found: StoredRequest, request: ValidRequest) -> Course:
+def course_of(found: StoredRequest, request: ValidRequest) -> TokenStream:
     """All that is written of it."""
-    course = Course(request, [entry.token for entry in found.entries])
+    course = TokenStream(request, [entry.token for entry in found.entries])
     course.logprobs, course.prompt_logprobs = found.logprobs, found.prompt_logprobs
     if found.record.HasField("certain_seq"):
         course.certain = found.record.certain_seq
     return course
 
 
-def replayed(found: StoredRequest, request: ValidRequest) -> Course:
+def replayed(found: StoredRequest, request: ValidRequest) -> TokenStream:
     """A course that nobody writes any more, as it stands in the store."""
     course = course_of(found, request)
     course.cached_tokens = found.record.cached_tokens
@@ -88,10 +88,10 @@ def replayed(found: StoredRequest, request: ValidRequest) -> Course:
     return course
 
 
-def stored_as(end: Ended | ServiceError) -> tuple[State, pb.Finished | None]:
+def stored_as(end: Finish | ServiceError) -> tuple[State, pb.Finished | None]:
     """How an end is stored; `end_of` reads it again."""
     match end:
-        case Ended():
+        case Finish():
             return Generation.STATE_SUCCEEDED, end.finished()
         case Cancelled():
             return Generation.STATE_CANCELLED, pb.Finished(finish_reason=pb.FINISH_REASON_CANCELLED)
@@ -101,7 +101,7 @@ def stored_as(end: Ended | ServiceError) -> tuple[State, pb.Finished | None]:
             return Generation.STATE_FAILED, None
 
 
-def end_of(found: StoredRequest) -> Ended | ServiceError | None:
+def end_of(found: StoredRequest) -> Finish | ServiceError | None:
     """How a request ended, by what is stored; None for one that has not. Raises UnreadableRequest where it lacks."""
     if not found.ended:
         return None
@@ -113,7 +113,7 @@ def end_of(found: StoredRequest) -> Ended | ServiceError | None:
         raise UnreadableRequest(found.key, "how it ended is lacking")
     finished = found.record.finished[0]
     match = finished.WhichOneof("stop_match")
-    return Ended(finished.finish_reason, **({match: getattr(finished, match)} if match else {}))
+    return Finish(finished.finish_reason, **({match: getattr(finished, match)} if match else {}))
 
 
 def _deadline(record: RequestRecord) -> Deadline:

@@ -19,12 +19,12 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from decant.router.execution.registry import Dispatcher
+from decant.router.execution.registry import RequestRegistry
 from decant.runtime import logs
 from decant.runtime.errors import ServiceError
 from decant.state.errors import OwnerAlive, StateError, StoreUnavailable, Superseded, UnknownRequest, UnreadableRequest
-from decant.state.ids import Life, RequestKey
-from decant.state.keys import Lifetimes
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.keys import Ttls
 from decant.state.store import Store
 
 RETRY_SECONDS = 1.0
@@ -38,7 +38,7 @@ MOST_PAUSE_SECONDS = 30.0
 _log = logs.get(__name__)
 
 
-class Takeover:
+class OrphanRecovery:
     """Watches the directory of routers for as long as its task runs; ``close`` ends it.
 
     ``is_connected``: whether a worker has a live session with a router. The directory is read as often as
@@ -48,17 +48,17 @@ class Takeover:
     def __init__(
         self,
         store: Store,
-        dispatcher: Dispatcher,
-        router: Life,
-        is_connected: Callable[[Life], bool],
-        lifetimes: Lifetimes,
+        dispatcher: RequestRegistry,
+        router: Incarnation,
+        is_connected: Callable[[Incarnation], bool],
+        lifetimes: Ttls,
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._router = router
         self._is_connected = is_connected
         self._lifetimes = lifetimes
-        self._pauses: dict[Life, _Pause] = {}
+        self._pauses: dict[Incarnation, _Pause] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
@@ -105,7 +105,7 @@ class Takeover:
             if not self._is_connected(dead) and (dead not in self._pauses or self._pauses[dead].ends_at <= now):
                 await self._take_over(dead)
 
-    async def _take_over(self, dead: Life) -> None:
+    async def _take_over(self, dead: Incarnation) -> None:
         """All that this router can run; an entry that it can't run stays for others. Raises StoreUnavailable."""
         left = await self._store.open.of(dead)
         failures = [error for key in left if (error := await self._take(dead, key)) is not None]
@@ -125,7 +125,7 @@ class Takeover:
             if not self._dispatcher.knows(key) and (error := await self._take(self._router, key)) is not None:
                 _log.warning("a request can't be gone on with", request_id=key.id, error=str(error))
 
-    async def _take(self, owner: Life, key: RequestKey) -> Exception | None:
+    async def _take(self, owner: Incarnation, key: RequestKey) -> Exception | None:
         """Returns why the request stays with its owner, where it can't be run here. Raises StoreUnavailable."""
         try:
             await self._dispatcher.take_over(key)

@@ -59,8 +59,10 @@ class ChatTemplate:
             "most": MAX_RENDERED,
             "lengths": list(map(len, texts)),
         }
-        joined = b"".join(texts)
-        said, text = await self._work.run(len(joined), deadline, self._ask, json.dumps(head).encode(), joined)
+        decode_started = b"".join(texts)
+        said, text = await self._work.run(
+            len(decode_started), deadline, self._ask, json.dumps(head).encode(), decode_started
+        )
         match said:
             case {"refused": refusal}:
                 raise InvalidArgument("messages", "a conversation that the model's chat template takes", refusal)

@@ -78,7 +78,7 @@ class Detokenizer(ABC):
         return text[:end]
 
 
-class Words(ABC):
+class TokenTable(ABC):
     """The tokens of one model as text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -100,7 +100,7 @@ class Words(ABC):
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
 
 
-def words_of(tokenizer: Tokenizer) -> Words:
+def words_of(tokenizer: Tokenizer) -> TokenTable:
     """Raises UnsupportedDecoder."""
     steps = list(_steps(_described(tokenizer.decoder)))
     names = [step["type"] for step in steps]
@@ -134,7 +134,7 @@ _BYTES = _byte_letters()
 class _ByteTable(dict[int, bytes]):
     """Token id -> its bytes, looked up when first asked for."""
 
-    def __init__(self, words: Words, skip_special_tokens: bool) -> None:
+    def __init__(self, words: TokenTable, skip_special_tokens: bool) -> None:
         super().__init__()
         self._words = words
         self._skip = skip_special_tokens
@@ -149,7 +149,7 @@ class _ByteTable(dict[int, bytes]):
         return found
 
 
-class _ByteWords(Words):
+class _ByteWords(TokenTable):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self._tables = {skip: _ByteTable(self, skip) for skip in (False, True)}
@@ -214,7 +214,7 @@ class _PieceTable(dict[int, _Entry]):
         return self.words.entry(id, skip_special_tokens=self.skip, first=True)
 
 
-class _PieceWords(Words):
+class _PieceWords(TokenTable):
     """Pieces are what the decoder itself makes of a token between two others."""
 
     def __init__(

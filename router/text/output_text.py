@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import Wanted
+from decant.router.execution.token_stream import OutputOptions
 from decant.router.text.detokenizer import Detokenizer
 from decant.router.text.served_model import ServedModel
-from decant.router.text.stop_strings import StopTexts
+from decant.router.text.stop_strings import StopStrings
 
 
-def begin_text(model: ServedModel, wanted: Wanted, stopping: wire.Stopping) -> OutputText:
+def begin_text(model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> OutputText:
     """The text of an output that such a request asks for, before its first token."""
     kind = OutputText if wanted.stops is None else StoppedText
     return kind(model, wanted, stopping)
@@ -31,7 +31,7 @@ class OutputText:
     stop: str | None = None
     """The stop text that ended it."""
 
-    def __init__(self, model: ServedModel, wanted: Wanted, stopping: wire.Stopping) -> None:
+    def __init__(self, model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> None:
         self._detokenizer: Detokenizer = model.words.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
         self._left = stopping.max_tokens
         asked = frozenset(stopping.stop_token_ids)
@@ -58,10 +58,10 @@ class OutputText:
 class StoppedText(OutputText):
     """The same where texts may stop it: once one has, nothing is added."""
 
-    def __init__(self, model: ServedModel, wanted: Wanted, stopping: wire.Stopping) -> None:
+    def __init__(self, model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> None:
         super().__init__(model, wanted, stopping)
         assert wanted.stops is not None
-        self._stops: StopTexts = wanted.stops
+        self._stops: StopStrings = wanted.stops
         self._include = wanted.include_stop
         self._early = max(0, stopping.min_tokens - 1)  # tokens that can't complete a stop text, still to come
         self._state = 0

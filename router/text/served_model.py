@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 from decant.protos import inference_pb2 as pb
 from decant.router.api.limits import check_sampling
 from decant.router.text.chat_template import ChatTemplate
-from decant.router.text.detokenizer import UnsupportedDecoder, Words, words_of
+from decant.router.text.detokenizer import TokenTable, UnsupportedDecoder, words_of
 from decant.router.text.text_work import TextWork
 from decant.router.text.token_bounds import TextBound, text_bound
 from decant.runtime.channel import Deadline
@@ -54,7 +54,7 @@ class ServedModel:
     tokenizer_hash: int
     tokenizer: Tokenizer = field(repr=False)
     texts: TextWork = field(default_factory=TextWork, repr=False)
-    words: Words = field(init=False, repr=False)
+    words: TokenTable = field(init=False, repr=False)
     bound: TextBound | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ class Scan(NamedTuple):
     stop: str | None
 
 
-class StopTexts:
+class StopStrings:
     """Some texts of at least one letter. States are ints; 0 is that of a search that begins."""
 
     __slots__ = ("_depth", "_ends", "_fallback", "_next")

@@ -52,10 +52,10 @@ class TextBound:
 def text_bound(tokenizer: Tokenizer) -> TextBound | None:
     """None where a token may stand for any number of characters, as an unknown word does."""
     described = json.loads(tokenizer.to_str())
-    joined = _joined(described["normalizer"])
+    decode_started = _joined(described["normalizer"])
     splits = list(_steps(described["pre_tokenizer"], "pretokenizers"))
     names = [step["type"] for step in splits]
-    if joined is None or not all(_keeps(step) for step in splits):
+    if decode_started is None or not all(_keeps(step) for step in splits):
         return None
     by_bytes = "ByteLevel" in names or any(
         step["type"] == "ByteLevel" for step in _steps(described["normalizer"], "normalizers")
@@ -66,21 +66,21 @@ def text_bound(tokenizer: Tokenizer) -> TextBound | None:
     added = described["added_tokens"]
     longest = max(map(len, [*vocabulary, *(token["content"] for token in added)]), default=1)
     skips_spaces = not _DROPS_SPACES.isdisjoint(names) or any(token["lstrip"] or token["rstrip"] for token in added)
-    return TextBound(longest * joined, skips_spaces)
+    return TextBound(longest * decode_started, skips_spaces)
 
 
 def _joined(normalizer: Any) -> int | None:
     """Characters that become one in normalization, at most; None where there is no such number."""
-    joined = 1
+    decode_started = 1
     for step in _steps(normalizer, "normalizers"):
         match step:
             case {"type": "NFC" | "NFKC"}:
-                joined *= _COMPOSED
+                decode_started *= _COMPOSED
             case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if content:
-                joined *= -(-len(pattern) // len(content))
+                decode_started *= -(-len(pattern) // len(content))
             case {"type": name} if name not in _KEEPS_LENGTH:
                 return None
-    return joined
+    return decode_started
 
 
 def _keeps(step: Mapping[str, Any]) -> bool:

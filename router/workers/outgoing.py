@@ -22,7 +22,7 @@ class Outgoing:
 
     def __init__(self) -> None:
         self.is_open = False
-        self._queue = asyncio.Queue[wire.ToWorker]()
+        self._queue = asyncio.Queue[wire.RouterMessage]()
         self._retired: list[wire.Run] = []
         self._cancels: dict[RunKey, wire.Cancel] = {}
 
@@ -38,31 +38,31 @@ class Outgoing:
             self._cancels.setdefault(key_of(run), wire.Cancel(run=run, reason=wire.Cancel.REASON_ATTEMPT))
         cancels, self._cancels = self._cancels, {}
         for cancel in cancels.values():
-            self.send(wire.ToWorker(cancel=cancel))
+            self.send(wire.RouterMessage(cancel=cancel))
 
     def close(self) -> None:
         """The session broke."""
         self.is_open = False
 
-    def send(self, message: wire.ToWorker) -> None:
+    def send(self, message: wire.RouterMessage) -> None:
         self._queue.put_nowait(message)
 
     def cancel(self, cancel: wire.Cancel) -> None:
         """End a run at the worker, now or as soon as a session is open."""
         if self.is_open:
-            self.send(wire.ToWorker(cancel=cancel))
+            self.send(wire.RouterMessage(cancel=cancel))
         else:
             self._cancels[key_of(cancel.run)] = cancel
 
-    def retire(self, run: wire.Run) -> None:
+    def forget(self, run: wire.Run) -> None:
         """Have the worker forget a run, with the next heartbeat or with many others."""
         self._retired.append(run)
         if len(self._retired) >= RETIRED_AT_ONCE:
             self._send_retired()
 
-    def heartbeat(self, beat: wire.Beat) -> None:
+    def heartbeat(self, beat: wire.Heartbeat) -> None:
         self._send_retired()
-        self.send(wire.ToWorker(beat=beat))
+        self.send(wire.RouterMessage(heartbeat=beat))
 
     async def write(self, call: Any) -> None:
         """Write the session's messages until cancelled. Raises Broken."""
@@ -73,4 +73,4 @@ class Outgoing:
     def _send_retired(self) -> None:
         if self._retired:
             retired, self._retired = self._retired, []
-            self.send(wire.ToWorker(retire=wire.Retire(runs=retired)))
+            self.send(wire.RouterMessage(forget=wire.ForgetRuns(runs=retired)))

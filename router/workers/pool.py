@@ -19,19 +19,19 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.admission.wait_prediction import Waits
-from decant.router.placement.cost_model import Costs
-from decant.router.placement.policy import Seen
-from decant.router.placement.prefix_index import Prefix
-from decant.router.placement.worker_load import View
-from decant.router.workers.session import Session
-from decant.router.workers.waiting_line import Kind, Line, WaitsFor
+from decant.router.placement.cost_model import PrefillTransferCosts
+from decant.router.placement.policy import WorkerSnapshot
+from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.placement.worker_load import WorkerLoad
+from decant.router.workers.session import WorkerSession
+from decant.router.workers.waiting_line import Kind, WaitingLine, WaitsFor
 from decant.runtime import logs
 from decant.runtime.channel import Connector
 from decant.runtime.peer import enum_name, speaks
 from decant.runtime.tls import PeerTls
 from decant.state.directory import Listing, Workers
 from decant.state.errors import StateError
-from decant.state.ids import Life
+from decant.state.ids import Incarnation
 
 WATCH_SECONDS = 30.0
 RETRY_SECONDS = 1.0
@@ -41,14 +41,16 @@ BLAMED_MOST_SECONDS = 8.0
 _log = logs.get(__name__)
 
 
-class Worker:
+class WorkerHandle:
     """One life of one worker: what it registered, its session, and how it stands."""
 
-    def __init__(self, facts: WorkerRegistration, channel: grpc.aio.Channel, session: Session, generation: int) -> None:
+    def __init__(
+        self, facts: WorkerRegistration, channel: grpc.aio.Channel, session: WorkerSession, generation: int
+    ) -> None:
         """`generation` is that of the TLS files which the channel uses."""
         self.facts = facts
         self.generation = generation
-        self.view = View(facts)
+        self.view = WorkerLoad(facts)
         self.life = self.view.life
         self.channel = channel
         self.prefill = services.PrefillStub(channel)
@@ -68,7 +70,7 @@ class Worker:
         """Whether its session is worth opening."""
         return self.is_registered or self.session.is_busy
 
-    def seen(self, prefix: Prefix | None, *, avoided: bool) -> Seen:
+    def seen(self, prefix: PromptBlocks | None, *, avoided: bool) -> WorkerSnapshot:
         """For a request with that prompt; None: for any."""
         return self.view.seen(prefix, avoided=avoided or self.is_avoided)
 
@@ -88,7 +90,7 @@ class Worker:
         self._faults = 0
 
 
-class Pool:
+class WorkerPool:
     """All workers. Its tasks end with ``close``. ``tokenizers`` are the hashes of this router's models, by id.
 
     ``costs`` are what was measured, by model; ``handoff_min_tokens`` stands for what follows from them, if it is set.
@@ -103,18 +105,18 @@ class Pool:
         handoff_min_tokens: int | None = None,
     ) -> None:
         now = asyncio.get_running_loop().time
-        self.costs = {model: Costs(now) for model in tokenizers}
+        self.costs = {model: PrefillTransferCosts(now) for model in tokenizers}
         self._handoff_min_tokens = handoff_min_tokens
         self._router = router
         self._directory = directory
         self._tokenizers = tokenizers
         self._connector = Connector(tls)
-        self._workers: dict[Life, Worker] = {}
-        self._over: set[Life] = set()  # lives that ended, and that the directory may still list
-        self._refused: set[Life] = set()  # logged
-        self._tasks: dict[Life, asyncio.Task[None]] = {}
-        self._givers: dict[bytes, Session] = {}
-        self.lines = {model: Line() for model in tokenizers}
+        self._workers: dict[Incarnation, WorkerHandle] = {}
+        self._over: set[Incarnation] = set()  # lives that ended, and that the directory may still list
+        self._refused: set[Incarnation] = set()  # logged
+        self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
+        self._givers: dict[bytes, WorkerSession] = {}
+        self.lines = {model: WaitingLine() for model in tokenizers}
         """Requests that wait for a place, by model."""
         self.waits = {model: Waits(now) for model in tokenizers}
         """How long requests wait for a worker to begin with them, by model."""
@@ -140,11 +142,13 @@ class Pool:
 
     # What others ask
 
-    def of(self, model: str) -> Iterator[Worker]:
+    def of(self, model: str) -> Iterator[WorkerHandle]:
         """All that are known for a model, usable or not."""
         return (worker for worker in self._workers.values() if worker.facts.model == model)
 
-    def seen(self, model: str, avoid: frozenset[Life] | set[Life], prefix: Prefix | None = None) -> list[Seen]:
+    def seen(
+        self, model: str, avoid: frozenset[Incarnation] | set[Incarnation], prefix: PromptBlocks | None = None
+    ) -> list[WorkerSnapshot]:
         """A snapshot of those to which new work may go, for a request with that prompt."""
         return [worker.seen(prefix, avoided=worker.life in avoid) for worker in self.of(model) if worker.is_usable]
 
@@ -158,21 +162,21 @@ class Pool:
         """Tokens of a block, at whoever serves the model."""
         return {worker.view.block_tokens for worker in self.of(model)}
 
-    def worker(self, life: Life) -> Worker:
+    def worker(self, life: Incarnation) -> WorkerHandle:
         """Raises KeyError for one that has gone."""
         return self._workers[life]
 
-    def blame(self, life: Life) -> None:
+    def blame(self, life: Incarnation) -> None:
         """A worker lost a request."""
         if (worker := self._workers.get(life)) is not None:
             worker.blame()
 
-    def cancel(self, life: Life, run: wire.Run, reason: wire.Cancel.Reason) -> None:
+    def cancel(self, life: Incarnation, run: wire.Run, reason: wire.Cancel.Reason) -> None:
         """End whatever a worker has of a run, if the worker is still here."""
         if (worker := self._workers.get(life)) is not None:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))
 
-    def is_connected(self, router: Life) -> bool:
+    def is_connected(self, router: Incarnation) -> bool:
         """Whether a worker has a live session with that router, as far as this router's own sessions say. One that was
         opened a moment ago has said nothing yet: until then any router may be connected."""
         return any(worker.session.is_open and worker.view.may_reach(router) for worker in self._workers.values())
@@ -187,7 +191,7 @@ class Pool:
         windows = [worker.facts.capacity.window_tokens for worker in self.of(model) if worker.is_usable]
         return min(windows, default=None)
 
-    def can_receive(self, sender: Worker, avoid: set[Life]) -> bool:
+    def can_receive(self, sender: WorkerHandle, avoid: set[Incarnation]) -> bool:
         """Whether a worker may take a sequence over from this one, which drains: asked again with every heartbeat, for
         every sequence there, so without a look at what each worker has cached."""
         fitting = [
@@ -203,7 +207,7 @@ class Pool:
         """Whether any worker of a model may get new work."""
         return any(worker.is_usable for worker in self.of(model))
 
-    def hold(self, ticket: wire.Ticket, giver: Worker) -> None:
+    def hold(self, ticket: wire.Ticket, giver: WorkerHandle) -> None:
         """A ticket that nobody has taken yet: this router renews it."""
         self._givers[ticket.id] = giver.session
         giver.session.unclaimed.add(ticket.id)
@@ -221,28 +225,28 @@ class Pool:
 
     # What sessions tell
 
-    def opened(self, session: Session) -> None:
-        if (worker := self._workers.get(Life.of(session.worker))) is not None:
+    def opened(self, session: WorkerSession) -> None:
+        if (worker := self._workers.get(Incarnation.of(session.worker))) is not None:
             worker.view.forget()
             self._open_all(worker.facts.model)
 
-    def heard(self, session: Session, beat: wire.Beat) -> None:
+    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         for ticket in beat.renew:
             if (giver := self._givers.get(ticket)) is not None:
                 giver.renewed.add(ticket)
-        if (worker := self._workers.get(Life.of(session.worker))) is not None:
+        if (worker := self._workers.get(Incarnation.of(session.worker))) is not None:
             worker.view.hear(beat)
             self._open_places(worker)
 
     # Who waits for a place
 
-    def _open_places(self, worker: Worker) -> None:
+    def _open_places(self, worker: WorkerHandle) -> None:
         """One heartbeat says what one worker takes: the line learns for which of its kinds."""
         line = self.lines[worker.facts.model]
         if line and worker.is_usable and worker.view.has_room:
             line.open(kind for kind in line.kinds if self._may_take(worker, kind))
 
-    def _may_take(self, worker: Worker, kind: Kind) -> bool:
+    def _may_take(self, worker: WorkerHandle, kind: Kind) -> bool:
         """As ``placement`` decides, but for what depends on the single request."""
         view, decodes = worker.view, worker.view.role != wire.ROLE_PREFILL
         if kind.place is WaitsFor.CACHE:
@@ -256,7 +260,7 @@ class Pool:
             return True
         return kind.place is WaitsFor.SHORT_PREFILL and view.work.now < self.handoff_min_tokens(worker.facts.model)
 
-    def _any_usable(self, beside: Worker, *, decodes: bool) -> bool:
+    def _any_usable(self, beside: WorkerHandle, *, decodes: bool) -> bool:
         """Whether a worker of that role, with the layout of this one, may get new work."""
         return any(
             (worker.view.role != wire.ROLE_PREFILL) == decodes
@@ -309,7 +313,7 @@ class Pool:
             return False  # another router's model
         if speaks(facts.peer.protocol) and facts.tokenizer == expected:
             return True
-        life = Life.of(facts.peer)
+        life = Incarnation.of(facts.peer)
         if life not in self._refused:
             self._refused.add(life)
             why = "another tokenizer" if speaks(facts.peer.protocol) else "another protocol"
@@ -319,13 +323,13 @@ class Pool:
     def _add(self, facts: WorkerRegistration) -> None:
         generation = self._connector.generation()
         channel = self._connector.open(facts.address)
-        session = Session(self._router, facts.peer, channel, self)
-        worker = Worker(facts, channel, session, generation)
+        session = WorkerSession(self._router, facts.peer, channel, self)
+        worker = WorkerHandle(facts, channel, session, generation)
         self._workers[worker.life] = worker
         self._tasks[worker.life] = asyncio.create_task(self._live(worker))
         _log.info("worker found", worker=worker.life.id, address=facts.address, role=enum_name(wire.Role, facts.role))
 
-    async def _live(self, worker: Worker) -> None:
+    async def _live(self, worker: WorkerHandle) -> None:
         """A worker's time here, from its registration until it is over."""
         try:
             await worker.session.run(lambda: worker.is_wanted and not self._is_outdated(worker))
@@ -340,6 +344,6 @@ class Pool:
         if reopens and worker.life not in self._workers:
             self._add(worker.facts)
 
-    def _is_outdated(self, worker: Worker) -> bool:
+    def _is_outdated(self, worker: WorkerHandle) -> bool:
         """Whether its connection broke and has to be opened anew with other TLS files, and nothing of ours is there."""
         return not worker.session.is_busy and worker.generation != self._connector.generation()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decant.protos import worker_pb2 as wire
-from decant.router.workers.stream_io import Broken, read
+from decant.router.workers.stream_io import StreamBroken, read
 from decant.runtime.peer import UnknownMessages
 
 
@@ -16,7 +16,7 @@ from decant.runtime.peer import UnknownMessages
 class PrefillOver:
     """The call has ended, well or not."""
 
-    broken: Broken | None
+    broken: StreamBroken | None
 
 
 class PrefillCall:
@@ -43,7 +43,7 @@ class PrefillCall:
                     self._unknown.ignore()
                 else:
                     self._tell(getattr(message, event))
-        except Broken as error:
+        except StreamBroken as error:
             broken = error
         self.is_over = True
         self._tell(PrefillOver(broken))

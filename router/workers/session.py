@@ -25,10 +25,17 @@ import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
-from decant.router.execution.token_writer import Trouble, unpack
+from decant.router.execution.token_writer import WriteError, unpack
 from decant.router.workers.outgoing import Outgoing
-from decant.router.workers.stream_io import Broken, read, write
-from decant.router.workers.subscription import Drains, Following, Guest, RunKey, Watcher, key_of
+from decant.router.workers.stream_io import StreamBroken, read, write
+from decant.router.workers.subscription import (
+    RunKey,
+    RunSubscription,
+    SessionDependent,
+    SessionObserver,
+    WorkerDraining,
+    key_of,
+)
 from decant.runtime import logs
 from decant.runtime.error_details import Reason
 from decant.runtime.heartbeat import HEARTBEAT_SECONDS, LoopTimer, Silence, loop_timeout
@@ -49,16 +56,18 @@ when it is also older than GIVEN_UP_MS."""
 _log = logs.get(__name__)
 
 
-class Session:
+class WorkerSession:
     """All that this router says to and hears from one life of one worker. Lives on one event loop."""
 
-    def __init__(self, router: wire.Peer, worker: wire.Peer, channel: grpc.aio.Channel, watcher: Watcher) -> None:
+    def __init__(
+        self, router: wire.Peer, worker: wire.Peer, channel: grpc.aio.Channel, watcher: SessionObserver
+    ) -> None:
         self.worker = worker
         self.over = False
         """The worker is another life by now, or speaks another protocol: never open again."""
         self.tried = asyncio.Event()
         """Set once it was opened, or could not be."""
-        self.guests: set[Guest] = set()
+        self.guests: set[SessionDependent] = set()
         self.unclaimed: set[bytes] = set()
         """Tickets of this worker's that nobody has taken yet."""
         self.renewed: set[bytes] = set()
@@ -69,11 +78,11 @@ class Session:
         self._router = router
         self._stub = services.DecodeStub(channel)
         self._watcher = watcher
-        self._beat = wire.Beat()
+        self._beat = wire.Heartbeat()
         self._silence = Silence()
-        self._runs: dict[RunKey, Following] = {}
-        self._slots: dict[int, Following] = {}
-        self._incomplete: set[Following] = set()  # ended, and some tokens are still to come
+        self._runs: dict[RunKey, RunSubscription] = {}
+        self._slots: dict[int, RunSubscription] = {}
+        self._incomplete: set[RunSubscription] = set()  # ended, and some tokens are still to come
         self._outgoing = Outgoing()
         self._grace: LoopTimer | None = None
 
@@ -96,7 +105,7 @@ class Session:
 
     # What the router says
 
-    def start(self, following: Following) -> None:
+    def start(self, following: RunSubscription) -> None:
         """Begin a run, or take it over; while the session is down that is done with the next one."""
         self._runs[following.key] = following
         if self.is_open:
@@ -104,31 +113,31 @@ class Session:
         else:
             self._hope()
 
-    def leave(self, following: Following, cancel: wire.Cancel) -> None:
+    def leave(self, following: RunSubscription, cancel: wire.Cancel) -> None:
         """End a run that is not wanted any more, whatever it is doing. It is told nothing from now on."""
         if self._runs.get(following.key) is following:
             self._forget(following)
             self.cancel(cancel)
 
-    def retire(self, following: Following) -> None:
+    def forget(self, following: RunSubscription) -> None:
         """Another worker has a run, with all its tokens: nothing more is heard of it here."""
         if self._runs.get(following.key) is following:
             self._forget(following)
-            self._outgoing.retire(following.run)
+            self._outgoing.forget(following.run)
 
-    def give(self, give: wire.Give) -> None:
+    def migrate(self, migrate: wire.Migrate) -> None:
         """Ask for a ticket for a run, or withdraw that."""
         if self.is_open:
-            self._say(wire.ToWorker(give=give))
+            self._say(wire.RouterMessage(migrate=migrate))
 
     def cancel(self, cancel: wire.Cancel) -> None:
         """End whatever is there of a run."""
         self._outgoing.cancel(cancel)
 
-    def _say(self, message: wire.ToWorker) -> None:
+    def _say(self, message: wire.RouterMessage) -> None:
         self._outgoing.send(message)
 
-    def _forget(self, following: Following) -> None:
+    def _forget(self, following: RunSubscription) -> None:
         del self._runs[following.key]
         self._incomplete.discard(following)
         for slot in following.slots:
@@ -158,9 +167,9 @@ class Session:
         try:
             await self._open(call)
             await first(self._hear(call), self._outgoing.write(call), self._keep_beating())
-        except (Broken, TimeoutError) as error:
+        except (StreamBroken, TimeoutError) as error:
             self._note(error)
-            is_lost = isinstance(error, Broken) and error.is_of_dead_process
+            is_lost = isinstance(error, StreamBroken) and error.is_of_dead_process
         except ValueError as error:  # arrays that are none: it would send them again
             self._note(error)
             is_lost = True
@@ -180,12 +189,12 @@ class Session:
         owned = [following.owned() for following in self._runs.values()]
         hello = wire.Hello(router=self._router, worker=self.worker, owned=owned)
         async with loop_timeout(WELCOME_SECONDS):
-            await write(call, wire.ToWorker(hello=hello))
+            await write(call, wire.RouterMessage(hello=hello))
             answer = await read(call)
         if answer is None or not answer.HasField("welcome"):
-            raise Broken("no welcome")
+            raise StreamBroken("no welcome")
         if not same_life(answer.welcome.worker, self.worker):
-            raise Broken("the welcome is of another life", Reason.WRONG_PEER)
+            raise StreamBroken("the welcome is of another life", Reason.WRONG_PEER)
         self._welcomed(answer.welcome)
         for following in [each for key, each in self._runs.items() if key not in named]:
             self._say(following.first_word())  # begun while the worker was greeted
@@ -197,23 +206,23 @@ class Session:
             self._grace.cancel()
             self._grace = None
         self.tried.set()
-        for held in welcome.held:
+        for held in welcome.runs:
             self._held(held)
-        for run in welcome.lacking:
+        for run in welcome.unknown_runs:
             self._lacks(run)
-        _log.info("session open", worker=self.worker.id, held=len(welcome.held), orphans=len(welcome.orphans))
+        _log.info("session open", worker=self.worker.id, held=len(welcome.runs), orphans=len(welcome.orphans))
         self._watcher.opened(self)
 
     def _lacks(self, run: wire.Run) -> None:
         """Said before the break, and perhaps never heard: it is said again. What was heard once is gone."""
         following = self._runs.get(key_of(run))
         if following is not None and following.start is not None:
-            self._say(wire.ToWorker(start=following.start))
+            self._say(wire.RouterMessage(start=following.start))
         elif following is not None:
             self._fail(following, wire.CAUSE_UNKNOWN_RUN, "the worker lacks it after a break")
 
     def _broke(self) -> None:
-        self._beat = wire.Beat()
+        self._beat = wire.Heartbeat()
         self._slots.clear()
         for following in self._runs.values():
             following.slots.clear()
@@ -238,7 +247,7 @@ class Session:
             guest.lost(self)
 
     def _note(self, error: Exception) -> None:
-        if isinstance(error, Broken) and error.reason in (Reason.WRONG_PEER, Reason.WRONG_PROTOCOL):
+        if isinstance(error, StreamBroken) and error.reason in (Reason.WRONG_PEER, Reason.WRONG_PROTOCOL):
             self.over = True
         if self.is_open or self.over:
             _log.warning("session broke", worker=self.worker.id, error=str(error), over=self.over)
@@ -250,8 +259,8 @@ class Session:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             self._silence.tick()
             if self._silence.is_lost:
-                raise Broken("no message was received for too long")
-            self._outgoing.heartbeat(wire.Beat(renew=self.unclaimed | self.renewed))
+                raise StreamBroken("no message was received for too long")
+            self._outgoing.heartbeat(wire.Heartbeat(renew=self.unclaimed | self.renewed))
             self.renewed.clear()
 
     async def _hear(self, call: Any) -> None:
@@ -259,20 +268,20 @@ class Session:
             self._silence.reset()
             self._take(message)
 
-    def _take(self, message: wire.FromWorker) -> None:
+    def _take(self, message: wire.WorkerMessage) -> None:
         kind = message.WhichOneof("message")
         match kind:
             case "frame":
                 self._write(message.frame)
-            case "beat":
-                self._hear_beat(message.beat)
-            case "held":
-                self._held(message.held)
-            case "joined":
-                self._join(message.joined)
+            case "heartbeat":
+                self._hear_beat(message.heartbeat)
+            case "run_status":
+                self._held(message.run_status)
+            case "decode_started":
+                self._join(message.decode_started)
             case "ended":
                 self._ended(message.ended)
-            case "taken_up" | "ticket":
+            case "scheduled" | "ticket":
                 self._pass_on(getattr(message, kind))
             case "prompt_logprobs":
                 self._explain(message.prompt_logprobs)
@@ -302,30 +311,30 @@ class Session:
         if following is not None and (trouble := following.explain(told)) is not None:
             self._troubled(following, trouble)
 
-    def _troubled(self, following: Following, trouble: Trouble) -> None:
-        if trouble is Trouble.GAP:
+    def _troubled(self, following: RunSubscription, trouble: WriteError) -> None:
+        if trouble is WriteError.GAP:
             self._ask_again(following)
             return
-        if trouble is Trouble.CONFLICT:
+        if trouble is WriteError.CONFLICT:
             self.conflicts += 1
             self._refuse(following, "it brought another token for a known position")
         else:
             self._refuse(following, "it brought a token or logprobs that the request can't have")
 
-    def _refuse(self, following: Following, detail: str) -> None:
+    def _refuse(self, following: RunSubscription, detail: str) -> None:
         """A message about this run is wrong: the attempt fails here, and the worker's other runs go on."""
         _log.error("a worker's message about a run is wrong", worker=self.worker.id, run=following.key, why=detail)
         self.cancel(wire.Cancel(run=following.run, reason=wire.Cancel.REASON_ATTEMPT))
         self._fail(following, wire.CAUSE_CORRUPT, detail)
 
-    def _ask_again(self, following: Following) -> None:
+    def _ask_again(self, following: RunSubscription) -> None:
         """Once for each place: the stream loses nothing."""
         if following.asked != following.position:
             following.asked = following.position
-            lacking = wire.Next(output=0, position=following.position)
-            self._say(wire.ToWorker(resend=wire.Resend(run=following.run, next=lacking)))
+            lacking = wire.ResumePosition(output=0, position=following.position)
+            self._say(wire.RouterMessage(resend=wire.Resend(run=following.run, resume=lacking)))
 
-    def _hear_beat(self, beat: wire.Beat) -> None:
+    def _hear_beat(self, beat: wire.Heartbeat) -> None:
         self._beat = beat
         if self._step_older_than(GIVEN_UP_MS) and self.is_busy:
             _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=beat.step_age_ms)
@@ -333,19 +342,19 @@ class Session:
         self._watcher.heard(self, beat)
         if beat.load.draining:
             for following in list(self._runs.values()):
-                following.tell(Drains())
+                following.tell(WorkerDraining())
 
     def _step_older_than(self, ms: int) -> bool:
         beat = self._beat
         return beat.HasField("step_age_ms") and beat.step_age_ms > max(ms, STUCK_STEPS * beat.longest_step_ms)
 
-    def _join(self, joined: wire.Joined) -> None:
-        following = self._runs.get(key_of(joined.run))
+    def _join(self, decode_started: wire.DecodeStarted) -> None:
+        following = self._runs.get(key_of(decode_started.run))
         if following is not None:
-            self._number(following, joined.slots)
-            self._pass_on(joined)
+            self._number(following, decode_started.slots)
+            self._pass_on(decode_started)
 
-    def _held(self, held: wire.Held) -> None:
+    def _held(self, held: wire.RunStatus) -> None:
         following = self._runs.get(key_of(held.run))
         if following is not None:
             self._number(following, held.slots)
@@ -353,7 +362,7 @@ class Session:
             for end in held.ended:
                 self._ended(wire.Ended(run=held.run, end=end))
 
-    def _number(self, following: Following, slots: Iterable[wire.Slot]) -> None:
+    def _number(self, following: RunSubscription, slots: Iterable[wire.Slot]) -> None:
         for slot in slots:
             self._slots[slot.slot] = following
             following.slots.add(slot.slot)
@@ -361,7 +370,7 @@ class Session:
     def _ended(self, ended: wire.Ended) -> None:
         following = self._runs.get(key_of(ended.run))
         if following is None:
-            self._outgoing.retire(ended.run)
+            self._outgoing.forget(ended.run)
             return
         if ended.end.end_position > following.end_limit:
             self._refuse(following, f"it ended at {ended.end.end_position}, after {following.end_limit}")
@@ -373,12 +382,12 @@ class Session:
             self._incomplete.add(following)
             self._ask_again(following)
 
-    def _finish(self, following: Following) -> None:
+    def _finish(self, following: RunSubscription) -> None:
         self._forget(following)
-        self._outgoing.retire(following.run)
+        self._outgoing.forget(following.run)
         following.tell(following.ended)
 
-    def _fail(self, following: Following, cause: wire.Cause, detail: str) -> None:
+    def _fail(self, following: RunSubscription, cause: wire.Cause, detail: str) -> None:
         self._forget(following)
         following.tell(wire.Failed(run=following.run, failure=wire.Failure(cause=cause, detail=detail)))
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_writer import Pen
+from decant.router.execution.token_writer import TokenWriter
 
 if TYPE_CHECKING:
-    from decant.router.workers.session import Session
+    from decant.router.workers.session import WorkerSession
 
 RunKey = tuple[str, int, int]
 
@@ -18,34 +18,34 @@ def key_of(run: wire.Run) -> RunKey:
     return run.request, run.epoch, run.attempt
 
 
-class Drains:
+class WorkerDraining:
     """Told to each run of a worker, at every beat of one that drains."""
 
 
-class Watcher(Protocol):
+class SessionObserver(Protocol):
     """Who hears what concerns more than one run."""
 
-    def opened(self, session: Session) -> None:
+    def opened(self, session: WorkerSession) -> None:
         """New work may go there; what the worker told of its cache it will tell again."""
 
-    def heard(self, session: Session, beat: wire.Beat) -> None:
+    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         """The worker told how it stands: there may be room."""
 
 
-class Guest(Protocol):
+class SessionDependent(Protocol):
     """Who depends on a worker without a run in its session."""
 
-    def lost(self, session: Session) -> None: ...
+    def lost(self, session: WorkerSession) -> None: ...
 
 
-class Following:
+class RunSubscription:
     """What a session must know of a run: where its tokens go, and who hears of the rest. One output.
 
     ``tell`` hears TakenUp, Joined, Held, Ticket, Drains, and one last word: Ended once every token is written, Failed,
     Refused or Superseded.
     """
 
-    def __init__(self, first: wire.Start | wire.Adopt, pen: Pen, tell: Callable[[Any], None]) -> None:
+    def __init__(self, first: wire.Start | wire.Adopt, pen: TokenWriter, tell: Callable[[Any], None]) -> None:
         self.run = first.run
         self.key = key_of(first.run)
         self.start = first if isinstance(first, wire.Start) else None
@@ -74,11 +74,13 @@ class Following:
         """Whether it ended, and all that it wrote is here."""
         return self.ended is not None and self.position >= self.ended.end.end_position
 
-    def first_word(self) -> wire.ToWorker:
+    def first_word(self) -> wire.RouterMessage:
         """Begins it, or takes it over."""
         if self.start is not None:
-            return wire.ToWorker(start=self.start)
-        return wire.ToWorker(adopt=wire.Adopt(run=self.run, next=[wire.Next(output=0, position=self.position)]))
+            return wire.RouterMessage(start=self.start)
+        return wire.RouterMessage(
+            adopt=wire.Adopt(run=self.run, resume=[wire.ResumePosition(output=0, position=self.position)])
+        )
 
     def owned(self) -> wire.Hello.Owned:
-        return wire.Hello.Owned(run=self.run, next=[wire.Next(output=0, position=self.position)])
+        return wire.Hello.Owned(run=self.run, resume=[wire.ResumePosition(output=0, position=self.position)])

@@ -16,7 +16,7 @@ from enum import Enum
 from itertools import count
 from typing import NamedTuple
 
-from decant.state.ids import Life
+from decant.state.ids import Incarnation
 
 
 class WaitsFor(Enum):
@@ -33,11 +33,11 @@ class Kind(NamedTuple):
 
     place: WaitsFor
     layout: int = 0
-    sender: Life | None = None
+    sender: Incarnation | None = None
 
 
 class Waiter:
-    """One request in the line. ``wake`` announces its turn; then ``Line.placed`` or ``Line.stays`` is due."""
+    """One request in the line. After ``wake``, call ``WaitingLine.placed`` or ``WaitingLine.stays``."""
 
     def __init__(self, order: float, kind: Kind, wake: Callable[[], None]) -> None:
         self.order = order
@@ -46,7 +46,7 @@ class Waiter:
         self.number = 0
 
 
-class Line:
+class WaitingLine:
     """Those that wait for workers of one model. At most one is awake."""
 
     def __init__(self) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import decant
 from decant.client.address import targets
-from decant.client.balancer import LONGEST_REST_S, SPREAD, Turn, Turns
-from decant.client.retry import LONGEST_PAUSE_S, MORE_TRIES, Tries, may_try_again
-from decant.runtime.error_details import Fault, Reason, ResumePoint
+from decant.client.balancer import LONGEST_REST_S, SPREAD, RouterSelector, Turn
+from decant.client.retry import LONGEST_PAUSE_S, MORE_TRIES, RetryState, may_try_again
+from decant.runtime.error_details import ErrorDetail, Reason, ResumePoint
 from decant.runtime.errors import from_fault
 
 
@@ -25,14 +25,14 @@ class Clock:
         return self.now
 
 
-def make_turns(count: int, clock: Clock) -> Turns:
+def make_turns(count: int, clock: Clock) -> RouterSelector:
     """Begins with router 0, keeps every rest in full, and adds all that may be added to a wait."""
     draws = iter([(count - 1) / count])
-    return Turns(count, clock, lambda: next(draws, 1.0))
+    return RouterSelector(count, clock, lambda: next(draws, 1.0))
 
 
 def lost(code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> decant.ServiceError:
-    return from_fault(Fault(code.value[0], "as gRPC says it"))
+    return from_fault(ErrorDetail(code.value[0], "as gRPC says it"))
 
 
 def away(retry_after: float = 0.0) -> decant.ServiceError:
@@ -78,7 +78,7 @@ def test_a_crowd_that_fails_together_counts_once() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["fails", "answers", "time"]), st.integers(0, 2), st.floats(0, 3))))
 def test_whoever_is_well_goes_before_whoever_rests(steps: list[tuple[str, int, float]]) -> None:
     clock = Clock()
-    turns = Turns(3, clock)
+    turns = RouterSelector(3, clock)
     rests = [0.0, 0.0, 0.0]
     for step, router, seconds in steps:
         if step == "fails":
@@ -133,7 +133,7 @@ def test_whoever_is_well_goes_before_whoever_rests(steps: list[tuple[str, int, f
 )
 def test_only_what_may_be_answered_elsewhere_or_later_is_tried_again(error: decant.ServiceError, again: bool) -> None:
     assert may_try_again(error) is again
-    tries = Tries(make_turns(2, Clock()), patience=30)
+    tries = RetryState(make_turns(2, Clock()), patience=30)
     tries.heard()
     if again:
         pause = tries.after(error)
@@ -143,7 +143,7 @@ def test_only_what_may_be_answered_elsewhere_or_later_is_tried_again(error: deca
             tries.after(error)
 
 
-def tried(tries: Tries, clock: Clock, error: decant.ServiceError) -> int:
+def tried(tries: RetryState, clock: Clock, error: decant.ServiceError) -> int:
     """How often it is tried in all, each try failing at once."""
     count = 1
     while True:
@@ -157,13 +157,13 @@ def tried(tries: Tries, clock: Clock, error: decant.ServiceError) -> int:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_what_nobody_answers_is_given_up_soon(count: int) -> None:
     clock = Clock()
-    assert tried(Tries(make_turns(count, clock), patience=30), clock, lost()) == count + MORE_TRIES
+    assert tried(RetryState(make_turns(count, clock), patience=30), clock, lost()) == count + MORE_TRIES
     assert clock.now < 100.0 + 1
 
 
 def test_a_stream_that_has_begun_is_tried_for_as_long_as_the_patience_lasts() -> None:
     clock = Clock()
-    tries = Tries(make_turns(1, clock), patience=30)
+    tries = RetryState(make_turns(1, clock), patience=30)
     tries.heard()
     assert tried(tries, clock, lost()) > 20
     assert 28 < clock.now - 100 < 30
@@ -171,7 +171,7 @@ def test_a_stream_that_has_begun_is_tried_for_as_long_as_the_patience_lasts() ->
 
 def test_patience_is_whole_again_when_something_came() -> None:
     clock = Clock()
-    tries = Tries(make_turns(1, clock), patience=3)
+    tries = RetryState(make_turns(1, clock), patience=3)
     for _ in range(20):
         tries.heard()
         clock.now += tries.after(lost()) + 1
@@ -180,7 +180,7 @@ def test_patience_is_whole_again_when_something_came() -> None:
 
 def test_without_patience_a_stream_that_broke_is_over() -> None:
     for count in (1, 2):
-        tries = Tries(make_turns(count, Clock()), patience=0)
+        tries = RetryState(make_turns(count, Clock()), patience=0)
         tries.heard()
         with pytest.raises(decant.Unavailable):
             tries.after(lost())
@@ -190,22 +190,22 @@ def test_a_new_call_is_not_held_up_by_what_others_met() -> None:
     clock = Clock()
     turns = make_turns(1, clock)
     turns.failed(0, 60)
-    assert Tries(turns).router == 0
+    assert RetryState(turns).router == 0
     assert turns.take().pause == 60
 
 
 def test_what_the_server_asks_for_is_waited_for_unless_it_is_much_or_too_late() -> None:
     clock = Clock()
-    assert Tries(make_turns(1, clock)).after(away(2)) == 2 * (1 + SPREAD)
-    assert Tries(make_turns(1, clock)).after(away(LONGEST_PAUSE_S)) == LONGEST_PAUSE_S * (1 + SPREAD)
-    assert Tries(make_turns(1, clock), seconds=4).after(away(2)) == 2 * (1 + SPREAD)
+    assert RetryState(make_turns(1, clock)).after(away(2)) == 2 * (1 + SPREAD)
+    assert RetryState(make_turns(1, clock)).after(away(LONGEST_PAUSE_S)) == LONGEST_PAUSE_S * (1 + SPREAD)
+    assert RetryState(make_turns(1, clock), seconds=4).after(away(2)) == 2 * (1 + SPREAD)
     for seconds, asked in ((1, 2), (None, LONGEST_PAUSE_S + 1)):
         with pytest.raises(decant.Unavailable):
-            Tries(make_turns(1, clock), seconds).after(away(asked))
+            RetryState(make_turns(1, clock), seconds).after(away(asked))
 
 
 def test_another_router_is_asked_before_one_is_waited_for() -> None:
-    tries = Tries(make_turns(2, Clock()))
+    tries = RetryState(make_turns(2, Clock()))
     assert (tries.after(away(3)), tries.router) == (0, 1)
     assert (tries.after(away(3)), tries.router) == (3 * (1 + SPREAD), 0)
 
@@ -218,10 +218,10 @@ def test_a_router_that_refused_one_call_is_still_asked_by_others() -> None:
         decant.Unavailable(Reason.STATE_STORE_AWAY, "away", retry_after=20),
     ):
         turns = make_turns(2, Clock())
-        refused = Tries(turns)
+        refused = RetryState(turns)
         assert (refused.after(refusal), refused.router) == (0, 1)
-        assert Tries(turns).router == 0
-        other = Tries(turns)
+        assert RetryState(turns).router == 0
+        other = RetryState(turns)
         assert other.router == 1
         assert (other.after(lost()), other.router) == (0, 0)
 
@@ -229,14 +229,14 @@ def test_a_router_that_refused_one_call_is_still_asked_by_others() -> None:
 def test_a_router_that_drains_or_is_gone_is_passed_over_by_others() -> None:
     for error in (lost(), decant.Unavailable(Reason.DRAINING, "draining", retry_after=0.1)):
         turns = make_turns(2, Clock())
-        assert Tries(turns).after(error) == 0
+        assert RetryState(turns).after(error) == 0
         assert [turns.take().router for _ in range(3)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 10])
 def test_a_quota_is_not_asked_of_the_next_router_before_its_time(count: int) -> None:
     clock = Clock()
-    tries = Tries(make_turns(count, clock))
+    tries = RetryState(make_turns(count, clock))
     refusal = decant.QuotaExceeded("t", "in_flight", 4, 5, retry_after=2)
     for _ in range(MORE_TRIES):
         pause = tries.after(refusal)
@@ -248,14 +248,14 @@ def test_a_quota_is_not_asked_of_the_next_router_before_its_time(count: int) -> 
 
 def test_calls_that_are_refused_together_do_not_come_back_together() -> None:
     for refusal in (decant.QueueFull(4, retry_after=1), decant.QuotaExceeded("t", "in_flight", 4, 5, retry_after=1)):
-        turns = Turns(1, Clock())
-        pauses = [Tries(turns).after(refusal) for _ in range(100)]
+        turns = RouterSelector(1, Clock())
+        pauses = [RetryState(turns).after(refusal) for _ in range(100)]
         assert all(1 <= pause <= 1 + SPREAD for pause in pauses)
         assert len({round(pause, 2) for pause in pauses}) > 20
 
 
 def test_a_refusal_before_the_stream_began_does_not_delay_its_resumption() -> None:
-    tries = Tries(make_turns(2, Clock()), patience=3)
+    tries = RetryState(make_turns(2, Clock()), patience=3)
     assert (tries.after(decant.QueueFull(4, retry_after=20)), tries.router) == (0, 1)
     tries.heard()
     assert (tries.after(lost()), tries.router) == (0, 0)
@@ -264,7 +264,7 @@ def test_a_refusal_before_the_stream_began_does_not_delay_its_resumption() -> No
 @given(st.floats(0, 50), st.lists(st.tuples(st.booleans(), st.floats(0, 8)), max_size=30))
 def test_no_try_begins_after_the_deadline(seconds: float, steps: list[tuple[bool, float]]) -> None:
     clock = Clock()
-    tries = Tries(Turns(2, clock), seconds, patience=1000)
+    tries = RetryState(RouterSelector(2, clock), seconds, patience=1000)
     for hears, took in steps:
         clock.now += took
         if hears:

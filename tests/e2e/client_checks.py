@@ -57,10 +57,10 @@ def asked(
 async def ask(stub: inference_pb2_grpc.InferenceServiceStub, request: pb.GenerateRequest) -> Answer:
     """The whole answer. Raises AioRpcError; AssertionError for a stream that is none."""
     call = stub.GenerateStream(request, timeout=PATIENCE_S)
-    return joined([message async for message in call])
+    return decode_started([message async for message in call])
 
 
-def joined(messages: Iterable[pb.GenerateStreamResponse]) -> Answer:
+def decode_started(messages: Iterable[pb.GenerateStreamResponse]) -> Answer:
     """started delta* (delta* finished)+, usage and receipt on the very last message, seq never lower than before."""
     first, *middle, last = messages
     assert first.WhichOneof("event") == "started"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import Ended, ValidRequest
+from decant.router.execution.token_stream import Finish, ValidRequest
 from decant.router.execution.token_writer import pack
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
@@ -93,7 +93,7 @@ class Cutting:
         request, expected = self.request()
         cuts = self.arm(*spots)
         course = await self.one.answer(request)
-        assert isinstance(course.end, Ended), (spots, course.end)
+        assert isinstance(course.end, Finish), (spots, course.end)
         assert course.tokens == expected, spots
         await self.quiet()
         return cuts
@@ -113,14 +113,14 @@ class Cutting:
 
 
 def _request(number: int) -> ValidRequest:
-    return make_request(f"r{number}", tuple(tokens(PROMPT, number)), WANTED, work=_work(number))
+    return make_request(f"r{number}", tuple(tokens(PROMPT, number)), WANTED, engine_request=_work(number))
 
 
-def _work(number: int) -> wire.Work:
-    return wire.Work(
+def _work(number: int) -> wire.EngineRequest:
+    return wire.EngineRequest(
         model=MODEL,
         prompt=pack(tokens(PROMPT, number)),
-        outputs=[wire.Written(output=0)],
+        outputs=[wire.OutputPrefix(output=0)],
         sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=number),
         stopping=wire.Stopping(max_tokens=WANTED),
         salt=b"tenant",

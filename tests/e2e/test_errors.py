@@ -21,7 +21,7 @@ from google.rpc.status_pb2 import Status
 
 from decant.protos import inference_pb2 as pb
 from decant.state import keys
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
@@ -220,7 +220,7 @@ async def test_a_stream_whose_router_lost_the_request_says_where_to_resume(scene
     stream = scene.stream(5, request_id="taken")
     await stream.read()
     key = RequestKey("default", "taken")
-    await store.requests.adopt(key, Life("other", 1), (await store.requests.read(key)).epoch)
+    await store.requests.adopt(key, Incarnation("other", 1), (await store.requests.read(key)).epoch)
     pass_on(scene.workers[1], 3)
     changed = await told(read(stream))
     assert (changed.code, changed.reason) == (Code.ABORTED, "OWNER_CHANGED")

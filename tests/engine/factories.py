@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
-from decant.engine.output import Begun, Ended, StepOutput, Token
+from decant.engine.output import SequenceFinished, SequenceStarted, StepOutput, Token
 from decant.engine.plan import Device, Row, StepPlan, TokenLogprobs
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import Limits
 from decant.engine.sequence import Timeline
-from decant.engine.transfer import Seal, default_checksum, sum_block, sum_seal
+from decant.engine.transfer import TransferCommit, block_checksum, default_checksum, transfer_checksum
 
 BLOCK = 4
 WINDOW = 96
@@ -85,8 +85,8 @@ class Heard:
 
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    begun: Begun | None = None
-    ended: Ended | None = None
+    begun: SequenceStarted | None = None
+    ended: SequenceFinished | None = None
 
     @property
     def text(self) -> list[int]:
@@ -170,7 +170,7 @@ def plainly(device: Device, request: Request, window: int = WINDOW) -> Heard:
             reason = FinishReason.LENGTH
         elif len(tokens) >= window:
             reason = FinishReason.CONTEXT_LENGTH
-    heard.ended = Ended(request.id, reason, Timeline(0.0), token if reason is FinishReason.STOP else None)
+    heard.ended = SequenceFinished(request.id, reason, Timeline(0.0), token if reason is FinishReason.STOP else None)
     return heard
 
 
@@ -182,14 +182,14 @@ class Cargo:
     """All that travels: (index, bytes, sum) of each block, and the seal."""
 
     runs: list[tuple[int, bytes, int]]
-    seal: Seal
+    seal: TransferCommit
 
 
 def unload(engine: Engine, id: str, have: int = 0) -> Cargo:
     """What a parked sequence gives to an engine that has its first ``have`` blocks; then it is gone here."""
     export = engine.export(id, have)
     seal = engine.seal(id)
-    cargo = Cargo([(run.index, bytes(export.read(run.index)), run.sum) for run in export.runs], seal)
+    cargo = Cargo([(run.index, bytes(export.read(run.index)), run.checksum) for run in export.runs], seal)
     engine.release(id)
     return cargo
 
@@ -209,9 +209,11 @@ def deliver(engine: Engine, request: Request, cargo: Cargo) -> None:
 def forged(cargo: Cargo, blocks: dict[int, bytes]) -> Cargo:
     """Other bytes in some blocks, and sums that agree with them."""
     changed = [(index, blocks.get(index, data)) for index, data, _ in cargo.runs]
-    runs = [(index, data, sum_block(default_checksum, index, data)) for index, data in changed]
+    runs = [(index, data, block_checksum(default_checksum, index, data)) for index, data in changed]
     sums = [total for _, _, total in runs]
-    seal = replace(cargo.seal, sum=sum_seal(default_checksum, cargo.seal.computed, cargo.seal.output, sums))
+    seal = replace(
+        cargo.seal, checksum=transfer_checksum(default_checksum, cargo.seal.computed, cargo.seal.output, sums)
+    )
     return Cargo(runs, seal)
 
 

@@ -13,7 +13,7 @@ from decant.engine.plan import StepPlan
 from decant.engine.request import FinishReason, Request
 from decant.engine.sequence import Sequence as EngineSequence
 from decant.engine.sequence import Timeline
-from decant.engine.transfer import default_checksum, sum_block
+from decant.engine.transfer import block_checksum, default_checksum
 from tests.engine.factories import Heard
 
 
@@ -162,8 +162,8 @@ def leases_keep_their_bytes(engine: Engine) -> None:
     """What an export offered can still be read, unchanged."""
     for export in engine._exports.values():
         for run in export.runs:
-            total = sum_block(default_checksum, run.index, export.read(run.index))
-            assert total == run.sum, f"block {run.index} of the export of {export.id} changed under its lease"
+            total = block_checksum(default_checksum, run.index, export.read(run.index))
+            assert total == run.checksum, f"block {run.index} of the export of {export.id} changed under its lease"
 
 
 def nothing_is_held(engine: Engine) -> None:

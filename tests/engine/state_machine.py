@@ -9,14 +9,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from decant.engine.costs import Costs
+from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
-from decant.engine.errors import InvalidRequest, NoRoom
+from decant.engine.errors import InvalidRequest, OutOfBlocks
 from decant.engine.fake import FakeDevice
 from decant.engine.plan import StepPlan, StepResult
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
 from decant.engine.scheduler import Limits
-from decant.engine.transfer import Arrival, Export, Seal
+from decant.engine.transfer import IncomingSequence, KvExport, TransferCommit
 from tests.engine import properties
 from tests.engine.factories import BLOCK, Ear, Heard, plainly, ticking
 
@@ -24,7 +24,7 @@ BLOCKS = 8
 WINDOW = BLOCKS * BLOCK
 VOCABULARY = 64
 EOS = frozenset({3, 5})
-COSTS = (Costs(), Costs(token=0.1, pair=0.002))
+COSTS = (StepCostModel(), StepCostModel(token=0.1, pair=0.002))
 """Nothing is known of a step, so that the token budget rules alone; or a few tokens take all the time of one."""
 MEMORY: dict[str, Heard] = {}
 """Texts of requests, for they are needed again and again."""
@@ -60,16 +60,16 @@ class Move:
     """A sequence on its way from one engine to the other."""
 
     giver: int
-    export: Export
-    arrival: Arrival
+    export: KvExport
+    arrival: IncomingSequence
     sent: int = 0
-    seal: Seal | None = None
+    seal: TransferCommit | None = None
 
 
 class World:
     """The actions. ``n`` picks one of what can be acted on."""
 
-    def __init__(self, budget: int = 6, max_running: int = 4, costs: Costs = COSTS[0]) -> None:
+    def __init__(self, budget: int = 6, max_running: int = 4, costs: StepCostModel = COSTS[0]) -> None:
         limits = Limits(token_budget=max(budget, max_running), max_running=max_running, window=WINDOW)
         self.engines = [self._engine(limits, costs), self._engine(limits, costs)]
         self.ear = Ear()
@@ -81,7 +81,7 @@ class World:
         self.joined = 0
 
     @staticmethod
-    def _engine(limits: Limits, costs: Costs) -> Engine:
+    def _engine(limits: Limits, costs: StepCostModel) -> Engine:
         device = _device(Watched, BLOCKS)
         assert isinstance(device, Watched)
         device.costs = costs
@@ -134,7 +134,7 @@ class World:
         giver = self.home[id]
         try:
             arrival = self.engines[1 - giver].reserve(replace(self.requests[id], park_after=None))
-        except NoRoom:
+        except OutOfBlocks:
             return
         except InvalidRequest as error:
             if error.field != "token_ids":
@@ -149,9 +149,9 @@ class World:
             for run in move.export.runs[move.sent : move.sent + most]:
                 try:
                     move.arrival.extend(BLOCK * (run.index + 1) - 1)
-                except NoRoom:
+                except OutOfBlocks:
                     return
-                move.arrival.write(run.index, bytes(move.export.read(run.index)), run.sum)
+                move.arrival.write(run.index, bytes(move.export.read(run.index)), run.checksum)
                 move.sent += 1
 
     def seal(self, n: int) -> None:

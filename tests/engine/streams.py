@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator
 from decant.engine.engine import Engine
 from decant.engine.errors import EngineStopped, InvalidRequest
 from decant.engine.loop import EngineLoop
-from decant.engine.output import Ended, PromptLogprobs, StepOutput, Token
+from decant.engine.output import PromptLogprobs, SequenceFinished, StepOutput, Token
 from decant.engine.request import Request
 
-Event = Token | PromptLogprobs | Ended
+Event = Token | PromptLogprobs | SequenceFinished
 
 
 class Streams:
@@ -30,7 +30,7 @@ class Streams:
         self._fail(EngineStopped("the engine was stopped"))
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Events of one sequence, ``Ended`` last. Leaving the iteration early cancels the sequence.
+        """Events of one sequence, ``SequenceFinished`` last. Leaving the iteration early cancels the sequence.
 
         Raises InvalidRequest when it is not taken, EngineStopped when the engine's thread ends before it. An id that
         was left early is free again once the engine has let go of it.
@@ -46,7 +46,7 @@ class Streams:
                 event = await queue.get()
                 if isinstance(event, EngineStopped):
                     raise event
-                over = isinstance(event, Ended)
+                over = isinstance(event, SequenceFinished)
                 yield event
         except (EngineStopped, InvalidRequest):
             over = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decant.engine.engine import Engine
-from decant.engine.errors import NoRoom
+from decant.engine.errors import OutOfBlocks
 from decant.engine.request import Request
 from tests.engine.factories import BLOCK, make_engine, make_request, prompt, step_until
 
@@ -22,7 +22,7 @@ def test_a_block_is_left_for_each_sequence_that_runs(running: int) -> None:
         engine.add(make_request(f"r{number}", prompt(6, number + 1), 40))
     step_until(engine, lambda: len(engine.scheduler.running) == running)
     most = engine.pool.available - running
-    with pytest.raises(NoRoom):
+    with pytest.raises(OutOfBlocks):
         engine.reserve(arrival(most + 1))
     engine.reserve(arrival(most)).abort()
     engine.check_integrity()
@@ -50,7 +50,7 @@ def test_who_was_preempted_comes_before_anybody_who_arrives() -> None:
     for number in range(3):
         engine.add(make_request(f"r{number}", prompt(8, number + 1), 30))
     ear = step_until(engine, lambda: preempted(engine) and engine.pool.available > len(engine.scheduler.running))
-    with pytest.raises(NoRoom):
+    with pytest.raises(OutOfBlocks):
         engine.reserve(arrival(1))
     step_until(engine, lambda: not preempted(engine) and engine.pool.available > 4, ear)
     engine.reserve(arrival(1)).abort()

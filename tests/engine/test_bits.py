@@ -21,7 +21,7 @@ from decant.engine.engine import Engine
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.model import ModelConfig, ModelDevice, load
 from decant.engine.model.runner import ModelRunner
-from decant.engine.model.step_batch import FlatRows, Ints
+from decant.engine.model.step_batch import FlatBatch, Ints
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.scheduler import Limits
@@ -198,7 +198,7 @@ class Tap(ModelRunner):
         self.__dict__.update(device.runner.__dict__)
         self.seen: dict[tuple[str, int], torch.Tensor] = {}
 
-    def forward(self, flat: FlatRows, keep: Ints) -> torch.Tensor:
+    def forward(self, flat: FlatBatch, keep: Ints) -> torch.Tensor:
         logits = super().forward(flat, keep)
         known_as = [(row.request.id, position) for row in flat.rows for position in range(row.start, row.end)]
         for place, line in zip(keep.tolist(), logits, strict=True):
@@ -309,11 +309,11 @@ def hand_over(giver: Engine, taker: Engine, request: Request) -> None:
     while not giver.load().parked:
         giver.step()
         for block in export.runs[sent:]:
-            arrival.write(block.index, bytes(export.read(block.index)), block.sum)
+            arrival.write(block.index, bytes(export.read(block.index)), block.checksum)
         sent = len(export.runs)
     seal = giver.seal(request.id)
     for block in export.runs[sent:]:
-        arrival.write(block.index, bytes(export.read(block.index)), block.sum)
+        arrival.write(block.index, bytes(export.read(block.index)), block.checksum)
     taker.join(arrival, seal)
     giver.release(request.id)
     giver.check_integrity()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decant.engine.costs import Costs, Work, chunk
+from decant.engine.costs import StepCostModel, StepWork, chunk
 from decant.engine.engine import Engine
 from decant.engine.model.calibration import choose_threads, fit, measure
 from decant.engine.plan import StepPlan, StepResult
@@ -17,16 +17,18 @@ from tests.engine.factories import make_request, run
 from tests.engine.properties import nothing_is_held
 from tests.engine.timed import Timed
 
-COSTS = Costs(fixed=0.03, token=0.001, logits=0.0004, pair=2e-7)
-DECODES = Work(16, 16, 16 * 500)
+COSTS = StepCostModel(fixed=0.03, token=0.001, logits=0.0004, pair=2e-7)
+DECODES = StepWork(16, 16, 16 * 500)
 MIXED = chunk(1500, 200).plus(DECODES)
 
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.builds(Costs, st.floats(0.001, 0.1), st.floats(1e-5, 0.01), st.floats(1e-5, 0.01), st.floats(1e-8, 1e-5)),
+    st.builds(
+        StepCostModel, st.floats(0.001, 0.1), st.floats(1e-5, 0.01), st.floats(1e-5, 0.01), st.floats(1e-8, 1e-5)
+    ),
 )
-def test_steps_that_were_not_measured_take_what_is_said(costs: Costs) -> None:
+def test_steps_that_were_not_measured_take_what_is_said(costs: StepCostModel) -> None:
     device = Timed(costs)
     found = measure(device, patience=1e9, clock=device.clock)
     for work in (DECODES, MIXED, chunk(0, 512), chunk(1800, 16)):
@@ -78,26 +80,26 @@ def test_a_device_with_little_room_is_measured_as_far_as_it_goes(window: int, ro
 @given(
     st.lists(
         st.tuples(
-            st.builds(Work, st.integers(1, 4096), st.integers(1, 256), st.integers(1, 10**7)), st.floats(1e-4, 100)
+            st.builds(StepWork, st.integers(1, 4096), st.integers(1, 256), st.integers(1, 10**7)), st.floats(1e-4, 100)
         ),
         min_size=1,
         max_size=12,
     )
 )
-def test_no_cost_is_negative_whatever_was_measured(samples: list[tuple[Work, float]]) -> None:
+def test_no_cost_is_negative_whatever_was_measured(samples: list[tuple[StepWork, float]]) -> None:
     found = fit(samples)
     assert min(found.fixed, found.token, found.logits, found.pair) >= 0
-    assert found != Costs(), "something was measured, so something is known"
+    assert found != StepCostModel(), "something was measured, so something is known"
 
 
 # -- what is chosen ---------------------------------------------------------------------------------------------
 
 
 @given(
-    st.builds(Costs, st.floats(0, 1), st.floats(1e-6, 0.1), st.floats(0, 0.1), st.floats(0, 1e-4)),
+    st.builds(StepCostModel, st.floats(0, 1), st.floats(1e-6, 0.1), st.floats(0, 0.1), st.floats(0, 1e-4)),
     st.floats(0.01, 10),
 )
-def test_a_token_budget_is_what_prompts_alone_have_the_time_for(costs: Costs, step_seconds: float) -> None:
+def test_a_token_budget_is_what_prompts_alone_have_the_time_for(costs: StepCostModel, step_seconds: float) -> None:
     budget = choose_token_budget(costs, step_seconds)
     assert LEAST_BUDGET <= budget <= MOST_BUDGET
     assert budget.bit_count() == 1
@@ -108,7 +110,7 @@ def test_a_token_budget_is_what_prompts_alone_have_the_time_for(costs: Costs, st
 
 
 def test_nothing_is_chosen_where_nothing_is_known() -> None:
-    assert choose_token_budget(Costs(), 0.25) == TOKEN_BUDGET
+    assert choose_token_budget(StepCostModel(), 0.25) == TOKEN_BUDGET
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 import decant.engine.cpu.fused_layer as fused_layer
 from decant.engine.cpu import fused_ops as small
 from decant.engine.cpu import linear as linears
-from decant.engine.cpu.fused_layer import Layer, _Trial, apart
+from decant.engine.cpu.fused_layer import FusedLayer, _Trial, apart
 from decant.engine.cpu.gemm import _PANELS
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.model.attention import NAME, attending
 from decant.engine.model.attention.choice import make_attention
-from decant.engine.model.attention.masks import View
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.model import ModelConfig, ModelDevice, load
 from decant.engine.plan import Row
 from decant.engine.request import Request
@@ -59,7 +59,7 @@ def device_of(folder: Path, name: str, dtype: str = "float32", **changes: Any) -
     return load(ModelConfig(str(folder), dtype=dtype, device="cpu", kv_bytes=4 << 20))
 
 
-def joined(device: ModelDevice) -> list[Layer]:
+def joined(device: ModelDevice) -> list[FusedLayer]:
     return [layer for _, layer in fused_layer.joined(device.model)]
 
 
@@ -193,7 +193,7 @@ def test_a_layer_that_looks_alike_stays_beside_one_that_is(other: type[LlamaDeco
     linears.pack(model)
     small.fuse(model, torch.float32)
     fused_layer.fuse(model, torch.float32)
-    assert [isinstance(layer.forward, Layer) for layer in model.model.layers] == [False, True]
+    assert [isinstance(layer.forward, FusedLayer) for layer in model.model.layers] == [False, True]
 
 
 def _more_values(layer: Any) -> None:
@@ -232,9 +232,9 @@ def test_parts_that_do_not_fit_are_not_even_tried(
     linears.pack(model)
     small.fuse(model, torch.float32)
     fused_layer.fuse(model, torch.float32)
-    assert [isinstance(layer.forward, Layer) for layer in model.model.layers] == [False, True]
+    assert [isinstance(layer.forward, FusedLayer) for layer in model.model.layers] == [False, True]
     layer = model.model.layers[1].forward
-    assert isinstance(layer, Layer)
+    assert isinstance(layer, FusedLayer)
     assert tried == [layer.theirs, layer]
 
 
@@ -305,7 +305,7 @@ def test_what_it_is_not_made_for_goes_to_the_layers_own(tmp_path: Path) -> None:
     flat = device.runner.flatten([row([1, 2, 3], 0, 3, array("i", [0]))])
     for name, (given, named) in calls(torch.randn(1, 3, 128), (torch.randn(1, 3, 32), torch.randn(1, 3, 32))).items():
         seen.clear()
-        with attending(make_attention(device.store, [View(), View()], flat, np.arange(3))):
+        with attending(make_attention(device.store, [AttentionWindow(), AttentionWindow()], flat, np.arange(3))):
             answer = layer(*given, **named)
         assert (answer == "theirs") == (name != PLAIN), name
         assert seen == ([] if name == PLAIN else [(given, named)]), name
@@ -322,9 +322,9 @@ def test_where_attention_is_not_compiled_layers_go_by_parts(tmp_path: Path, monk
 # -- layers that follow one another ---------------------------------------------------------------------------------
 
 
-def counted(device: ModelDevice) -> list[Layer]:
+def counted(device: ModelDevice) -> list[FusedLayer]:
     """Layers, in the order in which they will be computed from now on."""
-    done: list[Layer] = []
+    done: list[FusedLayer] = []
     by_address = {layer._address: layer for layer in joined(device)}
     for layer in by_address.values():
 
@@ -336,7 +336,7 @@ def counted(device: ModelDevice) -> list[Layer]:
     return done
 
 
-def alone(layers: list[Layer]) -> None:
+def alone(layers: list[FusedLayer]) -> None:
     for layer in layers:
         layer.follower = None
 
@@ -362,32 +362,32 @@ def test_all_of_the_layers_are_no_new_list(tmp_path: Path) -> None:
     assert len(layers[:9]) == 3
 
 
-def write_to_it(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+def write_to_it(layer: FusedLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
     hidden[..., :3] *= 0.5
     return layer(hidden, **named)
 
 
-def give_another(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+def give_another(layer: FusedLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
     return layer(hidden * 0.5, **named)
 
 
-def turn_less(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+def turn_less(layer: FusedLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
     cos, sin = named["position_embeddings"]
     return layer(hidden, **{**named, "position_embeddings": (cos, sin * 0.5)})
 
 
-def turn_more(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+def turn_more(layer: FusedLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
     cos, sin = named["position_embeddings"]
     return layer(hidden, **{**named, "position_embeddings": (cos * 0.5, sin)})
 
 
-def leave_it_out(layer: Layer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+def leave_it_out(layer: FusedLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
     return layer.theirs(hidden, **named)
 
 
 @pytest.mark.parametrize("between", [write_to_it, give_another, turn_less, turn_more, leave_it_out])
 def test_what_was_not_foreseen_is_computed_and_not_foreseen_again(
-    between: Callable[[Layer, torch.Tensor, dict[str, Any]], Any], tmp_path: Path
+    between: Callable[[FusedLayer, torch.Tensor, dict[str, Any]], Any], tmp_path: Path
 ) -> None:
     device = device_of(tmp_path, "llama", num_hidden_layers=3)
     first, second, third = joined(device)

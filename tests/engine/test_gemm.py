@@ -9,19 +9,21 @@ import torch
 
 from decant.engine.cpu import gemm as products
 from decant.engine.cpu import kernels as native
-from decant.engine.cpu.gemm import PANEL, OneDnn, Panels
+from decant.engine.cpu.gemm import PANEL, OneDnn, PackedWeight
 
 pytestmark = pytest.mark.skipif(products._PANELS is None, reason="no kernels for this CPU")
 
 SHAPES = [(64, 1), (16, 7), (48, 2601), (1152, 896), (896, 4864)]
 
 
-def made(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True) -> tuple[Panels, torch.Tensor, torch.Tensor]:
+def made(
+    shape: tuple[int, int], dtype: torch.dtype, bias: bool = True
+) -> tuple[PackedWeight, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(sum(shape))
     weight = (torch.randn(*shape, generator=generator) / shape[1] ** 0.5).to(dtype)
     add = torch.randn(shape[0], generator=generator).to(dtype) if bias else torch.zeros(shape[0], dtype=dtype)
     assert products._PANELS is not None
-    return Panels(products._PANELS, weight, add if bias else None), weight, add
+    return PackedWeight(products._PANELS, weight, add if bias else None), weight, add
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def test_a_row_has_the_same_bits_among_others_and_with_any_number_of_threads(
 def test_bfloat16_is_float32_rounded_to_the_nearest() -> None:
     half, weight, add = made((64, 96), torch.bfloat16)
     assert products._PANELS is not None
-    full = Panels(products._PANELS, weight.float(), add.float())
+    full = PackedWeight(products._PANELS, weight.float(), add.float())
     rows = torch.randn(50, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
     rows[7, 3], rows[8, 3] = float("nan"), float("inf")
     rounded, expected = half(rows), full(rows.float()).bfloat16()
@@ -76,7 +78,7 @@ def test_rows_may_lie_apart() -> None:
 
 def test_a_width_that_is_no_whole_panel_is_refused() -> None:
     with pytest.raises(ValueError, match=f"outputs: a multiple of {PANEL}, got 17"):
-        Panels(products._PANELS, torch.zeros(17, 4), None)  # type: ignore[arg-type]
+        PackedWeight(products._PANELS, torch.zeros(17, 4), None)  # type: ignore[arg-type]
 
 
 def spread(shape: tuple[int, int], kind: str) -> torch.Tensor:
@@ -104,7 +106,7 @@ def test_no_number_of_a_weight_is_lost(shape: tuple[int, int], kind: str) -> Non
     weight = spread(shape, kind)
     rows = torch.eye(shape[1]).bfloat16()
     for name in native.fitting():
-        product = Panels(pytest.importorskip(f"decant.engine.cpu.kernels.{name}"), weight, None)
+        product = PackedWeight(pytest.importorskip(f"decant.engine.cpu.kernels.{name}"), weight, None)
         for count in (1, 3, 6, 10, 11, 25, 64):
             answers = torch.cat([product(some) for some in rows.split(count)])
             assert torch.equal(answers, weight.T), (name, count)
@@ -115,7 +117,7 @@ def test_the_weight_is_held_once_in_its_own_dtype_or_in_less() -> None:
         module = pytest.importorskip(f"decant.engine.cpu.kernels.{name}")
         for dtype in (torch.bfloat16, torch.float32):
             weight = made((1152, 896), dtype)[1]
-            held = Panels(module, weight, None)._weight
+            held = PackedWeight(module, weight, None)._weight
             if name == "_kernels_avx512" and dtype == torch.bfloat16:
                 assert held.nbytes / weight.nbytes == pytest.approx(0.76, abs=0.02)
             else:
@@ -126,7 +128,7 @@ def test_the_weight_is_held_once_in_its_own_dtype_or_in_less() -> None:
 def test_a_weight_that_can_t_be_squeezed_takes_what_it_did() -> None:
     weight = spread((1152, 896), "far apart")
     assert products._PANELS is not None
-    assert Panels(products._PANELS, weight, None)._weight.nbytes == pytest.approx(weight.nbytes, rel=0.005)
+    assert PackedWeight(products._PANELS, weight, None)._weight.nbytes == pytest.approx(weight.nbytes, rel=0.005)
 
 
 @pytest.mark.skipif(len(native.fitting()) < 2, reason="one build of the kernels for this CPU")
@@ -135,7 +137,7 @@ def test_builds_for_other_cpus_give_float32_the_same_bits() -> None:
     rows = torch.randn(29, 896, generator=torch.Generator().manual_seed(5))
     weight = made((1152, 896), torch.float32)[1]
     modules = [pytest.importorskip(f"decant.engine.cpu.kernels.{name}") for name in native.fitting()]
-    first, second = (Panels(module, weight, None)(rows) for module in modules)
+    first, second = (PackedWeight(module, weight, None)(rows) for module in modules)
     assert torch.equal(first, second)
 
 

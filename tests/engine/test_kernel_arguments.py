@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from decant.engine.cpu import kernels as native
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.fused_ops import RmsNorm
-from decant.engine.cpu.gemm import Panels
+from decant.engine.cpu.gemm import PackedWeight
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.model.attention import AttentionCall
-from decant.engine.model.attention.masks import Kind, View
+from decant.engine.model.attention.masks import AttentionWindow, Kind
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.sampler import highest, sample
@@ -77,7 +77,7 @@ def test_a_product_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     x = data.draw(tensors(*shape, dtypes=[weight.dtype] * 8 + ODD))
     bias = torch.randn(data.draw(st.one_of(st.just(outputs), SIZES))) if data.draw(st.booleans()) else None
     try:
-        found = Panels(build(kernels), weight, bias)(x)
+        found = PackedWeight(build(kernels), weight, bias)(x)
     except REFUSED:
         fits = outputs % 16 == 0 and x.dtype == weight.dtype in DTYPES and shape[1] == inner
         assert not fits or (bias is not None and len(bias) != outputs)
@@ -156,7 +156,9 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     query, key, value = part(kv_heads * group, count, key_dim), part(kv_heads, count, key_dim), None
     value = part(kv_heads, count, value_dim)
     sinks = part(kv_heads * group)[0] if draw(st.booleans()) else None
-    view = draw(st.sampled_from([View(), View(Kind.SLIDING, 3), View(Kind.CHUNKED, 4)]))
+    view = draw(
+        st.sampled_from([AttentionWindow(), AttentionWindow(Kind.SLIDING, 3), AttentionWindow(Kind.CHUNKED, 4)])
+    )
     call = AttentionCall(0, query, key, value, 0.3, draw(st.sampled_from([None, 2.0])), sinks, None)
     try:
         found = NativeAttention(build(kernels), store, [view], flat).attend(call)

@@ -12,17 +12,17 @@ import torch
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.engine.model.attention import Attender, AttentionCall
-from decant.engine.model.attention.masks import Kind, View
+from decant.engine.model.attention import AttentionBackend, AttentionCall
+from decant.engine.model.attention.masks import AttentionWindow, Kind
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.step_batch import FlatRows, flatten
+from decant.engine.model.step_batch import FlatBatch, flatten
 from decant.engine.plan import Row
 from decant.engine.request import Request
 
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="this CPU has no AVX2, or no compiler was here")
 
-FULL = View()
+FULL = AttentionWindow()
 LENGTH = 300
 BLOCK = 16
 
@@ -35,7 +35,7 @@ class Shape:
     heads: int
     key_dim: int
     value_dim: int
-    view: View = FULL
+    view: AttentionWindow = FULL
     softcap: float | None = None
     sinks: bool = False
 
@@ -44,8 +44,8 @@ SHAPES = [
     Shape(2, 14, 64, 64),
     Shape(4, 4, 128, 128),
     Shape(2, 6, 40, 48),
-    Shape(3, 3, 40, 24, View(Kind.SLIDING, 33)),
-    Shape(1, 8, 16, 16, View(Kind.CHUNKED, 32), softcap=20.0, sinks=True),
+    Shape(3, 3, 40, 24, AttentionWindow(Kind.SLIDING, 33)),
+    Shape(1, 8, 16, 16, AttentionWindow(Kind.CHUNKED, 32), softcap=20.0, sinks=True),
     Shape(1, 160, 8, 8, sinks=True),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -89,8 +89,8 @@ class Scene:
         )
         return self._attender(kind, flat).attend(call)[0]
 
-    def _attender(self, kind: type, flat: FlatRows) -> Attender:
-        views: Sequence[View] = [self.shape.view] * 2
+    def _attender(self, kind: type, flat: FlatBatch) -> AttentionBackend:
+        views: Sequence[AttentionWindow] = [self.shape.view] * 2
         if kind is PagedAttention:
             # It reads whole blocks, so those that are begun are cleared before, as in every step.
             self.store.clear(flat.begun)

@@ -20,7 +20,7 @@ from decant.engine.draw import uniform
 from decant.engine.engine import Engine
 from decant.engine.model.model import ModelConfig, ModelDevice, load
 from decant.engine.model.sampler import AT_ONCE, PIECE, highest, sample, token_logprobs
-from decant.engine.output import Ended, PromptLogprobs, Token
+from decant.engine.output import PromptLogprobs, SequenceFinished, Token
 from decant.engine.plan import Row
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState
@@ -497,7 +497,7 @@ def test_logits_that_are_not_finite_fail_their_own_sequence_and_no_other(folder)
     engine = engine_on(device, 32)
     for _ in range(3):  # again on blocks that carried what is not a number
         told = events(engine, mixed)
-        ended = {event.id: event for event in told if isinstance(event, Ended)}
+        ended = {event.id: event for event in told if isinstance(event, SequenceFinished)}
         assert {id for id, event in ended.items() if event.reason is FinishReason.FAILED} == set(bad)
         assert all("not finite" in ended[id].detail for id in bad)
         for id in prompts:

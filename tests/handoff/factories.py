@@ -9,15 +9,15 @@ from dataclasses import replace
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
 from decant.engine.loop import EngineLoop
-from decant.engine.output import Ended, StepOutput, Token
+from decant.engine.output import SequenceFinished, StepOutput, Token
 from decant.engine.plan import StepPlan
 from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.scheduler import Limits
-from decant.engine.transfer import Arrival
+from decant.engine.transfer import IncomingSequence
 from decant.handoff.codec import Received, decode
-from decant.handoff.packing import Shape, checksum
-from decant.handoff.receiver import Taker
-from decant.handoff.sender import Giver
+from decant.handoff.packing import TransferLayout, checksum
+from decant.handoff.receiver import KvReceiver
+from decant.handoff.sender import KvSender
 from decant.protos import worker_pb2 as wire
 
 BLOCK = 4
@@ -39,21 +39,21 @@ class Worker:
             checksum=checksum,
         )
         self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
-        self.shape = Shape(BLOCK, self.engine.device.block_bytes, LAYOUT)
+        self.shape = TransferLayout(BLOCK, self.engine.device.block_bytes, LAYOUT)
         self.loop = EngineLoop(self.engine, self._on_step)
-        self.giver = Giver(self.loop, self.shape, wire.Beat, lease_ms)
-        self.taker = Taker(self.loop, self.shape, self.peer, wire.Beat)
+        self.sender = KvSender(self.loop, self.shape, wire.Heartbeat, lease_ms)
+        self.receiver = KvReceiver(self.loop, self.shape, self.peer, wire.Heartbeat)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, asyncio.Event] = {}
 
     def _on_step(self, output: StepOutput) -> None:
-        self.giver.on_step(output)
+        self.sender.on_step(output)
         for token in output.tokens:
             self._hear(token)
         for ended in output.ended:
             self._hear(ended)
 
-    def _hear(self, event: Token | Ended) -> None:
+    def _hear(self, event: Token | SequenceFinished) -> None:
         if isinstance(event, Token):
             self.tokens.setdefault(event.id, []).append(event.token)
         else:
@@ -64,7 +64,7 @@ class Worker:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.taker.close()
+        await self.receiver.close()
         await self.loop.stop()
         self.engine.check_integrity()
 
@@ -75,12 +75,12 @@ class Worker:
     async def offer(self, request: Request) -> wire.Ticket:
         """Take a prompt up as a prefill worker does, and give a ticket for its cache."""
         run = wire.Run(request=request.id, epoch=1, attempt=1)
-        ticket = wire.Ticket(run=run, giver=self.peer, layout=LAYOUT, salt=request.salt, tokens=len(request.token_ids))
-        issued = self.giver.issue(ticket, request.id, request.prompt_len)
+        ticket = wire.Ticket(run=run, sender=self.peer, layout=LAYOUT, salt=request.salt, tokens=len(request.token_ids))
+        issued = self.sender.issue(ticket, request.id, request.prompt_len)
         await self.loop.call(lambda engine: engine.add(replace(request, park_after=1)))
         return issued
 
-    async def room(self, request: Request) -> Arrival:
+    async def room(self, request: Request) -> IncomingSequence:
         return await self.loop.call(lambda engine: engine.reserve(request), undo=lambda _, arrival: arrival.abort())
 
     async def held(self) -> int:
@@ -112,8 +112,8 @@ Tamper = Callable[[wire.FetchResponse], list[wire.FetchResponse]]
 class Wire:
     """``KvSource`` in one process: a giver behind messages that are serialised, and tampered with on request."""
 
-    def __init__(self, giver: Giver, tamper: Tamper = lambda message: [message]) -> None:
-        self._giver = giver
+    def __init__(self, sender: KvSender, tamper: Tamper = lambda message: [message]) -> None:
+        self._giver = sender
         self._tamper = tamper
         self.released: list[wire.ReleaseRequest] = []
 

@@ -14,9 +14,9 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RequestRecord
 from decant.router.api.auth import EVERYBODY
-from decant.router.api.get_generation import Standing
+from decant.router.api.get_generation import RequestSnapshot
 from decant.router.api.validation import validate
-from decant.router.execution.token_stream import Course, Ended, ValidRequest
+from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
 from decant.router.text.served_model import Models, ServedModel, served
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import Cancelled, NotFound, ServiceError
@@ -52,7 +52,7 @@ async def valid(
     return await validate(request, Models([served or tiny()]), window(workers_window), deadline, EVERYBODY)
 
 
-def write(course: Course, *tokens: int, end: Ended | ServiceError | None = None) -> None:
+def write(course: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
     """What dispatch does when tokens arrive."""
     course.tokens += tokens
     if course.request.wanted.logprobs is not None:
@@ -69,49 +69,51 @@ def logprobs(alternatives: int, token: int) -> wire.TokenLogprobs:
     )
 
 
-STOPPED = Ended(pb.FINISH_REASON_STOP, eos_token_id=1)
-AT_LENGTH = Ended(pb.FINISH_REASON_LENGTH)
+STOPPED = Finish(pb.FINISH_REASON_STOP, eos_token_id=1)
+AT_LENGTH = Finish(pb.FINISH_REASON_LENGTH)
 
 
 class ScriptedDispatcher:
     """Begins what it is given, and writes what a test says."""
 
     def __init__(self) -> None:
-        self.courses: asyncio.Queue[Course] = asyncio.Queue()
-        self.lost: asyncio.Queue[Course] = asyncio.Queue()
-        self.known: dict[RequestKey, Course] = {}
+        self.courses: asyncio.Queue[TokenStream] = asyncio.Queue()
+        self.lost: asyncio.Queue[TokenStream] = asyncio.Queue()
+        self.known: dict[RequestKey, TokenStream] = {}
         self.window: int | None = None
         self.refusal: ServiceError | None = None
         self.booked_for: list[str] = []
         """Tenants of calls that need no worker."""
-        self.plan: Callable[[Course], Any] = lambda course: None
+        self.plan: Callable[[TokenStream], Any] = lambda course: None
 
-    async def begin(self, request: ValidRequest) -> Course:
+    async def begin(self, request: ValidRequest) -> TokenStream:
         if self.refusal is not None:
             raise self.refusal
-        course = Course(request)
+        course = TokenStream(request)
         self.known[request.key] = course
         self.plan(course)
         self.courses.put_nowait(course)
         return course
 
-    async def resume(self, key: RequestKey) -> Course:
+    async def resume(self, key: RequestKey) -> TokenStream:
         try:
             return self.known[key]
         except KeyError:
             raise NotFound("request", key.id) from None
 
-    async def look(self, key: RequestKey) -> Standing:
+    async def look(self, key: RequestKey) -> RequestSnapshot:
         course = await self.resume(key)
-        return Standing(course, pb.Generation.STATE_DECODING, RequestRecord(), None if course.end is None else 60.0)
+        return RequestSnapshot(
+            course, pb.Generation.STATE_DECODING, RequestRecord(), None if course.end is None else 60.0
+        )
 
-    async def cancel(self, key: RequestKey) -> Ended | ServiceError:
+    async def cancel(self, key: RequestKey) -> Finish | ServiceError:
         course = await self.resume(key)
         write(course, end=Cancelled())
         assert course.end is not None
         return course.end
 
-    def stream_lost(self, course: Course) -> None:
+    def stream_lost(self, course: TokenStream) -> None:
         self.lost.put_nowait(course)
 
     def window_of(self, model: str) -> int | None:

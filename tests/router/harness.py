@@ -13,21 +13,21 @@ from typing import Any
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.admission_queue import Admission
-from decant.router.admission.quota import Bookings
-from decant.router.execution.execution import Router
-from decant.router.execution.registry import Dispatcher
-from decant.router.execution.token_stream import Course, Ended, ValidRequest, Wanted
+from decant.router.admission.quota import QuotaLeases
+from decant.router.execution.execution import RouterServices
+from decant.router.execution.registry import RequestRegistry
+from decant.router.execution.token_stream import Finish, OutputOptions, TokenStream, ValidRequest
 from decant.router.execution.token_writer import pack
-from decant.router.recovery.journal_writer import Flusher
-from decant.router.recovery.restore import Revive
+from decant.router.recovery.journal_writer import JournalWriter
+from decant.router.recovery.restore import RestoreRequest
 from decant.router.settings import RouterSettings
-from decant.router.workers.pool import Pool
+from decant.router.workers.pool import WorkerPool
 from decant.runtime.channel import Deadline
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from decant.state.ids import RequestKey
 from decant.state.owned import OwnedRequest, StoredRequest
-from decant.state.quota import Limits
+from decant.state.quota import TenantLimits
 from decant.state.store import Store
 from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
 
@@ -43,17 +43,17 @@ def make_request(
     seconds: float | None = None,
     **more: Any,
 ) -> ValidRequest:
-    work = wire.Work(
+    work = wire.EngineRequest(
         model=MODEL,
         prompt=pack(list(prompt)),
-        outputs=[wire.Written(output=0)],
+        outputs=[wire.OutputPrefix(output=0)],
         stopping=wire.Stopping(max_tokens=max_tokens, stop_token_ids=more.pop("stop_token_ids", ())),
         sampling=wire.Sampling(seed=4),
     )
     if more.pop("cut_to_window", False):
         work.stopping.cut_to_window = True
     shown: pb.ResponseOptions = more.pop("shown", pb.ResponseOptions())
-    wanted = Wanted()
+    wanted = OutputOptions()
     if shown.HasField("logprobs"):
         work.logprobs = shown.logprobs
         wanted = replace(wanted, logprobs=shown.logprobs)
@@ -68,7 +68,7 @@ def make_request(
             stopping=pb.StoppingParams(max_tokens=max_tokens),
             response=shown,
         ),
-        "work": work,
+        "engine_request": work,
         "prompt_tokens": len(prompt),
         "wanted": wanted,
         "deadline": Deadline.after(seconds),
@@ -94,10 +94,10 @@ async def revived(found: StoredRequest) -> ValidRequest:
 
 @dataclass
 class Core:
-    router: Router
-    dispatcher: Dispatcher
+    router: RouterServices
+    dispatcher: RequestRegistry
 
-    async def answer(self, request: ValidRequest) -> Course:
+    async def answer(self, request: ValidRequest) -> TokenStream:
         return await ended(await self.dispatcher.begin(request))
 
     def owned(self, id: str) -> OwnedRequest:
@@ -109,14 +109,14 @@ class Core:
         return not self.router.flusher._running and not self.router.flusher._ended
 
 
-async def ended(course: Course) -> Course:
+async def ended(course: TokenStream) -> TokenStream:
     async with asyncio.timeout(PATIENCE):
         while course.end is None:
             await course.beyond(len(course.tokens))
     return course
 
 
-async def written(course: Course, count: int) -> None:
+async def written(course: TokenStream, count: int) -> None:
     async with asyncio.timeout(PATIENCE):
         await course.beyond(count - 1)
 
@@ -134,21 +134,21 @@ async def core(
     workers: Sequence[FakeWorker],
     *,
     id: str = "router",
-    revive: Revive = revived,
-    quotas: Mapping[str, Limits] = MappingProxyType({}),
+    revive: RestoreRequest = revived,
+    quotas: Mapping[str, TenantLimits] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[Core]:
     """Checks at its end that nothing is left anywhere. Workers that are registered already are found."""
     registrations = [await store.workers.register(worker.facts) for worker in workers]
     options = {"models": (MODEL,), "flush_ms": 10, "handoff_min_tokens": 0, **settings}
     peer = new_peer(id)
-    pool = Pool(peer, store.workers, {MODEL: TOKENIZER}, PeerTls(), options["handoff_min_tokens"])
-    flusher = Flusher(store.requests, options["flush_ms"])
+    pool = WorkerPool(peer, store.workers, {MODEL: TOKENIZER}, PeerTls(), options["handoff_min_tokens"])
+    flusher = JournalWriter(store.requests, options["flush_ms"])
     checked = RouterSettings(**options)
     admission = Admission(checked.max_active, checked.queue_limit)
-    bookings = Bookings(store.quotas, quotas)
-    router = Router(peer, checked, admission, pool, store.requests, flusher, bookings, revive, 3600.0)
-    dispatcher = Dispatcher(router)
+    bookings = QuotaLeases(store.quotas, quotas)
+    router = RouterServices(peer, checked, admission, pool, store.requests, flusher, bookings, revive, 3600.0)
+    dispatcher = RequestRegistry(router)
     pool.start()
     flusher.start()
     bookings.start()
@@ -174,10 +174,10 @@ async def core(
     del registrations
 
 
-def tokens_of(course: Course) -> list[int]:
-    assert isinstance(course.end, Ended), course.end
+def tokens_of(course: TokenStream) -> list[int]:
+    assert isinstance(course.end, Finish), course.end
     return course.tokens
 
 
-def ended_run() -> Ended:
-    return Ended(pb.FINISH_REASON_LENGTH)
+def ended_run() -> Finish:
+    return Finish(pb.FINISH_REASON_LENGTH)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY, Admission, Admitted
+from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY, Admission, AdmissionSlot
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import DeadlineExceeded, QueueFull
 
@@ -20,7 +20,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def full(places: int = 1, queue_limit: int = 8) -> tuple[Admission, list[Admitted]]:
+async def full(places: int = 1, queue_limit: int = 8) -> tuple[Admission, list[AdmissionSlot]]:
     door = Admission(places, queue_limit)
     return door, [await door.enter(0, NEVER) for _ in range(places)]
 

@@ -11,11 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.auth import EVERYBODY, Callers, load
+from decant.router.api.auth import EVERYBODY, Authenticator, load
 from decant.router.text.served_model import Models
 from decant.runtime.errors import NotFound, PermissionDenied, Unauthenticated
 from decant.runtime.settings import InvalidSettings
-from decant.state.quota import Limits
+from decant.state.quota import TenantLimits
 from tests.router.factories import AT_LENGTH, model, tiny, write
 from tests.router.test_service import all_of, asked, refused, scene
 
@@ -46,21 +46,21 @@ tokens = ["{digest(OTHER)}"]
 
 
 @pytest.fixture
-def callers(tmp_path: Path) -> Callers:
+def callers(tmp_path: Path) -> Authenticator:
     return loaded(tmp_path, TWO)
 
 
-def loaded(folder: Path, text: str) -> Callers:
+def loaded(folder: Path, text: str) -> Authenticator:
     path = folder / "tenants.toml"
     path.write_text(text)
     return load(path, MODELS)
 
 
-def test_a_secret_names_its_tenant(callers: Callers) -> None:
+def test_a_secret_names_its_tenant(callers: Authenticator) -> None:
     tenants = [callers.tenant_of(bearer(secret)) for secret in (SECRET, "its next one", OTHER)]
     assert [tenant.name for tenant in tenants] == ["acme", "acme", "umbrella"]
     assert callers.tenant_of([("user-agent", "x"), ("authorization", f"bearer {SECRET}")]).name == "acme"
-    assert callers.limits == {"acme": Limits(in_flight=3)}, "who has no limits costs nothing"
+    assert callers.limits == {"acme": TenantLimits(in_flight=3)}, "who has no limits costs nothing"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_secret_names_its_tenant(callers: Callers) -> None:
         (*bearer("wrong"), *bearer(SECRET)),
     ],
 )
-def test_anything_else_is_refused_in_the_same_words(callers: Callers, metadata: Any) -> None:
+def test_anything_else_is_refused_in_the_same_words(callers: Authenticator, metadata: Any) -> None:
     with pytest.raises(Unauthenticated) as refusal:
         callers.tenant_of(metadata)
     assert refusal.value.fault == Unauthenticated().fault
@@ -93,7 +93,7 @@ def test_without_a_file_everybody_may() -> None:
     assert (tenant.name, tenant.models, callers.limits) == (EVERYBODY, MODELS, {})
 
 
-def test_a_model_of_others_is_known_and_refused(callers: Callers) -> None:
+def test_a_model_of_others_is_known_and_refused(callers: Authenticator) -> None:
     mine, all_models = (callers.tenant_of(bearer(secret)).models for secret in (SECRET, OTHER))
     assert (mine.find("").id, mine.find("second").id, list(mine.by_id)) == ("second", "second", ["second"])
     with pytest.raises(PermissionDenied):
@@ -145,7 +145,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", list(METHODS.values()), ids=list(METHODS))
-async def test_every_method_asks_who_calls(callers: Callers, method: Any) -> None:
+async def test_every_method_asks_who_calls(callers: Authenticator, method: Any) -> None:
     async with scene(MODELS, callers) as s:
         request = getattr(pb, method.input_type.name)()
         for metadata in (None, bearer("wrong")):
@@ -155,7 +155,7 @@ async def test_every_method_asks_who_calls(callers: Callers, method: Any) -> Non
         assert s.dispatcher.courses.empty()
 
 
-async def test_what_one_may_use_is_all_that_he_is_shown(callers: Callers) -> None:
+async def test_what_one_may_use_is_all_that_he_is_shown(callers: Authenticator) -> None:
     async with scene(MODELS, callers) as s:
         mine, others = bearer(SECRET), bearer(OTHER)
         listed = await s.stub.ListModels(pb.ListModelsRequest(), metadata=mine)
@@ -175,7 +175,7 @@ async def test_what_one_may_use_is_all_that_he_is_shown(callers: Callers) -> Non
         assert (await s.stub.GetModel(pb.GetModelRequest(model="tiny-python"), metadata=others)).id == "tiny-python"
 
 
-async def test_tenants_see_their_own_requests_alone(callers: Callers) -> None:
+async def test_tenants_see_their_own_requests_alone(callers: Authenticator) -> None:
     async with scene(MODELS, callers) as s:
         mine, others = bearer(SECRET), bearer(OTHER)
         named = {"request_id": "same", "cache": pb.CacheOptions(session_id="one")}
@@ -192,15 +192,15 @@ async def test_tenants_see_their_own_requests_alone(callers: Callers) -> None:
         assert (await s.stub.CancelGeneration(cancel, metadata=others)).status == CANCEL.STATUS_UNKNOWN_REQUEST
         theirs = s.stub.GenerateStream(asked(**named, model="second"), metadata=others)
         another = await s.course()
-        assert another.request.work.model == course.request.work.model
-        assert another.request.work.salt != course.request.work.salt, "their blocks are not shared"
+        assert another.request.engine_request.model == course.request.engine_request.model
+        assert another.request.engine_request.salt != course.request.engine_request.salt, "their blocks are not shared"
         assert another.request.session != course.request.session
         write(course, 5, end=AT_LENGTH)
         write(another, 6, 7, end=AT_LENGTH)
         assert [(await all_of(one))[-1].usage.completion_tokens for one in (call, theirs)] == [1, 2]
 
 
-async def test_no_log_line_has_a_secret(callers: Callers) -> None:
+async def test_no_log_line_has_a_secret(callers: Authenticator) -> None:
     async with scene(MODELS, callers) as s:
         with capture_logs() as lines:
             await refused(s.stub.Generate(asked(), metadata=bearer("not so secret")))
@@ -212,7 +212,7 @@ async def test_no_log_line_has_a_secret(callers: Callers) -> None:
         assert digest(SECRET) not in str(lines)
 
 
-async def test_reflection_and_health_need_nothing(callers: Callers) -> None:
+async def test_reflection_and_health_need_nothing(callers: Authenticator) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     async with scene(MODELS, callers) as s, grpc.aio.insecure_channel(s.server.address) as channel:

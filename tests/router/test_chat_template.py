@@ -100,7 +100,7 @@ async def test_messages_are_a_prompt_as_the_template_writes_it(both):
             response=pb.ResponseOptions(echo=True),
         )
         expected = theirs.apply_chat_template(plain, add_generation_prompt=opens, return_dict=False)
-        assert unpacked(made.work.prompt) == expected
+        assert unpacked(made.engine_request.prompt) == expected
         assert made.wanted.echo == theirs.decode(expected, skip_special_tokens=True)
 
 

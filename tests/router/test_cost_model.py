@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decant.router.placement.cost_model import NEVER, Costs
+from decant.router.placement.cost_model import NEVER, PrefillTransferCosts
 
 
 @dataclass
 class Scene:
     now: float = 0.0
-    costs: Costs = field(init=False)
+    costs: PrefillTransferCosts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.costs = Costs(lambda: self.now)
+        self.costs = PrefillTransferCosts(lambda: self.now)
 
     def read(self, per_token: float, times: int = 4, *, beside: bool = False) -> None:
         for _ in range(times):

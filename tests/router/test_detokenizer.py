@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
 from decant import models as trained
-from decant.router.text.detokenizer import Detokenizer, UnsupportedDecoder, Words, words_of
+from decant.router.text.detokenizer import Detokenizer, TokenTable, UnsupportedDecoder, words_of
 from tests.router.tokenizers_made import MADE
 
 KINDS = ["tiny-python", *MADE]
@@ -22,7 +22,7 @@ def tokenizer(kind: str) -> Tokenizer:
 
 
 @cache
-def words(kind: str) -> Words:
+def words(kind: str) -> TokenTable:
     return words_of(tokenizer(kind))
 
 

@@ -12,12 +12,12 @@ import redis as sync_redis
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RouterRegistration
-from decant.router.recovery.registration import Membership
+from decant.router.recovery.registration import RouterRegistrar
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Unavailable
 from decant.runtime.peer import new_peer
 from decant.state.errors import StateError
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.router.fake_worker import answer, fleet
@@ -116,13 +116,13 @@ async def test_a_request_that_another_router_owns_ends_here(store: Store) -> Non
         workers[1].script.pause_at = 2
         course = await scene.dispatcher.begin(make_request())
         await written(course, 2)
-        await store.requests.adopt(KEY, Life("other", 1))
+        await store.requests.adopt(KEY, Incarnation("other", 1))
         pass_on(workers[1], until=3)
         end = (await ended(course)).end
         assert isinstance(end, Aborted)
         assert end.reason is Reason.SUPERSEDED
         await until(lambda: workers[1].cancels)
-        assert (await store.requests.read(KEY)).owner == Life("other", 1)
+        assert (await store.requests.read(KEY)).owner == Incarnation("other", 1)
 
 
 async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis.Redis) -> None:
@@ -134,7 +134,7 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
         facts = RouterRegistration(peer=new_peer("me"), address="x:1")
         told: list[str] = []
         replaced = lambda: told.append("replaced")  # noqa: E731
-        membership = Membership(store, facts, scene.router.flusher.rewrite, replaced)
+        membership = RouterRegistrar(store, facts, scene.router.flusher.rewrite, replaced)
         membership.start(0.02)
         await until(lambda: membership._era and not scene.owned("r").unwritten)
         bare.flushall()

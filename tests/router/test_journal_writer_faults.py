@@ -12,9 +12,9 @@ import redis as sync_redis
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import Course, Ended
+from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.recovery import journal_writer as flush
-from decant.router.recovery.journal_writer import Flusher
+from decant.router.recovery.journal_writer import JournalWriter
 from decant.state import keys
 from decant.state.client import Client
 from decant.state.errors import StoreFault, StoreUnavailable
@@ -38,7 +38,7 @@ class Held:
 
     def __init__(self, owned: OwnedRequest) -> None:
         self.owned = owned
-        self.course = Course(make_request())
+        self.course = TokenStream(make_request())
         self.is_settled = False
 
     def superseded(self, error: Displaced) -> None:
@@ -53,8 +53,8 @@ def many(count: int, prompt: str = "once") -> list[OwnedRequest]:
 
 
 @asynccontextmanager
-async def flushing(store: Store, requests: Sequence[OwnedRequest]) -> AsyncIterator[tuple[Flusher, list[Held]]]:
-    flusher, held = Flusher(store.requests, flush_ms=10), [Held(request) for request in requests]
+async def flushing(store: Store, requests: Sequence[OwnedRequest]) -> AsyncIterator[tuple[JournalWriter, list[Held]]]:
+    flusher, held = JournalWriter(store.requests, flush_ms=10), [Held(request) for request in requests]
     for each in held:
         flusher.begin(each)
     flusher.start()
@@ -139,7 +139,7 @@ async def test_while_redis_is_away_a_try_costs_one_round_trip_and_tries_become_f
 
 
 async def test_pauses_grow_while_redis_is_away_and_differ_between_routers(store: Store) -> None:
-    flusher = Flusher(store.requests, flush_ms=50)
+    flusher = JournalWriter(store.requests, flush_ms=50)
     flusher.is_away = True
     for failures, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (40, 4.0), (100_000, 4.0)):
         flusher._failures = failures
@@ -149,7 +149,7 @@ async def test_pauses_grow_while_redis_is_away_and_differ_between_routers(store:
 
 
 async def test_a_redis_that_refuses_a_request_for_days_does_not_end_the_flusher(store: Store) -> None:
-    flusher = Flusher(store.requests, flush_ms=50)
+    flusher = JournalWriter(store.requests, flush_ms=50)
     held = Held(make_owned(RequestKey("t", "refused")))
     flusher.begin(held)
     flusher._set_aside(held, StoreFault("WRONGTYPE"))
@@ -160,13 +160,13 @@ async def test_a_redis_that_refuses_a_request_for_days_does_not_end_the_flusher(
 
 
 async def test_the_interval_follows_how_long_flushes_take(store: Store) -> None:
-    flusher = Flusher(store.requests, flush_ms=50)
+    flusher = JournalWriter(store.requests, flush_ms=50)
     pauses = []
     for seconds in (0.0, 0.01, 0.1, 0.2, 5.0):
         flusher._took_seconds = seconds
         pauses.append(round(flusher._pause(), 3))
     assert pauses == [0.05, 0.05, 0.4, 0.8, 1.0]
-    slow = Flusher(store.requests, flush_ms=10_000)
+    slow = JournalWriter(store.requests, flush_ms=10_000)
     slow._took_seconds = 5.0
     assert slow._pause() == 10.0, "never more often than was asked for"
 
@@ -200,7 +200,7 @@ async def test_a_key_of_another_type_does_not_mark_the_store_as_away(store: Stor
         poison(bare, RequestKey("default", "a"))
         workers[1].script.pause_at = None
         workers[1].go.set()
-        assert isinstance((await ended(course)).end, Ended)
+        assert isinstance((await ended(course)).end, Finish)
         await until(lambda: scene.router.flusher._faults)
         other = await scene.answer(make_request("b"))
         assert other.resumable

@@ -18,10 +18,10 @@ import pytest
 
 from decant.engine.engine import Engine
 from decant.engine.request import Request, StopParams
-from decant.engine.transfer import Arrival
+from decant.engine.transfer import IncomingSequence
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import Course, Ended, ValidRequest
+from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
 from decant.router.execution.token_writer import pack
 from decant.runtime.errors import Cancelled, DeadlineExceeded
 from decant.state.store import Store
@@ -83,11 +83,11 @@ class Scene:
     async def emptied(self, name: str) -> None:
         await until(lambda: not self.runs(name))
 
-    async def begin(self, number: int, **more: Any) -> tuple[Course, list[int]]:
+    async def begin(self, number: int, **more: Any) -> tuple[TokenStream, list[int]]:
         request = asked(number, **more)
-        return await self.core.dispatcher.begin(request), alone(request.work)
+        return await self.core.dispatcher.begin(request), alone(request.engine_request)
 
-    def at(self, course: Course) -> str:
+    def at(self, course: TokenStream) -> str:
         return course.path.decode_worker
 
     async def settled(self) -> None:
@@ -100,15 +100,15 @@ class Scene:
 
 
 def asked(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) -> ValidRequest:
-    work = wire.Work(
+    work = wire.EngineRequest(
         model=MODEL,
         prompt=pack(tokens(length, number)),
-        outputs=[wire.Written(output=0)],
+        outputs=[wire.OutputPrefix(output=0)],
         sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=number),
         stopping=wire.Stopping(max_tokens=wanted),
         salt=b"tenant",
     )
-    return make_request(f"r{number}", tuple(tokens(length, number)), wanted, work=work, **more)
+    return make_request(f"r{number}", tuple(tokens(length, number)), wanted, engine_request=work, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -137,9 +137,9 @@ async def moving(store: Store, decode: str = "de", prefill: str = "", **terms: A
         await scene.settled()
 
 
-async def checked(course: Course, expected: list[int], attempts: int = 1) -> None:
+async def checked(course: TokenStream, expected: list[int], attempts: int = 1) -> None:
     await ended(course)
-    assert isinstance(course.end, Ended), course.end
+    assert isinstance(course.end, Finish), course.end
     assert course.tokens == expected
     assert course.path.attempts == attempts
 
@@ -245,7 +245,7 @@ async def test_a_worker_that_is_lost_in_its_drain_costs_an_attempt_at_most(store
             await asyncio.sleep(steps * 0.006)
             await scene.lose(first)
             await ended(course)
-            assert isinstance(course.end, Ended), course.end
+            assert isinstance(course.end, Finish), course.end
             assert course.tokens == expected
             assert course.path.attempts <= 2
             assert scene.at(course) != first
@@ -264,18 +264,18 @@ async def test_a_taker_that_is_lost_leaves_it_where_it_was_or_costs_an_attempt(s
             taker = next((name for name in others if scene.runs(name)), others[0])
             await scene.lose(taker)
             await ended(course)
-            assert isinstance(course.end, Ended), course.end
+            assert isinstance(course.end, Finish), course.end
             assert course.tokens == expected
             assert course.path.attempts <= 2
             assert scene.at(course) not in (first, taker)
 
 
-def _reserve(engine: Engine, number: int) -> Arrival:
+def _reserve(engine: Engine, number: int) -> IncomingSequence:
     """One of the places among the running of a worker, taken."""
     return engine.reserve(Request(f"crowd-{number}", (1, 2, 3)))
 
 
-def _let_go(place: Place, crowd: list[Arrival]) -> None:
+def _let_go(place: Place, crowd: list[IncomingSequence]) -> None:
     def let_go(_: Engine) -> None:
         for arrival in crowd:
             arrival.abort()
@@ -307,10 +307,10 @@ async def test_a_ticket_outlives_its_lease_while_its_taker_waits_for_room(store:
         crowd = [await place.hub.loop.call(partial(_reserve, number=number)) for number in range(8)]
         course, expected = await scene.begin(1)
         await until(lambda: scene.runs("d"))
-        (lease,) = prefill.hub.giver.office.leases()
+        (lease,) = prefill.hub.sender.office.leases()
         end = asyncio.get_running_loop().time() + 3 * prefill.hub.lease_s
         await until(lambda: asyncio.get_running_loop().time() > end)
-        assert prefill.hub.giver.office.leases() == [lease]
+        assert prefill.hub.sender.office.leases() == [lease]
         _let_go(place, crowd)
         place.hub.loop.post(lambda engine: engine.add(Request("nudge", (1,), stop=StopParams(1))))
         await checked(course, expected)
@@ -339,7 +339,7 @@ async def test_whatever_breaks_in_a_drain_the_text_is_the_same(store: Store, lin
             scene.proxies[names[who]].cuts = (cut,)
             scene.drain(names["giver"])
             await ended(course)
-            assert isinstance(course.end, Ended), course.end
+            assert isinstance(course.end, Finish), course.end
             assert course.tokens == expected
             if not cut.happened:
                 break

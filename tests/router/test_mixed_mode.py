@@ -80,7 +80,7 @@ async def test_who_takes_no_hits_has_no_home(store: Store) -> None:
         home = (await scene.answer(make_request("shared", session="s"))).path.prefill_worker
         other = next(worker for worker in workers[:2] if worker.facts.peer.id != home)
         request = make_request("alone", session="s")
-        request.work.bypass_prefix_cache = True
+        request.engine_request.bypass_prefix_cache = True
         before = len(other.prefills)
         for worker in workers[:2]:
             worker.load.running = 0 if worker is other else 1

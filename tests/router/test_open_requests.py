@@ -11,12 +11,12 @@ import pytest
 import redis as sync_redis
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import Ended
+from decant.router.execution.token_stream import Finish
 from decant.router.recovery.open_requests import OpenEntries
 from decant.state import keys
 from decant.state.client import Client
 from decant.state.errors import StateError
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import OwnedRequest, StoredRequest
 from decant.state.scripts import Command
 from decant.state.store import Store
@@ -90,16 +90,16 @@ async def test_a_request_that_begins_anew_keeps_its_entry_when_the_failed_ones_r
     pools = (("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE))
     async with fleet(*pools) as workers, core(store, workers, attempts=1) as scene:
         workers[0].script.prefill_fails_before_ticket = 1
-        assert not isinstance((await scene.answer(asked())).end, Ended)
+        assert not isinstance((await scene.answer(asked())).end, Finish)
         await until(lambda: scene.router.flusher.is_away)
         workers[1].script.pause_at = 2
         course = await scene.dispatcher.begin(asked())
         await entries_written(course, 2)
         losing.clear()
         await until(lambda: not scene.router.flusher._ended and not scene.owned("r").unwritten)
-        assert await store.open.of(Life.of(scene.router.peer)) == {RequestKey("default", "r")}
+        assert await store.open.of(Incarnation.of(scene.router.peer)) == {RequestKey("default", "r")}
         workers[1].go.set()
-        assert isinstance((await ended(course)).end, Ended)
+        assert isinstance((await ended(course)).end, Finish)
 
 
 async def test_a_late_write_of_a_failed_request_leaves_the_entry_of_the_one_that_began_anew(store: Store) -> None:
@@ -119,7 +119,7 @@ class Routers:
         self.store = store
         self.bare: Any = bare
         self.keys = [RequestKey("t", str(number)) for number in range(4)]
-        self.held: dict[Life, dict[RequestKey, OwnedRequest]] = {router(number): {} for number in range(3)}
+        self.held: dict[Incarnation, dict[RequestKey, OwnedRequest]] = {router(number): {} for number in range(3)}
         self.losing: list[bool] = []
 
     async def play(self, steps: int) -> None:
@@ -132,59 +132,59 @@ class Routers:
             self.losing.clear()
             await self.each_open_request_is_found()
 
-    async def accept(self, life: Life, key: RequestKey) -> None:
+    async def accept(self, life: Incarnation, key: RequestKey) -> None:
         if key not in self.held[life]:
             request = make_request(key, owner=life)
             if await self.store.requests.accept(request) is None:
                 self.held[life][key] = request
 
-    async def adopt(self, life: Life, key: RequestKey) -> None:
+    async def adopt(self, life: Incarnation, key: RequestKey) -> None:
         if key not in self.held[life]:
             found = await self.store.requests.adopt(key, life)
             if not found.ended:
                 self.take(life, found)
 
-    async def cancel(self, life: Life, key: RequestKey) -> None:
+    async def cancel(self, life: Incarnation, key: RequestKey) -> None:
         if key not in self.held[life]:
             found = await self.store.requests.cancel(key, life)
             if not found.ended:
                 self.take(life, found)
                 self.held[life][key].move(CANCELLED, NOW)
 
-    def take(self, life: Life, found: StoredRequest) -> None:
+    def take(self, life: Incarnation, found: StoredRequest) -> None:
         self.held[life][found.key] = OwnedRequest.adopted(found)
 
-    async def write(self, life: Life, key: RequestKey) -> None:
+    async def write(self, life: Incarnation, key: RequestKey) -> None:
         """As a router's flusher does, all that it holds."""
         for request in self.held[life].values():
             if not request.ended:
                 request.append(written(7))
         await self.flush(life)
 
-    async def end(self, life: Life, key: RequestKey) -> None:
+    async def end(self, life: Incarnation, key: RequestKey) -> None:
         request = self.held[life].get(key)
         if request is not None and not request.ended:
             request.move(self.random.choice([SUCCEEDED, FAILED, CANCELLED]), NOW)
         await self.flush(life)
 
-    async def expire(self, life: Life, key: RequestKey) -> None:
+    async def expire(self, life: Incarnation, key: RequestKey) -> None:
         if not any(key in held for held in self.held.values()):
             self.bare.delete(keys.request(key), keys.journal(key))
 
-    async def flush(self, life: Life) -> None:
+    async def flush(self, life: Incarnation) -> None:
         held = self.held[life]
         lost = await self.store.requests.flush([request for request in held.values() if request.unwritten])
         for request in list(held.values()):
             if request in lost or (request.ended and not request.unwritten):
                 del held[request.key]
 
-    async def open_requests(self) -> dict[Life, set[RequestKey]]:
+    async def open_requests(self) -> dict[Incarnation, set[RequestKey]]:
         """By owner, as Redis has them."""
-        found: dict[Life, set[RequestKey]] = {life: set() for life in self.held}
+        found: dict[Incarnation, set[RequestKey]] = {life: set() for life in self.held}
         for key in self.keys:
             state, owner = self.bare.hmget(keys.request(key), "state", "owner")
             if state is not None and int(state) < SUCCEEDED:
-                found[Life.parse(owner.decode())].add(key)
+                found[Incarnation.parse(owner.decode())].add(key)
         return found
 
     async def each_open_request_is_found(self) -> None:

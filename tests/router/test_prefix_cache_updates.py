@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.execution.token_stream import ValidRequest
-from decant.router.placement.prefix_index import Prefix
+from decant.router.placement.prefix_index import PromptBlocks
 from decant.state.store import Store
 from tests.router.fake_worker import TOKENIZER
 from tests.router.harness import core, make_request, tokens_of, until
@@ -46,8 +46,8 @@ async def nodes(*names: str, blocks: int = 64) -> AsyncIterator[list[tuple[Node,
 
 def asked(id: str, *tail: int) -> ValidRequest:
     request = make_request(id, (*SHARED, *tail), max_tokens=3)
-    request.work.salt = b"tenant"
-    request.work.sampling.top_p = request.work.sampling.repetition_penalty = 1
+    request.engine_request.salt = b"tenant"
+    request.engine_request.sampling.top_p = request.engine_request.sampling.repetition_penalty = 1
     return request
 
 
@@ -59,7 +59,7 @@ async def test_a_router_learns_what_engines_hold_and_forgets_what_they_gave_up(s
             assert len(tokens_of(course)) == 3
             holder = course.path.decode_worker
         async with core(store, registered, id="second") as scene:  # type: ignore[arg-type]
-            pool, prefix = scene.router.pool, Prefix(asked("s", 2).work)
+            pool, prefix = scene.router.pool, PromptBlocks(asked("s", 2).engine_request)
 
             def known() -> dict[str, int]:
                 return {seen.life.id: seen.cached_tokens for seen in pool.seen("m", set(), prefix)}

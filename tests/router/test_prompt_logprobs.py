@@ -9,8 +9,8 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import Course, Wanted
-from decant.router.execution.token_writer import Pen, unpack
+from decant.router.execution.token_stream import OutputOptions, TokenStream
+from decant.router.execution.token_writer import TokenWriter, unpack
 from decant.runtime.errors import InvalidArgument
 from decant.state.store import Store
 from tests.router.factories import AT_LENGTH, tiny, valid, write
@@ -50,7 +50,7 @@ async def test_a_prompt_of_tokens_is_shown_as_text_like_the_output_is():
 async def test_a_stop_text_in_the_prompt_stops_nothing():
     tokens = await tiny().encode("return x", special=False)
     made = await valid(stopping=pb.StoppingParams(stop=["f(x)", ":r"]), **options(echo=True))
-    pen = Pen(Course(made))
+    pen = TokenWriter(TokenStream(made))
     for place, token in enumerate(tokens):
         pen.put(made.prompt_tokens + place, token)
     assert pen.stopped is None
@@ -65,14 +65,14 @@ async def test_an_echo_without_text_is_refused():
 # ------------------------------------------------------------------------------------- prompt logprobs
 
 
-def explained(pen: Pen, first: int, end: int) -> None:
+def explained(pen: TokenWriter, first: int, end: int) -> None:
     told = [wire.TokenLogprobs(logprob=-position, rank=1) for position in range(first, end)]
     pen.explain(wire.PromptLogprobs(first_position=first, logprobs=told))
 
 
 async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
-    reader = Reader(Course(await valid(**options(prompt_logprobs=0))))
-    pen, count = Pen(reader.course), reader.course.request.prompt_tokens
+    reader = Reader(TokenStream(await valid(**options(prompt_logprobs=0))))
+    pen, count = TokenWriter(reader.course), reader.course.request.prompt_tokens
     task = asyncio.create_task(reader.read())
     explained(pen, 1, 3)
     write(reader.course, 5)
@@ -83,7 +83,7 @@ async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
     write(reader.course, end=AT_LENGTH)
     await task
     found = reader.messages[0].started.prompt_logprobs
-    assert [entry.token_id for entry in found] == list(unpack(reader.course.request.work.prompt))
+    assert [entry.token_id for entry in found] == list(unpack(reader.course.request.engine_request.prompt))
     assert b"".join(entry.token_bytes for entry in found).endswith(b"def f(x):")
     assert not found[0].HasField("logprob")
     assert [entry.logprob for entry in found[1:]] == [-position for position in range(1, count)]
@@ -93,7 +93,7 @@ async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
 
 async def test_what_is_said_again_is_taken_once_and_too_much_not_at_all():
     made = await valid(**options(prompt_logprobs=1))
-    pen, count = Pen(Course(made)), made.prompt_tokens
+    pen, count = TokenWriter(TokenStream(made)), made.prompt_tokens
     for first, end in (1, 3), (1, 2), (2, 4), (5, count), (1, count + 9):
         explained(pen, first, end)
     assert [found.logprob for found in pen.course.prompt_logprobs] == [-position for position in range(1, count)]
@@ -147,6 +147,6 @@ async def test_they_survive_a_decode_worker(store: Store) -> None:
 
 
 def asked() -> Any:
-    made = make_request(prompt=PROMPT, wanted=Wanted(prompt_logprobs=0))
-    made.work.prompt_logprobs = 0
+    made = make_request(prompt=PROMPT, wanted=OutputOptions(prompt_logprobs=0))
+    made.engine_request.prompt_logprobs = 0
     return made

@@ -21,7 +21,7 @@ from decant.state import keys
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import RequestKey
 from decant.state.private_redis import PrivateRedis
-from decant.state.quota import Limits, Quotas
+from decant.state.quota import Quotas, TenantLimits
 from decant.state.store import Store
 from tests.router.fake_worker import FakeWorker, answer, fleet
 from tests.router.harness import Core, core, ended, make_request, tokens_of, until, written
@@ -31,7 +31,7 @@ from tests.state.test_every_operation import Tape
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
 KEY = RequestKey("default", "r")
-ONE = {"default": Limits(in_flight=1)}
+ONE = {"default": TenantLimits(in_flight=1)}
 
 Way = Callable[[Core, list[FakeWorker]], Awaitable[object]]
 
@@ -70,7 +70,7 @@ async def test_what_is_beyond_the_share_is_refused_until_something_ends(
 
 
 async def test_the_minute_is_charged_for_what_was_used(store: Store, at_work: Callable[[], set[str]]) -> None:
-    minute = {"default": Limits(tokens_per_minute=100)}
+    minute = {"default": TenantLimits(tokens_per_minute=100)}
     async with fleet(P, D) as workers, core(store, workers, quotas=minute) as scene:
         workers[1].script.pause_at = 2
         first = await scene.dispatcher.begin(make_request(max_tokens=80))
@@ -85,7 +85,7 @@ async def test_the_minute_is_charged_for_what_was_used(store: Store, at_work: Ca
 
 
 async def test_a_tenant_without_limits_costs_no_command(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(P, D) as workers, core(store, workers, quotas={"other": Limits(in_flight=1)}) as scene:
+    async with fleet(P, D) as workers, core(store, workers, quotas={"other": TenantLimits(in_flight=1)}) as scene:
         tape = Tape(monkeypatch)
         await scene.answer(make_request())
         await until(lambda: scene.store_is_done)
@@ -154,7 +154,7 @@ async def test_a_deadline_frees_its_share(store: Store, at_work: Callable[[], se
 
 
 async def test_what_is_refused_before_it_runs_takes_no_share(store: Store, at_work: Callable[[], set[str]]) -> None:
-    quotas = {"default": Limits(in_flight=9)}
+    quotas = {"default": TenantLimits(in_flight=9)}
     async with (
         fleet(P, D) as workers,
         core(store, workers, quotas=quotas, max_active=1, queue_limit=1, flush_ms=10) as scene,

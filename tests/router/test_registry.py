@@ -15,7 +15,7 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.token_stream import Course, Ended
+from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.execution.token_writer import unpack
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import (
@@ -28,7 +28,7 @@ from decant.runtime.errors import (
     Unavailable,
     Unimplemented,
 )
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
 from tests.router.fake_worker import EOS, FakeWorker, answer, fleet
@@ -53,8 +53,8 @@ def states(found: StoredRequest) -> list[int]:
     return [each.state for each in found.record.transitions]
 
 
-def life_of(worker: FakeWorker) -> Life:
-    return Life.of(worker.facts.peer)
+def life_of(worker: FakeWorker) -> Incarnation:
+    return Incarnation.of(worker.facts.peer)
 
 
 def pass_on(worker: FakeWorker, until: int) -> None:
@@ -64,7 +64,7 @@ def pass_on(worker: FakeWorker, until: int) -> None:
     worker.go = asyncio.Event()
 
 
-def error_of(course: Course) -> ServiceError:
+def error_of(course: TokenStream) -> ServiceError:
     assert isinstance(course.end, ServiceError)
     return course.end
 
@@ -76,7 +76,7 @@ async def test_a_prompt_goes_through_both_pools_and_its_path_is_accounted_for(st
     async with fleet(P, D) as workers, core(store, workers) as scene:
         course = await scene.answer(make_request())
         assert tokens_of(course) == answer(PROMPT, 5)
-        assert course.end == Ended(pb.FINISH_REASON_LENGTH)
+        assert course.end == Finish(pb.FINISH_REASON_LENGTH)
         path = course.path
         assert (path.prefill_worker, path.decode_worker, path.attempts) == ("p", "d", 1)
         assert (path.prefill_s, path.handoff_s, path.decode_wait_s, path.handoff_bytes) == (2, 4, 5, 1234)
@@ -109,7 +109,7 @@ async def test_a_first_token_that_ends_the_answer_leaves_nothing_at_the_taker(st
         course = await scene.dispatcher.begin(make_request())
         await until(lambda: workers[1].starts)
         workers[0].go.set()
-        assert (await ended(course)).end == Ended(pb.FINISH_REASON_STOP, eos_token_id=EOS)
+        assert (await ended(course)).end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
         assert (course.path.attempts, course.path.decode_worker) == (1, "")
         await nothing_is_left_at(workers)
 
@@ -139,24 +139,24 @@ async def test_how_an_answer_ended_is_told(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.stops_at = 3
         course = await scene.answer(make_request("eos", max_tokens=9))
-        assert course.end == Ended(pb.FINISH_REASON_STOP, eos_token_id=EOS)
+        assert course.end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
         assert course.tokens == [*answer(PROMPT, 3), EOS]
         course = await scene.answer(make_request("stop", max_tokens=9, stop_token_ids=[EOS]))
-        assert course.end == Ended(pb.FINISH_REASON_STOP, stop_token_id=EOS)
+        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_token_id=EOS)
         workers[1].script.stops_at = None
         course = await scene.answer(make_request("cut", cut_to_window=True))
-        assert course.end == Ended(pb.FINISH_REASON_CONTEXT_LENGTH)
+        assert course.end == Finish(pb.FINISH_REASON_CONTEXT_LENGTH)
 
 
 async def test_what_workers_are_told_is_whole_and_as_it_is_now(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         await scene.answer(make_request(seconds=1000))
-        work = workers[1].starts[0].work
+        work = workers[1].starts[0].engine_request
         assert list(unpack(work.prompt)) == PROMPT
         assert 900_000 < work.remaining_ms <= 1_000_000
-        assert workers[0].prefills[0].work.sampling == work.sampling
+        assert workers[0].prefills[0].engine_request.sampling == work.sampling
         await scene.answer(make_request("forever"))
-        assert not workers[1].starts[1].work.HasField("remaining_ms")
+        assert not workers[1].starts[1].engine_request.HasField("remaining_ms")
 
 
 async def test_many_at_once_are_all_right(store: Store) -> None:
@@ -209,7 +209,7 @@ async def test_a_handoff_that_fails_is_gone_on_from_tokens_without_gap_or_repeat
         again = workers[1].starts[1]
         assert not again.HasField("ticket")
         assert again.run.attempt == 2
-        assert list(unpack(again.work.outputs[0].tokens)) == answer(PROMPT, 1)
+        assert list(unpack(again.engine_request.outputs[0].tokens)) == answer(PROMPT, 1)
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -220,10 +220,10 @@ async def test_an_answer_whose_last_word_is_lost_is_whole(store: Store, stops: b
         workers[1].script.stops_at = 3 if stops else None
         course = await scene.answer(make_request(eos_token_ids=frozenset({EOS})))
         if stops:
-            assert course.end == Ended(pb.FINISH_REASON_STOP, eos_token_id=EOS)
+            assert course.end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
             assert course.tokens == [*answer(PROMPT, 3), EOS]
         else:
-            assert course.end == Ended(pb.FINISH_REASON_LENGTH)
+            assert course.end == Finish(pb.FINISH_REASON_LENGTH)
             assert course.tokens == answer(PROMPT, 5)
         assert len(workers[1].starts) == 1, "nothing is left to be written"
 
@@ -239,7 +239,7 @@ async def test_an_answer_goes_on_where_its_worker_failed(store: Store) -> None:
         first, second = (worker for worker in workers[1:])
         starts = sorted([*first.starts, *second.starts], key=lambda start: start.run.attempt)
         assert len(first.starts) == len(second.starts) == 1, "the other worker goes on"
-        assert list(unpack(starts[1].work.outputs[0].tokens)) == answer(PROMPT, 3)
+        assert list(unpack(starts[1].engine_request.outputs[0].tokens)) == answer(PROMPT, 3)
         assert states(await stored(store, scene))[-3:] == [QUEUED, DECODING, SUCCEEDED]
 
 
@@ -345,7 +345,7 @@ async def test_a_break_of_the_session_is_no_failure_when_it_comes_back(store: St
         assert tokens_of(await ended(course)) == answer(PROMPT, 8)
         assert course.path.attempts == 1
         (owned,) = workers[1].hellos[-1].owned
-        assert owned.next[0].position == len(PROMPT) + 3
+        assert owned.resume[0].position == len(PROMPT) + 3
 
 
 async def test_frames_that_are_lost_are_asked_for_again(store: Store) -> None:
@@ -459,7 +459,7 @@ def hold(workers: list[FakeWorker], phase: str) -> None:
             decode.script.pause_at = 2
 
 
-async def is_in(course: Course, workers: list[FakeWorker], phase: str) -> None:
+async def is_in(course: TokenStream, workers: list[FakeWorker], phase: str) -> None:
     prefill, decode = workers
     match phase:
         case "waiting for room" | "prefilling":
@@ -573,7 +573,7 @@ async def test_superseded_by_a_worker_it_ends_and_writes_nothing_more(store: Sto
         workers[1].script.pause_at = 2
         course = await scene.dispatcher.begin(make_request())
         await written(course, 2)
-        workers[1]._say(wire.FromWorker(superseded=wire.Superseded(run=workers[1].starts[0].run, epoch=2)))
+        workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=workers[1].starts[0].run, epoch=2)))
         error = error_of(await ended(course))
         assert isinstance(error, Aborted)
         assert (error.reason, error.resume) == (Reason.OWNER_CHANGED, ResumePoint(0, 2)), "no client's stream did it"
@@ -634,7 +634,7 @@ async def test_a_bug_ends_the_course_too(store: Store, monkeypatch: pytest.Monke
         def broken(*_: object) -> None:
             raise KeyError("a bug")
 
-        monkeypatch.setattr("decant.router.execution.assignment.Route._place", broken)
+        monkeypatch.setattr("decant.router.execution.assignment.WorkerAssignment._place", broken)
         course = await scene.answer(make_request())
         assert error_of(course).reason is Reason.INTERNAL
         assert (await stored(store, scene)).state == FAILED

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.response_writer import Answer
-from decant.router.api.usage import Account
-from decant.router.execution.token_stream import Course, Ended
+from decant.router.api.response_writer import ResponseWriter
+from decant.router.api.usage import RequestMeter
+from decant.router.execution.token_stream import Finish, TokenStream
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, InvalidArgument
 from decant.runtime.metrics import Registry, RequestMetrics
@@ -24,11 +24,11 @@ EOS = 1
 class Reader:
     """Keeps copies of what is sent; `pace` is awaited before each message is taken."""
 
-    def __init__(self, course: Course, pace: Any = None, after_seq: int = 0) -> None:
+    def __init__(self, course: TokenStream, pace: Any = None, after_seq: int = 0) -> None:
         self.course = course
         self.messages: list[pb.GenerateStreamResponse] = []
-        self.answer = Answer(course, tiny(), after_seq)
-        self.account = Account(course, RequestMetrics(Registry(process=False)).of("tiny-python"))
+        self.answer = ResponseWriter(course, tiny(), after_seq)
+        self.account = RequestMeter(course, RequestMetrics(Registry(process=False)).of("tiny-python"))
         self._pace = pace
 
     async def __call__(self, message: pb.GenerateStreamResponse) -> None:
@@ -49,9 +49,9 @@ class Reader:
         return "".join(delta.text for delta in self.deltas)
 
 
-async def read(tokens: list[int], end: Ended = AT_LENGTH, **fields: Any) -> Reader:
+async def read(tokens: list[int], end: Finish = AT_LENGTH, **fields: Any) -> Reader:
     """All is there before it is read."""
-    reader = Reader(Course(await valid(**fields)))
+    reader = Reader(TokenStream(await valid(**fields)))
     write(reader.course, *tokens, end=end)
     await reader.read()
     return reader
@@ -71,7 +71,7 @@ async def settle() -> None:
 
 
 async def test_a_stream_reads_started_deltas_finished():
-    reader = Reader(Course(await valid(request_id="r", sampling=pb.SamplingParams(seed=9))))
+    reader = Reader(TokenStream(await valid(request_id="r", sampling=pb.SamplingParams(seed=9))))
     reader.course.cached_tokens = 2
     task = asyncio.create_task(reader.read())
     await settle()
@@ -104,7 +104,7 @@ async def test_usage_and_receipt_stand_on_the_last_message_alone():
 
 async def test_what_has_gathered_comes_in_one_delta():
     gate = asyncio.Event()
-    reader = Reader(Course(await valid(**options(token_ids=True))), gate.wait)
+    reader = Reader(TokenStream(await valid(**options(token_ids=True))), gate.wait)
     write(reader.course, 5)
     task = asyncio.create_task(reader.read())
     await settle()
@@ -126,8 +126,8 @@ async def test_the_text_after_so_many_tokens_is_the_same_at_any_pace(data):
         tokens = [*tokens, EOS]
     wanted = {"skip_special_tokens": data.draw(st.booleans()), "token_ids": True, "logprobs": 1}
     fields = {"request_id": "r", "sampling": pb.SamplingParams(seed=1), **options(**wanted)}
-    one_by_one = Reader(Course(await valid(**fields)))
-    cut = Reader(Course(await valid(**fields)))
+    one_by_one = Reader(TokenStream(await valid(**fields)))
+    cut = Reader(TokenStream(await valid(**fields)))
     for reader, sizes in ((one_by_one, st.just(1)), (cut, st.integers(1, 8))):
         task = asyncio.create_task(reader.read())
         done = 0
@@ -156,7 +156,7 @@ async def test_the_text_after_so_many_tokens_is_the_same_at_any_pace(data):
 
 
 async def test_no_message_is_larger_than_a_client_receives_by_default() -> None:
-    reader = Reader(Course(await valid(response=pb.ResponseOptions(logprobs=20))))
+    reader = Reader(TokenStream(await valid(response=pb.ResponseOptions(logprobs=20))))
     write(reader.course, *[5] * 16_000, end=AT_LENGTH)
     messages = await reader.read()
     assert sum(delta.num_tokens for delta in reader.deltas) == 16_000
@@ -169,10 +169,10 @@ async def test_a_token_that_stops_counts_and_has_no_text(skip, end_known):
     """Neither the end of the model's own nor the client's, special or not, also where it comes before the end is
     known."""
     (colon,) = await ids_of(":")
-    for last, end in (EOS, STOPPED), (colon, Ended(pb.FINISH_REASON_STOP, stop_token_id=colon)):
+    for last, end in (EOS, STOPPED), (colon, Finish(pb.FINISH_REASON_STOP, stop_token_id=colon)):
         stopping = pb.StoppingParams(stop_token_ids=[colon])
         asked = options(skip_special_tokens=skip, token_ids=True)
-        reader = Reader(Course(await valid(stopping=stopping, **asked)))
+        reader = Reader(TokenStream(await valid(stopping=stopping, **asked)))
         task = asyncio.create_task(reader.read())
         write(reader.course, *await ids_of("return x"))
         write(reader.course, last, end=end if end_known else None)
@@ -198,7 +198,7 @@ async def test_an_end_that_is_ignored_is_a_token_like_others():
 async def test_an_incomplete_character_comes_at_the_end_before_finished():
     tokens = (await ids_of("x😀"))[:-1]
     assert (await read(tokens)).text == "x\ufffd"
-    reader = Reader(Course(await valid()))
+    reader = Reader(TokenStream(await valid()))
     task = asyncio.create_task(reader.read())
     write(reader.course, *tokens)
     await settle()
@@ -239,7 +239,7 @@ async def test_alternatives_are_none_where_none_were_asked_for():
 
 async def test_a_courses_error_is_raised_after_what_is_certain():
     lost = Aborted(Reason.WORKERS_LOST, "no worker is left", resume=ResumePoint(0, 2))
-    reader = Reader(Course(await valid()))
+    reader = Reader(TokenStream(await valid()))
     write(reader.course, 5, 6, end=lost)
     with pytest.raises(Aborted):
         await reader.read()
@@ -248,7 +248,7 @@ async def test_a_courses_error_is_raised_after_what_is_certain():
 
 
 async def test_an_error_before_the_first_token_comes_alone():
-    reader = Reader(Course(await valid()))
+    reader = Reader(TokenStream(await valid()))
     write(reader.course, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
         await reader.read()
@@ -257,7 +257,7 @@ async def test_an_error_before_the_first_token_comes_alone():
 
 async def test_an_error_does_not_tell_what_was_held_back():
     """A stream that goes on elsewhere tells it then, whole."""
-    reader = Reader(Course(await valid()))
+    reader = Reader(TokenStream(await valid()))
     write(reader.course, *(await ids_of("x😀"))[:-1], end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
         await reader.read()
@@ -271,7 +271,7 @@ async def test_the_whole_answer_is_the_stream_joined(tokens, stops):
     tokens = [*tokens, EOS] if stops else tokens
     asked = {"sampling": pb.SamplingParams(seed=3), **options(token_ids=True, logprobs=1)}
     stream = await read(tokens, end, **asked)
-    reader = Reader(Course(await valid(**asked)))
+    reader = Reader(TokenStream(await valid(**asked)))
     task = asyncio.create_task(reader.answer.whole(reader.account))
     for token in tokens:
         write(reader.course, token)
@@ -289,17 +289,17 @@ async def test_the_whole_answer_is_the_stream_joined(tokens, stops):
 
 
 async def test_the_whole_answer_raises_the_courses_error():
-    reader = Reader(Course(await valid()))
+    reader = Reader(TokenStream(await valid()))
     write(reader.course, 5, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
         await reader.answer.whole(reader.account)
 
 
 async def test_what_a_stop_is_depends_on_the_models_own_ends():
-    course = Course(await valid())
-    write(course, 5, 6, end=Ended(pb.FINISH_REASON_STOP, eos_token_id=6))
+    course = TokenStream(await valid())
+    write(course, 5, 6, end=Finish(pb.FINISH_REASON_STOP, eos_token_id=6))
     other = model(eos_token_ids=frozenset({6}))
-    response, _ = await Answer(course, other).whole(Reader(course).account)
+    response, _ = await ResponseWriter(course, other).whole(Reader(course).account)
     assert response.outputs[0].text == tiny().tokenizer.decode([5])
 
 
@@ -320,7 +320,7 @@ async def test_a_reader_who_begins_later_gets_the_rest_of_the_same_text(data):
         "sampling": pb.SamplingParams(seed=1),
     }
     fields |= options(token_ids=True)
-    first = Reader(Course(await valid(request_id="r", **fields)))
+    first = Reader(TokenStream(await valid(request_id="r", **fields)))
     task = asyncio.create_task(first.read())
     for token in tokens:
         write(first.course, token)
@@ -342,7 +342,7 @@ async def test_a_reader_who_begins_later_gets_the_rest_of_the_same_text(data):
 
 async def test_a_reader_who_has_more_than_is_written_waits_for_what_he_lacks():
     """What a lost router wrote last may have to be computed once more."""
-    reader = Reader(Course(await valid(**options(token_ids=True))), after_seq=3)
+    reader = Reader(TokenStream(await valid(**options(token_ids=True))), after_seq=3)
     write(reader.course, 5, 6)
     task = asyncio.create_task(reader.read())
     await settle()
@@ -354,12 +354,12 @@ async def test_a_reader_who_has_more_than_is_written_waits_for_what_he_lacks():
 
 
 async def test_who_claims_more_than_was_ever_written_is_refused():
-    reader = Reader(Course(await valid()), after_seq=3)
+    reader = Reader(TokenStream(await valid()), after_seq=3)
     write(reader.course, 5, 6, end=AT_LENGTH)
     with pytest.raises(InvalidArgument) as refused:
         await reader.read()
     assert (refused.value.field, refused.value.value) == ("after_seq", "3")
-    lost = Reader(Course(await valid()), after_seq=3)
+    lost = Reader(TokenStream(await valid()), after_seq=3)
     write(lost.course, 5, 6, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
         await lost.read()
@@ -376,7 +376,7 @@ async def test_a_delta_waits_for_as_many_tokens_as_were_asked_for_and_the_end_fo
     chunk = data.draw(st.integers(0, 6))
     tokens = data.draw(st.lists(st.integers(2, 4095), min_size=1, max_size=20))
     fields = {"stream": pb.StreamOptions(min_chunk_tokens=chunk), **options(token_ids=True)}
-    reader = Reader(Course(await valid(**fields)))
+    reader = Reader(TokenStream(await valid(**fields)))
     task = asyncio.create_task(reader.read())
     for done, token in enumerate(tokens, 1):
         write(reader.course, token)
@@ -395,7 +395,7 @@ async def test_a_delta_waits_for_as_many_tokens_as_were_asked_for_and_the_end_fo
 
 
 async def test_an_error_flushes_what_waits_for_more():
-    reader = Reader(Course(await valid(stream=pb.StreamOptions(min_chunk_tokens=9))))
+    reader = Reader(TokenStream(await valid(stream=pb.StreamOptions(min_chunk_tokens=9))))
     task = asyncio.create_task(reader.read())
     write(reader.course, 5, 6)
     await settle()

@@ -16,20 +16,20 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
 from decant.router.execution.reader_lease import begin_behind
-from decant.router.execution.token_stream import Course
-from decant.router.recovery.takeover import Takeover
+from decant.router.execution.token_stream import TokenStream
+from decant.router.recovery.takeover import OrphanRecovery
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound, OutOfRange, Unavailable
 from decant.runtime.peer import new_peer
 from decant.state import keys
 from decant.state.errors import OwnerAlive, StoreUnavailable
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.journal import Entry
-from decant.state.keys import Lifetimes
+from decant.state.keys import Ttls
 from decant.state.owned import OwnedRequest
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
-from decant.state.store_instance import Era
+from decant.state.store_instance import StoreInstance
 from tests.router.fake_worker import LAYOUT, MODEL, FakeWorker, answer, fleet
 from tests.router.harness import PATIENCE, Core, core, ended, ended_run, make_request, tokens_of, until, written
 from tests.router.test_registry import pass_on
@@ -261,7 +261,7 @@ async def test_who_learns_from_the_store_that_it_was_cancelled_elsewhere_says_so
         course = await scene.dispatcher.begin(make_request())
         await written(course, 3)
         await until(lambda: scene.owned("r").stored == 3)
-        await store.requests.cancel(KEY, Life("other", 1))
+        await store.requests.cancel(KEY, Incarnation("other", 1))
         pass_on(workers[1], 4)
         assert isinstance((await ended(course)).end, Cancelled)
 
@@ -278,7 +278,7 @@ async def test_while_the_store_is_away_the_epoch_says_whether_a_client_may_resum
         with monkeypatch.context() as patch:
             patch.setattr(store.requests, "read", raising(StoreUnavailable("away")))
             (run,) = workers[1].runs.values()
-            workers[1]._say(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=epoch)), run)
+            workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=epoch)), run)
             error = (await ended(course)).end
             assert isinstance(error, Aborted)
             assert error.reason is reason
@@ -294,10 +294,10 @@ async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_
         workers[1].script.pause_at = 3
         course = await scene.dispatcher.begin(make_request())
         await written(course, 3)
-        await store.requests.adopt(KEY, Life("other", 1), None if resumed_by_client else 1)
+        await store.requests.adopt(KEY, Incarnation("other", 1), None if resumed_by_client else 1)
         if notified_by == "worker":
             (run,) = workers[1].runs.values()
-            workers[1]._say(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=2)), run)
+            workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=2)), run)
         else:
             pass_on(workers[1], until=4)
         error = (await ended(course)).end
@@ -306,14 +306,14 @@ async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_
             assert (error.reason, error.resume) == (Reason.SUPERSEDED, None)
         else:
             assert (error.reason, error.resume) == (Reason.OWNER_CHANGED, ResumePoint(0, len(course.tokens)))
-        assert (await store.requests.read(KEY)).owner == Life("other", 1)
+        assert (await store.requests.read(KEY)).owner == Incarnation("other", 1)
 
 
 async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[0].script.prefill_pause = True
         course = await scene.dispatcher.begin(make_request())
-        await store.requests.adopt(KEY, Life("other", 1), 1)
+        await store.requests.adopt(KEY, Incarnation("other", 1), 1)
         scene.owned("r").move(Generation.STATE_PREFILLING, datetime.now(UTC))
         error = (await ended(course)).end
         assert isinstance(error, Unavailable)
@@ -326,7 +326,7 @@ async def test_who_owns_it_no_longer_cancels_it_where_it_is_owned(store: Store) 
         workers[1].script.pause_at = 3
         course = await scene.dispatcher.begin(make_request())
         await written(course, 3)
-        await store.requests.adopt(KEY, Life("other", 1))
+        await store.requests.adopt(KEY, Incarnation("other", 1))
         assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
         found = await store.requests.read(KEY)
         assert (found.epoch, found.state) == (3, Generation.STATE_CANCELLED), "the owner learns it too"
@@ -342,7 +342,7 @@ def raising(error: Exception) -> Any:
     return raises
 
 
-async def failed_at_once(scene: Core, worker: FakeWorker, id: str = "r") -> Course:
+async def failed_at_once(scene: Core, worker: FakeWorker, id: str = "r") -> TokenStream:
     worker.script.prefill_fails_before_ticket += 1
     course = await scene.answer(make_request(id))
     assert isinstance(course.end, Unavailable)
@@ -434,7 +434,7 @@ async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> No
 SHOWN = pb.ResponseOptions(logprobs=2, prompt_logprobs=1)
 
 
-def is_explained(course: Course) -> bool:
+def is_explained(course: TokenStream) -> bool:
     """Every token of it, and of the prompt, has the logprobs that a worker gave it."""
     prompt = [found.logprob for found in course.prompt_logprobs]
     output = [(found.logprob, list(found.top_ids)) for found in course.logprobs]
@@ -495,7 +495,7 @@ async def left_behind(store: Store, *tokens: int, layout: int | None = None, **a
     record = RequestRecord(model=MODEL, seed=4, prompt_tokens=3)
     if layout is not None:
         record.attempts.add(attempt=1, decode_worker=new_peer("lost"), layout=layout)
-    owned = OwnedRequest.begin(KEY, Life("gone", 1), request.payload, record, datetime.now(UTC))
+    owned = OwnedRequest.begin(KEY, Incarnation("gone", 1), request.payload, record, datetime.now(UTC))
     await store.requests.accept(owned)
     owned.append(Entry(0, token) for token in tokens)
     owned.move(Generation.STATE_DECODING, datetime.now(UTC))
@@ -508,13 +508,13 @@ async def watching(
     scene: Core,
     refill_s: float = 0.0,
     registration_s: float = 0.2,
-    is_connected: Callable[[Life], bool] = lambda _: False,
+    is_connected: Callable[[Incarnation], bool] = lambda _: False,
 ) -> AsyncIterator[None]:
     """The router is registered and takes over what others leave. What it takes for a registration's time is short."""
-    life, lifetimes = Life.of(scene.router.peer), Lifetimes(refill_s=refill_s, registration_s=registration_s)
-    store.era = Era(store._client, lifetimes)
+    life, lifetimes = Incarnation.of(scene.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
+    store.era = StoreInstance(store._client, lifetimes)
     registration = await store.routers.register(router_facts(life))
-    takeover = Takeover(store, scene.dispatcher, life, is_connected, lifetimes)
+    takeover = OrphanRecovery(store, scene.dispatcher, life, is_connected, lifetimes)
     takeover.start()
     try:
         yield
@@ -535,7 +535,7 @@ async def test_what_a_router_left_behind_is_gone_on_with_once(store: Store) -> N
             await until(lambda: one.store_is_done and two.store_is_done)
         found = await store.requests.read(KEY)
         assert (found.epoch, found.attempt, found.state) == (2, 2, Generation.STATE_SUCCEEDED)
-        assert await store.open.of(Life("gone", 1)) == set()
+        assert await store.open.of(Incarnation("gone", 1)) == set()
 
 
 async def test_what_is_taken_over_and_read_by_nobody_ends_with_its_grace(store: Store) -> None:
@@ -554,7 +554,7 @@ async def test_nobody_is_gone_until_those_that_live_had_the_time_to_say_so(
     """Routers write their requests to an emptied Redis before they are registered there again."""
     orphaned, looks = store.open.orphaned, []
 
-    async def looked() -> set[Life]:
+    async def looked() -> set[Incarnation]:
         looks.append((await store.era.current()).refill_left_s)
         return await orphaned()
 
@@ -581,7 +581,7 @@ async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
 # ------------------------------------------------------------------- a client that has more than is written of it
 
 
-async def begun_behind(course: Course, after_seq: int) -> None:
+async def begun_behind(course: TokenStream, after_seq: int) -> None:
     async with asyncio.timeout(PATIENCE):
         await begin_behind(course, after_seq)
 
@@ -631,7 +631,7 @@ async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certai
         await begun_behind(course, 4)
 
 
-async def refused_behind(course: Course, after_seq: int, *, certain: int) -> None:
+async def refused_behind(course: TokenStream, after_seq: int, *, certain: int) -> None:
     with pytest.raises(Aborted) as caught:
         await begun_behind(course, after_seq)
     assert (caught.value.reason, caught.value.fault.resume) == (Reason.TAIL_UNCERTAIN, ResumePoint(0, certain))

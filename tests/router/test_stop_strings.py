@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import Course, Ended, ValidRequest
-from decant.router.execution.token_writer import Pen, Trouble
+from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.execution.token_writer import TokenWriter, WriteError
 from decant.router.text.output_text import begin_text
-from decant.router.text.stop_strings import StopTexts
+from decant.router.text.stop_strings import StopStrings
 from decant.state.store import Store
 from tests.router.factories import tiny, valid
 from tests.router.fake_worker import answer, fleet
@@ -46,7 +46,7 @@ def plain_held(text: str, stops: Sequence[str]) -> int:
 @given(st.text("ab\n", max_size=30), STOPS, st.data())
 @settings(max_examples=400, deadline=None)
 def test_the_first_text_to_be_complete_is_found_in_any_pieces(text, stops, data):
-    search, state, done, found = StopTexts(stops), 0, 0, None
+    search, state, done, found = StopStrings(stops), 0, 0, None
     while done < len(text) and found is None:
         piece = text[done : done + data.draw(st.integers(1, 6))]
         state, place, stop = search.scan(state, piece)
@@ -60,7 +60,7 @@ def test_the_first_text_to_be_complete_is_found_in_any_pieces(text, stops, data)
 @given(st.text("ab", max_size=12), st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4)))
 @settings(max_examples=300, deadline=None)
 def test_what_does_not_count_may_still_begin_what_does(early, late, stops):
-    search = StopTexts(stops)
+    search = StopStrings(stops)
     state = search.pass_over(0, early)
     assert search.held(state) == plain_held(early, stops)
     _, place, stop = search.scan(state, late)
@@ -83,7 +83,7 @@ class Plain:
 
     def certain(self, tokens: list[int]) -> str:
         """The text of these tokens without stop texts."""
-        stopping, wanted = self.request.work.stopping, self.request.wanted
+        stopping, wanted = self.request.engine_request.stopping, self.request.wanted
         detokenizer = tiny().words.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
         kept = tokens[-1] not in {EOS, *stopping.stop_token_ids}
         kept |= tokens[-1] in stopping.stop_token_ids and wanted.include_stop
@@ -91,7 +91,7 @@ class Plain:
         return text + detokenizer.end() if self.is_last(tokens) else text
 
     def is_last(self, tokens: list[int]) -> bool:
-        stopping = self.request.work.stopping
+        stopping = self.request.engine_request.stopping
         return len(tokens) == stopping.max_tokens or tokens[-1] in {EOS, *stopping.stop_token_ids}
 
     def texts(self, tokens: list[int]) -> tuple[list[str], str | None]:
@@ -100,7 +100,7 @@ class Plain:
         seen = 0
         for count in range(1, len(tokens) + 1):
             text = self.certain(tokens[:count])
-            if count >= self.request.work.stopping.min_tokens:
+            if count >= self.request.engine_request.stopping.min_tokens:
                 for end in range(seen + 1, len(text) + 1):
                     if here := [stop for stop in self.stops if text[:end].endswith(stop)]:
                         stop = max(here, key=len)
@@ -143,19 +143,19 @@ async def test_text_and_end_are_those_of_a_plain_look_at_the_whole_however_token
     fields, tokens, stops = await scene(data)
     request = await valid(**fields)
     shown, stop = Plain(request, stops).texts(tokens)
-    course = Course(request)
-    pen = Pen(course)
+    course = TokenStream(request)
+    pen = TokenWriter(course)
     for place, token in enumerate(tokens):
         assert pen.put(request.prompt_tokens + place, token) is None
     assert course.tokens == tokens[: len(shown)]
-    assert pen.stopped == (None if stop is None else Ended(pb.FINISH_REASON_STOP, stop_text=stop))
-    text, done = begin_text(tiny(), request.wanted, request.work.stopping), 0
-    joined = ""
+    assert pen.stopped == (None if stop is None else Finish(pb.FINISH_REASON_STOP, stop_text=stop))
+    text, done = begin_text(tiny(), request.wanted, request.engine_request.stopping), 0
+    decode_started = ""
     while done < len(course.tokens):
         more = course.tokens[done : done + data.draw(st.integers(1, 5))]
-        joined += text.add(more)
+        decode_started += text.add(more)
         done += len(more)
-        assert joined == shown[done - 1]
+        assert decode_started == shown[done - 1]
     assert text.stop == stop
 
 
@@ -165,14 +165,14 @@ async def test_a_stream_is_stopped_wherever_it_is_cut_and_wherever_it_is_resumed
     fields, tokens, stops = await scene(data)
     request = await valid(**fields)
     shown, stop = Plain(request, stops).texts(tokens)
-    course = Course(request)
-    pen = Pen(course)
+    course = TokenStream(request)
+    pen = TokenWriter(course)
     first = Reader(course)
     task = asyncio.create_task(first.read())
     for place, token in enumerate(tokens):
         pen.put(request.prompt_tokens + place, token)
         await settle()
-    course.end = pen.stopped or Ended(pb.FINISH_REASON_LENGTH)
+    course.end = pen.stopped or Finish(pb.FINISH_REASON_LENGTH)
     course.told()
     await task
     whole = shown[-1]
@@ -190,7 +190,7 @@ async def test_a_stream_is_stopped_wherever_it_is_cut_and_wherever_it_is_resumed
 
 async def test_nothing_is_held_back_that_can_not_be_a_stop_text():
     request = await valid(stopping=pb.StoppingParams(stop=["\nclass"]))
-    text = begin_text(tiny(), request.wanted, request.work.stopping)
+    text = begin_text(tiny(), request.wanted, request.engine_request.stopping)
     parts = [text.add([token]) for token in await tiny().encode("def f(x):\n    return\ncl", special=False)]
     assert "".join(parts) == "def f(x):\n    return"
     assert text.stop is None
@@ -200,11 +200,11 @@ async def test_a_character_that_is_certain_only_at_the_end_stops_too():
     smile = await tiny().encode("x😀", special=False)
     stopping = pb.StoppingParams(stop=["😀"], max_tokens=len(smile))
     request = await valid(stopping=stopping)
-    course = Course(request)
-    pen = Pen(course)
+    course = TokenStream(request)
+    pen = TokenWriter(course)
     for place, token in enumerate(smile):
         pen.put(request.prompt_tokens + place, token)
-    assert pen.stopped == Ended(pb.FINISH_REASON_STOP, stop_text="😀")
+    assert pen.stopped == Finish(pb.FINISH_REASON_STOP, stop_text="😀")
     course.end = pen.stopped
     reader = Reader(course)
     await reader.read()
@@ -214,23 +214,23 @@ async def test_a_character_that_is_certain_only_at_the_end_stops_too():
 # -------------------------------------------------------------------------------------------- the pen
 
 
-async def stopped_pen() -> tuple[Pen, Course, list[int]]:
+async def stopped_pen() -> tuple[TokenWriter, TokenStream, list[int]]:
     request = await valid(stopping=pb.StoppingParams(stop=["return"]))
     tokens = await tiny().encode("x\nreturn x + 1", special=False)
-    return Pen(Course(request)), Course(request), tokens
+    return TokenWriter(TokenStream(request)), TokenStream(request), tokens
 
 
 async def test_what_comes_after_a_stop_is_dropped_and_never_missed():
     pen, _, tokens = await stopped_pen()
-    told: list[Ended | None] = []
+    told: list[Finish | None] = []
     pen.tell_stopped = lambda: told.append(pen.stopped)
     base = pen.position
     for place, token in enumerate(tokens):
         assert pen.put(base + place, token) is None
-    assert told == [Ended(pb.FINISH_REASON_STOP, stop_text="return")]
+    assert told == [Finish(pb.FINISH_REASON_STOP, stop_text="return")]
     written = list(pen.course.tokens)
     assert pen.put(base + len(tokens) + 5, 7) is None  # no gap: nothing is wanted any more
-    assert pen.put(base, tokens[0] + 1) is Trouble.CONFLICT
+    assert pen.put(base, tokens[0] + 1) is WriteError.CONFLICT
     assert pen.course.tokens == written
     assert len(written) < len(tokens)
 
@@ -242,8 +242,8 @@ async def test_who_takes_over_a_course_knows_what_it_says():
         pen.put(base + place, token)
     written = pen.course.tokens
     for known in range(len(written) + 1):
-        adopted = Course(course.request, tokens=written[:known])
-        again = Pen(adopted)
+        adopted = TokenStream(course.request, tokens=written[:known])
+        again = TokenWriter(adopted)
         assert (again.stopped is not None) == (known == len(written))
         for place, token in enumerate(tokens[known:], known):
             again.put(base + place, token)
@@ -280,7 +280,7 @@ async def test_workers_hear_what_stopped_and_where(store: Store, count: int, poo
         for worker in workers:
             worker.script.pause_at = count  # they would go on
         course = await scene.answer(stops_after(count, max_tokens=9))
-        assert course.end == Ended(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
         assert course.tokens == answer([1, 2, 3], count)
         taker = workers[-1]
         await until(lambda: taker.cancels or (count == 1 and not taker.starts))
@@ -294,7 +294,7 @@ async def test_workers_hear_what_stopped_and_where(store: Store, count: int, poo
 async def test_a_stop_at_the_very_last_token_is_a_stop(store: Store, count: int) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         course = await scene.answer(stops_after(count, max_tokens=count))
-        assert course.end == Ended(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
         assert course.tokens == answer([1, 2, 3], count)
 
 
@@ -302,7 +302,7 @@ async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
         decode.script.fails_at = [2]
         course = await scene.answer(stops_after(4, max_tokens=9))
-        assert course.end == Ended(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
         assert course.tokens == answer([1, 2, 3], 4)
         assert course.path.attempts == 2
 

@@ -8,8 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.usage import Account
-from decant.router.execution.token_stream import Course, Path
+from decant.router.api.usage import RequestMeter
+from decant.router.execution.token_stream import AttemptTrace, TokenStream
 from decant.runtime.metrics import Registry, RequestMetrics
 from tests.router.factories import AT_LENGTH, valid, write
 
@@ -34,11 +34,11 @@ def registry():
 
 @pytest.fixture
 async def course(clock):
-    return Course(await valid(request_id="r", user="ada", prompt="a secret of the prompt"))
+    return TokenStream(await valid(request_id="r", user="ada", prompt="a secret of the prompt"))
 
 
-def account(course: Course, registry: Registry) -> Account:
-    return Account(course, RequestMetrics(registry).of("tiny-python"))
+def account(course: TokenStream, registry: Registry) -> RequestMeter:
+    return RequestMeter(course, RequestMetrics(registry).of("tiny-python"))
 
 
 def value(registry: Registry, name: str, **labels: str) -> float | None:
@@ -51,7 +51,9 @@ async def test_the_times_of_a_receipt_are_whole_microseconds(clock, course, regi
     taken.sent(1)
     clock.now += 1 / 3
     taken.sent(1)
-    course.path = Path(queue_s=0.1 + 0.2, prefill_s=2 / 3, handoff_s=1e-7, decode_wait_s=5e-6, decode_began_at=100.1)
+    course.path = AttemptTrace(
+        queue_s=0.1 + 0.2, prefill_s=2 / 3, handoff_s=1e-7, decode_wait_s=5e-6, decode_began_at=100.1
+    )
     course.last_token_at = 100 + 1 / 7
     receipt = taken.receipt()
     times = {field.name: value for field, value in receipt.ListFields() if field.name.endswith("_ms")}
@@ -68,7 +70,7 @@ async def test_a_receipt_tells_phases_in_milliseconds(clock, course, registry):
     taken.sent(1)
     clock.now += 0.125
     taken.sent(1)
-    course.path = Path(
+    course.path = AttemptTrace(
         attempts=2,
         prefill_worker="p",
         decode_worker="d",
@@ -131,7 +133,7 @@ async def test_usage_counts_prompt_and_output(course, registry):
 async def test_everything_is_counted_once(clock, course, registry):
     taken = account(course, registry)
     course.cached_tokens = 2
-    course.path = Path(queue_s=0.5, prefill_s=0.25, decode_began_at=101.0)
+    course.path = AttemptTrace(queue_s=0.5, prefill_s=0.25, decode_began_at=101.0)
     for tokens in (1, 2, 1):
         clock.now += 1
         write(course, *[5] * tokens)

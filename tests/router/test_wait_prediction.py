@@ -12,9 +12,9 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc as services
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.wait_prediction import LONG_SECONDS, Wait, Waits
-from decant.router.api.auth import Anybody
-from decant.router.api.service import About, InferenceService
-from decant.router.execution.token_stream import Ended
+from decant.router.api.auth import NoAuthentication
+from decant.router.api.service import InferenceService, ServerInfoSource
+from decant.router.execution.token_stream import Finish
 from decant.router.text.served_model import Models
 from decant.runtime.channel import Deadline, open_channel
 from decant.runtime.error_details import Reason
@@ -24,7 +24,7 @@ from decant.runtime.metrics import Registry, RequestMetrics
 from decant.runtime.server import Server
 from decant.runtime.server_settings import ServerSettings
 from decant.runtime.tls import PeerTls
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
 from tests.router.factories import model
 from tests.router.fake_worker import MODEL, fleet
@@ -145,10 +145,10 @@ async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(stor
     calls = 1500
     async with fleet(P, D) as workers, core(store, workers, max_active=8, queue_limit=16) as scene:
         served = Models([model(id=MODEL)])
-        about = About(Life("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
+        about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
         service = InferenceService(served, scene.dispatcher, about, RequestMetrics(Registry(process=False)))
         settings = ServerSettings(port=0, drain_seconds=1.0)
-        server = Server([service.service(Anybody(served))], settings, Readiness(), Registry(process=False))
+        server = Server([service.service(NoAuthentication(served))], settings, Readiness(), Registry(process=False))
         await server.start()
         running = asyncio.create_task(server.run())
         async with open_channel(server.address, PeerTls()) as channel:
@@ -207,7 +207,7 @@ async def test_a_request_that_another_router_accepted_is_not_refused_for_its_wai
         await two.dispatcher.check_wait(key, MODEL, 0, Deadline())
         again = await two.dispatcher.begin(make_request())
         workers[1].go.set()
-        assert isinstance((await ended(again)).end, Ended)
+        assert isinstance((await ended(again)).end, Finish)
         with pytest.raises(AlreadyExists):
             await two.dispatcher.begin(make_request(max_tokens=6))
         with pytest.raises(QueueFull):

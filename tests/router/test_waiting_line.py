@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.protos import worker_pb2 as wire
-from decant.router.placement.policy import Seen
-from decant.router.workers.waiting_line import Kind, Line, Waiter, WaitsFor
-from decant.state.ids import Life
+from decant.router.placement.policy import WorkerSnapshot
+from decant.router.workers.waiting_line import Kind, Waiter, WaitingLine, WaitsFor
+from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router.fake_worker import FakeWorker, answer, fleet
 from tests.router.harness import Core, core, ended, make_request, tokens_of, until, written
@@ -30,7 +30,7 @@ class Scene:
     """A line whose waiters take places, as long as there are any."""
 
     places: dict[Kind, int]
-    line: Line = field(default_factory=Line)
+    line: WaitingLine = field(default_factory=WaitingLine)
     placed: list[str] = field(default_factory=list)
     tries: int = 0
 
@@ -111,7 +111,7 @@ def test_one_that_leaves_before_its_turn_changes_no_turn() -> None:
 # ------------------------------------------------------------------------------------ over scripted workers
 
 
-async def waiting(scene: Core, workers: list[FakeWorker], count: int) -> Line:
+async def waiting(scene: Core, workers: list[FakeWorker], count: int) -> WaitingLine:
     """So many requests wait, because the prefill workers are full."""
     for worker in workers:
         worker.load.takes_prompts = False
@@ -130,7 +130,9 @@ async def heartbeats(scene: Core, count: int) -> None:
     for worker in scene.router.pool.of("m"):
         hear = worker.view.hear
 
-        def counted(beat: wire.Beat, life: Life = worker.life, hear: Callable[[wire.Beat], None] = hear) -> None:
+        def counted(
+            beat: wire.Heartbeat, life: Incarnation = worker.life, hear: Callable[[wire.Heartbeat], None] = hear
+        ) -> None:
             received[life] += 1
             hear(beat)
 
@@ -166,7 +168,7 @@ async def test_the_urgent_are_placed_first_whenever_they_came(store: Store) -> N
     async with fleet(P, D) as workers, core(store, workers) as scene:
         line = await waiting(scene, workers[:1], 3)
         urgent = make_request("urgent")
-        urgent.work.priority = 1000
+        urgent.engine_request.priority = 1000
         await scene.dispatcher.begin(urgent)
         await until(lambda: len(line) == 4)
         workers[0].load.takes_prompts = True
@@ -185,7 +187,7 @@ async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
             await written(course, 2)
         placements = 0
 
-        def seen(*_: object) -> list[Seen]:
+        def seen(*_: object) -> list[WorkerSnapshot]:
             nonlocal placements
             placements += 1
             return []

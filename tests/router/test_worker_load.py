@@ -7,23 +7,23 @@ from hypothesis import strategies as st
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.placement.prefix_index import Prefix
-from decant.router.placement.worker_load import Count, Sent, View
+from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.placement.worker_load import CorrectedCounter, LoadReservation, WorkerLoad
 
-ANY = Prefix(wire.Work(prompt=bytes(4)))
-
-
-def view() -> View:
-    return View(WorkerRegistration(capacity=Capacity(total_blocks=1000, block_tokens=16)))
+ANY = PromptBlocks(wire.EngineRequest(prompt=bytes(4)))
 
 
-def figures(known: View) -> tuple[int, int, int]:
+def view() -> WorkerLoad:
+    return WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=1000, block_tokens=16)))
+
+
+def figures(known: WorkerLoad) -> tuple[int, int, int]:
     seen = known.seen()
     return seen.sequences, seen.queued_tokens, seen.free_blocks
 
 
-def load(**fields: int) -> wire.Beat:
-    return wire.Beat(load=wire.Load(free_blocks=1000, **fields))  # type: ignore[arg-type]
+def load(**fields: int) -> wire.Heartbeat:
+    return wire.Heartbeat(load=wire.Load(free_blocks=1000, **fields))  # type: ignore[arg-type]
 
 
 def test_what_was_just_sent_counts_until_it_is_over() -> None:
@@ -55,7 +55,7 @@ def test_a_load_of_before_does_not_hide_what_is_there() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["come", "go", "tell"]), st.integers(0, 9)), max_size=30))
 def test_a_count_is_never_less_than_what_is_ours(story: list[tuple[str, int]]) -> None:
-    count, ours = Count(), list[int]()
+    count, ours = CorrectedCounter(), list[int]()
     for kind, amount in story:
         if kind == "come":
             count.add(amount)
@@ -70,7 +70,7 @@ def test_a_count_is_never_less_than_what_is_ours(story: list[tuple[str, int]]) -
 
 def test_nothing_of_ours_is_left_when_all_is_over() -> None:
     known = view()
-    sent: list[Sent] = [known.send(ANY, n, computed=n % 2 == 0) for n in range(1, 20)]
+    sent: list[LoadReservation] = [known.send(ANY, n, computed=n % 2 == 0) for n in range(1, 20)]
     for each in sent[::2]:
         each.read()
     for each in sent:

@@ -23,7 +23,7 @@ from decant.runtime.errors import Unavailable, from_call
 from decant.runtime.health import State
 from decant.runtime.server import Service
 from decant.runtime.server_settings import ServerSettings
-from decant.runtime.settings import Refused
+from decant.runtime.settings import SettingError
 from decant.runtime.shutdown import first
 from tests.runtime.harness import INFERENCE, Scene, scene
 
@@ -228,11 +228,11 @@ async def test_asked_while_warming_up_it_ends() -> None:
 
 async def test_two_servers_do_not_share_a_port_unasked() -> None:
     async with scene() as s:
-        with pytest.raises(Refused, match=f"port: .*127.0.0.1:{s.server.port}"):
+        with pytest.raises(SettingError, match=f"port: .*127.0.0.1:{s.server.port}"):
             async with scene(port=s.server.port):
                 pass
         async with scene(admin_port=0) as other:
-            with pytest.raises(Refused, match="admin_port"):
+            with pytest.raises(SettingError, match="admin_port"):
                 async with scene(admin_port=other.server.admin_port):
                     pass
     async with scene(reuse_port=True) as s, scene(reuse_port=True, port=s.server.port) as other:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from decant.protos.inference_pb2 import ResponseOptions
 from decant.protos.worker_pb2 import Load
-from decant.state.ids import Life, RequestKey
-from decant.state.quota import Limits
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.quota import TenantLimits
 from decant.state.store import Store
 from tests.state.factories import (
     DECODING,
@@ -41,8 +41,8 @@ async def walk(store: Store) -> list[Step]:
     shown = make_request(RequestKey("tenant", "shown"), shown=ResponseOptions(logprobs=1, prompt_logprobs=0))
     failing = make_request(RequestKey("tenant", "failing"))
     later, other = make_request(RequestKey("t}{", "later")), RequestKey("t2", "other")
-    limits = Limits(in_flight=10, tokens_per_minute=20)
-    worker = await store.workers.register(worker_facts(Life("w", 3)))
+    limits = TenantLimits(in_flight=10, tokens_per_minute=20)
+    worker = await store.workers.register(worker_facts(Incarnation("w", 3)))
     me = await store.routers.register(router_facts(router(1)))
 
     async def write() -> None:
@@ -81,7 +81,7 @@ async def walk(store: Store) -> list[Step]:
     request.append(written(1, 2))
     return [
         Step("era", store.era.current, 1),
-        Step("register", lambda: store.workers.register(worker_facts(Life("w", 3))), 1),
+        Step("register", lambda: store.workers.register(worker_facts(Incarnation("w", 3))), 1),
         Step("renew", lambda: worker.renew(Load(running=1)), 1),
         Step("renew router", me.renew, 1),
         Step("listing", store.workers.listing, 1),

@@ -10,9 +10,9 @@ from decant.protos.inference_pb2 import GenerateRequest, Generation, ResponseOpt
 from decant.protos.state_pb2 import RequestRecord, RouterRegistration, WorkerRegistration
 from decant.protos.worker_pb2 import ROLE_DECODE, Peer, TokenLogprobs
 from decant.state import keys
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.journal import Entry
-from decant.state.keys import Lifetimes
+from decant.state.keys import Ttls
 from decant.state.logprobs import Logprobs
 from decant.state.owned import OwnedRequest
 from decant.state.store import Store, StoreSettings
@@ -31,16 +31,16 @@ SUCCEEDED, FAILED, CANCELLED = Generation.STATE_SUCCEEDED, Generation.STATE_FAIL
 
 def make_store(url: str, deadline_s: float = 10.0, connections: int = 16, **lifetimes: float) -> Store:
     """The deadline is long: other tests' processes share the cores."""
-    return Store(StoreSettings(url, deadline_s, connections, Lifetimes(**lifetimes)))
+    return Store(StoreSettings(url, deadline_s, connections, Ttls(**lifetimes)))
 
 
-def router(number: int = 1) -> Life:
-    return Life(f"router-{number}", (1 << 63) + number)
+def router(number: int = 1) -> Incarnation:
+    return Incarnation(f"router-{number}", (1 << 63) + number)
 
 
 def make_request(
     key: RequestKey = KEY,
-    owner: Life | None = None,
+    owner: Incarnation | None = None,
     prompt: str = "once",
     tokens: Iterable[int] = (),
     shown: ResponseOptions | None = None,
@@ -74,11 +74,11 @@ def written(*tokens: int) -> list[Entry]:
     return [Entry(0, token) for token in tokens]
 
 
-def router_facts(life: Life) -> RouterRegistration:
+def router_facts(life: Incarnation) -> RouterRegistration:
     return RouterRegistration(peer=Peer(id=life.id, incarnation=life.incarnation, protocol=1), address="host:1")
 
 
-def worker_facts(life: Life, address: str = "host:2") -> WorkerRegistration:
+def worker_facts(life: Incarnation, address: str = "host:2") -> WorkerRegistration:
     peer = Peer(id=life.id, incarnation=life.incarnation, protocol=1)
     return WorkerRegistration(peer=peer, address=address, role=ROLE_DECODE, layout=(1 << 64) - 1)
 

@@ -8,7 +8,7 @@ import pytest
 import redis as sync_redis
 
 from decant.state.errors import OwnerAlive, Superseded
-from decant.state.ids import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import OwnedRequest
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
@@ -29,7 +29,7 @@ async def test_a_living_router_keeps_its_requests(store: Store) -> None:
 
 
 async def test_an_earlier_life_of_a_living_router_is_dead(store: Store) -> None:
-    reborn = Life(router(1).id, 5)
+    reborn = Incarnation(router(1).id, 5)
     await store.open.add(router(1), named(2))
     await store.routers.register(router_facts(router(1)))
     await store.routers.register(router_facts(reborn))

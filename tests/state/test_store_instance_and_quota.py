@@ -11,7 +11,7 @@ from decant.state import keys
 from decant.state.errors import QuotaExceeded
 from decant.state.ids import RequestKey
 from decant.state.private_redis import PrivateRedis
-from decant.state.quota import Limits
+from decant.state.quota import TenantLimits
 from decant.state.store import Store
 from tests.state.factories import make_store, pass_time
 
@@ -38,7 +38,7 @@ async def test_an_era_ages(server: PrivateRedis, bare: sync_redis.Redis) -> None
 
 
 async def test_no_more_than_the_limit_is_in_flight(store: Store) -> None:
-    limits = Limits(in_flight=3)
+    limits = TenantLimits(in_flight=3)
     results = await asyncio.gather(
         *(store.quotas.acquire(key(n), 1, limits) for n in range(10)), return_exceptions=True
     )
@@ -50,7 +50,7 @@ async def test_no_more_than_the_limit_is_in_flight(store: Store) -> None:
 
 
 async def test_what_is_released_is_free_and_once_only(store: Store) -> None:
-    limits = Limits(in_flight=1)
+    limits = TenantLimits(in_flight=1)
     assert await store.quotas.acquire(key(1), 1, limits)
     assert not await store.quotas.acquire(key(1), 1, limits), "it was booked before"
     await store.quotas.release(key(1), 1, limits)
@@ -61,7 +61,7 @@ async def test_what_is_released_is_free_and_once_only(store: Store) -> None:
 
 
 async def test_a_dead_routers_bookings_end(server: PrivateRedis, bare: sync_redis.Redis) -> None:
-    limits = Limits(in_flight=2, tokens_per_minute=1000)
+    limits = TenantLimits(in_flight=2, tokens_per_minute=1000)
     async with make_store(server.url, quota_lease_s=60) as store:
         await store.quotas.acquire(key(1), 10, limits)
         await store.quotas.acquire(key(2), 10, limits)
@@ -77,7 +77,7 @@ async def test_a_dead_routers_bookings_end(server: PrivateRedis, bare: sync_redi
 
 
 async def test_what_runs_is_counted_again_in_an_emptied_redis(store: Store, bare: sync_redis.Redis) -> None:
-    limits = Limits(in_flight=2)
+    limits = TenantLimits(in_flight=2)
     await store.quotas.acquire(key(1), 1, limits)
     bare.flushall()
     await store.quotas.renew([key(1), key(2), key(1, "other")])
@@ -86,7 +86,7 @@ async def test_what_runs_is_counted_again_in_an_emptied_redis(store: Store, bare
 
 
 async def test_tokens_are_charged_once_and_settled_by_what_was_used(store: Store, bare: sync_redis.Redis) -> None:
-    limits = Limits(tokens_per_minute=1000)
+    limits = TenantLimits(tokens_per_minute=1000)
     for _ in range(3):
         await store.quotas.acquire(key(1), 900, limits)
     with pytest.raises(QuotaExceeded) as caught:
@@ -104,7 +104,7 @@ async def test_tokens_are_charged_once_and_settled_by_what_was_used(store: Store
 
 
 async def test_a_request_larger_than_the_minute_waits_for_a_full_one_and_is_taken(store: Store) -> None:
-    limits = Limits(tokens_per_minute=1000)
+    limits = TenantLimits(tokens_per_minute=1000)
     await store.quotas.acquire(key(1), 5000, limits)
     with pytest.raises(QuotaExceeded) as caught:
         await store.quotas.acquire(key(2), 5000, limits)
@@ -112,17 +112,17 @@ async def test_a_request_larger_than_the_minute_waits_for_a_full_one_and_is_take
 
 
 async def test_a_full_minute_holds_no_key(store: Store, bare: sync_redis.Redis) -> None:
-    await store.quotas.acquire(key(1), 100, Limits(tokens_per_minute=200))
+    await store.quotas.acquire(key(1), 100, TenantLimits(tokens_per_minute=200))
     assert 29_000 < bare.pttl(keys.quota("t")[2]) <= 30_001
 
 
 @pytest.mark.parametrize("limits", [{"in_flight": -1}, {"tokens_per_minute": 0}])
 def test_limits_that_mean_nothing_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="from"):
-        Limits(**limits)
+        TenantLimits(**limits)
 
 
 async def test_no_limit_and_a_limit_of_zero_are_two_things(store: Store) -> None:
     with pytest.raises(QuotaExceeded):
-        await store.quotas.acquire(key(1), 1, Limits(in_flight=0))
-    await store.quotas.acquire(key(1), 1, Limits())
+        await store.quotas.acquire(key(1), 1, TenantLimits(in_flight=0))
+    await store.quotas.acquire(key(1), 1, TenantLimits())

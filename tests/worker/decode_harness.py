@@ -25,7 +25,7 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
 from decant.runtime.interceptor import ErrorInterceptor
 from decant.worker.decode.service import DecodeService
-from decant.worker.engine_host import Hub, Identity, Terms
+from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.wire_codec import pack_tokens, to_request, unpack_tokens
 
 BLOCK = 4
@@ -69,12 +69,12 @@ class Node:
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor(self._record)])
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         identity = Identity(self.peer, wire.ROLE_DECODE, "m", self.address)
-        self.hub = Hub(self.engine, identity, self._transport, Terms(**{"lease_ms": 10_000, **terms}))
+        self.hub = EngineHost(self.engine, identity, self._transport, WorkerLimits(**{"lease_ms": 10_000, **terms}))
 
     async def __aenter__(self) -> Self:
         self.decode = DecodeService(self.hub)
         services.add_DecodeServicer_to_server(self.decode, self._server)
-        KvSourceService(self.hub.giver).add_to(self._server)
+        KvSourceService(self.hub.sender).add_to(self._server)
         await self.hub.__aenter__()
         await self._server.start()
         return self
@@ -117,12 +117,12 @@ class Node:
     async def is_empty(self) -> bool:
         return not await self.held()
 
-    async def offer(self, run: wire.Run, work: wire.Work) -> wire.Ticket:
+    async def offer(self, run: wire.Run, work: wire.EngineRequest) -> wire.Ticket:
         """Take a prompt up as a prefill worker does, and give a ticket for its cache."""
         request = to_request(f"prefill/{run.request}/{run.attempt}", work, model="m", park_after=True)
-        ticket = wire.Ticket(run=run, giver=self.peer, address=self.address, layout=self.hub.layout, salt=work.salt)
+        ticket = wire.Ticket(run=run, sender=self.peer, address=self.address, layout=self.hub.layout, salt=work.salt)
         ticket.tokens = len(request.token_ids)
-        issued = self.hub.giver.issue(ticket, request.id, request.prompt_len)
+        issued = self.hub.sender.issue(ticket, request.id, request.prompt_len)
         await self.hub.loop.call(lambda engine: engine.add(request))
         return issued
 
@@ -143,12 +143,12 @@ def make_run(request: str = "t/r", epoch: int = 1, attempt: int = 1) -> wire.Run
 
 def make_work(
     length: int = 10, wanted: int = 8, *, seed: int = 0, written: Sequence[int] = (), **more: Any
-) -> wire.Work:
+) -> wire.EngineRequest:
     """A prompt of ``length`` tokens that differ for each seed, and ``wanted`` tokens of output."""
-    return wire.Work(
+    return wire.EngineRequest(
         model="m",
         prompt=pack_tokens([(7 * position + 3 * seed + 1) % 64 for position in range(length)]),
-        outputs=[wire.Written(output=0, tokens=pack_tokens(written))],
+        outputs=[wire.OutputPrefix(output=0, tokens=pack_tokens(written))],
         sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=seed),
         stopping=wire.Stopping(max_tokens=wanted),
         salt=b"tenant",
@@ -156,7 +156,7 @@ def make_work(
     )
 
 
-def alone(work: wire.Work, eos: Sequence[int] = ()) -> list[int]:
+def alone(work: wire.EngineRequest, eos: Sequence[int] = ()) -> list[int]:
     """The output of a work on one engine from beginning to end, what came with it included."""
     return written_alone(to_request("alone", work, model="m"), eos)
 
@@ -201,7 +201,7 @@ class Router:
         self.peer = wire.Peer(id=name, incarnation=incarnation, protocol=1)
         self.heard: dict[tuple[str, int], Heard] = {}
         self.order: list[tuple[str, int]] = []  # in which runs were taken up
-        self.beats: list[wire.Beat] = []
+        self.beats: list[wire.Heartbeat] = []
         self.frames: list[wire.Frame] = []
         self.welcome: wire.Welcome | None = None
         self.error: grpc.aio.AioRpcError | None = None
@@ -257,22 +257,22 @@ class Router:
     async def _beat(self) -> None:
         while not self.closed:
             await asyncio.sleep(0.25)
-            await self.say(beat=wire.Beat())
+            await self.say(heartbeat=wire.Heartbeat())
 
     async def say(self, **message: Any) -> None:
         """Say something; into the void when the session is over. A call takes one message at a time."""
         async with self._speaking:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-                await self.call.write(wire.ToWorker(**message))
+                await self.call.write(wire.RouterMessage(**message))
 
-    async def start(self, run: wire.Run, work: wire.Work, ticket: wire.Ticket | None = None) -> None:
-        await self.say(start=wire.Start(run=run, work=work, ticket=ticket))
+    async def start(self, run: wire.Run, work: wire.EngineRequest, ticket: wire.Ticket | None = None) -> None:
+        await self.say(start=wire.Start(run=run, engine_request=work, ticket=ticket))
 
     async def cancel(self, run: wire.Run, reason: wire.Cancel.Reason = wire.Cancel.REASON_CLIENT, **more: Any) -> None:
         await self.say(cancel=wire.Cancel(run=run, reason=reason, **more))
 
-    async def retire(self, *runs: wire.Run) -> None:
-        await self.say(retire=wire.Retire(runs=runs))
+    async def forget(self, *runs: wire.Run) -> None:
+        await self.say(forget=wire.ForgetRuns(runs=runs))
 
     def of(self, run: wire.Run) -> Heard:
         return self.heard.setdefault((run.request, run.attempt), Heard())
@@ -316,16 +316,16 @@ class Router:
             self.closed = True
             self._changed.set()
 
-    def _hear(self, message: wire.FromWorker) -> None:
+    def _hear(self, message: wire.WorkerMessage) -> None:
         kind = message.WhichOneof("message")
         assert kind is not None
         assert (self.welcome is None) == (kind == "welcome"), f"{kind} came before the welcome, or it came twice"
         if kind == "welcome":
             self.welcome = message.welcome
-            for held in message.welcome.held:
+            for held in message.welcome.runs:
                 self._hear_held(held)
-        elif kind == "beat":
-            self.beats.append(message.beat)
+        elif kind == "heartbeat":
+            self.beats.append(message.heartbeat)
         elif kind == "frame":
             self._hear_frame(message.frame)
         else:
@@ -335,20 +335,20 @@ class Router:
         heard = self.of(said.run)
         heard.words.append(kind)
         heard.last[kind] = said
-        if kind == "taken_up":
+        if kind == "scheduled":
             self.order.append((said.run.request, said.run.attempt))
-        if kind == "joined":
+        if kind == "decode_started":
             assert "ended" not in heard.last
             self._call(said.run, said.slots)
-        elif kind == "held":
+        elif kind == "run_status":
             self._hear_held(said)
         elif kind == "ended":
             assert all(position < said.end.end_position for position in heard.tokens) or said.end.reason in (
                 wire.OutputEnd.REASON_CANCELLED,
             )
 
-    def _hear_held(self, held: wire.Held) -> None:
-        self.of(held.run).last["held"] = held
+    def _hear_held(self, held: wire.RunStatus) -> None:
+        self.of(held.run).last["run_status"] = held
         self._call(held.run, held.slots)
 
     def _call(self, run: wire.Run, slots: Sequence[wire.Slot]) -> None:
@@ -377,5 +377,5 @@ async def routed(**node: Any) -> AsyncIterator[tuple[Node, Router]]:
 
 def owned(run: wire.Run, position: int | None = None) -> wire.Hello.Owned:
     """What a router says of a run that it believes to own; ``position``: of the first token that it lacks."""
-    next = [] if position is None else [wire.Next(output=0, position=position)]
-    return wire.Hello.Owned(run=run, next=next)
+    next = [] if position is None else [wire.ResumePosition(output=0, position=position)]
+    return wire.Hello.Owned(run=run, resume=next)

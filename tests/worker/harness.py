@@ -13,12 +13,12 @@ import grpc
 
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
-from decant.engine.output import Ended, StepOutput, Token
+from decant.engine.output import SequenceFinished, StepOutput, Token
 from decant.engine.plan import StepPlan, StepResult
 from decant.engine.request import Request
 from decant.engine.scheduler import Limits
 from decant.handoff.packing import checksum
-from decant.handoff.receiver import Taken
+from decant.handoff.receiver import TransferResult
 from decant.handoff.service import KvSourceService
 from decant.handoff.transport import GrpcTransport
 from decant.protos import worker_pb2 as wire
@@ -27,7 +27,7 @@ from decant.runtime.channel import open_channel
 from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.tls import PeerTls
 from decant.worker.decode.service import DecodeService
-from decant.worker.engine_host import Hub, Identity, Terms
+from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.wire_codec import pack_tokens, to_request
@@ -80,7 +80,9 @@ async def eventually(holds: Callable[[], bool]) -> None:
 class Place:
     """One worker: its engine, hub and services on a port of their own."""
 
-    def __init__(self, engine: Engine, server: grpc.aio.Server, port: int, identity: Identity, terms: Terms) -> None:
+    def __init__(
+        self, engine: Engine, server: grpc.aio.Server, port: int, identity: Identity, terms: WorkerLimits
+    ) -> None:
         """``identity`` brings no address where its own port is the one under which others reach it."""
         self.engine = engine
         self.device: Device = engine.device  # type: ignore[assignment]
@@ -89,7 +91,7 @@ class Place:
         self.channel = open_channel(self.address, PeerTls())
         self.transport = GrpcTransport(lambda address: open_channel(address, PeerTls()))
         identity = replace(identity, address=identity.address or self.address)
-        self.hub = Hub(engine, identity, self.transport, terms)
+        self.hub = EngineHost(engine, identity, self.transport, terms)
         self.prefill = PrefillService(self.hub)
         self.decode = DecodeService(self.hub)
         self.auditor = AuditService(self.hub, self.prefill, self.decode)
@@ -98,11 +100,11 @@ class Place:
         self.hub.step_listeners.append(self._hear)
         services.add_PrefillServicer_to_server(self.prefill, server)
         services.add_DecodeServicer_to_server(self.decode, server)
-        KvSourceService(self.hub.giver).add_to(server)
+        KvSourceService(self.hub.sender).add_to(server)
         services.add_AuditServicer_to_server(self.auditor, server)
 
     def _hear(self, output: StepOutput) -> None:
-        events: list[Token | Ended] = [*output.tokens, *output.ended]
+        events: list[Token | SequenceFinished] = [*output.tokens, *output.ended]
         for event in events:
             if isinstance(event, Token):
                 self.heard.setdefault(event.id, []).append(event.token)
@@ -118,9 +120,11 @@ class Place:
     def call(self, request: wire.PrefillRequest) -> Call:
         return Call(services.PrefillStub(self.channel).Prefill(request))
 
-    def ask(self, work: wire.Work, *, handoff: bool = True, request: str = "t/a", epoch: int = 1) -> Call:
+    def ask(self, work: wire.EngineRequest, *, handoff: bool = True, request: str = "t/a", epoch: int = 1) -> Call:
         run = wire.Run(request=request, epoch=epoch, attempt=1)
-        return self.call(wire.PrefillRequest(run=run, router=ROUTER, worker=self.hub.peer, work=work, handoff=handoff))
+        return self.call(
+            wire.PrefillRequest(run=run, router=ROUTER, worker=self.hub.peer, engine_request=work, handoff=handoff)
+        )
 
     async def audit(self) -> wire.AuditResponse:
         """What the worker says of its blocks, over the wire; healthy, or this fails."""
@@ -143,7 +147,7 @@ class Place:
 
     async def opened(self) -> None:
         """Until a fetch is open, or was."""
-        leases = self.hub.giver.office.leases
+        leases = self.hub.sender.office.leases
         await eventually(lambda: all(lease.opened for lease in leases()))
 
     async def emptied(self) -> wire.AuditResponse:
@@ -152,11 +156,11 @@ class Place:
             lambda seen: not (seen.owned_blocks or seen.leased_blocks or seen.owners or seen.leases or seen.fetches)
         )
 
-    async def take(self, ticket: wire.Ticket, request: Request) -> Taken:
+    async def take(self, ticket: wire.Ticket, request: Request) -> TransferResult:
         """Fetch as a decode worker does; the sequence then runs here."""
         loop = self.hub.loop
         arrival = await loop.call(lambda engine: engine.reserve(request), undo=lambda _, made: made.abort())
-        return await self.hub.taker.take(self.transport.source(ticket.address), ticket, arrival)
+        return await self.hub.receiver.take(self.transport.source(ticket.address), ticket, arrival)
 
 
 class Call:
@@ -214,7 +218,7 @@ async def worker(
     server = grpc.aio.server(interceptors=[ErrorInterceptor(lambda _: None, services=names)])
     port = server.add_insecure_port("127.0.0.1:0")
     peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=1)
-    place = Place(engine, server, port, Identity(peer, role, MODEL, advertise), Terms(lease_ms, max_waiting))
+    place = Place(engine, server, port, Identity(peer, role, MODEL, advertise), WorkerLimits(lease_ms, max_waiting))
     async with place.hub:
         await server.start()
         try:
@@ -234,19 +238,21 @@ def tokens(length: int, seed: int = 0) -> list[int]:
     return [(7 * position + 11 * seed + 1) % VOCABULARY for position in range(length)]
 
 
-def make_work(length: int = 30, wanted: int = 10, *, seed: int = 0, written: list[int] | None = None) -> wire.Work:
+def make_work(
+    length: int = 30, wanted: int = 10, *, seed: int = 0, written: list[int] | None = None
+) -> wire.EngineRequest:
     """Sampled, so that a wrong position, seed or history shows in the text."""
-    return wire.Work(
+    return wire.EngineRequest(
         model=MODEL,
         prompt=pack_tokens(tokens(length, seed)),
-        outputs=[wire.Written(output=0, tokens=pack_tokens(written or []))],
+        outputs=[wire.OutputPrefix(output=0, tokens=pack_tokens(written or []))],
         sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=seed),
         stopping=wire.Stopping(max_tokens=wanted),
         salt=b"tenant",
     )
 
 
-def alone(work: wire.Work, *, eos: int | None = None) -> list[int]:
+def alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
     """What an engine that has nothing else to do writes of it."""
     stops = frozenset(() if eos is None else (eos,))
     device = FakeDevice(num_blocks=256, block_size=BLOCK, vocab_size=VOCABULARY, eos_token_ids=stops)

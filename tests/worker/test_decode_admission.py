@@ -10,9 +10,9 @@ from decant.engine.engine import Engine
 from decant.engine.output import StepOutput
 from decant.engine.request import Request, StopParams
 from decant.protos import worker_pb2 as wire
-from decant.worker.decode.admission import Entrance, Outcome
-from decant.worker.decode.runs import HeldRun
-from decant.worker.engine_host import Hub
+from decant.worker.decode.admission import DecodeAdmission, Outcome
+from decant.worker.decode.runs import DecodeRun
+from decant.worker.engine_host import EngineHost
 from tests.worker.decode_harness import Device
 
 
@@ -24,7 +24,9 @@ class Desk:
         self.posted: list[tuple[Callable[[Engine], object], Callable[[], object]]] = []
         self.settled: list[tuple[str, Outcome]] = []
         hub = SimpleNamespace(loop=self, waiting_arrivals=0)
-        self.entrance = Entrance(cast(Hub, hub), lambda held, outcome: self.settled.append((held.request.id, outcome)))
+        self.entrance = DecodeAdmission(
+            cast(EngineHost, hub), lambda held, outcome: self.settled.append((held.request.id, outcome))
+        )
 
     def post(self, command: Callable[[Engine], object], then: Callable[[], object]) -> None:
         self.posted.append((command, then))
@@ -42,9 +44,9 @@ class Desk:
             then()
 
 
-def arriving(name: str, length: int, number: int = 0) -> HeldRun:
+def arriving(name: str, length: int, number: int = 0) -> DecodeRun:
     request = Request(name, tuple(range(length)), stop=StopParams(max_tokens=4))
-    held = HeldRun(wire.Run(request=name), request, wire.Stopping(), (0.0, number), 0.0)
+    held = DecodeRun(wire.Run(request=name), request, wire.Stopping(), (0.0, number), 0.0)
     held.ticket = wire.Ticket()
     return held
 

@@ -16,7 +16,7 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import from_call
 from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.tls import PeerTls
-from decant.worker.startup.deferred_service import LateService
+from decant.worker.startup.deferred_service import DeferredService
 
 
 class Prompts(services.PrefillServicer):
@@ -25,7 +25,7 @@ class Prompts(services.PrefillServicer):
 
 
 async def test_calls_are_refused_until_the_service_arrives_and_answered_from_then_on() -> None:
-    late = {name: LateService(descriptor) for name, descriptor in wire.DESCRIPTOR.services_by_name.items()}
+    late = {name: DeferredService(descriptor) for name, descriptor in wire.DESCRIPTOR.services_by_name.items()}
     server = grpc.aio.server(interceptors=[ErrorInterceptor(lambda _: None)])
     for service in late.values():
         service.add_to(server)
@@ -35,7 +35,7 @@ async def test_calls_are_refused_until_the_service_arrives_and_answered_from_the
         prefill, request = services.PrefillStub(channel), wire.PrefillRequest(run=wire.Run(request="abc"))
         starting: list[Any] = [
             prefill.Prefill(request),
-            services.DecodeStub(channel).Session(iter([wire.ToWorker()])),
+            services.DecodeStub(channel).Session(iter([wire.RouterMessage()])),
             services.AuditStub(channel).Audit(wire.AuditRequest()),
         ]
         for call in starting:

@@ -56,35 +56,35 @@ async def test_a_look_is_taken_again_and_again_without_anyone_asking() -> None:
 async def test_a_beat_tells_a_running_step_from_none() -> None:
     async with worker() as place:
         hub = place.hub
-        assert not hub.beat().HasField("step_age_ms"), "idle"
+        assert not hub.heartbeat().HasField("step_age_ms"), "idle"
         assert not hub.pulse().HasField("load"), "a fetch needs none"
         await hub.loop.call(lambda engine: engine.add(to_request("r", make_work(16, 3), model=MODEL)))
         await place.written("r")
-        told = hub.beat().step
+        told = hub.heartbeat().step
         place.device.hold()
         hub.loop.post(lambda engine: engine.add(to_request("s", make_work(16, 3, seed=1), model=MODEL)))
-        await eventually(lambda: hub.beat().step_age_ms >= 5)
-        stuck = hub.beat()
+        await eventually(lambda: hub.heartbeat().step_age_ms >= 5)
+        stuck = hub.heartbeat()
         assert stuck.step == told, "no step ended meanwhile"
         assert stuck.load.total_blocks == 64
         place.device.go_on()
         await place.written("s")
-        assert hub.beat().step > told
+        assert hub.heartbeat().step > told
 
 
 async def test_listeners_hear_a_step_in_order_and_the_giver_last() -> None:
     async with worker() as place:
         heard: list[str] = []
         place.hub.step_listeners[:0] = [lambda _: heard.append("first"), lambda _: heard.append("second")]
-        hears = place.hub.giver.on_step
+        hears = place.hub.sender.on_step
 
-        def giver(output: StepOutput) -> None:
-            heard.append("giver")
+        def sender(output: StepOutput) -> None:
+            heard.append("sender")
             hears(output)
 
-        place.hub.giver.on_step = giver  # type: ignore[method-assign]
+        place.hub.sender.on_step = sender  # type: ignore[method-assign]
         await place.hub.look()
-        assert heard[:3] == ["first", "second", "giver"]
+        assert heard[:3] == ["first", "second", "sender"]
 
 
 def test_layouts_are_equal_as_numbers_when_they_are_equal() -> None:

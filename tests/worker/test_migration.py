@@ -17,8 +17,13 @@ RUN = make_run()
 @asynccontextmanager
 async def pair(**terms: int) -> AsyncIterator[tuple[Router, Router]]:
     """A worker that gives and one that takes, each with a session of the same router."""
-    async with Node("d", **terms) as giver, Node("e", **terms) as taker, Router(giver) as old, Router(taker) as new:
-        giver.device.seconds = taker.device.seconds = 0.002
+    async with (
+        Node("d", **terms) as sender,
+        Node("e", **terms) as receiver,
+        Router(sender) as old,
+        Router(receiver) as new,
+    ):
+        sender.device.seconds = receiver.device.seconds = 0.002
         yield old, new
 
 
@@ -26,13 +31,13 @@ async def given(old: Router, run: wire.Run = RUN) -> wire.Ticket:
     """What one more ``Give`` is answered with."""
     heard = old.of(run)
     before = heard.words.count("ticket")
-    await old.say(give=wire.Give(run=run, output=0))
+    await old.say(migrate=wire.Migrate(run=run, output=0))
     await old.until(lambda: heard.words.count("ticket") > before)
     ticket: wire.Ticket = heard.last["ticket"]
     return ticket
 
 
-def with_written(work: wire.Work, old: Router, prompt: int) -> wire.Work:
+def with_written(work: wire.EngineRequest, old: Router, prompt: int) -> wire.EngineRequest:
     """The work as a router says it to the taker, with what it has heard."""
     text = old.of(RUN).text(prompt)
     return make_work(prompt, work.stopping.max_tokens, seed=work.sampling.seed, written=text)
@@ -48,17 +53,17 @@ async def test_both_write_one_text_wherever_it_is_given(seed: int) -> None:
         device.seconds = 0.005  # a busy machine must not finish the sequence before it is given
         await old.start(RUN, work)
         await old.wrote(RUN, rng.randint(0, 30))
-        if "taken_up" not in old.of(RUN).words:
-            await old.word(RUN, "taken_up")
+        if "scheduled" not in old.of(RUN).words:
+            await old.word(RUN, "scheduled")
         ticket = await given(old)
         device.seconds = 0.001
         await new.start(RUN, with_written(work, old, prompt), ticket)
         [heard] = await new.over(RUN)
-        assert "joined" in heard.words
+        assert "decode_started" in heard.words
         told = old.of(RUN).tokens | heard.tokens
         assert [told[place] for place in sorted(told)] == alone(work)
         assert "ended" not in old.of(RUN).last
-        await old.retire(RUN)
+        await old.forget(RUN)
         await eventually(lambda: not list(old.node.decode.runs()))
         await old.node.audit()
         await new.node.audit()
@@ -83,7 +88,7 @@ async def test_one_that_nobody_fetches_goes_on() -> None:
         await old.start(RUN, work)
         await old.wrote(RUN, 2)
         await given(old)
-        await eventually(lambda: old.node.hub.giver.expired == 1)
+        await eventually(lambda: old.node.hub.sender.expired == 1)
         [heard] = await old.over(RUN)
         assert heard.text(10) == alone(work)
         await old.node.audit()
@@ -96,7 +101,7 @@ async def test_the_ticket_is_the_same_until_it_is_withdrawn() -> None:
         await old.wrote(RUN, 2)
         first = await given(old)
         assert await given(old) == first
-        await old.say(give=wire.Give(run=RUN, output=0, withdrawn=True))
+        await old.say(migrate=wire.Migrate(run=RUN, output=0, withdrawn=True))
         second = await given(old)
         assert second.id != first.id
         await new.start(RUN, work, first)
@@ -111,10 +116,10 @@ async def test_its_lease_is_kept_by_the_beats_of_whoever_waits_for_room() -> Non
         await old.start(RUN, work)
         await old.wrote(RUN, 2)
         ticket = await given(old)
-        lease = old.node.hub.giver.office.find(ticket.id)
+        lease = old.node.hub.sender.office.find(ticket.id)
         assert lease is not None
         before = lease.timer.when()
-        await old.say(beat=wire.Beat(renew=[ticket.id]))
+        await old.say(heartbeat=wire.Heartbeat(renew=[ticket.id]))
         await eventually(lambda: lease.timer.when() > before)
         await old.cancel(RUN)
         await old.over(RUN)
@@ -127,8 +132,8 @@ async def test_after_the_seal_a_taker_that_does_not_keep_it_fails_it() -> None:
         await old.start(RUN, work)
         await old.wrote(RUN, 2)
         await new.start(RUN, work, await given(old))
-        await new.word(RUN, "joined")
-        await old.say(give=wire.Give(run=RUN, output=0, withdrawn=True))
+        await new.word(RUN, "decode_started")
+        await old.say(migrate=wire.Migrate(run=RUN, output=0, withdrawn=True))
         assert (await old.word(RUN, "failed")).failure.cause == wire.CAUSE_OWNER_LOST
         await new.cancel(RUN)
         await new.over(RUN)
@@ -147,7 +152,7 @@ async def test_a_run_that_has_not_begun_is_sent_elsewhere_and_leaves_its_ticket(
         ticket = await prefill.offer(waits, work)
         await old.start(waits, work, ticket)
         await eventually(lambda: old.node.hub.waiting_arrivals == 1)
-        await old.say(give=wire.Give(run=waits, output=0))
+        await old.say(migrate=wire.Migrate(run=waits, output=0))
         assert (await old.word(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
         await new.start(waits, work, ticket)
         [heard] = await new.over(waits)
@@ -162,14 +167,14 @@ async def test_one_that_is_arriving_is_given_when_it_has_joined() -> None:
     async with Node("p") as prefill, pair() as (old, new):
         prefill.device.seconds = 0.02
         await old.start(RUN, work, await prefill.offer(RUN, work))
-        await old.word(RUN, "taken_up")
+        await old.word(RUN, "scheduled")
         ticket = await given(old)
-        assert "joined" in old.of(RUN).words
+        assert "decode_started" in old.of(RUN).words
         await new.start(RUN, with_written(work, old, 60), ticket)
         [heard] = await new.over(RUN)
         told = old.of(RUN).tokens | heard.tokens
         assert [told[place] for place in sorted(told)] == alone(work)
-        await old.retire(RUN)
+        await old.forget(RUN)
         await old.node.audit()
         await prefill.audit()
 
@@ -182,10 +187,10 @@ async def test_a_new_owner_gets_it_back_where_it_runs() -> None:
         await old.wrote(RUN, 2)
         await given(old)
         mine = make_run(epoch=2)
-        await other.say(adopt=wire.Adopt(run=mine, next=[wire.Next(output=0, position=10)]))
+        await other.say(adopt=wire.Adopt(run=mine, resume=[wire.ResumePosition(output=0, position=10)]))
         [heard] = await other.over(mine)
         assert heard.text(10) == alone(work)
-        assert not old.node.hub.giver.office.leases()
+        assert not old.node.hub.sender.office.leases()
 
 
 @pytest.mark.parametrize("end", ["by itself", "cancelled"])
@@ -199,5 +204,5 @@ async def test_one_that_ends_while_it_is_given_leaves_nothing(end: str) -> None:
             await old.cancel(RUN)
         [heard] = await old.over(RUN)
         assert "ended" in heard.last
-        assert not old.node.hub.giver.office.leases()
+        assert not old.node.hub.sender.office.leases()
         await old.node.audit()

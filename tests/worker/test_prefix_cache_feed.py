@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decant.engine.blocks import BlockPool, Holding, hash_blocks, root_hash
+from decant.engine.blocks import BlockPool, BlockTable, hash_blocks, root_hash
 from decant.protos import worker_pb2 as wire
 from decant.worker.report import prefix_cache_feed as cache_news
-from decant.worker.report.prefix_cache_feed import CacheNews
+from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
 from tests.worker.decode_harness import BLOCK, Node, Router, eventually, make_run, make_work, routed
 
 
@@ -23,7 +23,7 @@ def digest(number: int) -> bytes:
 class Listener:
     """A session, and what it knows from what it was told."""
 
-    def __init__(self, news: CacheNews) -> None:
+    def __init__(self, news: PrefixCacheFeed) -> None:
         self.known: set[bytes] = set()
         self._news = news
         news.begin(self)
@@ -35,7 +35,7 @@ class Listener:
         return told is not None
 
 
-def listen(known: set[bytes], told: wire.CacheNews) -> None:
+def listen(known: set[bytes], told: wire.PrefixCacheUpdate) -> None:
     published, dropped = split(told.published), split(told.dropped)
     assert not known.intersection(published), "told twice"
     assert known.issuperset(dropped), "dropped, and never published"
@@ -58,8 +58,8 @@ steps = st.lists(
 
 @given(steps)
 def test_every_listener_comes_to_know_exactly_what_is_cached(story: Sequence[tuple[str, int]]) -> None:
-    pool, news = BlockPool(6, 4), CacheNews()
-    holdings: list[Holding] = []
+    pool, news = BlockPool(6, 4), PrefixCacheFeed()
+    holdings: list[BlockTable] = []
     listeners: list[Listener] = []
     for what, number in story:
         if what == "publish" and pool.available:
@@ -90,7 +90,7 @@ def test_much_news_takes_several_beats_and_a_prefix_comes_before_what_follows_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cache_news, "AT_ONCE", 3)
-    news, digests = CacheNews(), [digest(number) for number in range(8)]
+    news, digests = PrefixCacheFeed(), [digest(number) for number in range(8)]
     news.note(digests)
     news.hear()
     news.begin("s")
@@ -102,7 +102,7 @@ def test_much_news_takes_several_beats_and_a_prefix_comes_before_what_follows_it
 
 
 def test_nothing_is_kept_for_a_session_that_ended() -> None:
-    news = CacheNews()
+    news = PrefixCacheFeed()
     news.begin("s")
     news.end("s")
     news.end("s")

@@ -150,15 +150,15 @@ async def registered(redis: PrivateRedis) -> list[WorkerRegistration]:
 
 
 def prefill(channel: grpc.Channel, worker: wire.Peer, *, handoff: bool, model: str = "") -> Iterator[wire.PrefillEvent]:
-    work = wire.Work(
+    work = wire.EngineRequest(
         model=model or models.path().name,
         prompt=pack_tokens(range(5, 45)),
-        outputs=[wire.Written(output=0)],
+        outputs=[wire.OutputPrefix(output=0)],
         sampling=wire.Sampling(top_p=1, repetition_penalty=1),
         stopping=wire.Stopping(max_tokens=8 if handoff else 1),
     )
     run = wire.Run(request="t/r", epoch=1, attempt=1)
-    request = wire.PrefillRequest(run=run, router=ROUTER, worker=worker, work=work, handoff=handoff)
+    request = wire.PrefillRequest(run=run, router=ROUTER, worker=worker, engine_request=work, handoff=handoff)
     events: Iterator[wire.PrefillEvent] = services.PrefillStub(channel).Prefill(request, timeout=PATIENCE_S)
     return events
 
@@ -216,8 +216,8 @@ def test_sessions_outlive_the_prompts_whose_tickets_they_renew(run: Run) -> None
     worker = run(FAKE, *SMALL, "--lease-ms", "4000")
     with channel_to(worker.ready()) as channel:
         peer, over = audit(channel).worker, dict[str, float]()
-        said = queue.SimpleQueue[wire.ToWorker | None]()
-        said.put(wire.ToWorker(hello=wire.Hello(router=ROUTER, worker=peer)))
+        said = queue.SimpleQueue[wire.RouterMessage | None]()
+        said.put(wire.RouterMessage(hello=wire.Hello(router=ROUTER, worker=peer)))
         session = services.DecodeStub(channel).Session(iter(said.get, None), timeout=PATIENCE_S)
         assert next(session).HasField("welcome")
 

@@ -10,7 +10,7 @@ from decant.engine.plan import TokenLogprobs
 from decant.engine.request import FinishReason, SamplingParams, StopParams
 from decant.protos import worker_pb2 as wire
 from decant.worker.wire_codec import (
-    WorkRefused,
+    RequestRejected,
     end_reason,
     pack_tokens,
     to_request,
@@ -20,12 +20,12 @@ from decant.worker.wire_codec import (
 )
 
 
-def whole_work() -> wire.Work:
+def whole_work() -> wire.EngineRequest:
     """Every field that this build honours, none at its neutral value."""
-    return wire.Work(
+    return wire.EngineRequest(
         model="m",
         prompt=pack_tokens([5, 6, 7]),
-        outputs=[wire.Written(output=3, tokens=pack_tokens([8, 9]))],
+        outputs=[wire.OutputPrefix(output=3, tokens=pack_tokens([8, 9]))],
         sampling=wire.Sampling(
             temperature=0.5, top_p=0.25, top_k=40, min_p=0.125, frequency_penalty=1, presence_penalty=-1,
             repetition_penalty=1.5, seed=2**64 - 1, logit_bias={4: -2.0},
@@ -45,7 +45,7 @@ def refused(**changed: object) -> wire.Failure:
             setattr(getattr(work, name), inner, value)
         else:
             setattr(work, name, value)
-    with pytest.raises(WorkRefused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         to_request("r", work, model="m")
     return caught.value.failure
 
@@ -114,8 +114,8 @@ def test_what_this_build_can_not_do_is_unsupported_by_name(changed: dict[str, ob
 def test_exactly_one_output_is_supported(count: int) -> None:
     work = whole_work()
     del work.outputs[:]
-    work.outputs.extend(wire.Written(output=index) for index in range(count))
-    with pytest.raises(WorkRefused) as caught:
+    work.outputs.extend(wire.OutputPrefix(output=index) for index in range(count))
+    with pytest.raises(RequestRejected) as caught:
         to_request("r", work, model="m")
     failure = caught.value.failure
     assert (failure.cause, failure.violation.field) == (wire.CAUSE_UNSUPPORTED, "outputs")
@@ -128,7 +128,7 @@ def test_another_model_is_unknown() -> None:
 def test_what_the_engine_refuses_has_the_name_that_the_wire_gives_it() -> None:
     names = {"token_ids": "prompt", "stop_token_ids": "stopping.stop_token_ids", "logit_bias": "sampling.logit_bias"}
     for engines, wires in names.items():
-        assert WorkRefused.of(InvalidRequest(engines, "token ids below 8", 9)).failure.violation.field == wires
+        assert RequestRejected.of(InvalidRequest(engines, "token ids below 8", 9)).failure.violation.field == wires
 
 
 def test_tokens_survive_the_wire() -> None:
@@ -151,7 +151,7 @@ def test_max_tokens_that_the_window_cut_end_with_the_window() -> None:
 
 
 def test_priority_and_age_go_first() -> None:
-    plain = urgency(wire.Work(), 100.0)
-    assert urgency(wire.Work(), 101.0) > plain
-    assert urgency(wire.Work(priority=1), 100.0) < plain
-    assert urgency(wire.Work(age_ms=5000), 101.0) < plain
+    plain = urgency(wire.EngineRequest(), 100.0)
+    assert urgency(wire.EngineRequest(), 101.0) > plain
+    assert urgency(wire.EngineRequest(priority=1), 100.0) < plain
+    assert urgency(wire.EngineRequest(age_ms=5000), 101.0) < plain

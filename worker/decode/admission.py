@@ -15,29 +15,29 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 
 from decant.engine.engine import Engine
-from decant.engine.errors import EngineError, EngineStopped, InvalidRequest, NoRoom
+from decant.engine.errors import EngineError, EngineStopped, InvalidRequest, OutOfBlocks
 from decant.engine.output import StepOutput
-from decant.engine.transfer import Arrival
-from decant.worker.decode.runs import HeldRun
-from decant.worker.engine_host import Hub
+from decant.engine.transfer import IncomingSequence
+from decant.worker.decode.runs import DecodeRun
+from decant.worker.engine_host import EngineHost
 
-Outcome = Arrival | EngineError | None
+Outcome = IncomingSequence | EngineError | None
 """Room; or added (None); or InvalidRequest, EngineStopped, and NoRoom for one that somebody meanwhile wants to end."""
 
 
-class Entrance:
+class DecodeAdmission:
     """Runs on their way into a hub's engine. ``settle`` hears what became of each that was not withdrawn."""
 
-    def __init__(self, hub: Hub, settle: Callable[[HeldRun, Outcome], None]) -> None:
+    def __init__(self, hub: EngineHost, settle: Callable[[DecodeRun, Outcome], None]) -> None:
         self._hub = hub
         self._settle = settle
-        self._waiting: list[HeldRun] = []  # most urgent first
-        self._retried: list[HeldRun] = []  # those for whom the engine is being asked again
-        self._door = _Door()
+        self._waiting: list[DecodeRun] = []  # most urgent first
+        self._retried: list[DecodeRun] = []  # those for whom the engine is being asked again
+        self._door = _AdmissionGate()
         self._ended = False  # a sequence ended or parked since the last retry
         self._available = 0  # blocks, after the last step
 
-    def push(self, held: HeldRun) -> None:
+    def push(self, held: DecodeRun) -> None:
         """Let a run in as soon as there is room."""
         if self._waiting or self._retried:
             insort(self._waiting, held, key=_order)
@@ -45,7 +45,7 @@ class Entrance:
         else:
             self._ask([held], again=False)
 
-    def withdraw(self, held: HeldRun) -> bool:
+    def withdraw(self, held: DecodeRun) -> bool:
         """Take a waiting run out; False when the engine is being asked for it, or was."""
         if held not in self._waiting:
             return False
@@ -66,11 +66,11 @@ class Entrance:
         self._retried, self._waiting = self._waiting, []
         self._ask(self._retried, again=True)
 
-    def _ask(self, runs: list[HeldRun], *, again: bool) -> None:
-        asking = _Asking(runs, self._door, again)
+    def _ask(self, runs: list[DecodeRun], *, again: bool) -> None:
+        asking = _AdmitCommand(runs, self._door, again)
         self._hub.loop.post(asking, then=lambda: self._asked(asking))
 
-    def _asked(self, asking: _Asking) -> None:
+    def _asked(self, asking: _AdmitCommand) -> None:
         """Tell what came of it; who is left waits on."""
         if asking.runs is self._retried:
             self._retried = []
@@ -80,7 +80,7 @@ class Entrance:
             if not asking.ran:
                 self._settle(held, EngineStopped("the engine has stopped"))
             elif held.ending is not None:
-                self._settle(held, NoRoom(0, 0))
+                self._settle(held, OutOfBlocks(0, 0))
             else:
                 insort(self._waiting, held, key=_order)
         # What the engine did since it was asked, in the step that came with the answer, may have made room.
@@ -93,20 +93,20 @@ class Entrance:
         self._hub.waiting_arrivals = len(self._waiting) + len(self._retried)
 
 
-class _Door:
+class _AdmissionGate:
     """Whether somebody found no room since all who waited were last asked for. The engine's thread alone knows."""
 
     shut = False
 
 
-class _Asking:
+class _AdmitCommand:
     """A command for the engine: let these in, in order, up to the first for whom there is no room.
 
     ``again``: they are all who wait. Others are turned away while the door is shut, or they would overtake.
     """
 
-    def __init__(self, runs: list[HeldRun], door: _Door, again: bool) -> None:
-        self.outcomes: list[tuple[HeldRun, Outcome]] = []
+    def __init__(self, runs: list[DecodeRun], door: _AdmissionGate, again: bool) -> None:
+        self.outcomes: list[tuple[DecodeRun, Outcome]] = []
         self.available = -1  # blocks, when there was no room; never as many when nobody looked
         self.ran = False
         self.runs = runs
@@ -114,7 +114,7 @@ class _Asking:
         self._again = again
 
     @property
-    def left(self) -> Sequence[HeldRun]:
+    def left(self) -> Sequence[DecodeRun]:
         """Who did not get in."""
         return self.runs[len(self.outcomes) :]
 
@@ -135,12 +135,12 @@ class _Asking:
                     outcome = engine.reserve(held.request)
             except InvalidRequest as error:
                 outcome = error
-            except NoRoom:
+            except OutOfBlocks:
                 self._door.shut = True
                 self.available = engine.pool.available
                 return
             self.outcomes.append((held, outcome))
 
 
-def _order(held: HeldRun) -> tuple[float, int]:
+def _order(held: DecodeRun) -> tuple[float, int]:
     return held.order

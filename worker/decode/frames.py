@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from decant.engine.plan import TokenLogprobs
 from decant.protos import worker_pb2 as wire
-from decant.worker.decode.runs import HeldRun
+from decant.worker.decode.runs import DecodeRun
 from decant.worker.wire_codec import pack_tokens, token_logprobs
 
 MAX_TOKENS = 65_536
@@ -34,9 +34,9 @@ class Frame:
         """Log-probabilities of the token that was added last."""
         self.logprobs.append(token_logprobs(len(self.tokens) - 1, logprobs))
 
-    def message(self, step: int) -> wire.FromWorker:
+    def message(self, step: int) -> wire.WorkerMessage:
         """As it goes over the wire; filled in place, for a message that is put into another is copied."""
-        message = wire.FromWorker()
+        message = wire.WorkerMessage()
         frame = message.frame
         frame.step = step
         frame.slots = pack_tokens(self.slots)
@@ -47,7 +47,7 @@ class Frame:
         return message
 
 
-def again(held: HeldRun, start: int, step: int) -> Iterator[wire.FromWorker]:
+def again(held: DecodeRun, start: int, step: int) -> Iterator[wire.WorkerMessage]:
     """Frames with the output tokens of a run from index ``start`` on."""
     for first in range(start, len(held.tokens), MAX_TOKENS):
         frame = Frame()

@@ -12,26 +12,26 @@ from functools import partial
 
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
-from decant.worker.decode.runs import HeldRun, Runs
-from decant.worker.engine_host import Hub
+from decant.worker.decode.runs import DecodeRun, RunTable
+from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import token_logprobs
 
 
-class Giving:
+class MigrationSource:
     """The gifts of one worker. ``fail`` hears of a run that was sealed, and that nobody took."""
 
-    def __init__(self, hub: Hub, runs: Runs, fail: Callable[[HeldRun, wire.Failure], None]) -> None:
+    def __init__(self, hub: EngineHost, runs: RunTable, fail: Callable[[DecodeRun, wire.Failure], None]) -> None:
         self._hub = hub
         self._runs = runs
         self._fail = fail
-        hub.giver.office.listeners.append(self._on_lease_end)
+        hub.sender.office.listeners.append(self._on_lease_end)
 
-    def offer(self, held: HeldRun) -> None:
+    def offer(self, held: DecodeRun) -> None:
         """Tell the owner of a running sequence the ticket for its cache; the same one until that ends."""
         if held.offered is None:
             ticket = wire.Ticket(
                 run=held.run,
-                giver=self._hub.peer,
+                sender=self._hub.peer,
                 address=self._hub.address,
                 layout=self._hub.layout,
                 salt=held.request.salt,
@@ -40,35 +40,35 @@ class Giving:
             )
             logprobs = partial(_logprobs, held)
             name, prompt = held.request.id, held.request.prompt_len
-            held.offered = self._hub.giver.issue(ticket, name, prompt, logprobs, is_live=True)
-        lease = self._hub.giver.office.find(held.offered.id)
+            held.offered = self._hub.sender.issue(ticket, name, prompt, logprobs, is_live=True)
+        lease = self._hub.sender.office.find(held.offered.id)
         if held.session is not None and lease is not None and not lease.opened:
-            held.session.tell(wire.FromWorker(ticket=held.offered))
+            held.session.tell(wire.WorkerMessage(ticket=held.offered))
 
-    def withdraw(self, held: HeldRun) -> None:
+    def withdraw(self, held: DecodeRun) -> None:
         """The owner has no use for the ticket: the run goes on, or has failed where it was sealed."""
         held.is_asked_for = False
         if held.offered is None:
             return
-        if self._hub.giver.office.find(held.offered.id) is None:
+        if self._hub.sender.office.find(held.offered.id) is None:
             self._fail(held, _nobody("its taker was lost"))
             return
         failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="its owner withdrew the ticket")
-        self._hub.giver.reclaim(held.offered.id, failure)
+        self._hub.sender.reclaim(held.offered.id, failure)
 
-    def is_sealed(self, held: HeldRun) -> bool:
+    def is_sealed(self, held: DecodeRun) -> bool:
         """Whether its seal was sent: another worker may run it now."""
         if held.offered is None:
             return False
-        lease = self._hub.giver.office.find(held.offered.id)
+        lease = self._hub.sender.office.find(held.offered.id)
         return lease is None or lease.sealed
 
-    def end(self, held: HeldRun, *, by_itself: bool) -> None:
+    def end(self, held: DecodeRun, *, by_itself: bool) -> None:
         """The run is over here. Who fetches one that ended by itself is told so by its fetch."""
-        lease = None if held.offered is None else self._hub.giver.office.find(held.offered.id)
+        lease = None if held.offered is None else self._hub.sender.office.find(held.offered.id)
         if lease is not None and not (by_itself and lease.opened):
             failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the run is over where it was given")
-            self._hub.giver.reclaim(lease.ticket.id, failure)
+            self._hub.sender.reclaim(lease.ticket.id, failure)
 
     def _on_lease_end(self, lease: Lease) -> None:
         held = self._runs.by_sequence.get(lease.sequence)
@@ -84,6 +84,6 @@ def _nobody(detail: str) -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_OWNER_LOST, detail=f"given away, and nobody has it: {detail}")
 
 
-def _logprobs(held: HeldRun) -> Iterable[wire.TokenLogprobs]:
+def _logprobs(held: DecodeRun) -> Iterable[wire.TokenLogprobs]:
     """Of all its output that has some."""
     return [token_logprobs(index, logprobs) for index, logprobs in held.logprobs.items()]

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from decant.engine.output import Ended, Token
+from decant.engine.output import SequenceFinished, Token
 from decant.engine.plan import TokenLogprobs
 from decant.engine.request import Request
 from decant.engine.sequence import Timeline
-from decant.handoff.receiver import Taken
+from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
 from decant.worker.epochs import Epochs
 
@@ -36,7 +36,7 @@ def key_of(run: wire.Run) -> Key:
 
 
 @dataclass(slots=True, eq=False)
-class HeldRun:
+class DecodeRun:
     """One run and its one output. ``tokens`` are that output's, what earlier attempts wrote included."""
 
     run: wire.Run  # as its owner last named it
@@ -47,19 +47,19 @@ class HeldRun:
     router: wire.Peer = field(default_factory=wire.Peer)  # the owner
     session: RouterSession | None = None  # of the owner; None: an orphan
     slot: int = 0  # good for that session
-    phase: wire.Held.Phase = wire.Held.PHASE_WAITING
+    phase: wire.RunStatus.Phase = wire.RunStatus.PHASE_WAITING
     tokens: array[int] = field(default_factory=lambda: array("I"))
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in ``tokens``
     prompt_logprobs: list[wire.PromptLogprobs] = field(default_factory=list)
     ticket: wire.Ticket | None = None
     offered: wire.Ticket | None = None  # by which it is being given away, or was
     is_asked_for: bool = False  # to be given away as soon as it runs
-    fetch: asyncio.Task[Taken] | None = None
+    fetch: asyncio.Task[TransferResult] | None = None
     early: list[Token] = field(default_factory=list)  # heard before the fetch said that the sequence is ours
-    early_end: Ended | None = None
+    early_end: SequenceFinished | None = None
     timeline: Timeline | None = None  # the engine's, once it began
     wrote: bool = False  # a frame brought a token
-    joined: wire.Joined | None = None  # not told yet, for want of somebody to tell
+    decode_started: wire.DecodeStarted | None = None  # not told yet, for want of somebody to tell
     ending: wire.OutputEnd.Reason | None = None  # asked for; the engine has not let go of it yet
     cut: int | None = None  # tokens that count, where fewer do than were written
     end: wire.OutputEnd | None = None
@@ -98,12 +98,12 @@ class HeldRun:
         """The place in ``tokens`` of the one at ``position``, or the nearest place that there is."""
         return min(max(0, position - self.request.prompt_len), len(self.tokens))
 
-    def message(self, next: Iterable[wire.Next]) -> wire.Held:
+    def message(self, next: Iterable[wire.ResumePosition]) -> wire.RunStatus:
         """Its state for an owner that has the tokens before ``next``; without one, all that are here."""
         wanted = [self.index_of(wish.position) for wish in next if wish.output == self.output]
         position = self.request.prompt_len + (wanted[0] if wanted else len(self.tokens))
         slot = wire.Slot(slot=self.slot, output=self.output, position=position)
-        return wire.Held(run=self.run, phase=self.phase, slots=[slot], ended=[self.end] if self.end else [])
+        return wire.RunStatus(run=self.run, phase=self.phase, slots=[slot], ended=[self.end] if self.end else [])
 
     def note(self, token: Token) -> None:
         """Keep a token that a step wrote."""
@@ -119,48 +119,48 @@ class HeldRun:
         self.deadline = self.patience = None
 
 
-class Runs:
+class RunTable:
     """All held runs by name and by sequence, and the marks that cancels of unknown runs left."""
 
     def __init__(self, epochs: Epochs) -> None:
         self.marks: dict[Key, tuple[int, asyncio.TimerHandle]] = {}
-        self.leaving: set[HeldRun] = set()
+        self.leaving: set[DecodeRun] = set()
         """Ended early, and the engine has not let go of them yet. An audit finds here those that are forgotten."""
         self._epochs = epochs
-        self._runs: dict[Key, HeldRun] = {}
-        self._stepping: dict[str, HeldRun] = {}
+        self._runs: dict[Key, DecodeRun] = {}
+        self._stepping: dict[str, DecodeRun] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def __iter__(self) -> Iterator[HeldRun]:
+    def __iter__(self) -> Iterator[DecodeRun]:
         return iter(tuple(self._runs.values()))
 
     def __len__(self) -> int:
         return len(self._runs)
 
-    def get(self, run: wire.Run) -> HeldRun | None:
+    def get(self, run: wire.Run) -> DecodeRun | None:
         return self._runs.get(key_of(run))
 
     @property
-    def by_sequence(self) -> dict[str, HeldRun]:
+    def by_sequence(self) -> dict[str, DecodeRun]:
         """Those of whom the engine may tell something, by the engine's name. To be read only."""
         return self._stepping
 
-    def holds(self, held: HeldRun) -> bool:
+    def holds(self, held: DecodeRun) -> bool:
         """Whether it has not been forgotten."""
         return self._runs.get(held.key) is held
 
-    def add(self, held: HeldRun) -> None:
+    def add(self, held: DecodeRun) -> None:
         self._empty.clear()
         self._runs[held.key] = held
         self._epochs.hold(held.run)
         self._stepping[held.request.id] = held
 
-    def silence(self, held: HeldRun) -> None:
+    def silence(self, held: DecodeRun) -> None:
         """Whatever the engine still tells of it is passed over."""
         self._stepping.pop(held.request.id, None)
 
-    def remove(self, held: HeldRun) -> None:
+    def remove(self, held: DecodeRun) -> None:
         """Forget it. May be said twice."""
         held.stop_clocks()
         self.silence(held)

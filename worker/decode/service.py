@@ -18,25 +18,25 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable
 from decant.runtime.heartbeat import loop_timeout
 from decant.runtime.peer import same_life, speaks
-from decant.worker.decode.run_manager import Decoding
+from decant.worker.decode.run_manager import DecodeRunManager
 from decant.worker.decode.session import RouterSession
-from decant.worker.engine_host import Hub
+from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import other_request
 
 HELLO_SECONDS = 5.0
 """How long a call may say nothing before it is a session."""
 RETRY_SECONDS = 0.1
 
-_Context = grpc.aio.ServicerContext[wire.ToWorker, wire.FromWorker]
+_Context = grpc.aio.ServicerContext[wire.RouterMessage, wire.WorkerMessage]
 _log = logs.get(__name__)
 
 
 class DecodeService(services.DecodeServicer):
     """The sessions of one worker."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: EngineHost) -> None:
         self._hub = hub
-        self._decoding = Decoding(hub)
+        self._decoding = DecodeRunManager(hub)
         self._sessions: dict[str, RouterSession] = {}  # by the router's id
         self._drained = False
         self._commands: dict[str, Callable[[RouterSession, Any], None]] = {
@@ -44,11 +44,11 @@ class DecodeService(services.DecodeServicer):
             "cancel": self._decoding.cancel,
             "adopt": self._decoding.adopt,
             "resend": self._decoding.resend,
-            "give": self._decoding.give,
+            "migrate": self._decoding.migrate,
         }
 
     async def Session(  # noqa: N802 - the name on the wire
-        self, requests: AsyncIterator[wire.ToWorker], context: _Context
+        self, requests: AsyncIterator[wire.RouterMessage], context: _Context
     ) -> None:
         """One session, for as long as both sides live."""
         hello = await _hello(requests)
@@ -64,7 +64,7 @@ class DecodeService(services.DecodeServicer):
 
     # -- audit and drain ----------------------------------------------------------------------------------------
 
-    def runs(self) -> Iterator[tuple[wire.Run, int, wire.Held.Phase, str]]:
+    def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
         """Of every run that is held: the run, its output, its phase, the engine's name of its sequence."""
         for held in dict.fromkeys((*self._decoding.runs, *self._decoding.runs.leaving)):
             yield held.run, held.output, held.phase, held.request.id
@@ -76,7 +76,7 @@ class DecodeService(services.DecodeServicer):
     @property
     def fetches_taking(self) -> int:
         """Fetches that are open."""
-        return sum(held.phase == wire.Held.PHASE_ARRIVING for held in self._decoding.runs)
+        return sum(held.phase == wire.RunStatus.PHASE_ARRIVING for held in self._decoding.runs)
 
     @property
     def orphans(self) -> int:
@@ -145,12 +145,12 @@ class DecodeService(services.DecodeServicer):
             if refusal := self._refusal(owned.run):
                 refused.append(refusal)
             elif held := decoding.runs.get(owned.run):
-                welcome.held.append(decoding.attach(held, session, owned.run, owned.next))
-                found.append((held, owned.next))
+                welcome.runs.append(decoding.attach(held, session, owned.run, owned.resume))
+                found.append((held, owned.resume))
             else:
-                welcome.lacking.append(owned.run)
+                welcome.unknown_runs.append(owned.run)
         welcome.orphans.extend(held.run for held in decoding.orphans_of(session.router))
-        session.tell(wire.FromWorker(welcome=welcome))
+        session.tell(wire.WorkerMessage(welcome=welcome))
         for refusal in refused:
             session.tell(refusal)
         for held, next in found:
@@ -159,15 +159,15 @@ class DecodeService(services.DecodeServicer):
 
     # -- what a router says -------------------------------------------------------------------------------------
 
-    def _hear(self, session: RouterSession, message: wire.ToWorker) -> None:
+    def _hear(self, session: RouterSession, message: wire.RouterMessage) -> None:
         kind = message.WhichOneof("message")
-        if kind == "retire":
-            for run in message.retire.runs:
+        if kind == "forget":
+            for run in message.forget.runs:
                 if self._owns(session, run):
-                    self._decoding.retire(run)
-        elif kind == "beat":
-            for ticket in message.beat.renew:
-                self._hub.giver.office.hold(ticket)
+                    self._decoding.forget(run)
+        elif kind == "heartbeat":
+            for ticket in message.heartbeat.renew:
+                self._hub.sender.office.hold(ticket)
         elif kind in self._commands:
             command = getattr(message, kind)
             if self._owns(session, command.run):
@@ -184,16 +184,16 @@ class DecodeService(services.DecodeServicer):
             session.tell(refusal)
         return refusal is None
 
-    def _refusal(self, run: wire.Run) -> wire.FromWorker | None:
+    def _refusal(self, run: wire.Run) -> wire.WorkerMessage | None:
         """What a router is answered that doesn't own the request which it names."""
         epochs = self._hub.epochs
         if epochs.is_other_request(run):
-            return wire.FromWorker(refused=wire.Refused(run=run, failure=other_request()))
+            return wire.WorkerMessage(refused=wire.Refused(run=run, failure=other_request()))
         superseded = epochs.check(run)
-        return None if superseded is None else wire.FromWorker(superseded=superseded)
+        return None if superseded is None else wire.WorkerMessage(superseded=superseded)
 
-    def _beat(self, session: RouterSession) -> wire.Beat:
-        beat = self._hub.beat()
+    def _beat(self, session: RouterSession) -> wire.Heartbeat:
+        beat = self._hub.heartbeat()
         beat.renew.extend(self._decoding.renewals_of(session))
         news = self._hub.cache.take(session)
         if news is not None:
@@ -206,7 +206,7 @@ class DecodeService(services.DecodeServicer):
         return beat
 
 
-async def _hello(requests: AsyncIterator[wire.ToWorker]) -> wire.Hello | None:
+async def _hello(requests: AsyncIterator[wire.RouterMessage]) -> wire.Hello | None:
     """The first word; None of a caller who left without one."""
     try:
         async with loop_timeout(HELLO_SECONDS):

@@ -28,7 +28,7 @@ MAX_UNREAD_SECONDS = 10.0
 LAST_WRITE_SECONDS = 0.5
 """For the write that is under way when a session ends. A router that reads nothing lets it take for ever."""
 
-Write = Callable[[wire.FromWorker], Awaitable[None]]
+Write = Callable[[wire.WorkerMessage], Awaitable[None]]
 
 _log = logs.get(__name__)
 
@@ -36,13 +36,15 @@ _log = logs.get(__name__)
 class RouterSession:
     """The worker's side. ``tell`` may be called at any time: after the end nothing of it is sent."""
 
-    def __init__(self, router: wire.Peer, beat: Callable[[RouterSession], wire.Beat]) -> None:
+    def __init__(self, router: wire.Peer, beat: Callable[[RouterSession], wire.Heartbeat]) -> None:
         self.router = router
         self.unknown = UnknownMessages(router.id)
         self.routers_sent: frozenset[tuple[str, int]] = frozenset()
         """Routers with a live session here, as this one was notified of last."""
         self._beat = beat
-        self._outgoing: asyncio.Queue[tuple[int, wire.FromWorker] | None] = asyncio.Queue()  # with the tick it came in
+        self._outgoing: asyncio.Queue[tuple[int, wire.WorkerMessage] | None] = (
+            asyncio.Queue()
+        )  # with the tick it came in
         self._ticks = 0
         self._written: int | None = None  # the tick of the message that is being written
         self._over = asyncio.Event()
@@ -54,7 +56,7 @@ class RouterSession:
 
     # -- speaking -----------------------------------------------------------------------------------------------
 
-    def tell(self, message: wire.FromWorker) -> None:
+    def tell(self, message: wire.WorkerMessage) -> None:
         """Send a message after all that were told before."""
         if self._over.is_set():
             return
@@ -83,7 +85,10 @@ class RouterSession:
     # -- its life -----------------------------------------------------------------------------------------------
 
     async def serve(
-        self, requests: AsyncIterator[wire.ToWorker], write: Write, hear: Callable[[RouterSession, wire.ToWorker], None]
+        self,
+        requests: AsyncIterator[wire.RouterMessage],
+        write: Write,
+        hear: Callable[[RouterSession, wire.RouterMessage], None],
     ) -> None:
         """Until either side is through, or raises what ``end`` or ``hear`` brought."""
         writing = asyncio.create_task(self._write(write))
@@ -106,11 +111,11 @@ class RouterSession:
                 raise error
 
     async def _read(
-        self, requests: AsyncIterator[wire.ToWorker], hear: Callable[[RouterSession, wire.ToWorker], None]
+        self, requests: AsyncIterator[wire.RouterMessage], hear: Callable[[RouterSession, wire.RouterMessage], None]
     ) -> None:
         async for message in requests:
             self._silence.reset()
-            if not message.HasField("beat") or message.beat.renew:
+            if not message.HasField("heartbeat") or message.heartbeat.renew:
                 hear(self, message)
 
     async def _write(self, write: Write) -> None:
@@ -126,7 +131,7 @@ class RouterSession:
         """A beat says that this process lives; the step that runs is not asked."""
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            self.tell(wire.FromWorker(beat=self._beat(self)))
+            self.tell(wire.WorkerMessage(heartbeat=self._beat(self)))
             self._silence.tick()
             self._watch()
             self._ticks += 1

@@ -15,14 +15,14 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from decant.engine.output import Begun, Token
+from decant.engine.output import SequenceStarted, Token
 from decant.engine.request import Request
 from decant.protos import worker_pb2 as wire
 from decant.worker.epochs import Epochs
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class PrefillRun:
     """One prompt on its way through the engine. ``events`` are what its caller is still to be told; None: no more."""
 
     run: wire.Run
@@ -32,7 +32,7 @@ class Prompt:
     received: float  # time.monotonic
     order: float  # the smallest goes first
     entered: bool = False
-    begun: Begun | None = None
+    begun: SequenceStarted | None = None
     ticket: wire.Ticket | None = None
     first: Token | None = None
     told: bool = False  # the first token
@@ -49,33 +49,33 @@ class Prompt:
         return self.request.sampling.output_index
 
     @property
-    def phase(self) -> wire.Held.Phase:
-        return wire.Held.PHASE_RUNNING if self.begun else wire.Held.PHASE_WAITING
+    def phase(self) -> wire.RunStatus.Phase:
+        return wire.RunStatus.PHASE_RUNNING if self.begun else wire.RunStatus.PHASE_WAITING
 
     def tell(self, **event: object) -> None:
         self.events.put_nowait(wire.PrefillEvent(**event))  # type: ignore[arg-type]
 
 
-class Prompts:
+class PrefillQueue:
     """All prompts that are alive, by the engine's name for them. Those that wait are kept in order."""
 
     def __init__(self, block_size: int, total_blocks: int, epochs: Epochs) -> None:
-        self.waiting: list[Prompt] = []
+        self.waiting: list[PrefillRun] = []
         self.waiting_tokens = 0
         self._block_size = block_size
         self._total_blocks = total_blocks
         self._epochs = epochs
-        self._alive: dict[str, Prompt] = {}
+        self._alive: dict[str, PrefillRun] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def __iter__(self) -> Iterator[Prompt]:
+    def __iter__(self) -> Iterator[PrefillRun]:
         return iter(tuple(self._alive.values()))
 
     def __bool__(self) -> bool:
         return bool(self._alive)
 
-    def get(self, id: str) -> Prompt | None:
+    def get(self, id: str) -> PrefillRun | None:
         return self._alive.get(id)
 
     async def emptied(self) -> None:
@@ -93,7 +93,7 @@ class Prompts:
         held = sum(self._blocks(prompt) for prompt in self._alive.values() if prompt.entered)
         return 2 * held > self._total_blocks
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: PrefillRun) -> None:
         """One more that waits."""
         self._alive[prompt.id] = prompt
         self._epochs.hold(prompt.run)
@@ -101,7 +101,7 @@ class Prompts:
         insort(self.waiting, prompt, key=_order)
         self.waiting_tokens += len(prompt.request.token_ids)
 
-    def admit(self) -> Iterator[Prompt]:
+    def admit(self) -> Iterator[PrefillRun]:
         """Those whose turn it is, most urgent first; they have entered when they are given."""
         while self.waiting and not self.full:
             prompt = self.waiting[0]
@@ -109,7 +109,7 @@ class Prompts:
             prompt.entered = True
             yield prompt
 
-    def remove(self, prompt: Prompt) -> bool:
+    def remove(self, prompt: PrefillRun) -> bool:
         """Forget one that is over, whatever it was doing; False when that was said before."""
         if self._alive.pop(prompt.id, None) is None:
             return False
@@ -122,15 +122,15 @@ class Prompts:
             self._empty.set()
         return True
 
-    def _leave_queue(self, prompt: Prompt) -> None:
+    def _leave_queue(self, prompt: PrefillRun) -> None:
         self.waiting.remove(prompt)
         self.waiting_tokens -= len(prompt.request.token_ids)
 
-    def _blocks(self, prompt: Prompt) -> int:
+    def _blocks(self, prompt: PrefillRun) -> int:
         """What it takes of the pool, without what it found there."""
         blocks = -(-(len(prompt.request.token_ids) + 1) // self._block_size)
         return blocks if prompt.begun is None else blocks - prompt.begun.cached // self._block_size
 
 
-def _order(prompt: Prompt) -> float:
+def _order(prompt: PrefillRun) -> float:
     return prompt.order

@@ -21,35 +21,35 @@ import grpc
 
 from decant.engine.engine import Engine
 from decant.engine.errors import EngineStopped, InvalidRequest
-from decant.engine.output import Begun, Ended, PromptLogprobs, StepOutput, Token
+from decant.engine.output import PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
 from decant.engine.request import FinishReason
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime import logs
 from decant.runtime.peer import same_life, speaks
-from decant.worker.engine_host import Hub
-from decant.worker.prefill.prefill_queue import Prompt, Prompts
-from decant.worker.wire_codec import WorkRefused, end_reason, other_request, to_request, token_logprobs, urgency
+from decant.worker.engine_host import EngineHost
+from decant.worker.prefill.prefill_queue import PrefillQueue, PrefillRun
+from decant.worker.wire_codec import RequestRejected, end_reason, other_request, to_request, token_logprobs, urgency
 
 _log = logs.get(__name__)
 
-_Told = TypeVar("_Told", Begun, PromptLogprobs, Token, Ended)
+_Told = TypeVar("_Told", SequenceStarted, PromptLogprobs, Token, SequenceFinished)
 
 
 class PrefillService(services.PrefillServicer):
     """Serves prompts over one hub. ``async with`` is not needed: what it holds goes with its calls and leases."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: EngineHost) -> None:
         self._hub = hub
-        self._prompts = Prompts(hub.block_size, hub.total_blocks, hub.epochs)
+        self._prompts = PrefillQueue(hub.block_size, hub.total_blocks, hub.epochs)
         self._numbers = itertools.count()
         hub.step_listeners.append(self._on_step)
         hub.crash_listeners.append(self._on_crash)
         hub.epochs.listeners.append(self._on_new_owner)
-        hub.giver.office.listeners.append(self._on_lease_end)
+        hub.sender.office.listeners.append(self._on_lease_end)
 
-    def runs(self) -> Iterator[tuple[wire.Run, int, wire.Held.Phase, str]]:
+    def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
         """Run, output, phase and the engine's name of all that is at work."""
         for prompt in self._prompts:
             yield prompt.run, prompt.output, prompt.phase, prompt.id
@@ -61,14 +61,14 @@ class PrefillService(services.PrefillServicer):
     async def Prefill(  # noqa: N802 - the name on the wire
         self, request: wire.PrefillRequest, _: grpc.aio.ServicerContext[wire.PrefillRequest, wire.PrefillEvent]
     ) -> AsyncIterator[wire.PrefillEvent]:
-        work, run = request.work, request.run
+        work, run = request.engine_request, request.run
         with logs.bound(request_id=run.request, attempt=run.attempt, traceparent=work.traceparent):
             try:
                 prompt = self._accept(request)
-            except WorkRefused as refused:
+            except RequestRejected as refused:
                 yield wire.PrefillEvent(refused=wire.Refused(run=run, failure=refused.failure))
                 return
-            except _NotTheOwner as error:
+            except _StaleOwner as error:
                 yield wire.PrefillEvent(superseded=error.superseded)
                 return
             try:
@@ -79,9 +79,9 @@ class PrefillService(services.PrefillServicer):
 
     # -- taking up -----------------------------------------------------------------------------------------------
 
-    def _accept(self, request: wire.PrefillRequest) -> Prompt:
+    def _accept(self, request: wire.PrefillRequest) -> PrefillRun:
         """The call's place in the queue. Raises WorkRefused, _NotTheOwner."""
-        hub, work = self._hub, request.work
+        hub, work = self._hub, request.engine_request
         self._check_addressed(request)
         name = f"prefill-{next(self._numbers)}:{request.run.request}"
         asked = to_request(name, work, model=hub.model, park_after=request.handoff or _goes_on(work))
@@ -93,7 +93,7 @@ class PrefillService(services.PrefillServicer):
         if work.HasField("remaining_ms") and not work.remaining_ms:
             raise _cannot(wire.CAUSE_DEADLINE, "nothing is left of its time")
         now = time.monotonic()
-        prompt = Prompt(
+        prompt = PrefillRun(
             run=request.run,
             request=asked,
             stopping=work.stopping,
@@ -115,9 +115,9 @@ class PrefillService(services.PrefillServicer):
         if not same_life(request.worker, self._hub.peer):
             raise _cannot(wire.CAUSE_WRONG_PEER, "another life of this worker is meant")
         if self._hub.epochs.is_other_request(request.run):
-            raise WorkRefused(other_request())
+            raise RequestRejected(other_request())
         if (superseded := self._hub.epochs.check(request.run)) is not None:
-            raise _NotTheOwner(superseded)
+            raise _StaleOwner(superseded)
         if self._hub.draining:
             raise _cannot(wire.CAUSE_DRAINING, "this worker is draining")
         if not self._hub.loop.healthy:
@@ -130,7 +130,7 @@ class PrefillService(services.PrefillServicer):
         self._hub.waiting_prompts = len(self._prompts.waiting)
         self._hub.waiting_tokens = self._prompts.waiting_tokens
 
-    def _enter(self, prompt: Prompt) -> None:
+    def _enter(self, prompt: PrefillRun) -> None:
         """Its caller doesn't wait for the answer, which comes with a step: he may have to be told something sooner."""
         refusals: list[InvalidRequest] = []
 
@@ -142,7 +142,7 @@ class PrefillService(services.PrefillServicer):
 
         def answered() -> None:
             for error in refusals:
-                self._end(prompt, refused=wire.Refused(run=prompt.run, failure=WorkRefused.of(error).failure))
+                self._end(prompt, refused=wire.Refused(run=prompt.run, failure=RequestRejected.of(error).failure))
 
         self._hub.loop.post(add, then=answered)
 
@@ -170,17 +170,17 @@ class PrefillService(services.PrefillServicer):
         if output.begun:
             self._admit()  # what they found in the cache makes room for others
 
-    def _ours(self, told: Iterable[_Told]) -> Iterator[tuple[Prompt, _Told]]:
+    def _ours(self, told: Iterable[_Told]) -> Iterator[tuple[PrefillRun, _Told]]:
         """What is told of prompts that are still at work here, with the prompt."""
         for one in told:
             if prompt := self._prompts.get(one.id):
                 yield prompt, one
 
-    def _issue(self, prompt: Prompt) -> None:
+    def _issue(self, prompt: PrefillRun) -> None:
         """Its first chunk is computed: the taker is chosen now."""
         ticket = wire.Ticket(
             run=prompt.run,
-            giver=self._hub.peer,
+            sender=self._hub.peer,
             address=self._hub.address,
             layout=self._hub.layout,
             salt=prompt.request.salt,
@@ -188,16 +188,16 @@ class PrefillService(services.PrefillServicer):
             outputs=[prompt.output],
         )
         logprobs = partial(_first_logprobs, prompt)
-        prompt.ticket = self._hub.giver.issue(ticket, prompt.id, prompt.request.prompt_len, logprobs)
+        prompt.ticket = self._hub.sender.issue(ticket, prompt.id, prompt.request.prompt_len, logprobs)
         prompt.tell(ticket=prompt.ticket)
 
-    def _parked(self, prompt: Prompt) -> None:
+    def _parked(self, prompt: PrefillRun) -> None:
         prompt.tell(first=_first_tokens(prompt))
         prompt.told = True
         if not prompt.handoff:
             self._end(prompt)
 
-    def _ended(self, prompt: Prompt, ended: Ended) -> None:
+    def _ended(self, prompt: PrefillRun, ended: SequenceFinished) -> None:
         """It ended by itself. Its ticket stays, for who opens it late is to hear that nothing is left."""
         if ended.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
             self._fail(prompt, wire.Failure(cause=wire.CAUSE_ENGINE, detail=ended.detail or "ended by the engine"))
@@ -207,7 +207,7 @@ class PrefillService(services.PrefillServicer):
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _end(self, prompt: Prompt, failure: wire.Failure | None = None, **event: object) -> None:
+    def _end(self, prompt: PrefillRun, failure: wire.Failure | None = None, **event: object) -> None:
         """The one way out: frees what it holds, tells its caller the last event, and lets others enter.
 
         ``failure`` is what an open fetch is told.
@@ -220,25 +220,25 @@ class PrefillService(services.PrefillServicer):
         prompt.events.put_nowait(None)
         self._admit()
 
-    def _fail(self, prompt: Prompt, failure: wire.Failure) -> None:
+    def _fail(self, prompt: PrefillRun, failure: wire.Failure) -> None:
         self._end(prompt, failure, failed=wire.Failed(run=prompt.run, failure=failure))
 
-    def _free(self, prompt: Prompt, failure: wire.Failure | None) -> None:
+    def _free(self, prompt: PrefillRun, failure: wire.Failure | None) -> None:
         if prompt.ticket is not None:
-            self._hub.giver.reclaim(prompt.ticket.id, failure or wire.Failure(cause=wire.CAUSE_RECLAIMED))
+            self._hub.sender.reclaim(prompt.ticket.id, failure or wire.Failure(cause=wire.CAUSE_RECLAIMED))
         if prompt.entered:
             self._hub.loop.post(lambda engine: engine.cancel(prompt.id))
 
-    def _part(self, prompt: Prompt, **event: object) -> None:
+    def _part(self, prompt: PrefillRun, **event: object) -> None:
         """Its caller goes, or is sent away: the work ends too, unless somebody fetches it."""
-        lease = self._hub.giver.office.find(prompt.ticket.id) if prompt.ticket else None
+        lease = self._hub.sender.office.find(prompt.ticket.id) if prompt.ticket else None
         if lease is None or not lease.opened:
             self._end(prompt, wire.Failure(cause=wire.CAUSE_OWNER_LOST, detail="the call broke"), **event)
         elif event:
             prompt.tell(**event)
             prompt.events.put_nowait(None)
 
-    def _time_over(self, prompt: Prompt) -> None:
+    def _time_over(self, prompt: PrefillRun) -> None:
         self._fail(prompt, wire.Failure(cause=wire.CAUSE_DEADLINE, detail="its time was over"))
 
     def _on_lease_end(self, lease: Lease) -> None:
@@ -253,7 +253,7 @@ class PrefillService(services.PrefillServicer):
             self._end(prompt)
         else:
             detail = "the taker let go before the first token"
-            self._fail(prompt, wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.taker))
+            self._fail(prompt, wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver))
 
     def _on_new_owner(self, run: wire.Run) -> None:
         for prompt in self._prompts:
@@ -265,20 +265,20 @@ class PrefillService(services.PrefillServicer):
             self._fail(prompt, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(stopped)))
 
 
-class _NotTheOwner(Exception):
+class _StaleOwner(Exception):
     """A later owner of the request was heard of."""
 
     def __init__(self, superseded: wire.Superseded) -> None:
         self.superseded = superseded
 
 
-def _goes_on(work: wire.Work) -> bool:
+def _goes_on(work: wire.EngineRequest) -> bool:
     """Whether the engine, left alone, would write more than the one token that is wanted."""
     written = len(work.outputs[0].tokens) // 4 if work.outputs else 0
     return work.stopping.max_tokens > written + 1
 
 
-def _first_tokens(prompt: Prompt, ended: Ended | None = None) -> wire.FirstTokens:
+def _first_tokens(prompt: PrefillRun, ended: SequenceFinished | None = None) -> wire.FirstTokens:
     begun, token = prompt.begun, prompt.first
     assert begun is not None
     assert token is not None
@@ -293,7 +293,7 @@ def _first_tokens(prompt: Prompt, ended: Ended | None = None) -> wire.FirstToken
     )
 
 
-def _first(prompt: Prompt, token: Token, ended: Ended | None) -> wire.FirstTokens.First:
+def _first(prompt: PrefillRun, token: Token, ended: SequenceFinished | None) -> wire.FirstTokens.First:
     first = wire.FirstTokens.First(output=prompt.output, token=token.token)
     if token.logprobs is not None:
         first.logprobs.CopyFrom(token_logprobs(0, token.logprobs))
@@ -304,7 +304,7 @@ def _first(prompt: Prompt, token: Token, ended: Ended | None) -> wire.FirstToken
     return first
 
 
-def _first_logprobs(prompt: Prompt) -> list[wire.TokenLogprobs]:
+def _first_logprobs(prompt: PrefillRun) -> list[wire.TokenLogprobs]:
     """Of the token that the seal speaks of."""
     token = prompt.first
     return [] if token is None or token.logprobs is None else [token_logprobs(token.position, token.logprobs)]
@@ -314,5 +314,5 @@ def _microseconds(seconds: float) -> int:
     return max(0, round(seconds * 1_000_000))
 
 
-def _cannot(cause: wire.Cause, detail: str) -> WorkRefused:
-    return WorkRefused(wire.Failure(cause=cause, detail=detail))
+def _cannot(cause: wire.Cause, detail: str) -> RequestRejected:
+    return RequestRejected(wire.Failure(cause=cause, detail=detail))

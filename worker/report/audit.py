@@ -17,9 +17,9 @@ from decant.engine.engine import Engine, lease_owner
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
-from decant.worker.engine_host import Hub
+from decant.worker.engine_host import EngineHost
 
-RunRow = tuple[wire.Run, int, wire.Held.Phase, str]
+RunRow = tuple[wire.Run, int, wire.RunStatus.Phase, str]
 """Run, output, phase, and the engine's name of its sequence."""
 
 
@@ -67,7 +67,7 @@ class _Tables(NamedTuple):
 class AuditService(services.AuditServicer):
     """Answers for one hub and the services over it."""
 
-    def __init__(self, hub: Hub, prefill: HasRuns, decode: Decodes) -> None:
+    def __init__(self, hub: EngineHost, prefill: HasRuns, decode: Decodes) -> None:
         self._hub = hub
         self._prefill = prefill
         self._decode = decode
@@ -88,7 +88,7 @@ class AuditService(services.AuditServicer):
 
     def _tables(self) -> _Tables:
         rows = (*self._prefill.runs(), *self._decode.runs())
-        return _Tables({row[3]: row for row in rows}, self._hub.giver.office.leases())
+        return _Tables({row[3]: row for row in rows}, self._hub.sender.office.leases())
 
     def _account(self, before: _Tables, after: _Tables, found: _Map) -> wire.AuditResponse:
         hub, now = self._hub, asyncio.get_running_loop().time()
@@ -112,14 +112,14 @@ class AuditService(services.AuditServicer):
         )
         for name, (run, output, phase, _) in {**before.runs, **after.runs}.items():
             blocks = len(found.blocks(name))
-            if blocks or (name in after.runs and phase != wire.Held.PHASE_ENDED):
+            if blocks or (name in after.runs and phase != wire.RunStatus.PHASE_ENDED):
                 answer.owners.add(run=run, output=output, phase=phase, blocks=blocks)
         for lease in after.leases:
             ticket, holders = lease.ticket, (lease.sequence, lease_owner(lease.sequence))
             answer.leases.add(
                 ticket=ticket.id,
                 run=ticket.run,
-                taker=lease.taker,
+                receiver=lease.receiver,
                 blocks=len(found.blocks(*holders)),
                 remaining_ms=lease.remaining_ms(now),
             )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from decant.engine.output import StepOutput
-from decant.engine.transfer import Arrival
+from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed
-from decant.handoff.receiver import Taken
+from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
 from decant.runtime.metrics import EngineMetrics, PromptSource, Registry
-from decant.worker.engine_host import Hub
+from decant.worker.engine_host import EngineHost
 
 
 class WorkerMetrics:
     """Hears one hub, from when it is made."""
 
-    def __init__(self, registry: Registry, hub: Hub) -> None:
+    def __init__(self, registry: Registry, hub: EngineHost) -> None:
         self._metrics = metrics = EngineMetrics(
             registry, [_label(wire.Cause.Name(cause)) for cause in wire.Cause.values()]
         )
@@ -25,8 +25,8 @@ class WorkerMetrics:
         metrics.waiting.set_function(lambda: hub.load().waiting)
         metrics.cache_usage.set_function(lambda: hub.seen.held_blocks / hub.total_blocks)
         hub.step_listeners.append(self._on_step)
-        hub.taker.began.append(self._on_fetch)
-        hub.taker.ended.append(self._on_fetched)
+        hub.receiver.began.append(self._on_fetch)
+        hub.receiver.ended.append(self._on_fetched)
 
     def _on_step(self, output: StepOutput) -> None:
         if output.tokens:
@@ -41,11 +41,11 @@ class WorkerMetrics:
             self._metrics.preemptions.inc(self._hub.seen.preemptions - self._preemptions)
             self._preemptions = self._hub.seen.preemptions
 
-    def _on_fetch(self, arrival: Arrival) -> None:
+    def _on_fetch(self, arrival: IncomingSequence) -> None:
         self._arriving.add(arrival.id)
 
-    def _on_fetched(self, arrival: Arrival, outcome: Taken | HandoffFailed | None) -> None:
-        if isinstance(outcome, Taken):
+    def _on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
+        if isinstance(outcome, TransferResult):
             cached = arrival.have * self._hub.block_size
             self._metrics.prompt[PromptSource.CACHED].inc(cached)
             self._metrics.prompt[PromptSource.HANDED_OVER].inc(len(arrival.sequence.request.token_ids) - cached)

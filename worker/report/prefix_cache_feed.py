@@ -22,7 +22,7 @@ NAME_BYTES = 8
 """Of a block's hash: what it is called on the wire."""
 
 
-class CacheNews:
+class PrefixCacheFeed:
     """All but ``note`` is for the event loop."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class CacheNews:
         """It is told no more. May be said twice."""
         self._untold.pop(session, None)
 
-    def take(self, session: Hashable) -> wire.CacheNews | None:
+    def take(self, session: Hashable) -> wire.PrefixCacheUpdate | None:
         """What is told to it now, as much as fits a beat; None: nothing is new."""
         untold = self._untold.get(session)
         if not untold:
@@ -59,4 +59,4 @@ class CacheNews:
         toggle(untold, told)
         published = b"".join(digest[:NAME_BYTES] for digest in told if digest in self._cached)
         dropped = b"".join(digest[:NAME_BYTES] for digest in told if digest not in self._cached)
-        return wire.CacheNews(published=published, dropped=dropped)
+        return wire.PrefixCacheUpdate(published=published, dropped=dropped)

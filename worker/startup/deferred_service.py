@@ -23,7 +23,7 @@ Add = Callable[[Any], None]
 """Adds a servicer's methods to what it is given: ``add_PrefillServicer_to_server`` and its like."""
 
 
-class LateService(grpc.GenericRpcHandler):
+class DeferredService(grpc.GenericRpcHandler):
     """The methods of one service, whoever will answer them."""
 
     def __init__(self, descriptor: ServiceDescriptor) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from decant.engine.costs import Costs
+from decant.engine.costs import StepCostModel
 from decant.engine.plan import Device
 from decant.engine.scheduler import Limits, choose_token_budget
 from decant.runtime import logs
@@ -111,7 +111,7 @@ def own_cores(quota: Path = _CPU_QUOTA) -> int:
     return max(1, min(cores, share // period))
 
 
-def _tell(costs: Costs, **chosen: int) -> None:
+def _tell(costs: StepCostModel, **chosen: int) -> None:
     _log.info(
         "measured",
         **chosen,

@@ -17,7 +17,7 @@ from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2 import Load
 from decant.runtime import logs
 from decant.state.directory import Registration, Workers
-from decant.state.errors import Replaced, StoreFault, StoreUnavailable
+from decant.state.errors import IncarnationReplaced, StoreFault, StoreUnavailable
 
 _log = logs.get(__name__)
 
@@ -34,7 +34,7 @@ class Registrar:
         facts: WorkerRegistration,
         load: Callable[[], Load],
         every_s: float,
-        on_replaced: Callable[[Replaced], None],
+        on_replaced: Callable[[IncarnationReplaced], None],
     ) -> None:
         self._workers = workers
         self._facts = facts
@@ -83,7 +83,7 @@ class Registrar:
                 await self._renew()
             except (StoreUnavailable, StoreFault) as error:
                 self._said(error)
-            except Replaced as replaced:
+            except IncarnationReplaced as replaced:
                 _log.error("replaced", reason=str(replaced))
                 self._registration = None
                 self._on_replaced(replaced)

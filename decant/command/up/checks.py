@@ -21,7 +21,7 @@ from decant.engine.errors import ModelRefused
 from decant.router.text.served_model import served
 from decant.runtime import tls
 from decant.runtime.model_files import ModelUnreadable, find
-from decant.runtime.settings import Refused, variable_name
+from decant.runtime.settings import SettingError, variable_name
 from decant.runtime.tls import PeerTls
 from decant.state.errors import StateError
 from decant.state.store import Store, StoreSettings
@@ -57,7 +57,7 @@ def check_peers(plan: Plan) -> None:
         return
     try:
         tls.check_peers(PeerTls(**{f"peer_{name}": value for name, value in asdict(plan.peers).items()}))
-    except Refused as error:
+    except SettingError as error:
         text = f"{variable_name(error.field)}: {error.limit}, got {error.value}"
         raise CommandFailed(text, status=2) from None
 

@@ -35,7 +35,7 @@ class AttentionCall(NamedTuple):
     mask: Any
 
 
-class Attender(Protocol):
+class AttentionBackend(Protocol):
     """What a thread makes current around a call of the model."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Attender(Protocol):
 
 
 class _Current(threading.local):
-    attender: Attender | None = None
+    attender: AttentionBackend | None = None
     calls: int = 0
 
 
@@ -52,7 +52,7 @@ _current = _Current()
 
 
 @contextmanager
-def attending(attender: Attender) -> Iterator[None]:
+def attending(attender: AttentionBackend) -> Iterator[None]:
     """Every attention call of this thread goes to ``attender`` until the block ends."""
     _current.attender, _current.calls = attender, 0
     try:
@@ -66,7 +66,7 @@ def calls_made() -> int:
     return _current.calls
 
 
-def current() -> Attender | None:
+def current() -> AttentionBackend | None:
     """What this thread made current."""
     return _current.attender
 

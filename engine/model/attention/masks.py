@@ -26,7 +26,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AttentionWindow:
     """The keys that a query at position q sees: from ``first(q)`` to q.
 
     FULL from 0; SLIDING the last ``size`` positions; CHUNKED from the start of q's chunk of ``size``.
@@ -46,7 +46,7 @@ class View:
                 return positions // self.size * self.size
 
 
-def fit(visible: MaskFunction, window: int) -> View | None:
+def fit(visible: MaskFunction, window: int) -> AttentionWindow | None:
     """The view that agrees with a mask function on a sample of query positions below ``window``, if one does."""
     last = torch.tensor(window - 1)
     queries = torch.unique(torch.linspace(0, window - 1, 64).long().clamp(max=window - 1))
@@ -60,12 +60,12 @@ def fit(visible: MaskFunction, window: int) -> View | None:
     return None
 
 
-def _candidates(window: int, first: int, seen: torch.Tensor, queries: torch.Tensor) -> Iterator[View]:
-    yield View()
-    yield View(Kind.SLIDING, window - first)
+def _candidates(window: int, first: int, seen: torch.Tensor, queries: torch.Tensor) -> Iterator[AttentionWindow]:
+    yield AttentionWindow()
+    yield AttentionWindow(Kind.SLIDING, window - first)
     starts = {int(row.int().argmax()) for row in seen} - {0}
     if starts:
-        yield View(Kind.CHUNKED, min(starts) if len(starts) == 1 else _step(sorted(starts)))
+        yield AttentionWindow(Kind.CHUNKED, min(starts) if len(starts) == 1 else _step(sorted(starts)))
 
 
 def _step(starts: list[int]) -> int:
@@ -107,12 +107,12 @@ class Recorder:
     """Stands in for attention for one pass and notes what each layer passes; answers zeros."""
 
     def __init__(self, model: str, markers: dict[int, MaskFunction], window: int) -> None:
-        self.views: list[View] = []
+        self.views: list[AttentionWindow] = []
         self.specs: list[LayerSpec] = []
         self._model = model
         self._markers = markers
         self._window = window
-        self._fitted: dict[int, View] = {}
+        self._fitted: dict[int, AttentionWindow] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         function = self._markers.get(id(call.mask))

@@ -27,9 +27,9 @@ import torch
 
 from decant.engine.cpu.threads import all_for_torch
 from decant.engine.model.attention import AttentionCall
-from decant.engine.model.attention.masks import View
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.step_batch import FlatRows, Ints
+from decant.engine.model.step_batch import FlatBatch, Ints
 
 TILE = 128
 """Keys per product."""
@@ -45,7 +45,7 @@ _LOWEST = -1e30
 
 
 @dataclass(slots=True)
-class Band:
+class LengthGroup:
     """Sequences with the same number of query positions, contexts longest first.
 
     start       first query position of the first sequence
@@ -60,17 +60,17 @@ class Band:
     reach: list[int]
     table: torch.Tensor
     first_row: int = 0
-    _hidden: dict[tuple[View, int, int, int], torch.Tensor | None] = field(default_factory=dict)
-    _tiles: dict[View, range] = field(default_factory=dict)
+    _hidden: dict[tuple[AttentionWindow, int, int, int], torch.Tensor | None] = field(default_factory=dict)
+    _tiles: dict[AttentionWindow, range] = field(default_factory=dict)
 
-    def tiles(self, view: View) -> range:
+    def tiles(self, view: AttentionWindow) -> range:
         """Tiles of keys of which any query sees any."""
         if view not in self._tiles:
             first = int(view.first(self.positions[:, 0]).min())
             self._tiles[view] = range(first // TILE, len(self.reach))
         return self._tiles[view]
 
-    def hidden(self, view: View, tile: int, first: int, group: int) -> torch.Tensor | None:
+    def hidden(self, view: AttentionWindow, tile: int, first: int, group: int) -> torch.Tensor | None:
         """What rows from ``first`` on must not see of a tile: [B', 1, rows, TILE], None when they see it all.
 
         The same for all layers of a view, so it is made once a step. Rows are position-major: row p * group + g.
@@ -85,7 +85,7 @@ class Band:
         return self._hidden[key]
 
 
-def make_bands(flat: FlatRows, store: KvStore) -> list[Band]:
+def make_bands(flat: FlatBatch, store: KvStore) -> list[LengthGroup]:
     """The bands of a step: single tokens in one, then each prompt in pieces of PIECE positions."""
     lengths = flat.ends - flat.starts
     singles = int((lengths == 1).sum())
@@ -104,7 +104,7 @@ def make_bands(flat: FlatRows, store: KvStore) -> list[Band]:
     return bands
 
 
-def _band(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvStore) -> Band:
+def _band(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvStore) -> LengthGroup:
     """Sequences that end at ``ends`` and have ``count`` query positions each."""
     block_size, device = store.layout.block_size, store.blocks.device
     per_tile, tiles = TILE // block_size, -(-int(ends[0]) // TILE)
@@ -113,13 +113,13 @@ def _band(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvStore) 
     needed = -(-int(ends[0]) // block_size)
     padded[:, :needed] = table[:, :needed]
     positions = torch.from_numpy(ends[:, None] + np.arange(-count, 0)).to(device)
-    return Band(int(ends[0]) - count, positions, reach, torch.from_numpy(padded).to(device))
+    return LengthGroup(int(ends[0]) - count, positions, reach, torch.from_numpy(padded).to(device))
 
 
 class PagedAttention:
     """What a step makes current: writes the step's keys and values to their blocks, then attends over them."""
 
-    def __init__(self, store: KvStore, views: Sequence[View], flat: FlatRows) -> None:
+    def __init__(self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch) -> None:
         self._store = store
         self._views = views
         self._bands = make_bands(flat, store)
@@ -145,7 +145,7 @@ class PagedAttention:
             output[0, taken] = attended.flatten(0, 1)
         return output
 
-    def _band(self, call: AttentionCall, band: Band, query: torch.Tensor) -> torch.Tensor:
+    def _band(self, call: AttentionCall, band: LengthGroup, query: torch.Tensor) -> torch.Tensor:
         """Query [B, P, heads, key dim] -> [B, P, heads, value dim]."""
         view, kv_heads = self._views[call.layer], call.key.shape[1]
         batch, count, heads, width = query.shape
@@ -163,7 +163,7 @@ class PagedAttention:
         out = out[:, :, : count * group].unflatten(2, (count, group))
         return out.permute(0, 2, 1, 3, 4).reshape(batch, count, heads, -1).to(query.dtype)
 
-    def _tile(self, call: AttentionCall, band: Band, state: _Softmax, tile: int) -> None:
+    def _tile(self, call: AttentionCall, band: LengthGroup, state: _Softmax, tile: int) -> None:
         """One tile of keys, for the sequences and rows that reach it."""
         view, group = self._views[call.layer], call.query.shape[1] // call.key.shape[1]
         reach = band.reach[tile]
