@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from protos import worker_pb2 as wire
-from router.prefix import Prefix
+from decant.protos import worker_pb2 as wire
+from decant.router.placement.prefix_index import Prefix
 
 SYSTEM_PROMPTS = 8
 SYSTEM_TOKENS = (400, 1600)

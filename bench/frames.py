@@ -16,17 +16,17 @@ from typing import Any
 
 import grpc
 
-from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
-from router.following import Following
-from router.request import Course, ValidRequest, Wanted
-from router.sessions import Session
-from router.writing import Pen
-from runtime.channel import Deadline, open_channel
-from runtime.peer import new_peer
-from runtime.tls import PeerTls
-from state.names import RequestKey
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.router.execution.token_stream import Course, ValidRequest, Wanted
+from decant.router.execution.token_writer import Pen
+from decant.router.workers.session import Session
+from decant.router.workers.subscription import Following
+from decant.runtime.channel import Deadline, open_channel
+from decant.runtime.peer import new_peer
+from decant.runtime.tls import PeerTls
+from decant.state.ids import RequestKey
 
 PROMPT = 16
 MAX_TOKENS = 1 << 30

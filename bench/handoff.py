@@ -33,17 +33,17 @@ import grpc
 from rich.console import Console
 from rich.progress import track
 
-from bench.ends import End, Span, Steps, seconds
+from bench.kv_endpoints import End, Span, Steps, seconds
+from bench.model_shapes import checkpoint
 from bench.options import positive
-from bench.shapes import checkpoint
-from engine.errors import InvalidConfig
-from handoff.packing import MESSAGE_BYTES
-from handoff.service import KvSourceService
-from handoff.transport import GrpcSource, GrpcTransport
-from protos import worker_pb2 as wire
-from runtime import certificates
-from runtime.channel import open_channel
-from runtime.tls import PeerTls, ServerTls, server_credentials
+from decant.engine.errors import InvalidConfig
+from decant.handoff.packing import MESSAGE_BYTES
+from decant.handoff.service import KvSourceService
+from decant.handoff.transport import GrpcSource, GrpcTransport
+from decant.protos import worker_pb2 as wire
+from decant.runtime import certificates
+from decant.runtime.channel import open_channel
+from decant.runtime.tls import PeerTls, ServerTls, server_credentials
 
 GOAL = 0.8
 """Share of the bare stream's rate that a handoff should reach."""

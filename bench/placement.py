@@ -22,9 +22,9 @@ from rich.table import Table
 from bench.conversations import arrivals
 from bench.options import positive
 from bench.simulation import Choose, Simulation
-from protos import worker_pb2 as wire
-from router.placement import Need, Seen, first_place
-from state.names import Life
+from decant.protos import worker_pb2 as wire
+from decant.router.placement.policy import Need, Seen, first_place
+from decant.state.ids import Life
 
 LOADS = {"conversations": 1.0, "mixed": 0.5}
 """How much of each load is conversations; the rest shares nothing."""

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from bench.conversations import Arrival
-from engine.blocks import BlockPool, Holding
-from protos import worker_pb2 as wire
-from protos.state_pb2 import Capacity, WorkerRegistration
-from router.placement import Seen
-from router.view import Sent, View
-from state.names import Life
-from worker.cache_news import CacheNews
+from decant.engine.blocks import BlockPool, Holding
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.router.placement.policy import Seen
+from decant.router.placement.worker_load import Sent, View
+from decant.state.ids import Life
+from decant.worker.report.prefix_cache_feed import CacheNews
 
 BLOCK_TOKENS = 16
 TOKENS_PER_SECOND = 20_000.0

@@ -17,7 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from engine.errors import NoRoom
+from decant.engine.errors import NoRoom
 
 BlockHash = bytes
 """Chained digest of a block's tokens, all tokens before them, and a salt (16 bytes)."""

@@ -11,16 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.blocks import BlockPool, hash_blocks, root_hash
-from engine.costs import Forecast
-from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
-from engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, Token
-from engine.plan import Device, StepPlan, StepResult, TokenLogprobs
-from engine.policy import order_of
-from engine.request import FinishReason, Request, check_some_left, check_tokens
-from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence as EngineSequence
-from engine.transfer import Arrival, Checksum, Export, Seal, default_checksum, sum_block
+from decant.engine.blocks import BlockPool, hash_blocks, root_hash
+from decant.engine.costs import Forecast
+from decant.engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
+from decant.engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, Token
+from decant.engine.plan import Device, StepPlan, StepResult, TokenLogprobs
+from decant.engine.policy import order_of
+from decant.engine.request import FinishReason, Request, check_some_left, check_tokens
+from decant.engine.scheduler import Limits, Scheduler
+from decant.engine.sequence import Sequence as EngineSequence
+from decant.engine.transfer import Arrival, Checksum, Export, Seal, default_checksum, sum_block
 
 
 class Engine:

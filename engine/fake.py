@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.costs import Costs
-from engine.draw import uniform
-from engine.errors import InvalidConfig
-from engine.plan import Row, StepPlan, StepResult, TokenLogprobs
+from decant.engine.costs import Costs
+from decant.engine.draw import uniform
+from decant.engine.errors import InvalidConfig
+from decant.engine.plan import Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
 CANDIDATES = 16

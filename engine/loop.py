@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.engine import Engine
-from engine.errors import EngineStopped
-from engine.output import StepOutput
-from engine.pace import Pace
+from decant.engine.engine import Engine
+from decant.engine.errors import EngineStopped
+from decant.engine.output import StepOutput
+from decant.engine.pace import Pace
 
 T = TypeVar("T")
 

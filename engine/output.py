@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.plan import TokenLogprobs
-from engine.request import FinishReason
-from engine.sequence import Timeline
+from decant.engine.plan import TokenLogprobs
+from decant.engine.request import FinishReason
+from decant.engine.sequence import Timeline
 
 
 class Token(NamedTuple):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import NamedTuple, Protocol
 
-from engine.costs import NO_WORK, Costs, Work, chunk
-from engine.request import Request
-from engine.sampler_state import SamplerState
+from decant.engine.costs import NO_WORK, Costs, Work, chunk
+from decant.engine.request import Request
+from decant.engine.sampler_state import SamplerState
 
 
 class Row(NamedTuple):

@@ -24,11 +24,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.blocks import BlockPool, Holding
-from engine.costs import NO_WORK, Costs, Forecast, Work
-from engine.errors import InvalidConfig, NoRoom, check_whole
-from engine.plan import Row, StepPlan
-from engine.sequence import Sequence
+from decant.engine.blocks import BlockPool, Holding
+from decant.engine.costs import NO_WORK, Costs, Forecast, Work
+from decant.engine.errors import InvalidConfig, NoRoom, check_whole
+from decant.engine.plan import Row, StepPlan
+from decant.engine.sequence import Sequence
 
 PROMPT_LOGPROB_CHUNK = 128
 """Most prompt tokens a step computes of a sequence whose every position needs logits (rows x vocabulary)."""

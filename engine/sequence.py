@@ -6,9 +6,9 @@ import sys
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from engine.blocks import BlockHash, Holding, hash_blocks, root_hash
-from engine.request import Request
-from engine.sampler_state import SamplerState
+from decant.engine.blocks import BlockHash, Holding, hash_blocks, root_hash
+from decant.engine.request import Request
+from decant.engine.sampler_state import SamplerState
 
 
 @dataclass(slots=True)

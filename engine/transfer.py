@@ -18,10 +18,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.blocks import Holding
-from engine.errors import TransferRejected
-from engine.plan import BlockBytes
-from engine.sequence import Sequence as EngineSequence
+from decant.engine.blocks import Holding
+from decant.engine.errors import TransferRejected
+from decant.engine.plan import BlockBytes
+from decant.engine.sequence import Sequence as EngineSequence
 
 Checksum = Callable[[bytes | memoryview], int]
 """Sum over bytes, below 2**64. ``zlib.crc32`` by default; a worker passes a faster one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protos import worker_pb2 as wire
+from decant.protos import worker_pb2 as wire
 
 _LENGTH_DELIMITED = 2  # protobuf's wire type of submessages and bytes
 _RUN = wire.FetchResponse.KV_RUN_FIELD_NUMBER << 3 | _LENGTH_DELIMITED

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protos import worker_pb2 as wire
-from runtime.peer import enum_name
+from decant.protos import worker_pb2 as wire
+from decant.runtime.peer import enum_name
 
 
 class HandoffFailed(Exception):

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from handoff.codec import encode
-from handoff.errors import HandoffFailed
-from protos import worker_pb2 as wire
+from decant.handoff.codec import encode
+from decant.handoff.errors import HandoffFailed
+from decant.protos import worker_pb2 as wire
 
 MESSAGE_BYTES = 1 << 20
 """Most bytes of cache in one message."""

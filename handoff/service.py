@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
-from handoff.giver import Giver
-from protos import worker_pb2 as wire
+from decant.handoff.sender import Giver
+from decant.protos import worker_pb2 as wire
 
 DESCRIPTOR = wire.DESCRIPTOR.services_by_name["KvSource"]
 

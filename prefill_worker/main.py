@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from protos import worker_pb2 as wire
-from worker.process import Kind
-from worker.process import main as run_worker
-from worker.settings import WorkerSettings
+from decant.protos import worker_pb2 as wire
+from decant.worker.main import Kind
+from decant.worker.main import main as run_worker
+from decant.worker.settings import WorkerSettings
 
 
 class PrefillSettings(WorkerSettings):

@@ -16,37 +16,37 @@ from contextlib import AsyncExitStack
 from functools import partial
 from importlib.metadata import version
 
-from protos import worker_pb2 as wire
-from protos.state_pb2 import RouterRegistration
-from router.admission import Admission
-from router.bookings import Bookings
-from router.credentials import Callers
-from router.credentials import load as load_callers
-from router.dispatch import Dispatcher
-from router.execution import Router
-from router.flush import Flusher
-from router.limits import limits
-from router.models import Models, load
-from router.open_entries import OpenEntries
-from router.pool import Pool
-from router.registration import Membership
-from router.revival import reviver
-from router.service import About, InferenceService
-from router.settings import RouterSettings
-from router.takeover import Takeover
-from runtime import logs, shutdown
-from runtime.health import Readiness
-from runtime.layers import load_or_exit
-from runtime.listening import join_address
-from runtime.metrics import Registry, RequestMetrics
-from runtime.model_files import ModelUnreadable
-from runtime.peer import default_id, new_peer
-from runtime.server import Server, serve
-from runtime.settings import InvalidSettings, Refused, flag_name
-from state.errors import StateError, StoreFault, StoreUnavailable
-from state.keys import Lifetimes
-from state.names import Life
-from state.store import Store, StoreSettings
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import RouterRegistration
+from decant.router.admission.admission_queue import Admission
+from decant.router.admission.quota import Bookings
+from decant.router.api.auth import Callers
+from decant.router.api.auth import load as load_callers
+from decant.router.api.limits import limits
+from decant.router.api.service import About, InferenceService
+from decant.router.execution.execution import Router
+from decant.router.execution.registry import Dispatcher
+from decant.router.recovery.journal_writer import Flusher
+from decant.router.recovery.open_requests import OpenEntries
+from decant.router.recovery.registration import Membership
+from decant.router.recovery.restore import reviver
+from decant.router.recovery.takeover import Takeover
+from decant.router.settings import RouterSettings
+from decant.router.text.served_model import Models, load
+from decant.router.workers.pool import Pool
+from decant.runtime import logs, shutdown
+from decant.runtime.health import Readiness
+from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.model_files import ModelUnreadable
+from decant.runtime.peer import default_id, new_peer
+from decant.runtime.server import Server, serve
+from decant.runtime.server_settings import join_address
+from decant.runtime.settings import InvalidSettings, Refused, flag_name
+from decant.runtime.settings_sources import load_or_exit
+from decant.state.errors import StateError, StoreFault, StoreUnavailable
+from decant.state.ids import Life
+from decant.state.keys import Lifetimes
+from decant.state.store import Store, StoreSettings
 
 PROGRAM = "decant router"
 VERSION = version("decant-llm")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from runtime.listening import ServerSettings
-from runtime.logs import LogSettings
-from runtime.settings import Refused
-from runtime.tls import PeerTls
-from state.store import BadUrl, check_url
+from decant.runtime.logs import LogSettings
+from decant.runtime.server_settings import ServerSettings
+from decant.runtime.settings import Refused
+from decant.runtime.tls import PeerTls
+from decant.state.store import BadUrl, check_url
 
 
 class RouterSettings(LogSettings, ServerSettings, PeerTls):

@@ -29,7 +29,16 @@ from typing import Any, ClassVar, Protocol
 
 import grpc
 
-from runtime.fault import Fault, Reason, Resource, ResumePoint, Violation, from_trailers, message_text, part
+from decant.runtime.error_details import (
+    Fault,
+    Reason,
+    Resource,
+    ResumePoint,
+    Violation,
+    from_trailers,
+    message_text,
+    part,
+)
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 

@@ -22,9 +22,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from runtime import logs
-from runtime.errors import Blame, Internal, InvalidArgument, ServiceError
-from runtime.fault import trailers
+from decant.runtime import logs
+from decant.runtime.error_details import trailers
+from decant.runtime.errors import Blame, Internal, InvalidArgument, ServiceError
 
 _log = logs.get(__name__)
 

@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 import grpc
 from pydantic import Field, model_validator
 
-from runtime import logs
-from runtime.settings import Refused, Settings
+from decant.runtime import logs
+from decant.runtime.settings import Refused, Settings
 
 T = TypeVar("T")
 

@@ -16,13 +16,13 @@ from typing import Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from protos.state_pb2 import RouterRegistration, WorkerRegistration
-from protos.worker_pb2 import Load
-from state import keys, scripts
-from state.client import Client
-from state.errors import Replaced
-from state.keys import Kind, Lifetimes
-from state.names import Life
+from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
+from decant.protos.worker_pb2 import Load
+from decant.state import keys, scripts
+from decant.state.client import Client
+from decant.state.errors import Replaced
+from decant.state.ids import Life
+from decant.state.keys import Kind, Lifetimes
 
 Facts = TypeVar("Facts", bound=WorkerRegistration | RouterRegistration)
 

@@ -16,7 +16,7 @@ StateError
 
 from __future__ import annotations
 
-from state.names import Life, RequestKey, State
+from decant.state.ids import Life, RequestKey, State
 
 
 class StateError(Exception):

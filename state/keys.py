@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import quote
 
-from state.names import Life, RequestKey
+from decant.state.ids import Life, RequestKey
 
 Kind = Literal["workers", "routers"]
 

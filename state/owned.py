@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-from protos.inference_pb2 import GenerateRequest, Generation
-from protos.state_pb2 import RequestRecord
-from state import journal, logprobs
-from state.journal import ENTRY_BYTES, Entry
-from state.logprobs import Logprobs
-from state.names import ENDED, Life, RequestKey, State, may_follow
+from decant.protos.inference_pb2 import GenerateRequest, Generation
+from decant.protos.state_pb2 import RequestRecord
+from decant.state import journal, logprobs
+from decant.state.ids import ENDED, Life, RequestKey, State, may_follow
+from decant.state.journal import ENTRY_BYTES, Entry
+from decant.state.logprobs import Logprobs
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from state import keys, scripts
-from state.client import Client
-from state.errors import QuotaExceeded
-from state.keys import Lifetimes
-from state.names import RequestKey
-from state.scripts import Command
+from decant.state import keys, scripts
+from decant.state.client import Client
+from decant.state.errors import QuotaExceeded
+from decant.state.ids import RequestKey
+from decant.state.keys import Lifetimes
+from decant.state.scripts import Command
 
 RETRY_IN_FLIGHT_S = 1.0  # when one of a tenant's requests will end is not known
 

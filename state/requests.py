@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from state import keys, scripts
-from state.client import Client, Reply
-from state.directory import Routers
-from state.era import Era
-from state.errors import (
+from decant.state import keys, scripts
+from decant.state.client import Client, Reply
+from decant.state.directory import Routers
+from decant.state.errors import (
     AlreadyExists,
     OwnerAlive,
     StateError,
@@ -29,12 +28,13 @@ from state.errors import (
     Superseded,
     UnreadableRequest,
 )
-from state.keys import Lifetimes
-from state.names import ENDED, Life, RequestKey
-from state.open import OpenRequests, cut
-from state.owned import OwnedRequest, StoredRequest
-from state.scripts import Command
-from state.stored import parse
+from decant.state.ids import ENDED, Life, RequestKey
+from decant.state.keys import Lifetimes
+from decant.state.open_requests import OpenRequests, cut
+from decant.state.owned import OwnedRequest, StoredRequest
+from decant.state.scripts import Command
+from decant.state.store_instance import Era
+from decant.state.stored import parse
 
 BATCH_BYTES = 256 << 10
 """Of writes in one round trip; a single larger one has a deadline that is as much longer."""

@@ -7,15 +7,15 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from protos.state_pb2 import RouterRegistration, WorkerRegistration
-from state.client import Client
-from state.directory import Directory, Routers, Workers
-from state.era import Era
-from state.journal import Journal
-from state.keys import Lifetimes
-from state.open import OpenRequests
-from state.quota import Quotas
-from state.requests import Requests
+from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
+from decant.state.client import Client
+from decant.state.directory import Directory, Routers, Workers
+from decant.state.journal import Journal
+from decant.state.keys import Lifetimes
+from decant.state.open_requests import OpenRequests
+from decant.state.quota import Quotas
+from decant.state.requests import Requests
+from decant.state.store_instance import Era
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from runtime.listening import ServerSettings, is_loopback
-from runtime.logs import LogSettings
-from runtime.settings import Refused
-from runtime.tls import PeerTls
-from state.store import BadUrl, check_url
-from worker.cpu_build import Build
+from decant.runtime.logs import LogSettings
+from decant.runtime.server_settings import ServerSettings, is_loopback
+from decant.runtime.settings import Refused
+from decant.runtime.tls import PeerTls
+from decant.state.store import BadUrl, check_url
+from decant.worker.startup.cpu_build import Build
 
 
 class WorkerSettings(LogSettings, ServerSettings, PeerTls):

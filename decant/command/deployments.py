@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from decant.channel import Tls
+from decant.client.channel import Tls
 from decant.command.errors import CommandFailed
 from decant.command.processes import Process
 

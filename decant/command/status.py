@@ -18,12 +18,12 @@ from decant.command import deployments
 from decant.command.deployments import Deployment
 from decant.command.errors import CommandFailed
 from decant.command.processes import DRAINING, READY, Process, lost_ago
-from protos.state_pb2 import RouterRegistration, WorkerRegistration
-from protos.worker_pb2 import Load, Role
-from state.directory import Listing, Present
-from state.errors import StateError
-from state.keys import Lifetimes
-from state.store import Store, StoreSettings
+from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
+from decant.protos.worker_pb2 import Load, Role
+from decant.state.directory import Listing, Present
+from decant.state.errors import StateError
+from decant.state.keys import Lifetimes
+from decant.state.store import Store, StoreSettings
 
 Workers = Listing[WorkerRegistration]
 Routers = Listing[RouterRegistration]

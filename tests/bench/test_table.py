@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from bench import child, engine
-from bench.ours import make_engine
+from bench import engine
+from bench import subprocess_runner as child
+from bench.own_engine import make_engine
 from bench.steps import Profile
-from engine.layer import Layer
-from engine.model import ModelConfig, load
-from tests.bench import forked
+from decant.engine.cpu.fused_layer import Layer
+from decant.engine.model.model import ModelConfig, load
+from tests.bench import fork_server as forked
 from tests.engine import tiny as models_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -17,12 +17,12 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.rpc import error_details_pb2
 
 import decant
-from protos import inference_pb2 as pb
-from router.limits import limits
-from router.settings import RouterSettings
-from router.validation import UNIMPLEMENTED_FIELDS
-from runtime.fault import Reason
-from state.keys import Lifetimes
+from decant.protos import inference_pb2 as pb
+from decant.router.api.limits import limits
+from decant.router.api.validation import UNIMPLEMENTED_FIELDS
+from decant.router.settings import RouterSettings
+from decant.runtime.error_details import Reason
+from decant.state.keys import Lifetimes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -15,11 +15,11 @@ from decant.command.errors import CommandFailed
 from decant.command.processes import Process
 from decant.command.status import rows_of
 from decant.command.waiting import Waiting
-from protos.state_pb2 import RouterRegistration, WorkerRegistration
-from protos.worker_pb2 import ROLE_DECODE, Load, Peer
-from runtime.errors import Unavailable
-from runtime.fault import Reason
-from state.directory import Listing, Present
+from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
+from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Unavailable
+from decant.state.directory import Listing, Present
 from tests.decant.scripted import Script, serving
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import grpc
 
-from protos import worker_pb2 as wire
+from decant.protos import worker_pb2 as wire
 
 PREFILL = "/decant.internal.v1.Prefill/Prefill"
 SESSION = "/decant.internal.v1.Decode/Session"

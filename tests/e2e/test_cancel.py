@@ -14,12 +14,12 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from protos.inference_pb2_grpc import InferenceServiceStub
-from runtime.errors import from_call
-from runtime.fault import Reason
-from tests.e2e.asking import ask, asked, open_stub
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import from_call
+from tests.e2e.client_checks import ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.proxy import Proxy, proxy
 

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.asking import Answer, ask, asked, open_stub
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.client_checks import Answer, ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, proxy
 from tests.e2e.test_resume import joined, rest

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from router.request import Course, Ended, ValidRequest
-from runtime.errors import Aborted, Cancelled, Unavailable
-from runtime.fault import Reason
-from state.store import Store
-from tests.e2e.cutting import LINES, MOST, TAKER, Cutting, Line, Spot, cutting
+from decant.router.execution.token_stream import Course, Ended, ValidRequest
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, Cancelled, Unavailable
+from decant.state.store import Store
+from tests.e2e.fault_injection import LINES, MOST, TAKER, Cutting, Line, Spot, cutting
 from tests.e2e.proxy import SESSION, Cut
-from tests.router.core import Core, ended
+from tests.router.harness import Core, ended
 from tests.state.conftest import bare, server, store
 
 __all__ = ["bare", "server", "store"]
@@ -26,8 +26,8 @@ SESSIONS = [line for line in LINES if line.method == SESSION and line.worker == 
 async def scene(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cutting]:
     """Without waiting: a session that broke is opened again at once, and a run that ended is retired at once.
     Its end fails when anything is left of any request."""
-    monkeypatch.setattr("router.sessions.FIRST_BACKOFF_SECONDS", 0.005)
-    monkeypatch.setattr("router.outgoing.RETIRED_AT_ONCE", 1)
+    monkeypatch.setattr("decant.router.workers.session.FIRST_BACKOFF_SECONDS", 0.005)
+    monkeypatch.setattr("decant.router.workers.outgoing.RETIRED_AT_ONCE", 1)
     async with cutting(store) as made:
         yield made
 

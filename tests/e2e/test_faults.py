@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from protos import worker_pb2 as wire
-from protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.asking import TOKENIZER, ask, asked, generated, open_stub
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.client_checks import TOKENIZER, ask, asked, generated, open_stub
 from tests.e2e.deployment import SMALL_KV, Deployment, deployment
 from tests.e2e.proxy import Proxy, Tamper, proxy
 

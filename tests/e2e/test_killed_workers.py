@@ -2,8 +2,8 @@
 
 import asyncio
 
-from protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.asking import asked, joined, open_stub
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.client_checks import asked, joined, open_stub
 from tests.e2e.deployment import PATIENCE_S, Deployment, Worker, deployment
 
 PROMPT = "def total(values):\n    result = 0\n" * 12

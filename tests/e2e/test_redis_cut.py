@@ -10,20 +10,20 @@ from functools import partial
 
 import redis as sync_redis
 
-from protos import worker_pb2 as wire
-from protos.state_pb2 import RouterRegistration
-from router.registration import Membership
-from router.takeover import Takeover
-from state.keys import Lifetimes
-from state.names import Life
-from state.private_redis import PrivateRedis
-from state.store import Store
-from tests.router.core import PATIENCE, Core, core, ended, tokens_of, written
-from tests.router.test_moving import asked, registered
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import RouterRegistration
+from decant.router.recovery.registration import Membership
+from decant.router.recovery.takeover import Takeover
+from decant.state.ids import Life
+from decant.state.keys import Lifetimes
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.router.harness import PATIENCE, Core, core, ended, tokens_of, written
+from tests.router.test_migration import asked, registered
 from tests.state.conftest import bare, server
-from tests.state.scenes import make_store
-from tests.worker.decode_scene import eventually
-from tests.worker.scene import Place, alone, worker
+from tests.state.factories import make_store
+from tests.worker.decode_harness import eventually
+from tests.worker.harness import Place, alone, worker
 
 __all__ = ["bare", "server"]
 

@@ -14,15 +14,15 @@ import psutil
 import pytest
 import redis as sync_redis
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceServiceStub
-from runtime.errors import Aborted, Cancelled, ServiceError, Unavailable, from_call
-from runtime.fault import Reason
-from state import keys
-from state.names import RequestKey
-from state.private_redis import PrivateRedis
-from tests.e2e.asking import Answer, ask, asked, open_stub
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, Cancelled, ServiceError, Unavailable, from_call
+from decant.state import keys
+from decant.state.ids import RequestKey
+from decant.state.private_redis import PrivateRedis
 from tests.e2e.checkpoints import small_with
+from tests.e2e.client_checks import Answer, ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.state.ports import free_port
 

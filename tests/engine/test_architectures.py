@@ -11,12 +11,15 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from engine import linears, model_types, products, weight_files
-from engine.attention import NAME, views
-from engine.attention.views import Kind, View
-from engine.engine import Engine
-from engine.errors import InvalidConfig, ModelRefused
-from engine.scheduler import Limits
+from decant.engine.checkpoint import model_types, weight_files
+from decant.engine.cpu import gemm as products
+from decant.engine.cpu import linear as linears
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidConfig, ModelRefused
+from decant.engine.model.attention import NAME
+from decant.engine.model.attention import masks as views
+from decant.engine.model.attention.masks import Kind, View
+from decant.engine.scheduler import Limits
 from tests.engine import tiny
 from tests.engine.served import serve
 

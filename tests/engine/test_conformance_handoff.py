@@ -8,15 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.engine import Engine
-from engine.errors import InvalidRequest, NoRoom, TransferRejected, UnknownSequence
-from engine.output import Filled
-from engine.plan import Device
-from engine.request import FinishReason, Request, SamplingParams, StopParams
-from engine.transfer import Arrival, Seal, default_checksum, sum_block, sum_seal
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidRequest, NoRoom, TransferRejected, UnknownSequence
+from decant.engine.output import Filled
+from decant.engine.plan import Device
+from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
+from decant.engine.transfer import Arrival, Seal, default_checksum, sum_block, sum_seal
 from tests.engine.conftest import MakeDevice
-from tests.engine.properties import nothing_is_held, told_as_alone
-from tests.engine.scenes import (
+from tests.engine.factories import (
     Cargo,
     Ear,
     Heard,
@@ -29,6 +28,7 @@ from tests.engine.scenes import (
     step_until,
     unload,
 )
+from tests.engine.properties import nothing_is_held, told_as_alone
 
 MOVED = make_request("moved", 22, 12, sampling=SamplingParams(temperature=1.0, seed=3), park_after=2, logprobs=1)
 _EXPECTED: dict[str, Heard] = {}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.costs import NO_WORK, Costs, Forecast, Work, chunk
+from decant.engine.costs import NO_WORK, Costs, Forecast, Work, chunk
 
 COSTS = st.builds(
     Costs,

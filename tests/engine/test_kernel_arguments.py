@@ -17,21 +17,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import native
-from engine.attention import AttentionCall
-from engine.attention.native import NativeAttention
-from engine.attention.paged import PagedAttention
-from engine.attention.views import Kind, View
-from engine.flat import _compiled, _flattened
-from engine.kv_layout import KvLayout, LayerSpec
-from engine.kv_store import KvStore
-from engine.native import KERNELS
-from engine.plan import Row
-from engine.products import Panels
-from engine.request import Request
-from engine.sampler import highest, sample
-from engine.sampler_state import SamplerState
-from engine.small import RmsNorm
+from decant.engine.cpu import kernels as native
+from decant.engine.cpu.attention import NativeAttention
+from decant.engine.cpu.fused_ops import RmsNorm
+from decant.engine.cpu.gemm import Panels
+from decant.engine.cpu.kernels import KERNELS
+from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.model.attention import AttentionCall
+from decant.engine.model.attention.masks import Kind, View
+from decant.engine.model.attention.paged import PagedAttention
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.sampler import highest, sample
+from decant.engine.model.step_batch import _compiled, _flattened
+from decant.engine.plan import Row
+from decant.engine.request import Request
+from decant.engine.sampler_state import SamplerState
 from tests.engine.test_sampler import MIXES
 from tests.engine.test_sampler import row as sampled_row
 
@@ -46,7 +46,7 @@ every_build = pytest.mark.parametrize("kernels", native.fitting())
 
 
 def build(name: str) -> ModuleType:
-    module: ModuleType = pytest.importorskip(f"engine.native.{name}")
+    module: ModuleType = pytest.importorskip(f"decant.engine.cpu.kernels.{name}")
     return module
 
 
@@ -241,26 +241,26 @@ def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> N
         from array import array
         import torch
         torch.set_num_threads(2)
-        import engine.sampler
-        from engine.attention import AttentionCall
-        from engine.attention.native import NativeAttention
-        from engine.attention.views import View
-        from engine.flat import flatten
-        from engine.kv_layout import KvLayout, LayerSpec
-        from engine.kv_store import KvStore
-        from engine.plan import Row
-        from engine.products import Panels
-        from engine.request import Request, SamplingParams
+        import decant.engine.model.sampler
+        from decant.engine.model.attention import AttentionCall
+        from decant.engine.cpu.attention import NativeAttention
+        from decant.engine.model.attention.masks import View
+        from decant.engine.model.step_batch import flatten
+        from decant.engine.kv_layout import KvLayout, LayerSpec
+        from decant.engine.model.kv_store import KvStore
+        from decant.engine.plan import Row
+        from decant.engine.cpu.gemm import Panels
+        from decant.engine.request import Request, SamplingParams
         import importlib
-        kernels = importlib.import_module("engine.native.{kernels}")
-        engine.sampler.KERNELS = kernels
+        kernels = importlib.import_module("decant.engine.cpu.kernels.{kernels}")
+        decant.engine.model.sampler.KERNELS = kernels
 
         def drawing(size):
             logits = torch.zeros(2, size, dtype=torch.bfloat16)
             one = Request("r", (0,), sampling=SamplingParams(temperature=1.0))
-            from engine.sampler_state import SamplerState
+            from decant.engine.sampler_state import SamplerState
             rows = [Row(one, [0], 0, 1, array("i"), True, SamplerState(one))] * 2
-            return lambda: engine.sampler.sample(rows, logits, frozenset())
+            return lambda: decant.engine.model.sampler.sample(rows, logits, frozenset())
 
         def attending(width):
             store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))

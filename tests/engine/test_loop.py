@@ -11,17 +11,17 @@ from dataclasses import replace
 
 import pytest
 
-from engine.engine import Engine
-from engine.errors import EngineStopped, InvalidRequest, UnknownSequence
-from engine.fake import FakeDevice
-from engine.loop import EngineLoop
-from engine.output import Ended, StepOutput, Token
-from engine.pace import Pace
-from engine.plan import StepPlan, StepResult
-from engine.request import FinishReason, Request
-from engine.streams import Streams
+from decant.engine.engine import Engine
+from decant.engine.errors import EngineStopped, InvalidRequest, UnknownSequence
+from decant.engine.fake import FakeDevice
+from decant.engine.loop import EngineLoop
+from decant.engine.output import Ended, StepOutput, Token
+from decant.engine.pace import Pace
+from decant.engine.plan import StepPlan, StepResult
+from decant.engine.request import FinishReason, Request
+from tests.engine.factories import BLOCK, alone, make_engine, make_request, prompt
 from tests.engine.properties import nothing_is_held
-from tests.engine.scenes import BLOCK, alone, make_engine, make_request, prompt
+from tests.engine.streams import Streams
 
 STEP_SECONDS = 0.02
 

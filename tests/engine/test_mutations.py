@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from engine import blocks, transfer
-from engine.blocks import BlockPool, Holding
-from engine.costs import Costs, Forecast
-from engine.engine import Engine
-from engine.fake import FakeDevice
-from engine.plan import Row, StepPlan
-from engine.scheduler import Limits, Scheduler, _Budget
-from engine.sequence import Sequence as EngineSequence
-from engine.transfer import Arrival, BlockRun, Export, Seal, sum_block
-from tests.engine import world
+from decant.engine import blocks, transfer
+from decant.engine.blocks import BlockPool, Holding
+from decant.engine.costs import Costs, Forecast
+from decant.engine.engine import Engine
+from decant.engine.fake import FakeDevice
+from decant.engine.plan import Row, StepPlan
+from decant.engine.scheduler import Limits, Scheduler, _Budget
+from decant.engine.sequence import Sequence as EngineSequence
+from decant.engine.transfer import Arrival, BlockRun, Export, Seal, sum_block
+from tests.engine import state_machine as world
+from tests.engine.factories import Cargo, Ear, alone, deliver, forged, make_engine, make_request, run, unload
 from tests.engine.properties import told_as_alone
-from tests.engine.scenes import Cargo, Ear, alone, deliver, forged, make_engine, make_request, run, unload
-from tests.engine.world import play
+from tests.engine.state_machine import play
 
 pytestmark = pytest.mark.slow
 
@@ -109,13 +109,13 @@ def hash_without_the_parent(patch: Patch) -> None:
         return [original(b"", tokens[at : at + size], size)[0] for at in range(0, len(tokens) - size + 1, size)]
 
     original = blocks.hash_blocks
-    patch.setattr("engine.sequence.hash_blocks", hash_blocks)
+    patch.setattr("decant.engine.sequence.hash_blocks", hash_blocks)
 
 
 def mix_the_salts(patch: Patch) -> None:
     """What one tenant computed is found by another."""
     original = blocks.root_hash
-    patch.setattr("engine.sequence.root_hash", lambda salt: original(b""))
+    patch.setattr("decant.engine.sequence.root_hash", lambda salt: original(b""))
 
 
 # -- faults in the scheduler ------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def draw_by_the_step(patch: Patch) -> None:
         return next(numbers)
 
     numbers: Iterator[float] = ((n * 0.37 + 0.11) % 1 for n in range(10**9))
-    patch.setattr("engine.fake.uniform", uniform)
+    patch.setattr("decant.engine.fake.uniform", uniform)
 
 
 # -- faults in a handoff ----------------------------------------------------------------------------------------

@@ -18,15 +18,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.blocks import BlockPool, Holding
-from engine.costs import Costs
-from engine.engine import Engine
-from engine.errors import NoRoom
-from engine.policy import STEPS_PER_PRIORITY
-from engine.request import FinishReason
+from decant.engine.blocks import BlockPool, Holding
+from decant.engine.costs import Costs
+from decant.engine.engine import Engine
+from decant.engine.errors import NoRoom
+from decant.engine.policy import STEPS_PER_PRIORITY
+from decant.engine.request import FinishReason
 from tests.engine import properties
-from tests.engine.scenes import Ear, make_engine, make_request, prompt, run, step_until
-from tests.engine.world import COSTS, WINDOW, World, make_world_request, play
+from tests.engine.factories import Ear, make_engine, make_request, prompt, run, step_until
+from tests.engine.state_machine import COSTS, WINDOW, World, make_world_request, play
 
 ANY = st.integers(0, 99)
 QUICK = settings(deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))

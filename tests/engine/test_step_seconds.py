@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.costs import Costs
-from engine.engine import Engine
-from engine.errors import InvalidConfig
-from engine.scheduler import ALONE, BESIDE, PROMPT_LOGPROB_CHUNK, Limits
+from decant.engine.costs import Costs
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidConfig
+from decant.engine.scheduler import ALONE, BESIDE, PROMPT_LOGPROB_CHUNK, Limits
+from tests.engine.factories import BLOCK, make_request, prompt, run
 from tests.engine.properties import nothing_is_held
-from tests.engine.scenes import BLOCK, make_request, prompt, run
 from tests.engine.timed import Timed
 
 WINDOW = 2048

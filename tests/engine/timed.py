@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.costs import Costs
-from engine.fake import FakeDevice
-from engine.plan import StepPlan, StepResult
-from tests.engine.scenes import BLOCK
+from decant.engine.costs import Costs
+from decant.engine.fake import FakeDevice
+from decant.engine.plan import StepPlan, StepResult
+from tests.engine.factories import BLOCK
 
 
 class Timed(FakeDevice):

@@ -14,20 +14,20 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from engine.engine import Engine
-from engine.plan import StepPlan
-from engine.request import Request
-from handoff import packing
-from handoff.beats import heard
-from handoff.codec import Received, decode
-from handoff.errors import HandoffFailed, NothingLeft
-from handoff.packing import MESSAGE_BYTES, Shape, message_sum
-from handoff.service import KvSourceService
-from handoff.transport import FETCH, GrpcTransport, KvSource
-from protos import worker_pb2 as wire
-from runtime.errors import InvalidArgument, ServiceError
-from runtime.interceptor import ErrorInterceptor
-from tests.handoff.scenes import LAYOUT, Tamper, Wire, Worker, alone, ask
+from decant.engine.engine import Engine
+from decant.engine.plan import StepPlan
+from decant.engine.request import Request
+from decant.handoff import packing
+from decant.handoff.codec import Received, decode
+from decant.handoff.errors import HandoffFailed, NothingLeft
+from decant.handoff.heartbeat import heard
+from decant.handoff.packing import MESSAGE_BYTES, Shape, message_sum
+from decant.handoff.service import KvSourceService
+from decant.handoff.transport import FETCH, GrpcTransport, KvSource
+from decant.protos import worker_pb2 as wire
+from decant.runtime.errors import InvalidArgument, ServiceError
+from decant.runtime.interceptor import ErrorInterceptor
+from tests.handoff.factories import LAYOUT, Tamper, Wire, Worker, alone, ask
 
 Transport = Callable[[Worker], AbstractAsyncContextManager[KvSource]]
 
@@ -323,7 +323,7 @@ async def test_a_ticket_that_nobody_opens_ends_with_its_lease_and_renewals_keep_
 async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease(
     is_silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handoff.giver.SILENT_SECONDS", 0.3)
+    monkeypatch.setattr("decant.handoff.sender.SILENT_SECONDS", 0.3)
     async with Worker("p", lease_ms=600_000) as giver, Worker("d") as taker:
         request = ask()
         ticket, arrival = await giver.offer(request), await taker.room(request)
@@ -347,7 +347,7 @@ async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease
 async def test_the_blocks_of_a_receiver_that_dies_after_the_seal_are_free_long_before_the_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("handoff.tickets.SEALED_SECONDS", 0.1)
+    monkeypatch.setattr("decant.handoff.leases.SEALED_SECONDS", 0.1)
     async with Worker("p", lease_ms=600_000) as giver, Worker("d") as taker:
         request = ask()
         ticket, arrival = await giver.offer(request), await taker.room(request)

@@ -9,12 +9,12 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.transfer import sum_block
-from handoff import packing
-from handoff.codec import Received, decode, encode
-from handoff.errors import HandoffFailed
-from handoff.packing import MESSAGE_BYTES, FilledBlock, Shape, Unpacker, checksum, pack
-from protos import worker_pb2 as wire
+from decant.engine.transfer import sum_block
+from decant.handoff import packing
+from decant.handoff.codec import Received, decode, encode
+from decant.handoff.errors import HandoffFailed
+from decant.handoff.packing import MESSAGE_BYTES, FilledBlock, Shape, Unpacker, checksum, pack
+from decant.protos import worker_pb2 as wire
 
 RUN = wire.Run(request="tenant/r", epoch=1, attempt=2)
 

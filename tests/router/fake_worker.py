@@ -15,13 +15,13 @@ from typing import Any
 
 import grpc
 
-from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
-from protos.state_pb2 import Capacity, WorkerRegistration
-from router.writing import pack, unpack
-from runtime.errors import FailedPrecondition, ServiceError, Unavailable
-from runtime.fault import Reason, trailers
-from runtime.peer import new_peer, same_life
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.router.execution.token_writer import pack, unpack
+from decant.runtime.error_details import Reason, trailers
+from decant.runtime.errors import FailedPrecondition, ServiceError, Unavailable
+from decant.runtime.peer import new_peer, same_life
 
 LAYOUT = 7
 TOKENIZER = 11

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from protos import worker_pb2 as wire
-from protos.inference_pb2 import Generation
-from state.names import RequestKey
-from state.store import Store
-from tests.router.core import core, make_request, tokens_of, until
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.state.ids import RequestKey
+from decant.state.store import Store
 from tests.router.fake_worker import answer, fleet
+from tests.router.harness import core, make_request, tokens_of, until
 
 P, P2, D = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 SHORT = tuple(range(1, 31))

@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import worker_pb2 as wire
-from router.placement import Need, Place, Seen, first_place, taker
-from state.names import Life
+from decant.protos import worker_pb2 as wire
+from decant.router.placement.policy import Need, Place, Seen, first_place, taker
+from decant.state.ids import Life
 
 P, D = wire.ROLE_PREFILL, wire.ROLE_DECODE
 NOBODY = Life("", 0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from protos import worker_pb2 as wire
-from router.prefix import Prefix, block_names
-from router.writing import pack
-from state.names import Life
-from state.store import Store
-from tests.router.core import Core, core, ended, make_request, tokens_of, until, written
+from decant.protos import worker_pb2 as wire
+from decant.router.execution.token_writer import pack
+from decant.router.placement.prefix_index import Prefix, block_names
+from decant.state.ids import Life
+from decant.state.store import Store
 from tests.router.fake_worker import FakeWorker, Fleet, answer, fleet
+from tests.router.harness import Core, core, ended, make_request, tokens_of, until, written
 
 P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)
 D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from protos import worker_pb2 as wire
-from router.pool import Pool
-from runtime import certificates
-from runtime.certificates import PEER_NAME, PeerFiles
-from runtime.peer import new_peer
-from runtime.settings import Refused
-from runtime.tls import PeerTls, ServerTls, server_credentials
-from state.store import Store
-from tests.router.core import until
+from decant.protos import worker_pb2 as wire
+from decant.router.workers.pool import Pool
+from decant.runtime import certificates
+from decant.runtime.certificates import PEER_NAME, PeerFiles
+from decant.runtime.peer import new_peer
+from decant.runtime.settings import Refused
+from decant.runtime.tls import PeerTls, ServerTls, server_credentials
+from decant.state.store import Store
 from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker, fleet
+from tests.router.harness import until
 
 D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 

@@ -12,18 +12,19 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
-from router import reading
-from router.credentials import Anybody, Call, Callers
-from router.limits import limits
-from router.models import Models, ServedModel
-from router.request import Course
-from router.service import About, InferenceService
-from router.templates import ChatTemplate
-from router.validation import UNIMPLEMENTED_FIELDS
-from runtime.channel import open_channel
-from runtime.errors import (
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc
+from decant.router.api.auth import Anybody, Call, Callers
+from decant.router.api.limits import limits
+from decant.router.api.service import About, InferenceService
+from decant.router.api.validation import UNIMPLEMENTED_FIELDS
+from decant.router.execution import reader_lease as reading
+from decant.router.execution.token_stream import Course
+from decant.router.text.chat_template import ChatTemplate
+from decant.router.text.served_model import Models, ServedModel
+from decant.runtime.channel import open_channel
+from decant.runtime.error_details import Reason, ResumePoint
+from decant.runtime.errors import (
     Aborted,
     Cancelled,
     DeadlineExceeded,
@@ -35,16 +36,15 @@ from runtime.errors import (
     Unimplemented,
     from_call,
 )
-from runtime.fault import Reason, ResumePoint
-from runtime.health import Readiness
-from runtime.interceptor import Gone
-from runtime.listening import ServerSettings
-from runtime.metrics import Registry, RequestMetrics
-from runtime.server import Server
-from runtime.tls import PeerTls
-from state.names import Life
-from tests.router.core import make_request, until
-from tests.router.scenes import AT_LENGTH, STOPPED, ScriptedDispatcher, model, tiny, write
+from decant.runtime.health import Readiness
+from decant.runtime.interceptor import Gone
+from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.server import Server
+from decant.runtime.server_settings import ServerSettings
+from decant.runtime.tls import PeerTls
+from decant.state.ids import Life
+from tests.router.factories import AT_LENGTH, STOPPED, ScriptedDispatcher, model, tiny, write
+from tests.router.harness import make_request, until
 
 PATIENCE = 60.0
 HERE = Life("router-a", 1)

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from protos import worker_pb2 as wire
-from router.following import Following
-from router.request import Course
-from router.sessions import Session
-from router.writing import Pen, Trouble, pack, unpack
-from runtime.channel import open_channel
-from runtime.peer import new_peer
-from runtime.tls import PeerTls
-from tests.router.core import PATIENCE, ended_run, make_request, until
+from decant.protos import worker_pb2 as wire
+from decant.router.execution.token_stream import Course
+from decant.router.execution.token_writer import Pen, Trouble, pack, unpack
+from decant.router.workers.session import Session
+from decant.router.workers.subscription import Following
+from decant.runtime.channel import open_channel
+from decant.runtime.peer import new_peer
+from decant.runtime.tls import PeerTls
 from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.harness import PATIENCE, ended_run, make_request, until
 
 D = ("d", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
@@ -207,7 +207,7 @@ async def test_runs_given_up_for_a_stuck_step_are_cancelled_at_the_worker() -> N
 async def test_runs_given_up_while_the_session_was_down_are_cancelled_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.sessions.RECONNECT_SECONDS", 0.01)
+    monkeypatch.setattr("decant.router.workers.session.RECONNECT_SECONDS", 0.01)
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 2
         run = make_run(max_tokens=50)
@@ -266,7 +266,7 @@ async def test_a_session_that_does_not_come_back_loses_its_runs_once() -> None:
 async def test_the_runs_of_a_killed_worker_are_lost_at_once(
     is_restarting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.sessions.RECONNECT_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr("decant.router.workers.session.RECONNECT_SECONDS", 10 * PATIENCE)
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 2
         run = make_run()
@@ -285,7 +285,7 @@ async def test_the_runs_of_a_killed_worker_are_lost_at_once(
 async def test_the_runs_of_a_worker_whose_session_broke_wait_while_it_is_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.sessions.RECONNECT_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr("decant.router.workers.session.RECONNECT_SECONDS", 10 * PATIENCE)
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 2
         run = make_run()

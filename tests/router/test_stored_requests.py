@@ -11,19 +11,19 @@ import pytest
 import redis as sync_redis
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from protos.inference_pb2 import Generation
-from protos.state_pb2 import RequestRecord
-from router.request import Ended
-from runtime.errors import Internal, ServiceError
-from state import keys
-from state.errors import StateError, UnreadableRequest
-from state.names import Life, RequestKey
-from state.store import Store
-from tests.router.core import core, ended, make_request, until
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.protos.state_pb2 import RequestRecord
+from decant.router.execution.token_stream import Ended
+from decant.runtime.errors import Internal, ServiceError
+from decant.state import keys
+from decant.state.errors import StateError, UnreadableRequest
+from decant.state.ids import Life, RequestKey
+from decant.state.store import Store
 from tests.router.fake_worker import answer, fleet
-from tests.router.test_coming_back import KEY, PROMPT, left_behind, watching
+from tests.router.harness import core, ended, make_request, until
+from tests.router.test_resume_and_takeover import KEY, PROMPT, left_behind, watching
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 DEAD = Life("gone", 1)

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from protos import worker_pb2 as wire
-from protos.inference_pb2 import Generation
-from router.reading import Reading
-from runtime.errors import Unavailable
-from state.errors import StoreUnavailable
-from state.names import Life, RequestKey, State
-from state.owned import StoredRequest
-from state.store import Store
-from tests.router.core import core, ended, make_request, tokens_of, until, written
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.router.execution.reader_lease import Reading
+from decant.runtime.errors import Unavailable
+from decant.state.errors import StoreUnavailable
+from decant.state.ids import Life, RequestKey, State
+from decant.state.owned import StoredRequest
+from decant.state.store import Store
 from tests.router.fake_worker import MODEL, answer, fleet
-from tests.router.test_coming_back import KEY, PROMPT, left_behind, watching
-from tests.state.scenes import router_facts
-from tests.worker.decode_scene import eventually
+from tests.router.harness import core, ended, make_request, tokens_of, until, written
+from tests.router.test_resume_and_takeover import KEY, PROMPT, left_behind, watching
+from tests.state.factories import router_facts
+from tests.worker.decode_harness import eventually
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 GONE = Life("gone", 1)
@@ -88,7 +88,7 @@ async def test_every_router_may_be_alive_until_a_reopened_session_names_those_th
 async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_registration(
     store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("router.takeover.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("decant.router.recovery.takeover.RETRY_SECONDS", 0.01)
     lasts = 0.4
     looks, change, broken = looks_of(store, monkeypatch), store.routers.change, list[float]()
     clock = asyncio.get_running_loop().time
@@ -237,7 +237,7 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
 
 
 async def test_an_adoption_whose_answer_is_lost_is_gone_on_with(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.takeover.RECLAIM_SECONDS", 0.02)
+    monkeypatch.setattr("decant.router.recovery.takeover.RECLAIM_SECONDS", 0.02)
     await left_behind(store, *answer(PROMPT, 2))
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
@@ -271,7 +271,7 @@ async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
             gate.opened.set()
             with pytest.raises(Unavailable):
                 await scene.dispatcher.begin(make_request())
-        monkeypatch.setattr("router.takeover.RECLAIM_SECONDS", 0.02)
+        monkeypatch.setattr("decant.router.recovery.takeover.RECLAIM_SECONDS", 0.02)
         async with watching(store, scene):
             await eventually(partial(has_state, store, Generation.STATE_CANCELLED))
         workers[1].go.set()

@@ -12,8 +12,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from router.limits import (
+from decant.protos import inference_pb2 as pb
+from decant.router.api.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
@@ -23,14 +23,14 @@ from router.limits import (
     MAX_STOP_TOKEN_IDS,
     limits,
 )
-from router.models import Models
-from router.request import Wanted
-from router.templates import ChatTemplate
-from router.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
-from runtime.channel import Deadline
-from runtime.errors import InvalidArgument, NotFound, ServiceError, Unavailable, Unimplemented
-from runtime.fault import Reason
-from tests.router.scenes import model, tiny, valid, window
+from decant.router.api.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
+from decant.router.execution.token_stream import Wanted
+from decant.router.text.chat_template import ChatTemplate
+from decant.router.text.served_model import Models
+from decant.runtime.channel import Deadline
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import InvalidArgument, NotFound, ServiceError, Unavailable, Unimplemented
+from tests.router.factories import model, tiny, valid, window
 
 Sampling, Stopping = pb.SamplingParams, pb.StoppingParams
 DETACH = pb.StreamOptions.ON_DISCONNECT_DETACH

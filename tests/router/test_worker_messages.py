@@ -16,23 +16,23 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handoff.errors import HandoffFailed
-from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from protos.state_pb2 import WorkerRegistration
-from router.failures import AttemptFailed, raised_by
-from router.following import Following
-from router.request import Course, Ended
-from router.sessions import Session
-from router.view import View
-from router.writing import Pen, pack
-from runtime.errors import Aborted, ServiceError, Unavailable
-from runtime.fault import Reason
-from state.names import Life
-from state.store import Store
+from decant.handoff.errors import HandoffFailed
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import WorkerRegistration
+from decant.router.execution.failures import AttemptFailed, raised_by
+from decant.router.execution.token_stream import Course, Ended
+from decant.router.execution.token_writer import Pen, pack
+from decant.router.placement.worker_load import View
+from decant.router.workers.session import Session
+from decant.router.workers.subscription import Following
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, ServiceError, Unavailable
+from decant.state.ids import Life
+from decant.state.store import Store
 from tests.router import fake_worker
-from tests.router.core import Core, core, ended, make_request, until, written
 from tests.router.fake_worker import FakeWorker, fleet, logprobs_of
+from tests.router.harness import Core, core, ended, make_request, until, written
 
 P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 SHOWN = pb.ResponseOptions(logprobs=1)

@@ -8,16 +8,16 @@ import grpc
 import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
-from runtime.channel import CHANNEL_OPTIONS, NAME_OVERRIDE, Deadline, open_channel, remaining
-from runtime.errors import DeadlineExceeded
-from runtime.layers import load
-from runtime.listening import ServerSettings, server_options
-from runtime.settings import InvalidSettings, Refused
-from runtime.tls import PeerTls, ServerTls, channel_files, server_credentials
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc
+from decant.runtime.channel import CHANNEL_OPTIONS, NAME_OVERRIDE, Deadline, open_channel, remaining
+from decant.runtime.errors import DeadlineExceeded
+from decant.runtime.server_settings import ServerSettings, server_options
+from decant.runtime.settings import InvalidSettings, Refused
+from decant.runtime.settings_sources import load
+from decant.runtime.tls import PeerTls, ServerTls, channel_files, server_credentials
 from tests.runtime.certificates import Certificates
-from tests.runtime.scene import scene
+from tests.runtime.harness import scene
 
 
 @pytest.fixture(scope="module")

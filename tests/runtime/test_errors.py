@@ -6,9 +6,9 @@ from google.protobuf.any_pb2 import Any
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from protos import inference_pb2, worker_pb2
-from runtime.errors import Blame, InvalidArgument, ServiceError, Unavailable, from_fault
-from runtime.fault import Fault, Reason, from_status, from_trailers, to_status, trailers
+from decant.protos import inference_pb2, worker_pb2
+from decant.runtime.error_details import Fault, Reason, from_status, from_trailers, to_status, trailers
+from decant.runtime.errors import Blame, InvalidArgument, ServiceError, Unavailable, from_fault
 from tests.runtime.cases import ERRORS, IDS
 
 EVERY = pytest.mark.parametrize("error", ERRORS, ids=IDS)

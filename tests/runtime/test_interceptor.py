@@ -11,14 +11,14 @@ import grpc
 import pytest
 import structlog
 
-from protos import inference_pb2 as pb
-from protos import worker_pb2
-from runtime import logs
-from runtime.errors import InvalidArgument, ServiceError, from_call
-from runtime.interceptor import Gone
-from runtime.logs import LogSettings
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2
+from decant.runtime import logs
+from decant.runtime.errors import InvalidArgument, ServiceError, from_call
+from decant.runtime.interceptor import Gone
+from decant.runtime.logs import LogSettings
 from tests.runtime.cases import ERRORS, IDS
-from tests.runtime.scene import Scene, scene
+from tests.runtime.harness import Scene, scene
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 SECRET = "sk-12345: the inside of the house"

@@ -7,8 +7,8 @@ import pytest
 from pydantic import Field, SecretStr, ValidationError, model_validator
 
 from decant.command.generate import TOKEN
-from runtime.layers import load, load_or_exit
-from runtime.settings import InvalidSettings, Refused, Settings
+from decant.runtime.settings import InvalidSettings, Refused, Settings
+from decant.runtime.settings_sources import load, load_or_exit
 
 
 class Part(Settings):

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 import redis as sync_redis
 
-from protos.worker_pb2 import ROLE_PREFILL, Load
-from state import keys
-from state.errors import Replaced
-from state.names import Life
-from state.private_redis import PrivateRedis
-from state.store import Store
-from tests.state.scenes import make_store, pass_time, router, router_facts, worker_facts
+from decant.protos.worker_pb2 import ROLE_PREFILL, Load
+from decant.state import keys
+from decant.state.errors import Replaced
+from decant.state.ids import Life
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.state.factories import make_store, pass_time, router, router_facts, worker_facts
 
 OLD, NEW = Life("worker", (1 << 64) - 1), Life("worker", 7)
 

@@ -8,17 +8,17 @@ from datetime import timedelta
 import pytest
 import redis as sync_redis
 
-from protos.inference_pb2 import GenerateRequest, ResponseOptions
-from protos.state_pb2 import RequestRecord
-from state import keys
-from state.errors import AlreadyExists, NotYetKnown, OwnerAlive, StoreFault, Superseded, UnknownRequest
-from state.journal import Entry
-from state.keys import Lifetimes
-from state.names import RequestKey, State
-from state.owned import OwnedRequest
-from state.private_redis import PrivateRedis
-from state.store import Store
-from tests.state.scenes import (
+from decant.protos.inference_pb2 import GenerateRequest, ResponseOptions
+from decant.protos.state_pb2 import RequestRecord
+from decant.state import keys
+from decant.state.errors import AlreadyExists, NotYetKnown, OwnerAlive, StoreFault, Superseded, UnknownRequest
+from decant.state.ids import RequestKey, State
+from decant.state.journal import Entry
+from decant.state.keys import Lifetimes
+from decant.state.owned import OwnedRequest
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.state.factories import (
     CANCELLED,
     DECODING,
     FAILED,

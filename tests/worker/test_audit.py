@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.engine import Engine
-from protos import worker_pb2 as wire
-from tests.worker.scene import MODEL, make_work, worker
-from worker.work import to_request
+from decant.engine.engine import Engine
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import to_request
+from tests.worker.harness import MODEL, make_work, worker
 
 
 async def test_rows_and_counts_of_a_worker_at_work() -> None:

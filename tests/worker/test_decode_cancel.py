@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.blocks import hash_blocks, root_hash
-from engine.engine import Engine
-from protos import worker_pb2 as wire
-from tests.worker.decode_scene import Node, Router, alone, eventually, make_run, make_work, owned
-from worker.work import unpack_tokens
+from decant.engine.blocks import hash_blocks, root_hash
+from decant.engine.engine import Engine
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import unpack_tokens
+from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned
 
 LONG = 600_000
 """A lease that no test outlives: what is free before its end was freed by somebody."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from handoff.codec import Received
-from handoff.transport import KvSource, Transport
-from protos import worker_pb2 as wire
-from tests.worker.decode_scene import Node, alone, eventually, make_run, make_work, routed
+from decant.handoff.codec import Received
+from decant.handoff.transport import KvSource, Transport
+from decant.protos import worker_pb2 as wire
+from tests.worker.decode_harness import Node, alone, eventually, make_run, make_work, routed
 
 
 async def test_a_giver_that_is_not_there_is_named() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from engine.engine import Engine
-from protos import worker_pb2 as wire
-from tests.worker.decode_scene import Heard, Node, Router, alone, eventually, make_run, make_work, owned
+from decant.engine.engine import Engine
+from decant.protos import worker_pb2 as wire
+from tests.worker.decode_harness import Heard, Node, Router, alone, eventually, make_run, make_work, owned
 
 MOVES = (
     "start",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protos import worker_pb2 as wire
-from tests.worker.decode_scene import Node, Router, alone, make_run, make_work, routed
+from decant.protos import worker_pb2 as wire
+from tests.worker.decode_harness import Node, Router, alone, make_run, make_work, routed
 
 
 async def test_the_text_from_tokens_is_that_of_one_engine() -> None:

@@ -9,14 +9,14 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import set_tqdm_hook
 
-from decode_worker.main import DecodeSettings
-from engine import model
-from engine.costs import Costs
-from engine.fake import FakeDevice
-from engine.scheduler import TOKEN_BUDGET, choose_token_budget
-from models import path
-from worker import loading
-from worker.loading import limits_of, own_cores
+from decant.decode_worker.main import DecodeSettings
+from decant.engine.costs import Costs
+from decant.engine.fake import FakeDevice
+from decant.engine.model import model
+from decant.engine.scheduler import TOKEN_BUDGET, choose_token_budget
+from decant.models import path
+from decant.worker.startup import load_model as loading
+from decant.worker.startup.load_model import limits_of, own_cores
 
 SLOW = Costs(fixed=0.05, token=0.004, pair=1e-6)
 

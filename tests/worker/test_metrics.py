@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from handoff.errors import HandoffFailed
-from protos import worker_pb2 as wire
-from runtime.metrics import Registry
-from tests.worker.scene import MODEL, Place, make_work, worker
-from worker.metrics import WorkerMetrics
-from worker.work import to_request
+from decant.handoff.errors import HandoffFailed
+from decant.protos import worker_pb2 as wire
+from decant.runtime.metrics import Registry
+from decant.worker.report.metrics import WorkerMetrics
+from decant.worker.wire_codec import to_request
+from tests.worker.harness import MODEL, Place, make_work, worker
 
 
 def values(registry: Registry) -> dict[str, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protos import worker_pb2 as wire
-from tests.worker.decode_scene import Node, Router, alone, eventually, make_run, make_work, owned
+from decant.protos import worker_pb2 as wire
+from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned
 
 
 async def test_a_former_owner_takes_nothing_from_a_live_run_however_old_the_adoption_is() -> None:

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from handoff.errors import HandoffFailed, NothingLeft
-from protos import worker_pb2 as wire
-from tests.worker.scene import BLOCK, MODEL, ROUTER, Call, Place, alone, make_work, tokens, worker
-from worker.work import pack_tokens, to_request
+from decant.handoff.errors import HandoffFailed, NothingLeft
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import pack_tokens, to_request
+from tests.worker.harness import BLOCK, MODEL, ROUTER, Call, Place, alone, make_work, tokens, worker
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from protos.state_pb2 import WorkerRegistration
-from protos.worker_pb2 import ROLE_DECODE, Load, Peer
-from state.directory import Present
-from state.errors import Replaced
-from state.keys import Lifetimes
-from state.private_redis import PrivateRedis
-from state.store import Store, StoreSettings
-from tests.worker.scene import PATIENCE_S, eventually
-from worker.registration import Registrar
+from decant.protos.state_pb2 import WorkerRegistration
+from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
+from decant.state.directory import Present
+from decant.state.errors import Replaced
+from decant.state.keys import Lifetimes
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store, StoreSettings
+from decant.worker.startup.registration import Registrar
+from tests.worker.harness import PATIENCE_S, eventually
 
 EVERY_S = 0.05
 

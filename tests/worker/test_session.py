@@ -10,13 +10,13 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
-from runtime.errors import Aborted, from_call
-from runtime.fault import Reason
-from tests.worker.decode_scene import Node, Router, alone, eventually, make_run, make_work, owned, routed
-from worker import session as sessions
-from worker.session import RouterSession
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, from_call
+from decant.worker.decode import session as sessions
+from decant.worker.decode.session import RouterSession
+from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned, routed
 
 
 async def refusal(node: Node, *words: wire.ToWorker) -> grpc.aio.AioRpcError:

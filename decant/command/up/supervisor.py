@@ -23,8 +23,8 @@ from decant.command.up.child import Child
 from decant.command.up.output import Output
 from decant.command.up.peers import PeerCredentials
 from decant.command.up.plan import Plan, Spec, address_of
-from runtime import logs
-from runtime.shutdown import Shutdown, first
+from decant.runtime import logs
+from decant.runtime.shutdown import Shutdown, first
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
