@@ -18,15 +18,14 @@ from importlib.metadata import version
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RouterRegistration
-from decant.router.admission.admission_queue import Admission
 from decant.router.admission.quota import QuotaLeases
 from decant.router.api.auth import Authenticator
 from decant.router.api.auth import load as load_callers
-from decant.router.api.limits import limits
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.execution.execution import RouterServices
+from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
-from decant.router.recovery.journal_writer import JournalWriter
+from decant.router.limits import limits
 from decant.router.recovery.open_requests import OpenEntries
 from decant.router.recovery.registration import RouterRegistrar
 from decant.router.recovery.restore import reviver
@@ -35,6 +34,7 @@ from decant.router.settings import RouterSettings
 from decant.router.text.served_model import Models, load
 from decant.router.workers.pool import WorkerPool
 from decant.runtime import logs, shutdown
+from decant.runtime.admission import Admission
 from decant.runtime.health import Readiness
 from decant.runtime.metrics import Registry, RequestMetrics
 from decant.runtime.model_files import ModelUnreadable

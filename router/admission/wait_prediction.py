@@ -16,8 +16,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from itertools import count
 
-from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY
 from decant.router.placement.cost_model import DecayedRegression
+from decant.runtime.admission import SECONDS_PER_PRIORITY
 
 LONG_SECONDS = 1.0
 """A request that has waited for so long shows that there is a queue."""

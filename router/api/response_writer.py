@@ -11,23 +11,19 @@ the rest of the same text.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.api.usage import RequestMeter
+from decant.router.execution.reader_lease import Write
 from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.token_writer import unpack
 from decant.router.text.detokenizer import TokenTable
 from decant.router.text.output_text import begin_text
 from decant.router.text.served_model import ServedModel
 from decant.runtime.errors import InvalidArgument, ServiceError
+from decant.runtime.packed import unpack
 
 MAX_DELTA_TOKENS = 1024
 """In one message: with 20 alternatives each about 1 MiB, a quarter of what gRPC's clients receive by default."""
-
-Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
-"""Sends a message; it has been serialized when this returns."""
 
 
 class ResponseWriter:

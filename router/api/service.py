@@ -20,14 +20,16 @@ import grpc
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
 from decant.router.api.auth import AuthenticatedCall, Authenticator, for_callers
-from decant.router.api.get_generation import RequestSnapshot, generation
-from decant.router.api.limits import check_id, check_size
+from decant.router.api.get_generation import generation
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.tokenizing import detokenize, tokenize
 from decant.router.api.usage import RequestMeter, account_of
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known, validate
 from decant.router.execution.reader_lease import ReaderLease, begin_behind
-from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.execution.stored import RequestSnapshot
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.valid_request import ValidRequest
+from decant.router.limits import check_id, check_size
 from decant.router.text.prompt import UNKNOWN_WINDOW, window
 from decant.router.text.served_model import Models, ServedModel
 from decant.runtime.channel import Deadline

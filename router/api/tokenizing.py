@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.limits import at_most
+from decant.router.limits import at_most
 from decant.router.text.prompt import chat_tokens, checked_ids, text_tokens
 from decant.router.text.served_model import ENCODED_AT_ONCE, ServedModel
 from decant.runtime.channel import Deadline

@@ -23,7 +23,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.api.limits import (
+from decant.router.execution.valid_request import ValidRequest
+from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
@@ -38,18 +39,16 @@ from decant.router.api.limits import (
     check_size,
     within,
 )
-from decant.router.execution.token_stream import OutputOptions, ValidRequest
-from decant.router.execution.token_writer import pack
-from decant.router.text.output_text import begin_text
+from decant.router.text.output_text import OutputOptions, begin_text
 from decant.router.text.prompt import WindowOf, check_vocabulary, prompt_of, window
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.text.stop_strings import StopStrings
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import InvalidArgument, Unavailable, Unimplemented
+from decant.runtime.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable, Unimplemented
+from decant.runtime.packed import pack
 from decant.state.ids import RequestKey
 
-RETRY_SECONDS = 1.0
 LISTED_BYTES = 16 * 1024
 """Of a message whose unknown fields are listed, in at most some ten milliseconds."""
 
@@ -80,7 +79,7 @@ async def validate(
     sampling = _sampling(request.sampling, model)
     longest = window(model, window_of)
     if longest is None:
-        raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_SECONDS)
+        raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_AFTER_SECONDS)
     prompt = await prompt_of(request, model, longest, deadline)
     if request.response.echo:
         wanted = replace(wanted, echo=await _shown_prompt(request, prompt, model, wanted, deadline))

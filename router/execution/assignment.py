@@ -19,11 +19,9 @@ from typing import Any
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY
 from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import AttemptFailed
 from decant.router.execution.migration import Migration
-from decant.router.execution.token_writer import pack
 from decant.router.placement.policy import PlacementRequest, first_place, taker
 from decant.router.placement.worker_load import LoadReservation
 from decant.router.workers.pool import WorkerHandle, WorkerPool
@@ -31,6 +29,8 @@ from decant.router.workers.prefill_call import PrefillCall
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
 from decant.router.workers.waiting_line import Kind, Waiter, WaitsFor
+from decant.runtime.admission import SECONDS_PER_PRIORITY
+from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 
 GONE_SECONDS = 5.0

@@ -32,10 +32,10 @@ from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import NO_ROOM, AttemptFailed, NoWorker, OwnedElsewhere, raised_by
 from decant.router.execution.finish import ended_by, written_out
 from decant.router.execution.token_stream import AttemptTrace, Finish
-from decant.router.execution.token_writer import WriteError
 from decant.router.workers.pool import WorkerHandle, WorkerPool
 from decant.router.workers.prefill_call import PrefillOver
 from decant.router.workers.subscription import WorkerDraining
+from decant.router.workers.token_sink import WriteError
 from decant.runtime import logs
 from decant.runtime.error_details import Reason
 from decant.state.ids import State

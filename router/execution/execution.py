@@ -17,22 +17,24 @@ from typing import Protocol
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.admission.admission_queue import Admission, AdmissionSlot
 from decant.router.admission.quota import QuotaLeases
-from decant.router.api.usage import receipt_of, usage_of
 from decant.router.execution.attempt import Attempt
 from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import AttemptFailed, NoWorker, OwnedElsewhere
 from decant.router.execution.finish import written_out
-from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.execution.journal_writer import JournalWriter, append_new
+from decant.router.execution.stored import RestoreRequest, course_of, stored_as
+from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.execution.token_writer import TokenWriter
-from decant.router.recovery.journal_writer import JournalWriter, append_new
-from decant.router.recovery.restore import RestoreRequest, course_of, stored_as
+from decant.router.execution.usage import receipt_of, usage_of
+from decant.router.execution.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime import logs
+from decant.runtime.admission import Admission, AdmissionSlot
 from decant.runtime.error_details import Reason, ResumePoint, to_status
 from decant.runtime.errors import (
+    RETRY_AFTER_SECONDS,
     Aborted,
     AlreadyExists,
     Cancelled,
@@ -46,9 +48,6 @@ from decant.state.errors import StateError
 from decant.state.ids import Incarnation
 from decant.state.owned import OwnedRequest, StoredRequest
 from decant.state.requests import Displaced, Requests
-
-RETRY_SECONDS = 1.0
-"""What clients are told who find no worker, or no store."""
 
 _log = logs.get(__name__)
 
@@ -197,7 +196,7 @@ class Execution:
         written = len(self.course.tokens)
         if written:
             return Aborted(reason, words, resume=ResumePoint(0, written))
-        return Unavailable(reason, words, retry_after=RETRY_SECONDS)
+        return Unavailable(reason, words, retry_after=RETRY_AFTER_SECONDS)
 
     def superseded(self, error: Displaced) -> None:
         """Another router owns it, or another request has its id: nothing more is written."""
@@ -261,7 +260,7 @@ class Execution:
         """Raises Unavailable where the settings don't want that."""
         if not self._router.settings.serve_without_redis:
             words = f"the state store is away: {why}"
-            raise Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=RETRY_SECONDS)
+            raise Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=RETRY_AFTER_SECONDS)
         self.course.resumable = False
 
     async def _answer(self) -> Finish:

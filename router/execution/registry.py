@@ -15,14 +15,14 @@ from functools import partial
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.admission.overload import check_wait
-from decant.router.api.get_generation import RequestSnapshot
-from decant.router.execution.execution import RETRY_SECONDS, Execution, RouterServices
-from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
-from decant.router.recovery.restore import check_stored, end_of, replayed, store_error
+from decant.router.execution.execution import Execution, RouterServices
+from decant.router.execution.stored import RequestSnapshot, check_stored, end_of, replayed, store_error
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.valid_request import ValidRequest
 from decant.runtime import logs
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import AlreadyExists, Cancelled, QueueFull, ServiceError, Unavailable
+from decant.runtime.errors import RETRY_AFTER_SECONDS, AlreadyExists, Cancelled, QueueFull, ServiceError, Unavailable
 from decant.state.errors import StateError
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import StoredRequest
@@ -197,7 +197,7 @@ class RequestRegistry:
             return
         if self.window_of(found.record.model) is None:
             words = f"this router reaches no worker that serves {found.record.model}"
-            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)
+            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_AFTER_SECONDS)
         await self._adopted(found, self._router.requests.adopt_orphan, self._begin_grace)
 
     def knows(self, key: RequestKey) -> bool:
@@ -262,7 +262,7 @@ class RequestRegistry:
         if self._here(key) is not None:
             return
         try:
-            check_wait(self._router, model, priority, deadline)
+            self._check_wait(model, priority, deadline)
         except QueueFull:
             if not key.id or self._router.flusher.is_away or not await self._is_known(key):
                 raise
@@ -277,10 +277,15 @@ class RequestRegistry:
         model = request.engine_request.model
         if self._draining:
             raise _draining()
-        check_wait(self._router, model, request.engine_request.priority, request.deadline)
+        self._check_wait(model, request.engine_request.priority, request.deadline)
         if next(self._router.pool.of(model), None) is None:
             words = f"no worker serves {model} now"
-            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)
+            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_AFTER_SECONDS)
+
+    def _check_wait(self, model: str, priority: int, deadline: Deadline) -> None:
+        router = self._router
+        waiting = router.admission.waiting + router.pool.waiting
+        check_wait(router.settings, waiting, router.pool.waits[model].predicted(priority), deadline)
 
     def _stop(self, execution: Execution) -> None:
         execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
@@ -395,4 +400,4 @@ class RequestRegistry:
 
 
 def _draining() -> Unavailable:
-    return Unavailable(Reason.DRAINING, "this router is draining", retry_after=RETRY_SECONDS)
+    return Unavailable(Reason.DRAINING, "this router is draining", retry_after=RETRY_AFTER_SECONDS)

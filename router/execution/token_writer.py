@@ -12,23 +12,13 @@ anybody reads it, and only where there are such texts. This is the path of every
 from __future__ import annotations
 
 import asyncio
-import sys
-from array import array
 from collections.abc import Callable
-from enum import Enum
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.workers.token_sink import WriteError
 from decant.state.logprobs import Logprobs
-
-
-class WriteError(Enum):
-    """Why a token was not written, where that is not for being known already."""
-
-    GAP = "gap"
-    CONFLICT = "conflict"  # another token is known for that position
-    MALFORMED = "malformed"  # no token of this output, or not with the logprobs that were asked for
 
 
 class TokenWriter:
@@ -113,20 +103,3 @@ def _copied(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:
     except ValueError:
         return False
     return True
-
-
-def pack(numbers: list[int]) -> bytes:
-    """Little-endian uint32, as the wire has them."""
-    packed = array("I", numbers)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack(data: bytes) -> array[int]:
-    """Raises ValueError when the bytes end within a number."""
-    numbers = array("I")
-    numbers.frombytes(data)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers

@@ -11,12 +11,30 @@ of its own, unless stops are to be included; the last token that may be written 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import OutputOptions
 from decant.router.text.detokenizer import Detokenizer
 from decant.router.text.served_model import ServedModel
 from decant.router.text.stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What the client is shown, with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all.
+    ``prompt_logprobs`` the same of the prompt's tokens. ``echo``: what stands before each output's text.
+    ``min_chunk_tokens`` go into one delta, except into the last.
+    ``stops``: the texts that end an output; None: no text does."""
+
+    text: bool = True
+    token_ids: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: str = ""
+    skip_special_tokens: bool = True
+    stops: StopStrings | None = None
+    include_stop: bool = False
+    min_chunk_tokens: int = 1
 
 
 def begin_text(model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> OutputText:

@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.limits import check_sampling
+from decant.router.limits import check_sampling
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.detokenizer import TokenTable, UnsupportedDecoder, words_of
 from decant.router.text.text_work import TextWork

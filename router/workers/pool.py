@@ -142,6 +142,11 @@ class WorkerPool:
 
     # What others ask
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a worker, of all models."""
+        return sum(map(len, self.lines.values()))
+
     def of(self, model: str) -> Iterator[WorkerHandle]:
         """All that are known for a model, usable or not."""
         return (worker for worker in self._workers.values() if worker.facts.model == model)

@@ -25,7 +25,6 @@ import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
-from decant.router.execution.token_writer import WriteError, unpack
 from decant.router.workers.outgoing import Outgoing
 from decant.router.workers.stream_io import StreamBroken, read, write
 from decant.router.workers.subscription import (
@@ -36,9 +35,11 @@ from decant.router.workers.subscription import (
     WorkerDraining,
     key_of,
 )
+from decant.router.workers.token_sink import WriteError
 from decant.runtime import logs
 from decant.runtime.error_details import Reason
 from decant.runtime.heartbeat import HEARTBEAT_SECONDS, LoopTimer, Silence, loop_timeout
+from decant.runtime.packed import unpack
 from decant.runtime.peer import UnknownMessages, same_life
 from decant.runtime.shutdown import first
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_writer import TokenWriter
+from decant.router.workers.token_sink import TokenSink
 
 if TYPE_CHECKING:
     from decant.router.workers.session import WorkerSession
@@ -45,7 +45,7 @@ class RunSubscription:
     Refused or Superseded.
     """
 
-    def __init__(self, first: wire.Start | wire.Adopt, pen: TokenWriter, tell: Callable[[Any], None]) -> None:
+    def __init__(self, first: wire.Start | wire.Adopt, pen: TokenSink, tell: Callable[[Any], None]) -> None:
         self.run = first.run
         self.key = key_of(first.run)
         self.start = first if isinstance(first, wire.Start) else None

@@ -18,9 +18,9 @@ import grpc
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_writer import pack, unpack
 from decant.runtime.error_details import Reason, trailers
 from decant.runtime.errors import FailedPrecondition, ServiceError, Unavailable
+from decant.runtime.packed import pack, unpack
 from decant.runtime.peer import new_peer, same_life
 
 LAYOUT = 7

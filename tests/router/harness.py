@@ -12,17 +12,19 @@ from typing import Any
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.admission.admission_queue import Admission
 from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.execution import RouterServices
+from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
-from decant.router.execution.token_stream import Finish, OutputOptions, TokenStream, ValidRequest
-from decant.router.execution.token_writer import pack
-from decant.router.recovery.journal_writer import JournalWriter
-from decant.router.recovery.restore import RestoreRequest
+from decant.router.execution.stored import RestoreRequest
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
+from decant.router.text.output_text import OutputOptions
 from decant.router.workers.pool import WorkerPool
+from decant.runtime.admission import Admission
 from decant.runtime.channel import Deadline
+from decant.runtime.packed import pack
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from decant.state.ids import RequestKey

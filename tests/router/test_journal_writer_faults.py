@@ -12,9 +12,9 @@ import redis as sync_redis
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from decant.protos import worker_pb2 as wire
+from decant.router.execution import journal_writer as flush
+from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.recovery import journal_writer as flush
-from decant.router.recovery.journal_writer import JournalWriter
 from decant.state import keys
 from decant.state.client import Client
 from decant.state.errors import StoreFault, StoreUnavailable

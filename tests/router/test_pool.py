@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_writer import pack
 from decant.router.placement.prefix_index import PromptBlocks, block_names
+from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router.fake_worker import FakeWorker, Fleet, answer, fleet

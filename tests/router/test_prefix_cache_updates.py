@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import ValidRequest
+from decant.router.execution.valid_request import ValidRequest
 from decant.router.placement.prefix_index import PromptBlocks
 from decant.state.store import Store
 from tests.router.fake_worker import TOKENIZER

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from decant.engine.blocks import hash_blocks, root_hash
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_writer import pack
 from decant.router.placement.prefix_index import LONG_PROMPT, PromptBlocks, WorkerPrefixCache, block_names
 from decant.router.placement.worker_load import WorkerLoad
+from decant.runtime.packed import pack
 
 BLOCK = 4
 

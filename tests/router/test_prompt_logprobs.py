@@ -9,9 +9,11 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import OutputOptions, TokenStream
-from decant.router.execution.token_writer import TokenWriter, unpack
+from decant.router.execution.token_stream import TokenStream
+from decant.router.execution.token_writer import TokenWriter
+from decant.router.text.output_text import OutputOptions
 from decant.runtime.errors import InvalidArgument
+from decant.runtime.packed import unpack
 from decant.state.store import Store
 from tests.router.factories import AT_LENGTH, tiny, valid, write
 from tests.router.fake_worker import fleet

@@ -16,7 +16,6 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.token_writer import unpack
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import (
     Aborted,
@@ -28,6 +27,7 @@ from decant.runtime.errors import (
     Unavailable,
     Unimplemented,
 )
+from decant.runtime.packed import unpack
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import StoredRequest
 from decant.state.store import Store

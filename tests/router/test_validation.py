@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.limits import (
+from decant.router.api.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
+from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
@@ -23,9 +24,8 @@ from decant.router.api.limits import (
     MAX_STOP_TOKEN_IDS,
     limits,
 )
-from decant.router.api.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
-from decant.router.execution.token_stream import OutputOptions
 from decant.router.text.chat_template import ChatTemplate
+from decant.router.text.output_text import OutputOptions
 from decant.router.text.served_model import Models
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
