@@ -1,4 +1,4 @@
-"""The builds of the CPU kernels (docs/operations.md, `--kernels`), and which of them run here.
+"""The builds of the CPU kernels (docs/guides/tune.md, `--kernels`), and which of them run here.
 
 `DECANT_KERNELS=avx2 pytest ...` runs any tests with that build (tests/conftest.py); `python -m tests.kernel_builds`
 prints the builds that this machine has beside the one that it takes by itself.
