@@ -8,11 +8,12 @@ from typing import Any
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.admission.admission_queue import Admission
 from decant.router.execution.execution import Execution, RouterServices
-from decant.router.execution.token_stream import Finish, ValidRequest
+from decant.router.execution.token_stream import Finish
+from decant.router.execution.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
+from decant.runtime.admission import Admission
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from decant.state.directory import DirectoryEntry, Listing
