@@ -129,9 +129,9 @@ def _course(number: int) -> TokenStream:
         payload=pb.GenerateRequest(),
         engine_request=wire.EngineRequest(stopping=wire.Stopping(max_tokens=MAX_TOKENS)),
         prompt_tokens=PROMPT,
-        wanted=OutputOptions(),
+        output_options=OutputOptions(),
         deadline=Deadline(),
-        id_made_up=False,
+        id_generated=False,
         accepted_at=0.0,
     )
     return TokenStream(request)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.usage import RecordedMeter
-from decant.router.execution.stored import RequestSnapshot, stored_as
+from decant.router.execution.stored import RequestSnapshot, finish_to_record
 from decant.router.execution.token_stream import TokenStream
 from decant.router.text.served_model import ServedModel
 from decant.runtime.error_details import to_status
@@ -54,7 +54,7 @@ async def _result(course: TokenStream, model: ServedModel) -> pb.GenerateRespons
     result.usage.CopyFrom(account.usage())
     if course.end is not None:
         result.receipt.CopyFrom(account.receipt())
-        finished = stored_as(course.end)[1]
+        finished = finish_to_record(course.end)[1]
         if finished is not None:
             output.finished.CopyFrom(finished)
     return result

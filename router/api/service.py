@@ -69,7 +69,7 @@ class RequestRegistry(Protocol):
     def stream_lost(self, course: TokenStream) -> None:
         """The client's stream ended without CancelGeneration."""
 
-    def window_of(self, model: str) -> int | None:
+    def max_context_length(self, model: str) -> int | None:
         """The least window that the model's live workers serve; None while there are none."""
 
     async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
@@ -83,7 +83,7 @@ class RequestRegistry(Protocol):
 class ServerInfoSource:
     """What a router says of itself."""
 
-    life: Incarnation
+    incarnation: Incarnation
     version: str
     limits: pb.Limits
     store_available: Callable[[], bool]
@@ -134,7 +134,7 @@ class InferenceService:
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
         await self._dispatcher.check_wait(key, model, request.priority, deadline)
-        valid = await validate(request, tenant.models, self._dispatcher.window_of, deadline, tenant.name)
+        valid = await validate(request, tenant.models, self._dispatcher.max_context_length, deadline, tenant.name)
         return await self._dispatcher.begin(valid)
 
     async def _stream(self, course: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
@@ -200,7 +200,7 @@ class InferenceService:
             return await detokenize(request, model, self._longest(model), Deadline.of(call.context))
 
     def _longest(self, model: ServedModel) -> int:
-        return window(model, self._dispatcher.window_of) or UNKNOWN_WINDOW
+        return window(model, self._dispatcher.max_context_length) or UNKNOWN_WINDOW
 
     async def ListModels(self, request: pb.ListModelsRequest, call: AuthenticatedCall) -> pb.ListModelsResponse:  # noqa: N802
         check_known(request)
@@ -212,7 +212,7 @@ class InferenceService:
 
     def _described(self, model: ServedModel) -> pb.Model:
         """Lengths are 0 where only workers could tell them, and there are none."""
-        longest = window(model, self._dispatcher.window_of) or 0
+        longest = window(model, self._dispatcher.max_context_length) or 0
         return pb.Model(
             id=model.id,
             max_context_length=longest,
@@ -229,7 +229,7 @@ class InferenceService:
         about = self._about
         return pb.ServerInfo(
             version=about.version,
-            router_id=about.life.id,
+            router_id=about.incarnation.id,
             default_model=call.tenant.models.default.id,
             limits=about.limits,
             unimplemented_fields=UNIMPLEMENTED_FIELDS,

@@ -27,7 +27,7 @@ async def tokenize(
             raise InvalidArgument("text", "a text", "none")
 
     def shown() -> list[str]:
-        return [model.words.bytes_of(id).decode(errors="replace") for id in ids]
+        return [model.token_table.bytes_of(id).decode(errors="replace") for id in ids]
 
     tokens: list[str] = []
     if request.return_tokens:

@@ -22,7 +22,7 @@ from decant.protos.inference_pb2 import Generation
 from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import AttemptFailed
 from decant.router.execution.migration import Migration
-from decant.router.placement.policy import PlacementRequest, first_place, taker
+from decant.router.placement.policy import PlacementRequest, choose_decode_worker, choose_first_worker
 from decant.router.placement.worker_load import LoadReservation
 from decant.router.workers.pool import WorkerHandle, WorkerPool
 from decant.router.workers.prefill_call import PrefillCall
@@ -68,7 +68,7 @@ class WorkerAssignment:
         self.asked_at = self._now()
         """When the worker that reads the prompt was."""
         self._waits_since: float | None = None
-        self._line = pool.lines[job.course.request.engine_request.model]
+        self._line = pool.waiting_lines[job.course.request.engine_request.model]
         self._waiter: Waiter | None = None
         self._prefill: PrefillCall | None = None
         self._following: RunSubscription | None = None
@@ -113,7 +113,7 @@ class WorkerAssignment:
     def _go_on(self) -> None:
         """To a worker, or into the line: behind those that wait for the same already."""
         if self.ticket is not None and self.giver is not None:
-            self._pool.hold(self.ticket, self.giver)
+            self._pool.renew_ticket(self.ticket, self.giver)
         kind = self._kind()
         is_first = not self._line.has(kind)
         if not (is_first and self._try_places()):
@@ -130,7 +130,7 @@ class WorkerAssignment:
     def _kind(self) -> Kind:
         """What it waits for, if it has to."""
         if self.ticket is not None and self.giver is not None:
-            return Kind(WaitsFor.CACHE, self.ticket.layout, self.giver.life)
+            return Kind(WaitsFor.CACHE, self.ticket.layout, self.giver.incarnation)
         need = self._need()
         if need.from_tokens:
             return Kind(WaitsFor.FROM_TOKENS)
@@ -138,7 +138,7 @@ class WorkerAssignment:
 
     def _seen(self) -> Any:
         job = self._job
-        return self._pool.seen(job.course.request.engine_request.model, job.avoid, job.prefix)
+        return self._pool.snapshot(job.course.request.engine_request.model, job.avoid, job.prefix)
 
     def _need(self) -> PlacementRequest:
         job, request = self._job, self._job.course.request
@@ -151,20 +151,20 @@ class WorkerAssignment:
 
     def _place(self) -> bool:
         """On its first worker."""
-        place = first_place(self._seen(), self._need())
+        place = choose_first_worker(self._seen(), self._need())
         if place is None:
             return False
         if place.prefill:
-            self._ask_prefill(self._pool.worker(place.life))
+            self._ask_prefill(self._pool.worker(place.incarnation))
         else:
-            self._start(self._pool.worker(place.life))
+            self._start(self._pool.worker(place.incarnation))
         return True
 
     def _choose_taker(self, ticket: wire.Ticket, giver: WorkerHandle) -> bool:
-        life = taker(self._seen(), self._need(), ticket.layout, giver.life)
-        if life is None:
+        incarnation = choose_decode_worker(self._seen(), self._need(), ticket.layout, giver.incarnation)
+        if incarnation is None:
             return False
-        self._start(self._pool.worker(life), ticket)
+        self._start(self._pool.worker(incarnation), ticket)
         return True
 
     def _adopt(self, holder: Incarnation) -> None:
@@ -183,8 +183,8 @@ class WorkerAssignment:
         self.asked_at = self._now()
         self._job.compute_at(worker)
         self.giver = worker
-        self._job.course.path.prefill_worker = worker.life.id
-        self._at_giver = worker.view.send(self._job.prefix, self._job.pen.position, computed=True)
+        self._job.course.path.prefill_worker = worker.incarnation.id
+        self._at_giver = worker.load.reserve(self._job.prefix, self._job.pen.position, computed=True)
         worker.session.guests.add(self)
         work = self._work(self._written)
         request = wire.PrefillRequest(
@@ -203,13 +203,13 @@ class WorkerAssignment:
             self.asked_at = self._now()
             self._job.compute_at(worker)
         else:
-            self._pool.claimed(ticket)
-        self._at_taker = worker.view.send(self._job.prefix, self._job.pen.position, computed=ticket is None)
+            self._pool.stop_renewing(ticket)
+        self._at_taker = worker.load.reserve(self._job.prefix, self._job.pen.position, computed=ticket is None)
         self._follow(worker, wire.Start(run=self._run, engine_request=self._work(self._written), ticket=ticket))
 
     def _follow(self, worker: WorkerHandle, first: wire.Start | wire.Adopt) -> None:
         self.taker = worker
-        self._job.course.path.decode_worker = worker.life.id
+        self._job.course.path.decode_worker = worker.incarnation.id
         self._following = RunSubscription(first, self._job.pen, partial(self._tell, worker))
         worker.session.start(self._following)
 
@@ -261,7 +261,7 @@ class WorkerAssignment:
     def _succeed(self) -> None:
         self.taker_over()
         self.taker, self._following, self._at_taker = self.move.arrived()
-        self._job.course.path.decode_worker = self.taker.life.id
+        self._job.course.path.decode_worker = self.taker.incarnation.id
 
     # Waiting for room
 
@@ -284,23 +284,23 @@ class WorkerAssignment:
         """The prompt is computed, by whoever does that."""
         sent = self._at_giver or self._at_taker
         if sent is not None:
-            sent.read()
+            sent.mark_prefilled()
 
     def scheduled(self) -> None:
         """The ticket was opened: its taker renews it no more."""
         if self.ticket is not None:
-            self._pool.drop(self.ticket)
+            self._pool.drop_ticket(self.ticket)
 
     def prefill_over(self, giver: WorkerHandle) -> None:
         giver.session.guests.discard(self)
         if self._at_giver is not None:
-            self._at_giver.over()
+            self._at_giver.release()
 
     def taker_over(self) -> None:
         """Its session follows the run no more."""
         self._following = None
         if self._at_taker is not None:
-            self._at_taker.over()
+            self._at_taker.release()
 
     def without_taker(self) -> None:
         """Nothing was left for it to take, or it had no room."""
@@ -309,7 +309,7 @@ class WorkerAssignment:
 
     def refused_by(self, worker: WorkerHandle) -> None:
         """It has no room: the same attempt goes elsewhere, now or later. Nothing is held there."""
-        worker.view.refused()
+        worker.load.mark_full()
         path = self._job.course.path
         if worker is self.taker:
             self.without_taker()
@@ -330,9 +330,9 @@ class WorkerAssignment:
         self._stop_waiting()
         for sent in (self._at_giver, self._at_taker):
             if sent is not None:
-                sent.over()
+                sent.release()
         if self.ticket is not None:
-            self._pool.drop(self.ticket)
+            self._pool.drop_ticket(self.ticket)
         cancel = wire.Cancel(run=self._run, reason=reason)
         if self._job.pen.stopped is not None:
             cancel.reason = wire.Cancel.REASON_STOP_TEXT

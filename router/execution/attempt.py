@@ -81,7 +81,7 @@ class Attempt:
             self._HEAR[type(event)](self, worker, event)
         for worker in (self.giver, self.taker):
             if worker is not None:
-                worker.praise()
+                worker.record_success()
         return self._end
 
     @property
@@ -103,7 +103,7 @@ class Attempt:
     def _is_to_be_explained(self) -> bool:
         """Whether the prompt's logprobs are still on their way: who reads it has a stream of its own, and what comes by
         the taker's may be faster."""
-        return not self._course.is_explained and self.giver is not None and not self._prefill_over
+        return not self._course.has_prompt_logprobs and self.giver is not None and not self._prefill_over
 
     @property
     def _heir(self) -> WorkerHandle | None:
@@ -151,7 +151,7 @@ class Attempt:
         path.prefill_s = told.prefill_us / 1e6
         self._first_at = self._now()
         self._route.read()
-        self._costs.read(self._tokens - told.cached_tokens, path.prefill_s, beside_answers=False)
+        self._costs.add_prefill(self._tokens - told.cached_tokens, path.prefill_s, on_decode_worker=False)
         self._begun(self._route.asked_at + told.queued_us / 1e6)  # the ticket came when the first chunk was computed
         self._course.cached_tokens = told.cached_tokens
         self._reach(Generation.STATE_PREFILLING)
@@ -209,13 +209,13 @@ class Attempt:
         else:
             path.prefill_s = decode_started.from_tokens.prefill_us / 1e6
             self._route.read()
-            self._costs.read(self._tokens - self._cached_at_taker, path.prefill_s, beside_answers=True)
+            self._costs.add_prefill(self._tokens - self._cached_at_taker, path.prefill_s, on_decode_worker=True)
 
     def _moved(self, seconds: float) -> None:
         """How long the answer stood still: blocks moved while the prompt was computed too, and it may have waited for
         room, which is nothing that moving costs."""
         stood_still = 0.0 if self._first_at is None else self._now() - self._first_at
-        self._costs.moved(self._tokens - self._cached_at_taker, min(seconds, stood_still))
+        self._costs.add_transfer(self._tokens - self._cached_at_taker, min(seconds, stood_still))
 
     def _hear_held(self, worker: WorkerHandle, held: wire.RunStatus) -> None:
         """After a break: what was said meanwhile is made up for."""
@@ -252,7 +252,7 @@ class Attempt:
         self._join()
         self._end_with(ended.end)
         if self._end is None:  # it was cancelled there, and not by us
-            self._fail(None, wire.CAUSE_CANCELLED, f"{worker.life.id} ended it: {ended.end.reason}")
+            self._fail(None, wire.CAUSE_CANCELLED, f"{worker.incarnation.id} ended it: {ended.end.reason}")
 
     # What is said while it moves from its worker to another
 
@@ -286,7 +286,7 @@ class Attempt:
         elif refused.failure.cause in NO_ROOM:
             self._route.refused_by(worker)
         else:
-            raise raised_by(refused.failure, worker.life)
+            raise raised_by(refused.failure, worker.incarnation)
 
     def _hear_failed(self, worker: WorkerHandle, failed: wire.Failed) -> None:
         if worker is self._heir:
@@ -304,7 +304,7 @@ class Attempt:
                 return
         elif self._taken_up:
             return
-        raise raised_by(failed.failure, worker.life)
+        raise raised_by(failed.failure, worker.incarnation)
 
     def _hear_superseded(self, _: WorkerHandle, superseded: wire.Superseded) -> None:
         raise OwnedElsewhere(superseded.epoch)
@@ -318,7 +318,7 @@ class Attempt:
     def _begun(self, at: float | None = None) -> None:
         path = self._course.path
         if self._job.wait is not None:
-            self._job.wait.begun()
+            self._job.wait.mark_scheduled()
         path.taken_up_at = self._now() if at is None else at
         path.queue_s = max(0.0, path.taken_up_at - self._began_at)
 
@@ -327,7 +327,7 @@ class Attempt:
         owned = self._job.owned
         for stage in _HANDOFF if self._route.hands_over else _FROM_TOKENS:
             if owned.state < stage <= state:
-                owned.move(stage, datetime.now(UTC))
+                owned.transition(stage, datetime.now(UTC))
                 self._job.note(self.giver, self.taker)
 
     def _end_with(self, end: wire.OutputEnd) -> None:
@@ -336,8 +336,8 @@ class Attempt:
         )
 
     def _fail(self, worker: WorkerHandle | None, cause: wire.Cause, detail: str) -> NoReturn:
-        life = None if worker is None else worker.life
-        raise AttemptFailed(wire.Failure(cause=cause, detail=detail), life)
+        incarnation = None if worker is None else worker.incarnation
+        raise AttemptFailed(wire.Failure(cause=cause, detail=detail), incarnation)
 
     _HEAR: ClassVar[dict[type, Callable[..., None]]] = {
         CapacityChanged: _hear_room,

@@ -23,7 +23,7 @@ from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import AttemptFailed, NoWorker, OwnedElsewhere
 from decant.router.execution.finish import written_out
 from decant.router.execution.journal_writer import JournalWriter, append_new
-from decant.router.execution.stored import RestoreRequest, course_of, stored_as
+from decant.router.execution.stored import RestoreRequest, finish_to_record, stream_from_store
 from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.execution.token_writer import TokenWriter
 from decant.router.execution.usage import receipt_of, usage_of
@@ -97,7 +97,7 @@ class Execution:
             self.owned = _owned(request, Incarnation.of(router.peer))
             self.owned.epoch = epoch
         else:
-            self.course = course_of(adopted, request)
+            self.course = stream_from_store(adopted, request)
             self.course.is_behind = True
             self.owned = OwnedRequest.adopted(adopted)
         self.accepted: asyncio.Future[StoredRequest | None] = asyncio.get_running_loop().create_future()
@@ -118,9 +118,11 @@ class Execution:
         self._attempt: Attempt | None = None
         self.is_recorded = adopted is not None  # or may be
         if adopted is None:
-            self._job.wait = router.pool.waits[request.engine_request.model].enter(request.engine_request.priority)
+            self._job.wait = router.pool.wait_predictors[request.engine_request.model].enter(
+                request.engine_request.priority
+            )
         else:
-            self._job.holder = _holder(adopted) if self.owned.is_explained else None
+            self._job.holder = _holder(adopted) if self.owned.has_prompt_logprobs else None
             self._job.from_tokens = bool(adopted.entries)
             self._job.layout = _layout(adopted, router.pool)
             router.bookings.hold(request.key)
@@ -152,7 +154,7 @@ class Execution:
             return
         self.course.end = end
         if self._job.wait is not None:
-            self._job.wait.over()
+            self._job.wait.discard()
         self.course.told()
         self._home.ended(self)
         self.come_back()
@@ -224,13 +226,13 @@ class Execution:
         if self.is_recorded:
             self._admitted = router.admission.enter_at_once()
             if self._job.holder is None:
-                self.owned.start_over(datetime.now(UTC))
+                self.owned.start_attempt(datetime.now(UTC))
             router.flusher.begin(self)
             return
-        if not router.flusher.is_away:
+        if not router.flusher.is_unavailable:
             await router.bookings.book(request.key, request.prompt_tokens + request.engine_request.stopping.max_tokens)
         self._admitted = await router.admission.enter(request.engine_request.priority, request.deadline)
-        if router.flusher.is_away:
+        if router.flusher.is_unavailable:
             self._take_without_store("it is away")
         else:
             await self._record()
@@ -293,19 +295,19 @@ class Execution:
             self._avoid_other_request(attempt)
         if failed.blamed is not None:
             job.avoid.add(failed.blamed)
-            self._router.pool.blame(failed.blamed)
+            self._router.pool.record_failure(failed.blamed)
         job.from_tokens |= attempt.had_ticket or bool(self.course.tokens)
         if self.owned.attempt >= self._router.settings.attempts and written_out(self.course) is None:
             raise self._lost(Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
         append_new(self.owned, self.course)
-        self.owned.start_over(datetime.now(UTC))
+        self.owned.start_attempt(datetime.now(UTC))
 
     def _avoid_other_request(self, attempt: Attempt) -> None:
         """A worker runs another request with this id. Raises AlreadyExists unless the store has this one."""
-        if self.owned.told is None:
+        if self.owned.synced_state is None:
             self.is_superseded = True
             raise AlreadyExists(self.owned.key.id)
-        self._job.avoid.update(worker.life for worker in (attempt.giver, attempt.taker) if worker is not None)
+        self._job.avoid.update(worker.incarnation for worker in (attempt.giver, attempt.taker) if worker is not None)
 
     async def _superseded_by(self, error: OwnedElsewhere) -> ServiceError:
         """What the store says of the owner that a worker knows of.
@@ -350,12 +352,12 @@ class Execution:
         self._router.bookings.release(owned.key, usage.total_tokens if course.tokens or self.is_taken_up else 0)
         record.usage.CopyFrom(usage)
         record.receipt.CopyFrom(receipt_of(course, asyncio.get_running_loop().time()))
-        state, finished = stored_as(end)
+        state, finished = finish_to_record(end)
         if finished is not None:
             record.finished.append(finished)
         if isinstance(end, ServiceError):
             record.error.CopyFrom(to_status(end.fault))
-        owned.move(state, datetime.now(UTC))
+        owned.transition(state, datetime.now(UTC))
         self._router.flusher.end(self)
 
 
@@ -376,7 +378,7 @@ def _layout(found: StoredRequest, pool: WorkerPool) -> int:
     return 0 if found.entries else pool.layout_of(found.record.model)
 
 
-def _owned(request: ValidRequest, life: Incarnation) -> OwnedRequest:
+def _owned(request: ValidRequest, incarnation: Incarnation) -> OwnedRequest:
     now = datetime.now(UTC)
     record = RequestRecord(
         model=request.engine_request.model,
@@ -386,4 +388,4 @@ def _owned(request: ValidRequest, life: Incarnation) -> OwnedRequest:
     left = request.deadline.remaining()
     if left is not None:
         record.deadline.FromDatetime(now + timedelta(seconds=min(left, 10 * 365 * 86400)))
-    return OwnedRequest.begin(request.key, life, request.payload, record, now)
+    return OwnedRequest.begin(request.key, incarnation, request.payload, record, now)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import NO_ROOM, AttemptFailed, raised_by
-from decant.router.placement.policy import PlacementRequest, taker
+from decant.router.placement.policy import PlacementRequest, choose_decode_worker
 from decant.router.placement.worker_load import LoadReservation
 from decant.router.workers.pool import WorkerHandle, WorkerPool
 from decant.router.workers.subscription import RunSubscription
@@ -57,16 +57,16 @@ class Migration:
         """It gave a ticket."""
         if self.heir is not None:
             return
-        life = self._choose(worker)
-        if life is None:
+        incarnation = self._choose(worker)
+        if incarnation is None:
             self._withdraw(worker)
             return
-        heir = self._pool.worker(life)
+        heir = self._pool.worker(incarnation)
         self._ticket = ticket
-        self._pool.hold(ticket, worker)
-        self._pool.claimed(ticket)
+        self._pool.renew_ticket(ticket, worker)
+        self._pool.stop_renewing(ticket)
         start = wire.Start(run=self._run, engine_request=work, ticket=ticket)
-        sent = heir.view.send(self._job.prefix, self._job.pen.position, computed=False)
+        sent = heir.load.reserve(self._job.prefix, self._job.pen.position, computed=False)
         self.heir = DecodeRun(heir, RunSubscription(start, self._job.pen, partial(self._tell, heir)), sent)
         heir.session.start(self.heir.following)
 
@@ -86,21 +86,21 @@ class Migration:
     def failed(self, worker: WorkerHandle, failure: wire.Failure) -> None:
         """The heir won't have it. Its session follows it no more."""
         heir = self.arrived()
-        heir.sent.over()
+        heir.sent.release()
         if failure.cause in NO_ROOM:
-            heir.worker.view.refused()
+            heir.worker.load.mark_full()
         else:
-            self._failed.add(heir.worker.life)
-            error = raised_by(failure, heir.worker.life)
-            if isinstance(error, AttemptFailed) and error.blamed == heir.worker.life:
-                heir.worker.blame()
+            self._failed.add(heir.worker.incarnation)
+            error = raised_by(failure, heir.worker.incarnation)
+            if isinstance(error, AttemptFailed) and error.blamed == heir.worker.incarnation:
+                heir.worker.record_failure()
         self._withdraw(worker)
 
     def close(self, cancel: wire.Cancel) -> None:
         """Nobody needs to take it any more."""
         if self.heir is not None:
             heir = self.arrived()
-            heir.sent.over()
+            heir.sent.release()
             heir.worker.session.leave(heir.following, cancel)
 
     def resumed(self, worker: WorkerHandle) -> None:
@@ -114,11 +114,13 @@ class Migration:
     def _choose(self, worker: WorkerHandle) -> Incarnation | None:
         job = self._job
         avoid = job.avoid | self._failed
-        seen = self._pool.seen(job.course.request.engine_request.model, avoid, job.prefix)
+        seen = self._pool.snapshot(job.course.request.engine_request.model, avoid, job.prefix)
         able = [each for each in seen if not each.avoided]
-        return taker(able, PlacementRequest(tokens=job.pen.position), worker.facts.layout, worker.life)
+        return choose_decode_worker(
+            able, PlacementRequest(tokens=job.pen.position), worker.facts.layout, worker.incarnation
+        )
 
     def _drop_ticket(self) -> None:
         if self._ticket is not None:
-            self._pool.drop(self._ticket)
+            self._pool.drop_ticket(self._ticket)
             self._ticket = None

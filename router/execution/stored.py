@@ -65,7 +65,7 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
             return Unavailable(Reason.STATE_STORE_AWAY, "the state store is away", retry_after=RETRY_AFTER_SECONDS)
 
 
-def course_of(found: StoredRequest, request: ValidRequest) -> TokenStream:
+def stream_from_store(found: StoredRequest, request: ValidRequest) -> TokenStream:
     """All that is written of it."""
     course = TokenStream(request, [entry.token for entry in found.entries])
     course.logprobs, course.prompt_logprobs = found.logprobs, found.prompt_logprobs
@@ -74,17 +74,17 @@ def course_of(found: StoredRequest, request: ValidRequest) -> TokenStream:
     return course
 
 
-def replayed(found: StoredRequest, request: ValidRequest) -> TokenStream:
+def finished_stream(found: StoredRequest, request: ValidRequest) -> TokenStream:
     """A course that nobody writes any more, as it stands in the store."""
-    course = course_of(found, request)
+    course = stream_from_store(found, request)
     course.cached_tokens = found.record.cached_tokens
     course.recorded = found.record
-    course.end = end_of(found)
+    course.end = finish_from_record(found)
     return course
 
 
-def stored_as(end: Finish | ServiceError) -> tuple[State, pb.Finished | None]:
-    """How an end is stored; `end_of` reads it again."""
+def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | None]:
+    """How an end is stored; `finish_from_record` reads it again."""
     match end:
         case Finish():
             return Generation.STATE_SUCCEEDED, end.finished()
@@ -96,7 +96,7 @@ def stored_as(end: Finish | ServiceError) -> tuple[State, pb.Finished | None]:
             return Generation.STATE_FAILED, None
 
 
-def end_of(found: StoredRequest) -> Finish | ServiceError | None:
+def finish_from_record(found: StoredRequest) -> Finish | ServiceError | None:
     """How a request ended, by what is stored; None for one that has not. Raises UnreadableRequest where it lacks."""
     if not found.ended:
         return None

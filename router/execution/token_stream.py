@@ -92,7 +92,7 @@ class TokenStream:
     _waiting: asyncio.Future[None] | None = None
 
     def __post_init__(self) -> None:
-        wanted = self.request.wanted
+        wanted = self.request.output_options
         self.logprobs = Logprobs(wanted.logprobs or 0)
         self.prompt_logprobs = Logprobs(wanted.prompt_logprobs or 0)
 
@@ -123,14 +123,14 @@ class TokenStream:
         return certain
 
     @property
-    def is_explained(self) -> bool:
+    def has_prompt_logprobs(self) -> bool:
         """Whether the prompt's logprobs are all here, where they were asked for."""
-        asked = self.request.wanted.prompt_logprobs is not None
+        asked = self.request.output_options.prompt_logprobs is not None
         return not asked or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
 
     async def explained(self) -> None:
         """Wait until the prompt's logprobs are all here, where they were asked for, or the end is."""
-        while not self.is_explained and self.end is None:
+        while not self.has_prompt_logprobs and self.end is None:
             await self._news()
 
     async def _news(self) -> None:

@@ -30,13 +30,13 @@ class TokenWriter:
         """Set by the token that completed a stop text."""
         self.tell_stopped: Callable[[], None] | None = None
         """Called when that is."""
-        begin = course.request.begin_text
+        begin = course.request.new_output_text
         self._text = begin() if begin is not None else None
         self._tokens = course.tokens
         self._base = course.request.prompt_tokens
         self._limit = course.request.engine_request.stopping.max_tokens
         self._vocab_size = course.request.vocab_size
-        self._logprobs = course.logprobs if course.request.wanted.logprobs is not None else None
+        self._logprobs = course.logprobs if course.request.output_options.logprobs is not None else None
         self._now = asyncio.get_running_loop().time
         for token in course.tokens:  # of an earlier owner's
             self._follow(token)

@@ -25,9 +25,9 @@ class ValidRequest:
     payload: pb.GenerateRequest
     engine_request: wire.EngineRequest
     prompt_tokens: int
-    wanted: OutputOptions
+    output_options: OutputOptions
     deadline: Deadline
-    id_made_up: bool
+    id_generated: bool
     accepted_at: float  # the event loop's clock
     detach_ms: int | None = None
     """How long it goes on when nobody reads it; None: for the router's grace."""
@@ -37,5 +37,5 @@ class ValidRequest:
     """Whose prefix is likely this one's too, as the client hints; empty: nobody's."""
     vocab_size: int = TOKEN_LIMIT
     """Ids of its output's tokens are below this."""
-    begin_text: Callable[[], OutputText] | None = None
+    new_output_text: Callable[[], OutputText] | None = None
     """The output's text before its first token, for whoever looks for stop texts; None: there are none."""

@@ -16,7 +16,7 @@ from decant.protos.state_pb2 import RequestRecord
 from decant.router.api.validation import validate
 from decant.router.execution.stored import RestoreRequest
 from decant.router.execution.valid_request import ValidRequest
-from decant.router.text.prompt import WindowOf
+from decant.router.text.prompt import ContextLengthOf
 from decant.router.text.served_model import Models
 from decant.runtime.channel import Deadline
 from decant.state.owned import StoredRequest
@@ -25,13 +25,13 @@ _NO_LIMIT = 1 << 30
 """Tokens of a window that nobody has to serve any more."""
 
 
-def reviver(models: Models, window_of: WindowOf) -> RestoreRequest:
+def make_request_restorer(models: Models, max_context_length: ContextLengthOf) -> RestoreRequest:
     async def revive(found: StoredRequest) -> ValidRequest:
         asked = pb.GenerateRequest()
         asked.CopyFrom(found.payload)
         asked.model = found.record.model  # no name meant the default of its time and tenant
         asked.sampling.seed = found.record.seed
-        window = (lambda _: _NO_LIMIT) if found.ended else window_of
+        window = (lambda _: _NO_LIMIT) if found.ended else max_context_length
         valid = await validate(asked, models, window, _deadline(found.record), found.key.tenant)
         return replace(valid, key=found.key, payload=found.payload, accepted_at=_accepted_at(found.record))
 

@@ -37,7 +37,7 @@ class OutputOptions:
     min_chunk_tokens: int = 1
 
 
-def begin_text(model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> OutputText:
+def new_output_text(model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> OutputText:
     """The text of an output that such a request asks for, before its first token."""
     kind = OutputText if wanted.stops is None else StoppedText
     return kind(model, wanted, stopping)
@@ -50,7 +50,7 @@ class OutputText:
     """The stop text that ended it."""
 
     def __init__(self, model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> None:
-        self._detokenizer: Detokenizer = model.words.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
+        self._detokenizer: Detokenizer = model.token_table.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
         self._left = stopping.max_tokens
         asked = frozenset(stopping.stop_token_ids)
         self._ends = asked | (frozenset() if stopping.ignore_eos else model.eos_token_ids)

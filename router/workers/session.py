@@ -5,7 +5,7 @@
        |                   |                 |-- the connection is refused: the runs there lost their worker now
        |                   |                 '-- still not open after RECONNECT_SECONDS: so they did then
        |                   '-- silent: suspect after 1 s, broken after 3 s
-       '-- it is another life, or nobody wants it any more: over
+       '-- it is another incarnation, or nobody wants it any more: over
 
     worker's frame  slots | 3 | 7 | 3 |      slot -> Following -> Pen -> Course
                 positions |40 |12 |41 |
@@ -58,14 +58,14 @@ _log = logs.get(__name__)
 
 
 class WorkerSession:
-    """All that this router says to and hears from one life of one worker. Lives on one event loop."""
+    """All that this router says to and hears from one incarnation of one worker. Lives on one event loop."""
 
     def __init__(
         self, router: wire.Peer, worker: wire.Peer, channel: grpc.aio.Channel, watcher: SessionObserver
     ) -> None:
         self.worker = worker
         self.over = False
-        """The worker is another life by now, or speaks another protocol: never open again."""
+        """The worker is another incarnation by now, or speaks another protocol: never open again."""
         self.tried = asyncio.Event()
         """Set once it was opened, or could not be."""
         self.guests: set[SessionDependent] = set()
@@ -145,7 +145,7 @@ class WorkerSession:
             if self._slots.get(slot) is following:
                 del self._slots[slot]
 
-    # Its life
+    # Its incarnation
 
     async def run(self, is_wanted: Callable[[], bool]) -> None:
         """Opens it, again when it breaks, until it is over or nobody wants it. Cancel to end it."""
@@ -195,7 +195,7 @@ class WorkerSession:
         if answer is None or not answer.HasField("welcome"):
             raise StreamBroken("no welcome")
         if not same_life(answer.welcome.worker, self.worker):
-            raise StreamBroken("the welcome is of another life", Reason.WRONG_PEER)
+            raise StreamBroken("the welcome is of another incarnation", Reason.WRONG_PEER)
         self._welcomed(answer.welcome)
         for following in [each for key, each in self._runs.items() if key not in named]:
             self._say(following.first_word())  # begun while the worker was greeted

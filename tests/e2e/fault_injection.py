@@ -142,7 +142,7 @@ def _registered(place: Place) -> Any:
     capacity = Capacity(
         total_blocks=hub.total_blocks,
         block_tokens=hub.block_size,
-        window_tokens=hub.window,
+        max_context_length=hub.window,
         max_running=hub.max_running,
     )
     facts = WorkerRegistration(

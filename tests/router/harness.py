@@ -55,13 +55,13 @@ def make_request(
     if more.pop("cut_to_window", False):
         work.stopping.cut_to_window = True
     shown: pb.ResponseOptions = more.pop("shown", pb.ResponseOptions())
-    wanted = OutputOptions()
+    output_options = OutputOptions()
     if shown.HasField("logprobs"):
         work.logprobs = shown.logprobs
-        wanted = replace(wanted, logprobs=shown.logprobs)
+        output_options = replace(output_options, logprobs=shown.logprobs)
     if shown.HasField("prompt_logprobs"):
         work.prompt_logprobs = shown.prompt_logprobs
-        wanted = replace(wanted, prompt_logprobs=shown.prompt_logprobs)
+        output_options = replace(output_options, prompt_logprobs=shown.prompt_logprobs)
     values: dict[str, Any] = {
         "key": RequestKey("default", id),
         "payload": pb.GenerateRequest(
@@ -72,9 +72,9 @@ def make_request(
         ),
         "engine_request": work,
         "prompt_tokens": len(prompt),
-        "wanted": wanted,
+        "output_options": output_options,
         "deadline": Deadline.after(seconds),
-        "id_made_up": False,
+        "id_generated": False,
         "accepted_at": asyncio.get_running_loop().time(),
     }
     return ValidRequest(**values | more)
@@ -163,11 +163,11 @@ async def core(
         assert admission.active == 0
         assert not bookings._held
         assert not pool._givers
-        assert not any(pool.lines.values())
+        assert not any(pool.waiting_lines.values())
         for worker in list(pool._workers.values()):
             assert not worker.session.is_busy
             assert not worker.session._slots
-            assert worker.view.work.ours == worker.view.sequences.ours == 0
+            assert worker.load.work.ours == worker.load.sequences.ours == 0
     finally:
         await dispatcher.close()
         await bookings.close()

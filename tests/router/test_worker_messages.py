@@ -44,13 +44,13 @@ class Views:
     """What a pool does with the heartbeats of one worker."""
 
     def __init__(self) -> None:
-        self.view = WorkerLoad(WorkerRegistration())
+        self.load = WorkerLoad(WorkerRegistration())
 
     def opened(self, session: WorkerSession) -> None:
-        self.view.forget()
+        self.load.forget()
 
     def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
-        self.view.hear(beat)
+        self.load.apply_heartbeat(beat)
 
 
 def make_session() -> WorkerSession:
