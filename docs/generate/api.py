@@ -74,9 +74,10 @@ def _methods(file: CommentedFile) -> list[str]:
     rows = []
     for index, method in enumerate(service.method):
         answer = ("stream of " if method.server_streaming else "") + _link(_name(method.output_type))
+        signature = f"{_link(_name(method.input_type))} → {answer}"
         text = _cell(file.of(proto.SERVICES, 0, proto.METHODS, index).text)
-        rows.append((code(method.name), _link(_name(method.input_type)), answer, text, _example(method.name)))
-    columns = (code(service.name), "request", "response", "", "example")
+        rows.append((code(method.name), signature, f"{text} Example: {_example(method.name)}."))
+    columns = (code(service.name), "request → response", "")
     return ["## Methods", _prose(file.of(proto.SERVICES, 0).text), table(columns, rows)]
 
 

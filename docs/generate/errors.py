@@ -110,5 +110,5 @@ def _error(name: str, status: str) -> errors.ServiceError:
 
 def _again(error: errors.ServiceError) -> str:
     if not may_try_again(error):
-        return "no"
+        return "no retry"
     return "resume" if error.code is grpc.StatusCode.ABORTED else "call again"
