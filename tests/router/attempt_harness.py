@@ -6,26 +6,26 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
-from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from router.admission import Admission
-from router.execution import Execution, Router
-from router.pool import Pool
-from router.request import Ended, ValidRequest
-from router.settings import RouterSettings
-from runtime.peer import new_peer
-from runtime.tls import PeerTls
-from state.directory import Listing, Present
-from state.errors import StoreUnavailable
-from state.names import Life
-from state.owned import OwnedRequest, StoredRequest
-from tests.router.core import make_request
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.admission.admission_queue import Admission
+from decant.router.execution.execution import Execution, RouterServices
+from decant.router.execution.token_stream import Finish, ValidRequest
+from decant.router.settings import RouterSettings
+from decant.router.workers.pool import WorkerPool
+from decant.runtime.peer import new_peer
+from decant.runtime.tls import PeerTls
+from decant.state.directory import DirectoryEntry, Listing
+from decant.state.errors import StoreUnavailable
+from decant.state.ids import Incarnation
+from decant.state.owned import OwnedRequest, StoredRequest
 from tests.router.fake_worker import MODEL, TOKENIZER
+from tests.router.harness import make_request
 from tests.router.scripted_runs import EOS, PROMPT, token_at
 from tests.router.scripted_workers import Channel, ScriptedWorker, World
 from tests.router.virtual_time import settle
 
-Held = wire.Held
+RunStatus = wire.RunStatus
 FAULT = 256 - 8
 """Bytes of a schedule from here on are faults, as long as there are any left."""
 ROUNDS = 200
@@ -84,7 +84,7 @@ class Listener:
 
 class Directory:
     def __init__(self, world: World) -> None:
-        self._present = tuple(Present(worker.facts, wire.Load()) for worker in world.workers.values())
+        self._present = tuple(DirectoryEntry(worker.facts, wire.Load()) for worker in world.workers.values())
 
     async def listing(self) -> Listing[Any]:
         return Listing(b"1", None, self._present)
@@ -125,12 +125,12 @@ class Trial:
         self.case = case
         self.world = World(roles, case.max_tokens, case.stops_at)
         self.listener: Any = Listener()
-        self.pool = Pool(new_peer("router"), Directory(self.world), {MODEL: TOKENIZER}, PeerTls(), 0)  # type: ignore[arg-type]
+        self.pool = WorkerPool(new_peer("router"), Directory(self.world), {MODEL: TOKENIZER}, PeerTls(), 0)  # type: ignore[arg-type]
         self.pool._connector = Connector(self.world)  # type: ignore[assignment]
         checked = RouterSettings(models=(MODEL,), attempts=5)
         parts: Any = {"requests": self.listener, "flusher": self.listener, "bookings": self.listener, "revive": None}
         peer = new_peer("router")
-        self.router = Router(peer, checked, Admission(10, 10), self.pool, ended_s=60.0, **parts)
+        self.router = RouterServices(peer, checked, Admission(10, 10), self.pool, ended_s=60.0, **parts)
         self.faults_left = case.faults
         self.faults_done = 0
         self.known: list[int] = []
@@ -220,7 +220,7 @@ class Trial:
         """A run that another worker took over is followed there alone."""
         delivered, self.world.delivered = self.world.delivered, []
         for worker, message in delivered:
-            if message.HasField("joined") and worker in self.decode_workers and self.session(worker).is_busy:
+            if message.HasField("decode_started") and worker in self.decode_workers and self.session(worker).is_busy:
                 assert [each for each in self.decode_workers if self.session(each).is_busy] == [worker]
 
     @property
@@ -228,13 +228,13 @@ class Trial:
         return [each for each in self.world.workers.values() if each.facts.role == wire.ROLE_DECODE]
 
     def session(self, worker: ScriptedWorker) -> Any:
-        return self.pool.worker(Life.of(worker.facts.peer)).session
+        return self.pool.worker(Incarnation.of(worker.facts.peer)).session
 
     def check_tickets(self) -> None:
         """No ticket that waits for free blocks is left to run out."""
         for worker in self.decode_workers:
             for waiting in worker.runs.values():
-                if waiting.phase == Held.PHASE_WAITING and waiting.start.HasField("ticket"):
+                if waiting.phase == RunStatus.PHASE_WAITING and waiting.start.HasField("ticket"):
                     export = self.world.exports[waiting.start.ticket.id]
                     assert export.is_closed or self.world.now() - export.renewed_at < 1.0
 
@@ -245,10 +245,10 @@ class Trial:
         expected = self.world.answer
         if self.case.stop_text_at is not None:
             expected = expected[: self.case.stop_text_at + 1]
-        if isinstance(end, Ended):
+        if isinstance(end, Finish):
             assert self.course.tokens == expected
         if not self.faults_done and not self.case.is_cancelled:
-            assert isinstance(end, Ended), end
+            assert isinstance(end, Finish), end
             assert self.course.is_explained
             assert self.execution.owned.attempt == 1
         self._check_released()
@@ -260,6 +260,6 @@ class Trial:
             if worker.is_alive:
                 assert not worker.attached, "a run was neither cancelled nor retired"
                 assert not worker.renewed, "a ticket is renewed though its request has ended"
-            known = self.pool.worker(Life.of(worker.facts.peer))
+            known = self.pool.worker(Incarnation.of(worker.facts.peer))
             assert not known.session.is_busy
             assert known.view.work.ours == known.view.sequences.ours == 0

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from protos import worker_pb2 as wire
-from router.writing import pack, unpack
-from runtime.errors import Unavailable
-from runtime.fault import Reason, trailers
+from decant.protos import worker_pb2 as wire
+from decant.router.execution.token_writer import pack, unpack
+from decant.runtime.error_details import Reason, trailers
+from decant.runtime.errors import Unavailable
 
 if TYPE_CHECKING:
     from tests.router.scripted_workers import ScriptedWorker
 
 PROMPT = (1, 2, 3)
 EOS = 2
-Held = wire.Held
+RunStatus = wire.RunStatus
 Step = Callable[[], object]
 
 
@@ -105,7 +105,7 @@ class ScriptedPrefill:
 
     def __post_init__(self) -> None:
         self.connection = Connection(lambda _: None, self.on_cancel)
-        self.written = list(unpack(self.request.work.outputs[0].tokens))
+        self.written = list(unpack(self.request.engine_request.outputs[0].tokens))
 
     @property
     def is_begun(self) -> bool:
@@ -121,7 +121,7 @@ class ScriptedPrefill:
             yield self.deliver
         if self.is_over:
             return
-        wants_logprobs = self.request.work.HasField("prompt_logprobs") and not self.has_logprobs
+        wants_logprobs = self.request.engine_request.HasField("prompt_logprobs") and not self.has_logprobs
         if self.request.handoff and self.export is None and not self.is_last:
             yield self.issue
         if wants_logprobs:
@@ -212,7 +212,7 @@ class ScriptedRun:
     start: wire.Start
     slot: int
     run: wire.Run = field(init=False)
-    phase: wire.Held.Phase = Held.PHASE_WAITING
+    phase: wire.RunStatus.Phase = RunStatus.PHASE_WAITING
     tokens: list[int] = field(init=False)
     end: wire.OutputEnd | None = None
     source: Export | None = None  # what it fetches
@@ -223,42 +223,42 @@ class ScriptedRun:
 
     def __post_init__(self) -> None:
         self.run = wire.Run.FromString(self.start.run.SerializeToString())
-        self.tokens = list(unpack(self.start.work.outputs[0].tokens))
+        self.tokens = list(unpack(self.start.engine_request.outputs[0].tokens))
 
     @property
     def is_sealed(self) -> bool:
         return self.export is not None and self.export.tokens is not None
 
     @property
-    def held(self) -> wire.Held:
+    def held(self) -> wire.RunStatus:
         slots = [wire.Slot(slot=self.slot, output=0, position=len(PROMPT) + len(self.tokens))] if self.is_joined else []
-        return Held(run=self.run, phase=self.phase, slots=slots, ended=[self.end] if self.end else [])
+        return RunStatus(run=self.run, phase=self.phase, slots=slots, ended=[self.end] if self.end else [])
 
     def steps(self) -> Iterator[Step]:
-        if self.phase == Held.PHASE_WAITING and not self.worker.is_full:
+        if self.phase == RunStatus.PHASE_WAITING and not self.worker.is_full:
             yield self.schedule
-        elif self.phase == Held.PHASE_ARRIVING and self.source is not None:
+        elif self.phase == RunStatus.PHASE_ARRIVING and self.source is not None:
             if self.source.cause is not None:
-                yield partial(self.fail, self.source.cause, self.source.ticket.giver)
+                yield partial(self.fail, self.source.cause, self.source.ticket.sender)
             elif self.source.tokens is not None:
                 yield self.join
-        elif self.phase == Held.PHASE_RUNNING and not self.is_joined:
+        elif self.phase == RunStatus.PHASE_RUNNING and not self.is_joined:
             yield self.join
-        elif self.phase == Held.PHASE_RUNNING and not self.is_sealed:
+        elif self.phase == RunStatus.PHASE_RUNNING and not self.is_sealed:
             yield self.decode
             if self.export is not None and self.export.is_fetching and not self.export.is_closed:
                 yield self.seal
 
     def faults(self) -> Iterator[Step]:
-        if self.phase == Held.PHASE_WAITING:
+        if self.phase == RunStatus.PHASE_WAITING:
             yield partial(self.refuse, wire.CAUSE_BUSY)
-        if self.phase != Held.PHASE_ENDED and not self.is_sealed:
+        if self.phase != RunStatus.PHASE_ENDED and not self.is_sealed:
             yield partial(self.fail, wire.CAUSE_ENGINE)
-        if self.phase == Held.PHASE_ARRIVING and self.source is not None:
-            yield partial(self.fail, wire.CAUSE_CORRUPT, self.source.ticket.giver)
-        if self.phase == Held.PHASE_RUNNING and self.is_joined and not self.is_sealed:
+        if self.phase == RunStatus.PHASE_ARRIVING and self.source is not None:
+            yield partial(self.fail, wire.CAUSE_CORRUPT, self.source.ticket.sender)
+        if self.phase == RunStatus.PHASE_RUNNING and self.is_joined and not self.is_sealed:
             yield partial(self.decode, is_lost=True)
-        if self.phase != Held.PHASE_ENDED:
+        if self.phase != RunStatus.PHASE_ENDED:
             yield self.supersede
 
     def schedule(self) -> None:
@@ -269,14 +269,14 @@ class ScriptedRun:
                 self.fail(wire.CAUSE_LEASE_OVER)
                 return
             self.source.is_fetching = True
-            self.phase = Held.PHASE_ARRIVING
+            self.phase = RunStatus.PHASE_ARRIVING
         else:
-            self.phase = Held.PHASE_RUNNING
-        self.send(taken_up=wire.TakenUp(run=self.run))
+            self.phase = RunStatus.PHASE_RUNNING
+        self.send(scheduled=wire.Scheduled(run=self.run))
         self.send_prompt_logprobs()
 
     def join(self) -> None:
-        joined = wire.Joined(run=self.run, slots=[wire.Slot(slot=self.slot, output=0)])
+        joined = wire.DecodeStarted(run=self.run, slots=[wire.Slot(slot=self.slot, output=0)])
         if self.source is not None:
             assert self.source.tokens is not None
             self.tokens = list(self.source.tokens)
@@ -284,8 +284,8 @@ class ScriptedRun:
             joined.handoff.SetInParent()
         else:
             joined.from_tokens.SetInParent()
-        self.phase, self.is_joined = Held.PHASE_RUNNING, True
-        self.send(joined=joined)
+        self.phase, self.is_joined = RunStatus.PHASE_RUNNING, True
+        self.send(decode_started=joined)
         self.send_tokens(0)
         if self.is_to_migrate:
             self.offer()
@@ -309,7 +309,7 @@ class ScriptedRun:
         self.send(ticket=self.export.ticket)
 
     def finish(self, reason: wire.OutputEnd.Reason) -> None:
-        self.phase = Held.PHASE_ENDED
+        self.phase = RunStatus.PHASE_ENDED
         self.end = wire.OutputEnd(output=0, reason=reason, end_position=len(PROMPT) + len(self.tokens))
         self.release(wire.CAUSE_CANCELLED)
         self.send(ended=wire.Ended(run=self.run, end=self.end))
@@ -344,8 +344,8 @@ class ScriptedRun:
         self.send_tokens(position - len(PROMPT))
 
     def send_prompt_logprobs(self) -> None:
-        is_computed_here = self.source is None and self.phase != Held.PHASE_WAITING
-        if is_computed_here and self.start.work.HasField("prompt_logprobs"):
+        is_computed_here = self.source is None and self.phase != RunStatus.PHASE_WAITING
+        if is_computed_here and self.start.engine_request.HasField("prompt_logprobs"):
             self.send(prompt_logprobs=self.worker.world.prompt_logprobs(self.run))
 
     def send_tokens(self, k: int) -> None:

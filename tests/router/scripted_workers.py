@@ -14,17 +14,17 @@ from typing import Any
 
 import grpc
 
-from protos import worker_pb2 as wire
-from protos.state_pb2 import Capacity, WorkerRegistration
-from runtime.peer import new_peer
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.runtime.peer import new_peer
 from tests.router.fake_worker import LAYOUT, MODEL, TOKENIZER
 from tests.router.scripted_runs import (
     EOS,
     PROMPT,
     Connection,
     Export,
-    Held,
     RunKey,
+    RunStatus,
     ScriptedPrefill,
     ScriptedRun,
     Step,
@@ -75,8 +75,8 @@ class ScriptedWorker:
         self.marks: set[RunKey] = set()
         self.session: Connection | None = None
         self.renewed: set[bytes] = set()  # by the router's last heartbeat
-        self._inbox = deque[wire.ToWorker]()
-        self._outbox = deque[wire.FromWorker]()
+        self._inbox = deque[wire.RouterMessage]()
+        self._outbox = deque[wire.WorkerMessage]()
         self._slots = 0
         self.is_greeted = False  # the session's hello was handled: before that nothing is sent
 
@@ -130,15 +130,15 @@ class ScriptedWorker:
         return [run for run in self.runs.values() if run.is_attached]
 
     def beat(self) -> None:
-        waiting = [run for run in self.runs.values() if run.phase == Held.PHASE_WAITING]
+        waiting = [run for run in self.runs.values() if run.phase == RunStatus.PHASE_WAITING]
         renew = [run.start.ticket.id for run in waiting if run.start.HasField("ticket")]
         load = wire.Load(total_blocks=1000, free_blocks=1000, takes_prompts=True, role=self.facts.role)
         load.draining = self.is_draining
-        self.send(beat=wire.Beat(step=1, load=load, renew=renew))
+        self.send(heartbeat=wire.Heartbeat(step=1, load=load, renew=renew))
 
     def send(self, **message: Any) -> None:
         if self.session is not None and self.is_greeted:
-            self._outbox.append(wire.FromWorker(**message))
+            self._outbox.append(wire.WorkerMessage(**message))
 
     def handle(self) -> None:
         _Handler(self).handle(self._inbox.popleft())
@@ -184,7 +184,7 @@ class ScriptedWorker:
 
     def offer(self, run: wire.Run, tokens: int) -> Export:
         id = f"{self.facts.peer.id}-{len(self.world.exports)}".encode()
-        ticket = wire.Ticket(id=id, run=run, giver=self.facts.peer, layout=LAYOUT, lease_ms=3000, tokens=tokens)
+        ticket = wire.Ticket(id=id, run=run, sender=self.facts.peer, layout=LAYOUT, lease_ms=3000, tokens=tokens)
         export = self.world.exports[id] = Export(ticket, renewed_at=self.world.now())
         return export
 
@@ -195,7 +195,7 @@ class _Handler:
     def __init__(self, worker: ScriptedWorker) -> None:
         self._worker = worker
 
-    def handle(self, message: wire.ToWorker) -> None:
+    def handle(self, message: wire.RouterMessage) -> None:
         kind = message.WhichOneof("message")
         assert kind is not None
         getattr(self, f"_on_{kind}")(getattr(message, kind))
@@ -208,19 +208,19 @@ class _Handler:
             role=self._worker.facts.role,
             model=MODEL,
             layout=LAYOUT,
-            held=[self._worker.runs[key].held for key in owned if key in self._worker.runs],
-            lacking=[each.run for key, each in owned.items() if key not in self._worker.runs],
+            runs=[self._worker.runs[key].held for key in owned if key in self._worker.runs],
+            unknown_runs=[each.run for key, each in owned.items() if key not in self._worker.runs],
             orphans=[run.run for key, run in self._worker.runs.items() if run.is_attached and key not in owned],
         )
         self._worker.send(welcome=welcome)
         for key, each in owned.items():
             if key in self._worker.runs:
-                self._worker.runs[key].catch_up(each.next[0].position)
+                self._worker.runs[key].catch_up(each.resume[0].position)
 
     def _on_start(self, start: wire.Start) -> None:
         key = key_of(start.run)
         if key in self._worker.runs:
-            self._worker.send(held=self._worker.runs[key].held)
+            self._worker.send(run_status=self._worker.runs[key].held)
         elif key in self._worker.marks or self._worker.is_draining:
             cause = wire.CAUSE_CANCELLED if key in self._worker.marks else wire.CAUSE_DRAINING
             self._worker.send(refused=wire.Refused(run=start.run, failure=failure(cause)))
@@ -243,8 +243,8 @@ class _Handler:
         if run is None:
             self._worker.send(failed=wire.Failed(run=adopt.run, failure=failure(wire.CAUSE_UNKNOWN_RUN)))
         else:
-            self._worker.send(held=run.held)
-            run.catch_up(adopt.next[0].position)
+            self._worker.send(run_status=run.held)
+            run.catch_up(adopt.resume[0].position)
 
     def _claimed(self, named: wire.Run) -> ScriptedRun | None:
         """The run, which is the named epoch's from now on."""
@@ -254,25 +254,25 @@ class _Handler:
                 self._worker.runs[key_of(named)] = run
         return self._worker.runs.get(key_of(named))
 
-    def _on_give(self, give: wire.Give) -> None:
-        run = self._worker.runs.get(key_of(give.run))
+    def _on_migrate(self, migrate: wire.Migrate) -> None:
+        run = self._worker.runs.get(key_of(migrate.run))
         if run is None or run.end is not None:
             return
-        if give.withdrawn:
+        if migrate.withdrawn:
             run.is_to_migrate = False
             if run.is_sealed:
                 run.fail(wire.CAUSE_RECLAIMED)
             elif run.export is not None:
                 run.export.fail(wire.CAUSE_PEER_LOST)
-        elif run.phase == Held.PHASE_WAITING:
+        elif run.phase == RunStatus.PHASE_WAITING:
             run.refuse(wire.CAUSE_DRAINING)
         elif run.is_joined and not run.is_sealed:
             run.offer()
         else:
             run.is_to_migrate = True
 
-    def _on_retire(self, retire: wire.Retire) -> None:
-        for named in retire.runs:
+    def _on_forget(self, forget: wire.ForgetRuns) -> None:
+        for named in forget.runs:
             run = self._worker.runs.get(key_of(named))
             if run is not None and (run.end is not None or run.is_sealed):
                 self._worker.forget(run)
@@ -281,11 +281,11 @@ class _Handler:
 
     def _on_resend(self, resend: wire.Resend) -> None:
         if (run := self._worker.runs.get(key_of(resend.run))) is not None:
-            run.send_tokens(resend.next.position - len(PROMPT))
+            run.send_tokens(resend.resume.position - len(PROMPT))
 
-    def _on_beat(self, beat: wire.Beat) -> None:
-        self._worker.renewed = set(beat.renew)
-        for ticket in beat.renew:
+    def _on_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
+        self._worker.renewed = set(heartbeat.renew)
+        for ticket in heartbeat.renew:
             self._worker.world.exports[ticket].renewed_at = self._worker.world.now()
 
 
@@ -297,7 +297,7 @@ class World:
         self.max_tokens = max_tokens
         self.stops_at = stops_at
         self.exports: dict[bytes, Export] = {}
-        self.delivered: list[tuple[ScriptedWorker, wire.FromWorker]] = []
+        self.delivered: list[tuple[ScriptedWorker, wire.WorkerMessage]] = []
         """Messages of sessions that the router has been given and has perhaps not handled yet."""
         self.workers = {name: ScriptedWorker(self, name, role) for name, role in roles.items()}
 

@@ -13,20 +13,20 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from protos import worker_pb2 as wire
-from protos.inference_pb2 import Generation
-from protos.state_pb2 import RequestRecord
-from router.request import Ended
-from runtime.errors import Cancelled, ServiceError
-from state.journal import Entry
-from state.names import Life
-from state.owned import StoredRequest
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.protos.state_pb2 import RequestRecord
+from decant.router.execution.token_stream import Finish
+from decant.runtime.errors import Cancelled, ServiceError
+from decant.state.ids import Incarnation
+from decant.state.journal import Entry
+from decant.state.owned import StoredRequest
 from tests.router.attempt_harness import Case, Trial
 from tests.router.fake_worker import LAYOUT, MODEL
 from tests.router.scripted_runs import PROMPT, ScriptedRun
 from tests.router.virtual_time import run, settle
 
-Held = wire.Held
+RunStatus = wire.RunStatus
 STEPS = 160
 UNSHRUNK = (Phase.reuse, Phase.generate)
 """One byte less changes the meaning of all that follow: a schedule that fails shrinks for minutes, and by little."""
@@ -107,18 +107,18 @@ def quiet_log() -> Iterator[None]:
         yield
 
 
-PHASES = [None, Held.PHASE_WAITING, Held.PHASE_RUNNING, Held.PHASE_ENDED]
+PHASES = [None, RunStatus.PHASE_WAITING, RunStatus.PHASE_RUNNING, RunStatus.PHASE_ENDED]
 
 
 @settings(max_examples=50, phases=UNSHRUNK)
 @given(cases("d"), st.sampled_from(PHASES), st.integers(0, 4), st.none() | st.integers(0, STEPS))
 def test_an_adopted_request_survives_any_schedule(
-    case: Case, phase: wire.Held.Phase | None, written: int, drains: int | None
+    case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None
 ) -> None:
     run(follow_adopted(case, phase, written, drains))
 
 
-async def follow_adopted(case: Case, phase: wire.Held.Phase | None, written: int, drains: int | None) -> None:
+async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None) -> None:
     """`phase` is that of the run at its worker, None where it is unknown there; `written` tokens are stored of it."""
     trial = Trial(replace(case, stop_text_at=None), DECODE)
     await trial.connect()
@@ -135,7 +135,7 @@ async def follow_adopted(case: Case, phase: wire.Held.Phase | None, written: int
         epoch=2,
         attempt=1,
         state=Generation.STATE_DECODING,
-        owner=Life.of(trial.router.peer),
+        owner=Incarnation.of(trial.router.peer),
         stream_epoch=0,
         record=record,
         payload=request.payload,
@@ -147,21 +147,21 @@ async def follow_adopted(case: Case, phase: wire.Held.Phase | None, written: int
     if before is None or case.has_prompt_logprobs:
         trial.faults_done = 1  # another attempt may be needed: the run is lost, or brings what it brought before
     await play(trial, drains)
-    assert isinstance(trial.course.end, Ended | ServiceError)
+    assert isinstance(trial.course.end, Finish | ServiceError)
 
 
-def place_run(trial: Trial, phase: wire.Held.Phase | None, written: int) -> ScriptedRun | None:
+def place_run(trial: Trial, phase: wire.RunStatus.Phase | None, written: int) -> ScriptedRun | None:
     """What an earlier owner began."""
     if phase is None:
         return None
     request, world = trial.request(), trial.world
     before = wire.Run(request=str(request.key), epoch=1, attempt=1)
-    found = world.workers["d"].begin(wire.Start(run=before, work=request.work))
+    found = world.workers["d"].begin(wire.Start(run=before, engine_request=request.engine_request))
     found.is_attached = False
-    if phase != Held.PHASE_WAITING:
-        found.phase, found.is_joined = Held.PHASE_RUNNING, True
+    if phase != RunStatus.PHASE_WAITING:
+        found.phase, found.is_joined = RunStatus.PHASE_RUNNING, True
         found.tokens = world.answer[:written]
-    while phase == Held.PHASE_ENDED and found.end is None:
+    while phase == RunStatus.PHASE_ENDED and found.end is None:
         found.decode()
     return found
 
