@@ -51,10 +51,10 @@ $(INSTALLED): pyproject.toml requirements.lock install.py | $(BIN)/python
 	@touch $@
 
 # The environment has the build requirements, so only what is compiled is made again.
-$(STUBS): $(INSTALLED) setup.py $(wildcard protos/*.proto) $(wildcard engine/native/*.h engine/native/*.cpp)
+$(STUBS): $(INSTALLED) setup.py $(wildcard protos/*.proto) $(wildcard engine/cpu/kernels/*.h engine/cpu/kernels/*.cpp)
 	@echo "protos/ and C++ kernels ..."
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
-	@ls engine/native/_kernels*.so >/dev/null 2>&1 || \
+	@ls engine/cpu/kernels/_kernels*.so >/dev/null 2>&1 || \
 	    echo "C++ kernels: not built (they need a C++ compiler and x86-64 Linux); workers run on torch alone, slower"
 	@touch $@
 
@@ -79,7 +79,7 @@ check: setup
 SANITIZED := build/sanitized
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
-KERNEL_TESTS := $(addprefix tests/engine/test_,kernel_arguments.py native_attention.py products.py small.py layer.py flat.py)
+KERNEL_TESTS := $(addprefix tests/engine/test_,kernel_arguments.py kernel_attention.py gemm.py fused_ops.py fused_layer.py step_batch.py)
 
 # Python's own objects are never all freed, and torch's libraries are not built for it: no leaks are looked for. The extension
 # is optional in setup.py, so that it was built is checked here.
@@ -87,7 +87,7 @@ sanitize: setup
 	rm -rf $(SANITIZED)
 	CFLAGS="$(SANITIZERS)" LDFLAGS="-fsanitize=address,undefined" $(BIN)/python setup.py --quiet build_ext \
 	    --build-lib $(SANITIZED) --build-temp $(SANITIZED)/temp
-	ls $(SANITIZED)/engine/native/_kernels.*.so $(SANITIZED)/engine/native/_kernels_avx512.*.so
+	ls $(SANITIZED)/decant/engine/cpu/kernels/_kernels.*.so $(SANITIZED)/decant/engine/cpu/kernels/_kernels_avx512.*.so
 	DECANT_SANITIZED=$(SANITIZED) OMP_WAIT_POLICY=passive ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	    LD_PRELOAD="$(foreach name,$(PRELOADED),$$(gcc -print-file-name=$(name)))" \
 	    $(BIN)/python -m pytest -p tests.sanitized -p no:cacheprovider -q $(KERNEL_TESTS)

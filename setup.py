@@ -17,12 +17,12 @@ from setuptools import Command, Extension, setup
 from setuptools.command.build import build
 from setuptools.errors import ExecError
 
-PROTOS = Path("protos")
+PROTOS = Path("decant/protos")
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
 
 
 def include_paths() -> list[str]:
-    """Where imports are looked up: our root, then google/rpc (protos/), then google/protobuf (grpc_tools)."""
+    """Where imports are looked up: our root, then google/rpc (decant/protos/), then google/protobuf (grpc_tools)."""
     bundled = find_spec("grpc_tools")
     if bundled is None:
         raise ExecError("compiling protos/ needs grpcio-tools")
@@ -77,25 +77,26 @@ class Build(build):
     sub_commands: ClassVar = [*build.sub_commands, ("compile_protos", None)]
 
 
+KERNELS = Path("decant/engine/cpu/kernels")
 FLAGS = ("-std=c++17", "-O3", "-g0", "-mfma", "-ffp-contract=off", "-fopenmp")
 AVX512 = ("f", "bw", "dq", "vl", "vbmi", "vbmi2", "bf16")
 CPUS = {
     "_kernels": ("module.cpp", ("-mavx2",)),
     "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in AVX512)),
 }
-"""The engine's own kernels, by what a CPU has (engine/native picks one)."""
+"""The engine's own kernels, by what a CPU has (the package of kernels picks one)."""
 
 
 def extensions() -> list[Extension]:
     """Without a compiler, or one that doesn't know a CPU's instructions, workers do without, and say so."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return []
-    # torch's libgomp has the system's name: imported first, as engine/native does, it is the one that is used.
+    # torch's libgomp has the system's name: imported first, as that package does, it is the one that is used.
     return [
         Extension(
-            f"engine.native.{name}",
-            [f"engine/native/{source}"],
-            depends=["engine/native/module.cpp", *(str(path) for path in sorted(Path("engine/native").glob("*.h")))],
+            f"decant.engine.cpu.kernels.{name}",
+            [f"{KERNELS}/{source}"],
+            depends=[str(path) for path in sorted(KERNELS.glob("*.*"))],
             extra_compile_args=[*FLAGS, *instructions],
             extra_link_args=["-fopenmp"],
             language="c++",

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from protos import worker_pb2 as wire
-from router.prefix import Prefix
+from decant.protos import worker_pb2 as wire
+from decant.router.placement.prefix_index import PromptBlocks
 
 SYSTEM_PROMPTS = 8
 SYSTEM_TOKENS = (400, 1600)
@@ -28,7 +28,7 @@ class Arrival:
 
     at: float
     tokens: int
-    prefix: Prefix
+    prefix: PromptBlocks
 
 
 def arrivals(prompts: int, rate: float, shared: float, seed: int) -> list[Arrival]:
@@ -63,7 +63,7 @@ def _document(rng: Random, at: float) -> Iterator[Arrival]:
 
 
 def _arrival(at: float, tokens: array[int]) -> Arrival:
-    return Arrival(at, len(tokens), Prefix(wire.Work(prompt=tokens.tobytes())))
+    return Arrival(at, len(tokens), PromptBlocks(wire.EngineRequest(prompt=tokens.tobytes())))
 
 
 def _text(rng: Random, tokens: tuple[int, int]) -> array[int]:

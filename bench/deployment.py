@@ -19,10 +19,10 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import models
-from state.client import Client
-from state.private_redis import PrivateRedis
-from state.store import Store, StoreSettings
+from decant import models
+from decant.state.client import Client
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store, StoreSettings
 
 READY_SECONDS = 120.0
 END_SECONDS = 10.0
@@ -39,7 +39,7 @@ class Speed:
 
 
 class Deployment:
-    """One that runs. ``address`` is the router's, ``bare`` that of ``bench.bare``."""
+    """One that runs. ``address`` is the router's, ``bare`` that of ``bench.grpc_baseline``."""
 
     def __init__(
         self, address: str, bare: str, folder: Path, processes: dict[str, psutil.Process], redis: Client
@@ -82,7 +82,7 @@ async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
             model = ["--model", str(models.path()), "--model-id", MODEL, "--id", role, "--port", "0"]
             command = ["bench.fake_worker", role, *told, *model, *shared]
             processes[role] = await stack.enter_async_context(_process(command, folder / f"{role}.log"))
-        command = ["bench.bare", str(bare), str(speed.first_ms), str(speed.step_ms)]
+        command = ["bench.grpc_baseline", str(bare), str(speed.first_ms), str(speed.step_ms)]
         processes["bare"] = await stack.enter_async_context(_process(command, folder / "bare.log"))
         async with asyncio.timeout(READY_SECONDS):
             await _registered(redis.url)

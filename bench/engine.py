@@ -23,12 +23,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from bench import child, contenders, machine, medians, plot, report, shapes, table, workloads
-from bench.child import Job, Tell
+from bench import contenders, machine, medians, plot, report, table, workloads
+from bench import model_shapes as shapes
+from bench import subprocess_runner as child
 from bench.contenders import BASELINES, OURS, Unavailable, title_of
 from bench.options import positive
+from bench.subprocess_runner import Job, Tell
 from bench.workloads import GENERATORS, InvalidWorkload, Item
-from runtime.cores import usable_cores
+from decant.runtime.cores import usable_cores
 
 DTYPES = ("bfloat16", "float32")
 
@@ -60,7 +62,7 @@ class Bench:
         figures: dict[str, Any] = {}
         result = {
             "steps": medians.of(steps),
-            "waste": self._part("bench.waste", "partly filled blocks"),
+            "waste": self._part("bench.fragmentation", "partly filled blocks"),
             "workloads": figures,
             "kv_bytes": self.job.kv_bytes,
         }

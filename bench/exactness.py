@@ -24,15 +24,15 @@ from rich.progress import track
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from bench import shapes
+from bench import model_shapes as shapes
 from bench.medians import in_turn
 from bench.options import positive
-from engine import checkpoint
-from engine.attention import AttentionCall, attending
-from engine.model import ModelConfig, ModelDevice, load
-from engine.plan import Row
-from engine.probe import learn
-from engine.request import Request
+from decant.engine.checkpoint import checkpoint
+from decant.engine.model.attention import AttentionCall, attending
+from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.model.probe import learn
+from decant.engine.plan import Row
+from decant.engine.request import Request
 
 CASES = {"decode 1": (1, 1), "decode 8": (8, 1), "decode 64": (64, 1), "prompt 512": (1, 512)}
 """Sequences, and tokens of each, in a step."""

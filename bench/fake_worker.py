@@ -13,14 +13,14 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from decode_worker.main import KIND as DECODE
-from engine.fake import FakeDevice
-from engine.plan import StepPlan
-from prefill_worker.main import KIND as PREFILL
-from protos import worker_pb2 as wire
-from worker import process
-from worker.prefill_service import PrefillService
-from worker.settings import WorkerSettings
+from decant.decode_worker.main import KIND as DECODE
+from decant.engine.fake import FakeDevice
+from decant.engine.plan import StepPlan
+from decant.prefill_worker.main import KIND as PREFILL
+from decant.protos import worker_pb2 as wire
+from decant.worker import main as process
+from decant.worker.prefill.service import PrefillService
+from decant.worker.settings import WorkerSettings
 
 KINDS = {"prefill": PREFILL, "decode": DECODE}
 VOCABULARY = 4096

@@ -16,17 +16,17 @@ from typing import Any
 
 import grpc
 
-from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
-from router.following import Following
-from router.request import Course, ValidRequest, Wanted
-from router.sessions import Session
-from router.writing import Pen
-from runtime.channel import Deadline, open_channel
-from runtime.peer import new_peer
-from runtime.tls import PeerTls
-from state.names import RequestKey
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.router.execution.token_stream import OutputOptions, TokenStream, ValidRequest
+from decant.router.execution.token_writer import TokenWriter
+from decant.router.workers.session import WorkerSession
+from decant.router.workers.subscription import RunSubscription
+from decant.runtime.channel import Deadline, open_channel
+from decant.runtime.peer import new_peer
+from decant.runtime.tls import PeerTls
+from decant.state.ids import RequestKey
 
 PROMPT = 16
 MAX_TOKENS = 1 << 30
@@ -44,25 +44,29 @@ class Scripted(services.DecodeServicer):
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
 
-    async def Session(self, requests: AsyncIterator[wire.ToWorker], _: Any) -> AsyncIterator[wire.FromWorker]:  # noqa: N802
+    async def Session(  # noqa: N802 - the name of the method
+        self, requests: AsyncIterator[wire.RouterMessage], _: Any
+    ) -> AsyncIterator[wire.WorkerMessage]:
         runs: list[wire.Run] = []
         async for message in requests:
             if message.HasField("hello"):
                 lacking = [owned.run for owned in message.hello.owned]
-                yield wire.FromWorker(welcome=wire.Welcome(worker=message.hello.worker, lacking=lacking))
+                yield wire.WorkerMessage(welcome=wire.Welcome(worker=message.hello.worker, unknown_runs=lacking))
             elif message.HasField("start"):
                 runs.append(message.start.run)
                 if len(runs) == self._sequences:
                     break
         for slot, run in enumerate(runs):
-            yield wire.FromWorker(joined=wire.Joined(run=run, slots=[wire.Slot(slot=slot, position=PROMPT)]))
+            yield wire.WorkerMessage(
+                decode_started=wire.DecodeStarted(run=run, slots=[wire.Slot(slot=slot, position=PROMPT)])
+            )
         slots = array("I", range(self._sequences)).tobytes()
         tokens = array("I", [7] * self._sequences).tobytes()
         step = 0
         while True:
             positions = array("I", [PROMPT + step] * self._sequences).tobytes()
             step += 1
-            yield wire.FromWorker(frame=wire.Frame(step=step, slots=slots, positions=positions, tokens=tokens))
+            yield wire.WorkerMessage(frame=wire.Frame(step=step, slots=slots, positions=positions, tokens=tokens))
 
 
 async def serve(sequences: int) -> None:
@@ -80,8 +84,8 @@ async def serve(sequences: int) -> None:
 class _Nobody:
     """Watches a session and has no use for what it says."""
 
-    def opened(self, session: Session) -> None: ...
-    def heard(self, session: Session, beat: wire.Beat) -> None: ...
+    def opened(self, session: WorkerSession) -> None: ...
+    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None: ...
 
 
 async def tokens_per_second(sequences: int, seconds: float) -> float:
@@ -92,11 +96,11 @@ async def tokens_per_second(sequences: int, seconds: float) -> float:
     assert process.stdin is not None
     assert process.stdout is not None
     channel = open_channel(f"127.0.0.1:{int(await process.stdout.readline())}", PeerTls())
-    session = Session(new_peer("router"), new_peer("scripted"), channel, _Nobody())
+    session = WorkerSession(new_peer("router"), new_peer("scripted"), channel, _Nobody())
     courses = [_course(number) for number in range(sequences)]
     for course in courses:
         start = wire.Start(run=wire.Run(request=str(course.request.key), epoch=1, attempt=1))
-        session.start(Following(start, Pen(course), lambda event: None))
+        session.start(RunSubscription(start, TokenWriter(course), lambda event: None))
     running = asyncio.create_task(session.run(lambda: True))
     try:
         async with asyncio.timeout(BEGIN_SECONDS):
@@ -113,22 +117,22 @@ async def tokens_per_second(sequences: int, seconds: float) -> float:
         await process.wait()
 
 
-def _written(courses: Iterable[Course]) -> int:
+def _written(courses: Iterable[TokenStream]) -> int:
     return sum(len(course.tokens) for course in courses)
 
 
-def _course(number: int) -> Course:
+def _course(number: int) -> TokenStream:
     request = ValidRequest(
         key=RequestKey("tenant", str(number)),
         payload=pb.GenerateRequest(),
-        work=wire.Work(stopping=wire.Stopping(max_tokens=MAX_TOKENS)),
+        engine_request=wire.EngineRequest(stopping=wire.Stopping(max_tokens=MAX_TOKENS)),
         prompt_tokens=PROMPT,
-        wanted=Wanted(),
+        wanted=OutputOptions(),
         deadline=Deadline(),
         id_made_up=False,
         accepted_at=0.0,
     )
-    return Course(request)
+    return TokenStream(request)
 
 
 if __name__ == "__main__":

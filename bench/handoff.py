@@ -33,17 +33,17 @@ import grpc
 from rich.console import Console
 from rich.progress import track
 
-from bench.ends import End, Span, Steps, seconds
+from bench.kv_endpoints import End, Span, Steps, seconds
+from bench.model_shapes import checkpoint
 from bench.options import positive
-from bench.shapes import checkpoint
-from engine.errors import InvalidConfig
-from handoff.packing import MESSAGE_BYTES
-from handoff.service import KvSourceService
-from handoff.transport import GrpcSource, GrpcTransport
-from protos import worker_pb2 as wire
-from runtime import certificates
-from runtime.channel import open_channel
-from runtime.tls import PeerTls, ServerTls, server_credentials
+from decant.engine.errors import InvalidConfig
+from decant.handoff.packing import MESSAGE_BYTES
+from decant.handoff.service import KvSourceService
+from decant.handoff.transport import GrpcSource, GrpcTransport
+from decant.protos import worker_pb2 as wire
+from decant.runtime import certificates
+from decant.runtime.channel import open_channel
+from decant.runtime.tls import PeerTls, ServerTls, server_credentials
 
 GOAL = 0.8
 """Share of the bare stream's rate that a handoff should reach."""
@@ -51,15 +51,15 @@ STEP_GOAL = 1.2
 """How many times as long a step beside a handoff may take as one without."""
 PROMPT_TOKENS = 1792
 """Of a prompt that is fetched as it is computed."""
-ENDS = ("giver", "taker")
+ENDS = ("sender", "receiver")
 
 
 # -- the giver's process -----------------------------------------------------------------------------------------
 
 
-async def give(model: Path, mib: int, tls: ServerTls) -> None:
+async def migrate(model: Path, mib: int, tls: ServerTls) -> None:
     """Serve until standard input closes; the first line has the ports for plaintext and for `tls`."""
-    end = End("giver", model, mib)
+    end = End("sender", model, mib)
 
     async def offer(name: str, tokens: int, computed: bool) -> wire.Ticket:
         """At once for a prompt that is computed; else once it is read."""
@@ -72,7 +72,7 @@ async def give(model: Path, mib: int, tls: ServerTls) -> None:
         """A prompt that is computed, and that nobody fetches."""
         ticket = await end.offer(name, tokens, computed=True)
         await end.happened(name)
-        end.giver.reclaim(ticket.id, wire.Failure(cause=wire.CAUSE_CANCELLED))
+        end.sender.reclaim(ticket.id, wire.Failure(cause=wire.CAUSE_CANCELLED))
 
     async def answer(request: bytes, _: Any) -> bytes:
         words = json.loads(request)
@@ -93,7 +93,7 @@ async def give(model: Path, mib: int, tls: ServerTls) -> None:
             yield message
 
     server = grpc.aio.server()
-    KvSourceService(end.giver).add_to(server)
+    KvSourceService(end.sender).add_to(server)
     methods: dict[str, Any] = {
         "Bare": grpc.unary_stream_rpc_method_handler(bare),
         "Ask": grpc.unary_unary_rpc_method_handler(answer),
@@ -166,13 +166,13 @@ class Pair:
         request = self.end.request(name, tokens, park=False)
         arrival = await self.end.loop.call(lambda engine: engine.reserve(request))
         began = time.monotonic()
-        await self.end.taker.take(source, ticket, arrival)
+        await self.end.receiver.take(source, ticket, arrival)
         took = Span(began, time.monotonic())
         await self.end.happened(name)
         return took
 
     async def close(self) -> None:
-        await self.end.taker.close()
+        await self.end.receiver.close()
         await self._channel.close()
         await self._transport.close()
         await self._tls_transport.close()
@@ -223,7 +223,7 @@ async def measure(model: Path, mib: int, length: Length, console: Console) -> di
 async def _measure(
     model: Path, mib: int, length: Length, console: Console, files: certificates.PeerFiles
 ) -> dict[str, Any]:
-    end = End("taker", model, mib)
+    end = End("receiver", model, mib)
     command = [sys.executable, "-m", "bench.handoff", "--mib", str(mib), "--model", str(model)]
     command += ["--give", str(files.ca.parent)]
     pipe = asyncio.subprocess.PIPE
@@ -241,7 +241,7 @@ async def _measure(
                 span = await move()
                 taken[name].append(span.ended - span.began)
         figures: dict[str, Any] = {f"{name}_s": took[1:] for name, took in taken.items()}
-        steppers: dict[str, Stepper] = {"giver": GiverSteps(pair), "taker": pair.end}
+        steppers: dict[str, Stepper] = {"sender": GiverSteps(pair), "receiver": pair.end}
         at_once = track(steppers.items(), "stepping, all at once", console=console, transient=True)
         figures["all_at_once"] = {
             name: await decodes_beside(stepper, moves, length.seconds) for name, stepper in at_once
@@ -282,9 +282,9 @@ async def prompt_beside(pair: Pair, steppers: dict[str, Stepper]) -> dict[str, f
     """Seconds of a prompt's steps, and milliseconds of a decode's beside it: not fetched, and fetched."""
     figures = {}
     for name, move in {"unfetched": pair.unfetched, "fetched": pair.fetched}.items():
-        await steppers["taker"].busy()
+        await steppers["receiver"].busy()
         span = await move()
-        prompts, decodes = (await steppers["giver"].rest()).prompts, (await steppers["taker"].rest()).decodes
+        prompts, decodes = (await steppers["sender"].rest()).prompts, (await steppers["receiver"].rest()).decodes
         figures[f"{name}_prompt_s"] = sum(step.ended - step.began for step in prompts)
         figures[f"{name}_step_ms"] = 1e3 * statistics.median(seconds(decodes, [span]))
     return figures
@@ -309,8 +309,8 @@ def report(mib: int, figures: dict[str, Any]) -> dict[str, Any]:
         "step_slower": {
             "all_at_once": {end: step["handoff"] / step["alone"] for end, step in steps.items()},
             "as_it_is_read": {
-                "giver": statistics.median(_ratios(as_read["fetched_prompt_s"], as_read["unfetched_prompt_s"])),
-                "taker": statistics.median(_ratios(as_read["fetched_step_ms"], as_read["unfetched_step_ms"])),
+                "sender": statistics.median(_ratios(as_read["fetched_prompt_s"], as_read["unfetched_prompt_s"])),
+                "receiver": statistics.median(_ratios(as_read["fetched_step_ms"], as_read["unfetched_step_ms"])),
             },
         },
         "step_goal": STEP_GOAL,
@@ -361,10 +361,10 @@ def main() -> int:
     args = parser.parse_args()
     try:
         model = checkpoint(args.model)
-        if args.give:
-            files = certificates.PeerFiles(*(args.give / name for name in ("ca.crt", "tls.crt", "tls.key")))
+        if args.migrate:
+            files = certificates.PeerFiles(*(args.migrate / name for name in ("ca.crt", "tls.crt", "tls.key")))
             tls = ServerTls(tls_certificate=files.certificate, tls_key=files.key, tls_client_ca=files.ca)
-            asyncio.run(give(model, args.mib, tls))
+            asyncio.run(migrate(model, args.mib, tls))
             return 0
         length = Length(args.runs, args.seconds, args.prompts)
         result = report(args.mib, asyncio.run(measure(model, args.mib, length, Console(stderr=True))))

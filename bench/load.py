@@ -24,9 +24,9 @@ from typing import Any, Literal
 
 import grpc
 
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc as services
-from runtime.server import settle_heap
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc as services
+from decant.runtime.server import settle_heap
 
 WARM_SECONDS = 1.0
 """Streams are written for so long before their window begins."""

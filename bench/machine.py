@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from bench.child import Job, Tell
-from runtime.cores import usable_cores
+from bench.subprocess_runner import Job, Tell
+from decant.runtime.cores import usable_cores
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """What decides how fast a CPU multiplies."""
@@ -90,7 +90,7 @@ def product_rate(dtype: str, shape: tuple[int, int, int] = PRODUCT) -> float:
     """Floating point operations per second of one packed linear layer: the engine's, or oneDNN's if that is faster."""
     import torch
 
-    from engine.products import OneDnn, prepare
+    from decant.engine.cpu.gemm import OneDnn, prepare
 
     rows, inner, columns = shape
     weight = torch.randn(columns, inner, dtype=getattr(torch, dtype))

@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from bench.child import Tell
 from bench.metrics import Served
+from bench.subprocess_runner import Tell
 from bench.workloads import Item
 
 WARM_UP = (Item("warm-up", list(range(96)), 4, 0.0),)

@@ -22,26 +22,32 @@ from rich.table import Table
 from bench.conversations import arrivals
 from bench.options import positive
 from bench.simulation import Choose, Simulation
-from protos import worker_pb2 as wire
-from router.placement import Need, Seen, first_place
-from state.names import Life
+from decant.protos import worker_pb2 as wire
+from decant.router.placement.policy import PlacementRequest, WorkerSnapshot, first_place
+from decant.state.ids import Incarnation
 
 LOADS = {"conversations": 1.0, "mixed": 0.5}
 """How much of each load is conversations; the rest shares nothing."""
 
-_DECODE = Seen(
-    Life("decode", 1), wire.ROLE_DECODE, layout=0, block_tokens=1, free_blocks=1 << 30, sequences=0, queued_tokens=0
+_DECODE = WorkerSnapshot(
+    Incarnation("decode", 1),
+    wire.ROLE_DECODE,
+    layout=0,
+    block_tokens=1,
+    free_blocks=1 << 30,
+    sequences=0,
+    queued_tokens=0,
 )
 
 
-def placed(workers: Sequence[Seen], tokens: int) -> Life:
+def placed(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
     """As the router does."""
-    place = first_place([*workers, _DECODE], Need(tokens))
+    place = first_place([*workers, _DECODE], PlacementRequest(tokens))
     assert place is not None
     return place.life
 
 
-def by_load(workers: Sequence[Seen], tokens: int) -> Life:
+def by_load(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
     """The same, blind to what is cached."""
     return placed([replace(worker, cached_tokens=0) for worker in workers], tokens)
 

@@ -12,8 +12,8 @@
     scripts       of Redis: for each running stream and flush interval, and for each short request
     idle          CPU of each process while nobody asks
 
-Added TTFT and CPU are also measured of ``bench.bare``, a gRPC server that knows the answers. All processes share the
-machine's cores: on few of them, times are mostly those of waiting for one.
+Added TTFT and CPU are also measured of ``bench.grpc_baseline``, a gRPC server that knows the answers. All processes
+share the machine's cores: on few of them, times are mostly those of waiting for one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from bench import machine
 from bench.deployment import Deployment, Speed, deployment
 from bench.frames import tokens_per_second
 from bench.load import Job
-from router.settings import RouterSettings
+from decant.router.settings import RouterSettings
 
 CLIENTS = (8, 16, 32, 64, 128, 256)
 """Of the closed loop; it ends where a doubling brings less than GROWTH times as much."""

@@ -25,11 +25,11 @@ from rich.table import Table
 from bench import machine
 from bench.medians import in_turn
 from bench.options import positive
-from engine import sampler
-from engine.plan import Row
-from engine.request import Request, SamplingParams
-from engine.sampler_state import SamplerState
-from runtime.cores import usable_cores
+from decant.engine.model import sampler
+from decant.engine.plan import Row
+from decant.engine.request import Request, SamplingParams
+from decant.engine.sampler_state import SamplerState
+from decant.runtime.cores import usable_cores
 
 KINDS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {

@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from bench.conversations import Arrival
-from engine.blocks import BlockPool, Holding
-from protos import worker_pb2 as wire
-from protos.state_pb2 import Capacity, WorkerRegistration
-from router.placement import Seen
-from router.view import Sent, View
-from state.names import Life
-from worker.cache_news import CacheNews
+from decant.engine.blocks import BlockPool, BlockTable
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.router.placement.policy import WorkerSnapshot
+from decant.router.placement.worker_load import LoadReservation, WorkerLoad
+from decant.state.ids import Incarnation
+from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
 
 BLOCK_TOKENS = 16
 TOKENS_PER_SECOND = 20_000.0
 PROMPT_SECONDS = 0.005
 BEAT_SECONDS = 0.25
 
-Choose = Callable[[Sequence[Seen], int], Life]
+Choose = Callable[[Sequence[WorkerSnapshot], int], Incarnation]
 """From the workers as a router sees them, for a prompt of so many tokens."""
 
 
@@ -41,7 +41,7 @@ class Prompt:
 
     arrival: Arrival
     digests: Sequence[bytes]
-    sent: Sent
+    sent: LoadReservation
 
 
 class Worker:
@@ -49,9 +49,9 @@ class Worker:
 
     def __init__(self, blocks: int) -> None:
         self.pool = BlockPool(blocks, BLOCK_TOKENS)
-        self.news = CacheNews()
+        self.news = PrefixCacheFeed()
         self.queue = deque[Prompt]()
-        self.reading: tuple[Prompt, Holding, int] | None = None
+        self.reading: tuple[Prompt, BlockTable, int] | None = None
         self._load = wire.Load()
 
     def begin(self) -> float:
@@ -91,8 +91,8 @@ class Worker:
     def _cached(self, prompt: Prompt) -> list[int]:
         return self.pool.match(prompt.digests[: (prompt.arrival.tokens - 1) // BLOCK_TOKENS])
 
-    def beat(self, router: int) -> wire.Beat:
-        return wire.Beat(load=self._load, cache=self.news.take(router))
+    def heartbeat(self, router: int) -> wire.Heartbeat:
+        return wire.Heartbeat(load=self._load, cache=self.news.take(router))
 
 
 class Simulation:
@@ -154,12 +154,12 @@ class Simulation:
 
     def _beat(self, number: int, prompts: int) -> None:
         for router, views in enumerate(self._views):
-            views[number].hear(self._workers[number].beat(router))
+            views[number].hear(self._workers[number].heartbeat(router))
         if len(self.waited) < prompts:
             self._at(self._now + BEAT_SECONDS, partial(self._beat, number, prompts))
 
 
-def _view(number: int, blocks: int) -> View:
+def _view(number: int, blocks: int) -> WorkerLoad:
     peer = wire.Peer(id=f"worker-{number}", incarnation=1)
     capacity = Capacity(total_blocks=blocks, block_tokens=BLOCK_TOKENS)
-    return View(WorkerRegistration(peer=peer, role=wire.ROLE_PREFILL, capacity=capacity))
+    return WorkerLoad(WorkerRegistration(peer=peer, role=wire.ROLE_PREFILL, capacity=capacity))

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import AttentionInterface
 
-from bench.child import Job, Tell
 from bench.machine import read_bytes, reader
 from bench.metrics import resident
-from bench.ours import Meter, Stopwatch, layers, make_engine, weights
-from engine.attention import NAME
-from engine.engine import Engine
-from engine.errors import InvalidConfig
-from engine.layer import apart
-from engine.linears import PackedLinear
-from engine.model import ModelConfig, ModelDevice, load
-from engine.plan import Device, StepPlan, StepResult
-from engine.request import Request, StopParams
+from bench.own_engine import Meter, Stopwatch, layers, make_engine, weights
+from bench.subprocess_runner import Job, Tell
+from decant.engine.cpu.fused_layer import apart
+from decant.engine.cpu.linear import PackedLinear
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidConfig
+from decant.engine.model.attention import NAME
+from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.plan import Device, StepPlan, StepResult
+from decant.engine.request import Request, StopParams
 
 
 class Case(NamedTuple):

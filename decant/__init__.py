@@ -1,4 +1,4 @@
-"""What users import and type: the client, and the `decant` command.
+"""The client of Decant, and the namespace of its servers.
 
     >>> from decant import Client
     >>> with Client("localhost:50051") as client:
@@ -8,82 +8,22 @@
     ...     print(f" ({stream.usage.completion_tokens} tokens, first after {stream.receipt.ttft_ms} ms)")
     return a + b (4 tokens, first after 5.0 ms)
 
-`Client` blocks, `AsyncClient` awaits; they have the same methods, options and results. Importing this package loads
-grpcio and protobuf and nothing else of others'.
+`Client` blocks, `AsyncClient` awaits; they have the same methods, options and results. They load grpcio and
+protobuf and no other package. `decant.router`, `decant.engine` and the other servers' packages load no client.
 """
 
-from decant.aio import AsyncClient
-from decant.channel import Tls
-from decant.client import Client
-from decant.options import Options, Prompt
-from decant.results import (
-    Answer,
-    CancelStatus,
-    Delta,
-    Finished,
-    FinishReason,
-    Generation,
-    GenerationState,
-    Output,
-    Receipt,
-    Transition,
-    Usage,
-)
-from decant.streams import AsyncStream, Stream
-from runtime.errors import (
-    Aborted,
-    AlreadyExists,
-    Cancelled,
-    DeadlineExceeded,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    OutOfRange,
-    PermissionDenied,
-    QueueFull,
-    QuotaExceeded,
-    ServiceError,
-    Unauthenticated,
-    Unavailable,
-    Unimplemented,
-)
-from runtime.fault import Reason
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Aborted",
-    "AlreadyExists",
-    "Answer",
-    "AsyncClient",
-    "AsyncStream",
-    "CancelStatus",
-    "Cancelled",
-    "Client",
-    "DeadlineExceeded",
-    "Delta",
-    "FailedPrecondition",
-    "FinishReason",
-    "Finished",
-    "Generation",
-    "GenerationState",
-    "Internal",
-    "InvalidArgument",
-    "NotFound",
-    "Options",
-    "OutOfRange",
-    "Output",
-    "PermissionDenied",
-    "Prompt",
-    "QueueFull",
-    "QuotaExceeded",
-    "Reason",
-    "Receipt",
-    "ServiceError",
-    "Stream",
-    "Tls",
-    "Transition",
-    "Unauthenticated",
-    "Unavailable",
-    "Unimplemented",
-    "Usage",
-]
+if TYPE_CHECKING:
+    from decant.client import *  # noqa: F403
+    from decant.client import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        """Load the client when one of its names is first used: servers and tools do without it."""
+        if name == "__all__" or not name.startswith("_"):
+            client = import_module("decant.client")
+            if name == "__all__" or name in client.__all__:
+                return getattr(client, name)
+        raise AttributeError(f"module 'decant' has no attribute {name!r}")

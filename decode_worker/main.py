@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from protos import worker_pb2 as wire
-from worker.process import Kind
-from worker.process import main as run_worker
-from worker.settings import WorkerSettings
+from decant.protos import worker_pb2 as wire
+from decant.worker.main import WorkerRole
+from decant.worker.main import main as run_worker
+from decant.worker.settings import WorkerSettings
 
 
 class DecodeSettings(WorkerSettings):
@@ -23,7 +23,7 @@ class DecodeSettings(WorkerSettings):
     port: int = Field(default=50071, ge=0, le=65535, description="port to listen on; 0 takes a free one")
 
 
-KIND = Kind(wire.ROLE_DECODE, "decode_worker", DecodeSettings)
+KIND = WorkerRole(wire.ROLE_DECODE, "decode_worker", DecodeSettings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

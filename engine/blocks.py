@@ -6,7 +6,7 @@ A block is in exactly one of three places::
     cached   no holder, a published hash           <-- then the least recently used of these is evicted
     held     one or more holdings count it         <-- release: to cached if published, else to free
 
-An allocation is a ``Holding``: it has an owner, and ``release`` is the one way out. The reference count of a
+An allocation is a ``BlockTable``: it has an owner, and ``release`` is the one way out. The reference count of a
 block is the number of live holdings that list it; ``check_integrity`` counts again from the holdings.
 """
 
@@ -17,7 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from engine.errors import NoRoom
+from decant.engine.errors import OutOfBlocks
 
 BlockHash = bytes
 """Chained digest of a block's tokens, all tokens before them, and a salt (16 bytes)."""
@@ -49,7 +49,7 @@ def toggle(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None
             digests[digest] = None
 
 
-class Holding:
+class BlockTable:
     """Blocks that one owner holds, in the order of the tokens they carry. Made by ``BlockPool`` alone."""
 
     __slots__ = ("blocks", "live", "owner", "pool")
@@ -88,7 +88,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
-        self._holdings: dict[int, Holding] = {}  # by id(holding)
+        self._holdings: dict[int, BlockTable] = {}  # by id(holding)
         self._changed: dict[BlockHash, None] = {}  # published now and not when it was last told, or the reverse
 
     @property
@@ -108,17 +108,17 @@ class BlockPool:
         """How many blocks ``tokens`` tokens fill, the last one perhaps in part."""
         return -(-tokens // self.block_size)
 
-    def allocate(self, owner: str, count: int, prefix: Sequence[int] = (), spare: int = 0) -> Holding:
+    def allocate(self, owner: str, count: int, prefix: Sequence[int] = (), spare: int = 0) -> BlockTable:
         """A holding of the published blocks ``prefix`` and ``count`` fresh ones, all or none.
 
         ``spare`` blocks must stay available after it. Raises NoRoom.
         """
         unheld = sum(1 for block in prefix if self._refs[block] == 0)
         if count + unheld + spare > self.available:
-            raise NoRoom(count + unheld + spare, self.available)
+            raise OutOfBlocks(count + unheld + spare, self.available)
         for block in prefix:
             self.acquire(block)
-        holding = Holding(self, owner, prefix)
+        holding = BlockTable(self, owner, prefix)
         holding.blocks.extend(self.take(count))
         self._holdings[id(holding)] = holding
         return holding
@@ -145,15 +145,15 @@ class BlockPool:
                 news.append(digest)
         toggle(self._changed, news)
 
-    def grow(self, holdings: Sequence[Holding]) -> None:
+    def grow(self, holdings: Sequence[BlockTable]) -> None:
         """Append one fresh block to each of them, all or none. Raises NoRoom."""
         for holding, block in zip(holdings, self.take(len(holdings)), strict=True):
             holding.blocks.append(block)
 
     def take(self, count: int) -> list[int]:
-        """``count`` fresh blocks with one reference each. Raises NoRoom. For ``Holding`` alone."""
+        """``count`` fresh blocks with one reference each. Raises NoRoom. For ``BlockTable`` alone."""
         if count > self.available:
-            raise NoRoom(count, self.available)
+            raise OutOfBlocks(count, self.available)
         taken = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(taken) :]
         if len(taken) < count:
@@ -163,12 +163,12 @@ class BlockPool:
         return taken
 
     def acquire(self, block: int) -> None:
-        """One more reference on a block that is held or cached. For ``Holding`` alone."""
+        """One more reference on a block that is held or cached. For ``BlockTable`` alone."""
         if self._refs[block] == 0:
             del self._cached[block]
         self._refs[block] += 1
 
-    def give_back(self, holding: Holding) -> None:
+    def give_back(self, holding: BlockTable) -> None:
         """Drop a holding's references, its last blocks first, so that prefixes outlive what follows them."""
         del self._holdings[id(holding)]
         refs, hash_of = self._refs, self._hash_of

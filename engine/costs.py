@@ -7,7 +7,7 @@
     the chunk    [############## | # #       ]     n c + n (n + 1) / 2 pairs: the same seconds hold
                  [############## | # # #     ]     fewer tokens, the longer the context.
 
-Plain numbers: no clock, no device. ``warm_start`` measures the costs of a device, ``Forecast`` keeps them true.
+Plain numbers: no clock, no device. ``calibration`` measures the costs of a device, ``StepTimePredictor`` corrects them.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _MOST_AT_ONCE = 1.5
 """A step that took more than so many times what was said, or less than its inverse, counts as if it were that."""
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """What a step, or a row of one, computes: ``logits`` rows of the output head, ``pairs`` of a query and a key."""
 
     tokens: int = 0
     logits: int = 0
     pairs: int = 0
 
-    def plus(self, other: Work) -> Work:
-        return Work(self.tokens + other.tokens, self.logits + other.logits, self.pairs + other.pairs)
+    def plus(self, other: StepWork) -> StepWork:
+        return StepWork(self.tokens + other.tokens, self.logits + other.logits, self.pairs + other.pairs)
 
 
-NO_WORK = Work()
+NO_WORK = StepWork()
 
 
-def chunk(context: int, tokens: int, *, explained: bool = False) -> Work:
+def chunk(context: int, tokens: int, *, explained: bool = False) -> StepWork:
     """``tokens`` of one sequence behind ``context`` computed ones. Its last one counts as sampled, for that is not
     known before it is cut; ``explained``: each has its logits made."""
-    return Work(tokens, tokens if explained else 1, tokens * context + tokens * (tokens + 1) // 2)
+    return StepWork(tokens, tokens if explained else 1, tokens * context + tokens * (tokens + 1) // 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class StepCostModel:
     """Seconds for a step, a token, a row of logits and a (query, key) pair. Nothing is known of a device whose costs
     are all nought: then every chunk fits."""
 
@@ -51,7 +51,7 @@ class Costs:
     logits: float = 0.0
     pair: float = 0.0
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         """Of a step of that much work."""
         return self.fixed + self.token * work.tokens + self.logits * work.logits + self.pair * work.pairs
 
@@ -67,7 +67,7 @@ class Costs:
         return most if 2 * left >= most * divisor else int(2 * left / divisor)
 
 
-class Forecast:
+class StepTimePredictor:
     """A device's costs, and how far off they have been of late: ``factor`` for all, ``own`` once more for decodes.
 
         said = factor x (own x decodes + what prompts add)
@@ -76,20 +76,20 @@ class Forecast:
     machine that stood still for seconds counts as one slow step, one that became half as fast is known after ten.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: StepCostModel) -> None:
         self.costs = costs
         self.factor = self.own = 1.0
 
-    def seconds(self, decodes: Work, prompts: Work = NO_WORK) -> float:
+    def seconds(self, decodes: StepWork, prompts: StepWork = NO_WORK) -> float:
         """Of a step of that much work."""
         base = self.costs.seconds(decodes)
         return self.factor * (self.own * base + self.costs.seconds(decodes.plus(prompts)) - base)
 
     def fitting(self, seconds: float, context: int, most: int, *, explained: bool = False) -> int:
-        """As ``Costs.fitting``."""
+        """As ``StepCostModel.fitting``."""
         return self.costs.fitting(seconds / self.factor, context, most, explained=explained)
 
-    def note(self, decodes: Work, prompts: Work, seconds: float) -> None:
+    def note(self, decodes: StepWork, prompts: StepWork, seconds: float) -> None:
         """A step of that work took so long."""
         said = self.seconds(decodes, prompts)
         if said <= 0:

@@ -11,16 +11,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.blocks import BlockPool, hash_blocks, root_hash
-from engine.costs import Forecast
-from engine.errors import InvalidConfig, InvalidRequest, NoRoom, UnknownSequence
-from engine.output import Begun, Ended, Filled, Load, PromptLogprobs, StepOutput, Token
-from engine.plan import Device, StepPlan, StepResult, TokenLogprobs
-from engine.policy import order_of
-from engine.request import FinishReason, Request, check_some_left, check_tokens
-from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence as EngineSequence
-from engine.transfer import Arrival, Checksum, Export, Seal, default_checksum, sum_block
+from decant.engine.blocks import BlockPool, hash_blocks, root_hash
+from decant.engine.costs import StepTimePredictor
+from decant.engine.errors import InvalidConfig, InvalidRequest, OutOfBlocks, UnknownSequence
+from decant.engine.output import BlockFilled, Load, PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
+from decant.engine.plan import Device, StepPlan, StepResult, TokenLogprobs
+from decant.engine.policy import order_of
+from decant.engine.request import FinishReason, Request, check_some_left, check_tokens
+from decant.engine.scheduler import Limits, Scheduler
+from decant.engine.sequence import Sequence as EngineSequence
+from decant.engine.transfer import (
+    Checksum,
+    IncomingSequence,
+    KvExport,
+    TransferCommit,
+    block_checksum,
+    default_checksum,
+)
 
 
 class Engine:
@@ -43,7 +50,7 @@ class Engine:
         self.device = device
         self.limits = limits
         self.pool = BlockPool(device.num_blocks, device.block_size)
-        self.forecast = Forecast(device.costs)
+        self.forecast = StepTimePredictor(device.costs)
         self.scheduler = Scheduler(self.pool, limits, self.forecast)
         self.steps = 0
         self.planned = 0  # tokens of the step under way, or of the last one
@@ -52,9 +59,9 @@ class Engine:
         self._arrivals_seen = 0
         self._sequences: dict[str, EngineSequence] = {}
         self._parked: dict[str, EngineSequence] = {}
-        self._arriving: dict[str, Arrival] = {}
-        self._exports: dict[str, Export] = {}
-        self._ended: list[Ended] = []
+        self._arriving: dict[str, IncomingSequence] = {}
+        self._exports: dict[str, KvExport] = {}
+        self._ended: list[SequenceFinished] = []
 
     # -- receive ------------------------------------------------------------------------------------------------
 
@@ -149,7 +156,7 @@ class Engine:
             request, start, end, timeline = sequence.request, sequence.computed, row.end, sequence.timeline
             if timeline.scheduled is None:
                 timeline.scheduled = started
-                output.begun.append(Begun(request.id, start, len(sequence.tokens), timeline))
+                output.begun.append(SequenceStarted(request.id, start, len(sequence.tokens), timeline))
             sequence.computed = end
             if end % size < end - start:
                 self._fill(sequence, start // size, end // size, output)
@@ -207,11 +214,11 @@ class Engine:
         if export is not None and export.sealed is None:
             export.ended = True
         sequence.timeline.finished = self._clock()
-        self._ended.append(Ended(sequence.id, reason, sequence.timeline, stop_token, detail))
+        self._ended.append(SequenceFinished(sequence.id, reason, sequence.timeline, stop_token, detail))
 
     # -- hand over ----------------------------------------------------------------------------------------------
 
-    def export(self, id: str, have: int = 0) -> Export:
+    def export(self, id: str, have: int = 0) -> KvExport:
         """Lease the blocks of a sequence from block ``have`` on, those filled now and those filled later.
 
         Raises UnknownSequence, InvalidRequest (``have`` beyond all but the last block, or a second export).
@@ -224,13 +231,13 @@ class Engine:
             raise InvalidRequest("have", f"a whole number from 0 to {most}", have)
         if id in self._exports:
             raise InvalidRequest("id", "not exported already, or that export released", id)
-        export = Export(sequence, have, self.pool.allocate(lease_owner(id), 0), self.device)
+        export = KvExport(sequence, have, self.pool.allocate(lease_owner(id), 0), self.device)
         self._exports[id] = export
         for index in range(have, sequence.computed // self.pool.block_size):
             export.offer(sequence, index, self._checksum)
         return export
 
-    def seal(self, id: str) -> Seal:
+    def seal(self, id: str) -> TransferCommit:
         """Close the account of a parked sequence's export. Raises UnknownSequence, InvalidRequest.
 
         All tokens that the sequence came with must be computed: what the other end knows of it is published there.
@@ -243,7 +250,7 @@ class Engine:
             raise InvalidRequest("computed", f"at least the {given} tokens of the request", sequence.computed)
         return export.seal(sequence, self._checksum)
 
-    def seal_running(self, id: str, sent: int) -> Seal | None:
+    def seal_running(self, id: str, sent: int) -> TransferCommit | None:
         """Park a running sequence and seal it, once no more than its last, unfilled block is left to be sent.
 
         ``sent``: blocks of its export that went out. None: it runs on, for there are more, or it has not yet written a
@@ -275,7 +282,7 @@ class Engine:
             self.scheduler.release(self._parked.pop(id))
             del self._sequences[id]
 
-    def reserve(self, request: Request) -> Arrival:
+    def reserve(self, request: Request) -> IncomingSequence:
         """Room for a sequence that comes with its KV: its cached prefix pinned, all other blocks of prompt and
         one token taken, and a place among the running, all or none. Preempted sequences that wait for room go
         first. Raises NoRoom, InvalidRequest."""
@@ -287,13 +294,13 @@ class Engine:
         spare = len(self.scheduler.running)
         full = spare + len(self._arriving) >= self.limits.max_running
         if full or any(waiting.timeline.scheduled is not None for waiting in self.scheduler.waiting):
-            raise NoRoom(fresh, 0)
+            raise OutOfBlocks(fresh, 0)
         sequence.holding = self.pool.allocate(sequence.id, fresh, prefix, spare=spare)
-        arrival = Arrival(sequence, len(prefix), self.device, self._checksum, self._arriving.pop)
+        arrival = IncomingSequence(sequence, len(prefix), self.device, self._checksum, self._arriving.pop)
         self._arriving[request.id] = arrival
         return arrival
 
-    def join(self, arrival: Arrival, seal: Seal) -> None:
+    def join(self, arrival: IncomingSequence, seal: TransferCommit) -> None:
         """Make the sequence exist: all blocks verified, it runs on from the seal. Raises TransferRejected."""
         sequence = arrival.accept(seal)
         self._sequences[arrival.id] = sequence
@@ -308,12 +315,12 @@ class Engine:
         if request.park_after is not None and sequence.holding:
             for index in range(first, stop):
                 data = self.device.read(sequence.holding.blocks[index])
-                sequence.sums[index] = sum_block(self._checksum, index, data)
+                sequence.sums[index] = block_checksum(self._checksum, index, data)
         export = self._exports.get(request.id)
         if export is not None and not export.ended:
             for index in range(export.have + len(export.runs), stop):
                 export.offer(sequence, index, self._checksum)
-                output.filled.append(Filled(request.id, index))
+                output.filled.append(BlockFilled(request.id, index))
 
     # -- look ---------------------------------------------------------------------------------------------------
 

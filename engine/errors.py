@@ -50,7 +50,7 @@ class ModelRefused(EngineError):
         self.reason = reason
 
 
-class NoRoom(EngineError):
+class OutOfBlocks(EngineError):
     """The blocks that this needs are in use now; it fits once some are freed."""
 
     def __init__(self, needed: int, available: int) -> None:

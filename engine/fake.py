@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.costs import Costs
-from engine.draw import uniform
-from engine.errors import InvalidConfig
-from engine.plan import Row, StepPlan, StepResult, TokenLogprobs
+from decant.engine.costs import StepCostModel
+from decant.engine.draw import uniform
+from decant.engine.errors import InvalidConfig
+from decant.engine.plan import Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
 CANDIDATES = 16
@@ -61,7 +61,7 @@ class FakeDevice:
         self.block_bytes = block_size * SLOT_BYTES
         self.layout = f"fake-{block_size}-{vocab_size}"
         self.equal_bits = True
-        self.costs = Costs()
+        self.costs = StepCostModel()
         self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))
         self._cost = cost
 

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.engine import Engine
-from engine.errors import EngineStopped
-from engine.output import StepOutput
-from engine.pace import Pace
+from decant.engine.engine import Engine
+from decant.engine.errors import EngineStopped
+from decant.engine.output import StepOutput
+from decant.engine.pace import StepDurations
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class EngineLoop:
         self._stopping = False
         self._stopped: EngineStopped | None = None
         self._step_began: float | None = None
-        self._pace = Pace()
+        self._pace = StepDurations()
         self._stalled = False  # the last step found nothing that it could do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.plan import TokenLogprobs
-from engine.request import FinishReason
-from engine.sequence import Timeline
+from decant.engine.plan import TokenLogprobs
+from decant.engine.request import FinishReason
+from decant.engine.sequence import Timeline
 
 
 class Token(NamedTuple):
@@ -28,7 +28,7 @@ class PromptLogprobs(NamedTuple):
     entries: Sequence[TokenLogprobs]
 
 
-class Ended(NamedTuple):
+class SequenceFinished(NamedTuple):
     """A sequence's last event. ``stop_token`` is set with STOP, ``detail`` with FAILED."""
 
     id: str
@@ -38,7 +38,7 @@ class Ended(NamedTuple):
     detail: str = ""
 
 
-class Begun(NamedTuple):
+class SequenceStarted(NamedTuple):
     """A sequence's first event: a step computed something of it for the first time here.
 
     ``cached`` of its ``tokens`` tokens were computed already: a prefix hit, or what came with an arrival.
@@ -51,7 +51,7 @@ class Begun(NamedTuple):
     timeline: Timeline
 
 
-class Filled(NamedTuple):
+class BlockFilled(NamedTuple):
     """A block of a sequence with an open export can be read: its ``block``-th, in the order of the tokens."""
 
     id: str
@@ -65,11 +65,11 @@ class StepOutput:
     step: int
     tokens: list[Token]
     prompt_logprobs: list[PromptLogprobs]
-    filled: list[Filled]
+    filled: list[BlockFilled]
     parked: list[str]
-    ended: list[Ended]
+    ended: list[SequenceFinished]
     num_tokens: int = 0
-    begun: list[Begun] = field(default_factory=list)
+    begun: list[SequenceStarted] = field(default_factory=list)
     available: int = 0  # blocks that an allocation could get after it
 
 

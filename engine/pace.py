@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Pace:
+class StepDurations:
     """The longest step of each size class so far. Written by the engine's thread, read from any.
 
     A class is a power of two of tokens: 1, 2 to 3, 4 to 7 and so on.

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import NamedTuple, Protocol
 
-from engine.costs import NO_WORK, Costs, Work, chunk
-from engine.request import Request
-from engine.sampler_state import SamplerState
+from decant.engine.costs import NO_WORK, StepCostModel, StepWork, chunk
+from decant.engine.request import Request
+from decant.engine.sampler_state import SamplerState
 
 
 class Row(NamedTuple):
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     state: SamplerState | None = None
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         return chunk(self.start, self.end - self.start, explained=self.request.prompt_logprobs is not None)
 
 
@@ -44,13 +44,13 @@ class StepPlan(NamedTuple):
 
     rows: tuple[Row, ...]
     num_tokens: int
-    decodes: Work = NO_WORK
-    prompts: Work = NO_WORK
+    decodes: StepWork = NO_WORK
+    prompts: StepWork = NO_WORK
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         """All of it, counted from the rows."""
-        return reduce(Work.plus, (row.work for row in self.rows), NO_WORK)
+        return reduce(StepWork.plus, (row.work for row in self.rows), NO_WORK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Device(Runner, BlockBytes, Protocol):
         ...
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> StepCostModel:
         """What its steps take, as far as it was measured."""
         ...
 

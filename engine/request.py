@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
-from engine.errors import InvalidRequest
+from decant.engine.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for."""

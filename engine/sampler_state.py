@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 
-from engine.request import Request
+from decant.engine.request import Request
 
 
 class TokenCounts:

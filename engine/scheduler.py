@@ -24,11 +24,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.blocks import BlockPool, Holding
-from engine.costs import NO_WORK, Costs, Forecast, Work
-from engine.errors import InvalidConfig, NoRoom, check_whole
-from engine.plan import Row, StepPlan
-from engine.sequence import Sequence
+from decant.engine.blocks import BlockPool, BlockTable
+from decant.engine.costs import NO_WORK, StepCostModel, StepTimePredictor, StepWork
+from decant.engine.errors import InvalidConfig, OutOfBlocks, check_whole
+from decant.engine.plan import Row, StepPlan
+from decant.engine.sequence import Sequence
 
 PROMPT_LOGPROB_CHUNK = 128
 """Most prompt tokens a step computes of a sequence whose every position needs logits (rows x vocabulary)."""
@@ -75,15 +75,15 @@ class Limits:
             raise InvalidConfig("max_running", f"at most the token budget {self.token_budget}", self.max_running)
 
 
-def choose_token_budget(costs: Costs, step_seconds: float) -> int:
+def choose_token_budget(costs: StepCostModel, step_seconds: float) -> int:
     """A power of two: the most tokens of a prompt's beginning that a step of prompts alone has the time for."""
-    if costs == Costs():
+    if costs == StepCostModel():
         return TOKEN_BUDGET
     fitting = costs.fitting(ALONE * step_seconds - costs.fixed, 0, MOST_BUDGET)
     return max(LEAST_BUDGET, 1 << fitting.bit_length() >> 1)
 
 
-class _Survey(NamedTuple):
+class _RunningRows(NamedTuple):
     """Of the running sequences.
 
     rows, chosen  a row for each that decodes, and who they are
@@ -95,8 +95,8 @@ class _Survey(NamedTuple):
     rows: list[Row]
     chosen: list[Sequence]
     prompts: deque[Sequence]
-    short: list[Holding]
-    decodes: Work
+    short: list[BlockTable]
+    decodes: StepWork
 
 
 class Scheduler:
@@ -105,10 +105,10 @@ class Scheduler:
     ``forecast`` says what a step takes; without one, nothing does and the token budget rules alone.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits, forecast: Forecast | None = None) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, forecast: StepTimePredictor | None = None) -> None:
         self.pool = pool
         self.limits = limits
-        self.forecast = forecast or Forecast(Costs())
+        self.forecast = forecast or StepTimePredictor(StepCostModel())
         self.waiting: list[Sequence] = []  # both sorted by ``order``, most urgent first
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -158,8 +158,8 @@ class Scheduler:
             sequence.holding.release()
             sequence.holding = None
 
-    def _survey(self) -> _Survey:
-        found = rows, chosen, prompts, short = list[Row](), list[Sequence](), deque[Sequence](), list[Holding]()
+    def _survey(self) -> _RunningRows:
+        found = rows, chosen, prompts, short = list[Row](), list[Sequence](), deque[Sequence](), list[BlockTable]()
         pairs, size = 0, self.pool.block_size
         make = tuple.__new__  # hundreds a step, and a row's own constructor is a call in Python
         for sequence in self.running:
@@ -174,7 +174,7 @@ class Scheduler:
                 pairs += length
             else:
                 prompts.append(sequence)
-        return _Survey(*found, Work(len(rows), len(rows), pairs))
+        return _RunningRows(*found, StepWork(len(rows), len(rows), pairs))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give up a sequence's blocks; it waits, and recomputes what the prefix cache no longer has."""
@@ -198,7 +198,7 @@ class Scheduler:
         fresh = self.pool.blocks_for(len(sequence.tokens)) - len(prefix)
         try:
             holding = self.pool.allocate(sequence.id, fresh, prefix, spare=len(self.running))
-        except NoRoom:
+        except OutOfBlocks:
             return None
         self.remove(sequence)
         sequence.holding = holding
@@ -222,7 +222,7 @@ class Scheduler:
 class _Budget:
     """What is left of a step for prompts, after its decodes: tokens, and seconds as far as they can be said."""
 
-    def __init__(self, limits: Limits, forecast: Forecast, decodes: Work, block_size: int) -> None:
+    def __init__(self, limits: Limits, forecast: StepTimePredictor, decodes: StepWork, block_size: int) -> None:
         self.decodes = decodes
         self.prompts = NO_WORK
         self._limits = limits

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from engine.blocks import BlockHash, Holding, hash_blocks, root_hash
-from engine.request import Request
-from engine.sampler_state import SamplerState
+from decant.engine.blocks import BlockHash, BlockTable, hash_blocks, root_hash
+from decant.engine.request import Request
+from decant.engine.sampler_state import SamplerState
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Sequence:
         self.tokens = list(request.token_ids)
         self.computed = 0
         self.explained = 1  # prompt tokens whose log-probabilities were told; the first one has none
-        self.holding: Holding | None = None
+        self.holding: BlockTable | None = None
         self.order = order
         self.state = None if request.plain else SamplerState(request)
         self.stops: Set[int] = frozenset()  # tokens that end it

@@ -1,6 +1,6 @@
 """The seams of a handoff: blocks leave one engine while they fill, and make a sequence in another.
 
-An ``Export`` leases the filled blocks of a sequence; an ``Arrival`` owns the room into which they are written.
+An ``KvExport`` leases the filled blocks of a sequence; an ``IncomingSequence`` owns the blocks that receive them.
 Each block travels with a sum over its place and its bytes, made when it was filled; the seal with a sum over those
 sums and its own words. Only when all agree does the sequence exist at the other end. Neither end is in the
 scheduler.
@@ -18,10 +18,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.blocks import Holding
-from engine.errors import TransferRejected
-from engine.plan import BlockBytes
-from engine.sequence import Sequence as EngineSequence
+from decant.engine.blocks import BlockTable
+from decant.engine.errors import TransferRejected
+from decant.engine.plan import BlockBytes
+from decant.engine.sequence import Sequence as EngineSequence
 
 Checksum = Callable[[bytes | memoryview], int]
 """Sum over bytes, below 2**64. ``zlib.crc32`` by default; a worker passes a faster one."""
@@ -29,12 +29,12 @@ Checksum = Callable[[bytes | memoryview], int]
 default_checksum: Checksum = zlib.crc32
 
 
-def sum_block(checksum: Checksum, index: int, data: bytes | memoryview) -> int:
+def block_checksum(checksum: Checksum, index: int, data: bytes | memoryview) -> int:
     """A block's sum, over its place in the sequence too: what is verified can't be put elsewhere."""
     return checksum(struct.pack("<QQ", index, checksum(data)))
 
 
-def sum_seal(checksum: Checksum, computed: int, output: Sequence[int], sums: Sequence[int]) -> int:
+def transfer_checksum(checksum: Checksum, computed: int, output: Sequence[int], sums: Sequence[int]) -> int:
     """The seal's sum: over what it says, and over the sums of all blocks that travelled, in order."""
     words = (computed, len(output), *output, *sums)
     return checksum(struct.pack(f"<{len(words)}Q", *words))
@@ -42,33 +42,33 @@ def sum_seal(checksum: Checksum, computed: int, output: Sequence[int], sums: Seq
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """One filled block on its way: its place in the sequence and its ``sum_block``."""
+    """One filled block on its way: its place in the sequence and its ``block_checksum``."""
 
     index: int
-    sum: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
-    """The giver's last word: tokens computed, the output written so far, and their ``sum_seal``."""
+class TransferCommit:
+    """The giver's last word: tokens computed, the output written so far, and their ``transfer_checksum``."""
 
     computed: int
     output: tuple[int, ...]
-    sum: int
+    checksum: int
 
 
-class Export:
+class KvExport:
     """A lease on a sequence's filled blocks from ``have`` on; the owner of the lease must release it.
 
     The lease keeps the bytes alive after the sequence has ended. ``runs`` grows as blocks fill; ``read`` gives
     the bytes of one of them; ``seal`` comes last, once the sequence is parked.
     """
 
-    def __init__(self, sequence: EngineSequence, have: int, holding: Holding, store: BlockBytes) -> None:
+    def __init__(self, sequence: EngineSequence, have: int, holding: BlockTable, store: BlockBytes) -> None:
         self.id = sequence.id
         self.have = have
         self.runs: list[BlockRun] = []
-        self.sealed: Seal | None = None
+        self.sealed: TransferCommit | None = None
         self.ended = False
         self._holding = holding
         self._store = store
@@ -96,22 +96,22 @@ class Export:
         block = sequence.holding.blocks[index]
         self._holding.share(block)
         known = sequence.sums.get(index)
-        total = sum_block(checksum, index, self._store.read(block)) if known is None else known
+        total = block_checksum(checksum, index, self._store.read(block)) if known is None else known
         self.runs.append(BlockRun(index, total))
         return self.runs[-1]
 
-    def seal(self, sequence: EngineSequence, checksum: Checksum) -> Seal:
+    def seal(self, sequence: EngineSequence, checksum: Checksum) -> TransferCommit:
         """Lease what is left, the last block perhaps filled in part, and close the account. For the engine alone."""
         assert sequence.holding is not None
         for index in range(self.have + len(self.runs), sequence.holding.pool.blocks_for(sequence.computed)):
             self.offer(sequence, index, checksum)
         output = tuple(sequence.tokens[sequence.request.prompt_len :])
-        total = sum_seal(checksum, sequence.computed, output, [run.sum for run in self.runs])
-        self.sealed = Seal(sequence.computed, output, total)
+        total = transfer_checksum(checksum, sequence.computed, output, [run.checksum for run in self.runs])
+        self.sealed = TransferCommit(sequence.computed, output, total)
         return self.sealed
 
 
-class Arrival:
+class IncomingSequence:
     """Room for a sequence that is on its way; its owner must ``abort`` it or have the engine ``join`` it.
 
     After either it is ``closed`` (the engine is told by ``on_close``), and its blocks are no longer its own.
@@ -149,7 +149,7 @@ class Arrival:
         """Verify one block and put it in its place; a block may come again. Raises TransferRejected."""
         if len(data) != self._store.block_bytes:
             raise TransferRejected(f"{self.id}: block {index} has {len(data)} bytes")
-        if sum_block(self._checksum, index, memoryview(data)) != total:
+        if block_checksum(self._checksum, index, memoryview(data)) != total:
             raise TransferRejected(f"{self.id}: the bytes of block {index} do not agree with their sum")
         with self._copying:
             blocks = self._holding().blocks
@@ -167,7 +167,7 @@ class Arrival:
         if missing > 0:
             holding.grow(missing)
 
-    def accept(self, seal: Seal) -> EngineSequence:
+    def accept(self, seal: TransferCommit) -> EngineSequence:
         """The sequence, once all that the seal speaks of is here. Raises TransferRejected. For the engine alone."""
         holding = self._holding()
         pool = holding.pool
@@ -180,7 +180,7 @@ class Arrival:
         if missing or len(self._sums) != len(indexes):
             raise TransferRejected(f"{self.id}: sealed with blocks {missing} missing, {len(self._sums)} here")
         sums = [self._sums[index] for index in indexes]
-        if sum_seal(self._checksum, seal.computed, seal.output, sums) != seal.sum:
+        if transfer_checksum(self._checksum, seal.computed, seal.output, sums) != seal.checksum:
             raise TransferRejected(f"{self.id}: the seal does not agree with its sum")
         self.sequence.tokens.extend(seal.output[len(known) :])
         self.sequence.computed = seal.computed
@@ -196,7 +196,7 @@ class Arrival:
             self.sequence.holding = None
             holding.release()
 
-    def _close(self, holding: Holding, filled: int) -> None:
+    def _close(self, holding: BlockTable, filled: int) -> None:
         """Nothing is written after this. What was verified can be found by others, whatever became of the rest.
 
         Of the first ``filled`` tokens every block that came was full: a seal is not made before that.
@@ -210,7 +210,7 @@ class Arrival:
             holding.pool.publish([holding.blocks[index] for index in full], [hashes[index] for index in full])
         self._on_close(self.id)
 
-    def _holding(self) -> Holding:
+    def _holding(self) -> BlockTable:
         if self.closed or self.sequence.holding is None:
             raise TransferRejected(f"{self.id}: this arrival is closed")
         return self.sequence.holding

@@ -1,8 +1,8 @@
 """A ``FetchResponse`` as bytes, with the cache beside it: protobuf alone would copy the cache twice on either side.
 
-    FetchResponse:  | kv_run: all but data | kv_run: data |
+    FetchResponse:  | kv_chunk: all but data | kv_chunk: data |
 
-Any parser of protobuf reads this as one ``kv_run``, since a submessage that comes twice is merged, and an encoding by
+Any parser of protobuf reads this as one ``kv_chunk``, since a submessage that comes twice is merged, and an encoding by
 any other writer is read here. The order is what makes room for a view: the data are the last bytes of the message.
 """
 
@@ -11,23 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protos import worker_pb2 as wire
+from decant.protos import worker_pb2 as wire
 
 _LENGTH_DELIMITED = 2  # protobuf's wire type of submessages and bytes
-_RUN = wire.FetchResponse.KV_RUN_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_DATA = wire.KvRun.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_RUN = wire.FetchResponse.KV_CHUNK_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_DATA = wire.KvChunk.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a giver said. ``data`` is to be read for that of its ``kv_run``, which may be empty."""
+    """What a giver said. ``data`` is to be read for that of its ``kv_chunk``, which may be empty."""
 
     response: wire.FetchResponse
     data: memoryview
 
 
 def encode(response: wire.FetchResponse, data: Sequence[bytes | memoryview] = ()) -> bytes:
-    """The message; the joined ``data`` are that of its ``kv_run``, which has none itself. Copies them once."""
+    """The message; the joined ``data`` are that of its ``kv_chunk``, which has none itself. Copies them once."""
     head = response.SerializeToString()
     if not data:
         return head
@@ -43,11 +43,11 @@ def decode(message: bytes) -> Received:
     if head:
         return Received(wire.FetchResponse.FromString(message[:head]), view[data:])
     response = wire.FetchResponse.FromString(message)
-    return Received(response, memoryview(response.kv_run.data))
+    return Received(response, memoryview(response.kv_chunk.data))
 
 
 def _borders(view: memoryview) -> tuple[int, int]:
-    """Where the first ``kv_run`` of a message ends and where the data begin that end it; noughts of any other."""
+    """Where the first ``kv_chunk`` of a message ends and where the data begin that end it; noughts of any other."""
     head = _content(view, 0, _RUN)
     tail = head and _content(view, head.stop, _RUN)
     data = tail and _content(view, tail.start, _DATA)

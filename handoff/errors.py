@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protos import worker_pb2 as wire
-from runtime.peer import enum_name
+from decant.protos import worker_pb2 as wire
+from decant.runtime.peer import enum_name
 
 
 class HandoffFailed(Exception):
@@ -25,5 +25,5 @@ class HandoffFailed(Exception):
         return cls(failure.cause, failure.detail, failure.peer if failure.HasField("peer") else None)
 
 
-class NothingLeft(Exception):
+class SequenceAlreadyFinished(Exception):
     """Every output ended before the seal: there is nothing to hand over, and nothing went wrong."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from handoff.codec import encode
-from handoff.errors import HandoffFailed
-from protos import worker_pb2 as wire
+from decant.handoff.codec import encode
+from decant.handoff.errors import HandoffFailed
+from decant.protos import worker_pb2 as wire
 
 MESSAGE_BYTES = 1 << 20
 """Most bytes of cache in one message."""
@@ -35,7 +35,7 @@ _PLACE = struct.Struct("<QIIII")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TransferLayout:
     """What both ends must agree on before a byte moves. ``layout`` is the hash that the ticket carries."""
 
     block_size: int
@@ -53,20 +53,20 @@ class FilledBlock:
 
     index: int
     data: bytes | memoryview
-    sum: int
+    checksum: int
 
 
-def message_sum(run: wire.Run, shape: Shape, message: wire.KvRun, size: int) -> int:
+def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, size: int) -> int:
     """Sum over whose bytes these are, where they belong, how many they are, and the sums of the blocks that end here.
 
     The bytes are covered by their block's sum: each is read once.
     """
     place = _PLACE.pack(shape.layout, run.attempt, message.first_position, message.offset, size)
-    sums = message.block_sums
+    sums = message.block_checksums
     return checksum(run.request.encode() + place + struct.pack(f"<{len(sums)}Q", *sums))
 
 
-def pack(run: wire.Run, shape: Shape, blocks: list[FilledBlock]) -> Iterator[bytes]:
+def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
     """Encoded messages for blocks that follow each other; each is copied out of them when it is asked for."""
     if shape.block_bytes > MESSAGE_BYTES:
         for block in blocks:
@@ -74,22 +74,24 @@ def pack(run: wire.Run, shape: Shape, blocks: list[FilledBlock]) -> Iterator[byt
         return
     for at in range(0, len(blocks), shape.blocks_per_message):
         some = blocks[at : at + shape.blocks_per_message]
-        head = wire.KvRun(first_position=some[0].index * shape.block_size, block_sums=[block.sum for block in some])
+        head = wire.KvChunk(
+            first_position=some[0].index * shape.block_size, block_checksums=[block.checksum for block in some]
+        )
         yield _message(run, shape, head, [block.data for block in some])
 
 
-def _pieces(run: wire.Run, shape: Shape, block: FilledBlock) -> Iterator[bytes]:
+def _pieces(run: wire.Run, shape: TransferLayout, block: FilledBlock) -> Iterator[bytes]:
     data = memoryview(block.data)
     for offset in range(0, shape.block_bytes, MESSAGE_BYTES):
         piece = data[offset : offset + MESSAGE_BYTES]
-        sums = [block.sum] if offset + len(piece) == shape.block_bytes else []
-        head = wire.KvRun(first_position=block.index * shape.block_size, offset=offset, block_sums=sums)
+        sums = [block.checksum] if offset + len(piece) == shape.block_bytes else []
+        head = wire.KvChunk(first_position=block.index * shape.block_size, offset=offset, block_checksums=sums)
         yield _message(run, shape, head, [piece])
 
 
-def _message(run: wire.Run, shape: Shape, head: wire.KvRun, data: Sequence[bytes | memoryview]) -> bytes:
-    head.sum = message_sum(run, shape, head, sum(len(part) for part in data))
-    return encode(wire.FetchResponse(kv_run=head), data)
+def _message(run: wire.Run, shape: TransferLayout, head: wire.KvChunk, data: Sequence[bytes | memoryview]) -> bytes:
+    head.checksum = message_sum(run, shape, head, sum(len(part) for part in data))
+    return encode(wire.FetchResponse(kv_chunk=head), data)
 
 
 class Unpacker:
@@ -98,38 +100,38 @@ class Unpacker:
     The bytes of a block are not verified here: who takes it checks them against its sum.
     """
 
-    def __init__(self, run: wire.Run, shape: Shape) -> None:
+    def __init__(self, run: wire.Run, shape: TransferLayout) -> None:
         self.received = 0  # bytes of cache
         self._run = run
         self._shape = shape
         self._whole = bytearray(shape.block_bytes if shape.block_bytes > MESSAGE_BYTES else 0)  # of a block in pieces
         self._filled = 0
 
-    def unpack(self, message: wire.KvRun, data: memoryview) -> list[FilledBlock]:
+    def unpack(self, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
         """The blocks that this message completes, valid until the next one. Raises HandoffFailed (CORRUPT)."""
         index, rest = divmod(message.first_position, self._shape.block_size)
-        if message_sum(self._run, self._shape, message, len(data)) != message.sum:
+        if message_sum(self._run, self._shape, message, len(data)) != message.checksum:
             raise _corrupt(f"the message at position {message.first_position} does not agree with its sum")
         if rest or not 0 < len(data) <= MESSAGE_BYTES:
             raise _corrupt(f"a message of {len(data)} bytes at position {message.first_position}")
         self.received += len(data)
         if self._whole:
             return self._assemble(index, message, data)
-        size, sums = self._shape.block_bytes, message.block_sums
+        size, sums = self._shape.block_bytes, message.block_checksums
         if message.offset or len(data) != len(sums) * size:
             raise _corrupt(f"{len(data)} bytes are not {len(sums)} blocks of {size}")
         return [FilledBlock(index + at, data[at * size : (at + 1) * size], total) for at, total in enumerate(sums)]
 
-    def _assemble(self, index: int, message: wire.KvRun, data: memoryview) -> list[FilledBlock]:
+    def _assemble(self, index: int, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
         """Put a piece beside those that came before it; the block, if it is the last."""
         end = self._filled + len(data)
         if message.offset != self._filled or end > len(self._whole):
             raise _corrupt(f"a piece at {message.offset} of block {index} came after {self._filled} bytes")
-        if len(message.block_sums) != (end == len(self._whole)):
-            raise _corrupt(f"block {index} has {end} bytes and {len(message.block_sums)} sums")
+        if len(message.block_checksums) != (end == len(self._whole)):
+            raise _corrupt(f"block {index} has {end} bytes and {len(message.block_checksums)} sums")
         self._whole[self._filled : end] = data
         self._filled = end % len(self._whole)
-        return [FilledBlock(index, memoryview(self._whole), total) for total in message.block_sums]
+        return [FilledBlock(index, memoryview(self._whole), total) for total in message.block_checksums]
 
 
 def _corrupt(detail: str) -> HandoffFailed:

@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
-from handoff.giver import Giver
-from protos import worker_pb2 as wire
+from decant.handoff.sender import KvSender
+from decant.protos import worker_pb2 as wire
 
 DESCRIPTOR = wire.DESCRIPTOR.services_by_name["KvSource"]
 
@@ -16,8 +16,8 @@ DESCRIPTOR = wire.DESCRIPTOR.services_by_name["KvSource"]
 class KvSourceService:
     """Serves the caches of one giver. Its responses are encoded already, which the generated code can't be told."""
 
-    def __init__(self, giver: Giver) -> None:
-        self._giver = giver
+    def __init__(self, sender: KvSender) -> None:
+        self._giver = sender
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """What ``add_KvSourceServicer_to_server`` does for others."""

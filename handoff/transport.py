@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import grpc
 
-from handoff.codec import Received, decode
-from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
+from decant.handoff.codec import Received, decode
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
 
 FETCH = f"/{wire.DESCRIPTOR.services_by_name['KvSource'].full_name}/Fetch"
 """The method's full name: its messages are not encoded by protobuf alone, see ``codec``."""

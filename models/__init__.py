@@ -1,4 +1,4 @@
-"""The trained model that travels with the project, and the script that makes it (``models.train``).
+"""The trained model that travels with the project, and the script that makes it (``decant.models.train``).
 
 Importing this package needs neither torch nor transformers: it only says where the files are.
 """

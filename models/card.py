@@ -17,10 +17,10 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from models import baselines, bpe, evaluate
-from models.corpus import Source
-from models.loop import Run
-from models.recipe import Recipe
+from decant.models import baselines, bpe, evaluate
+from decant.models.corpus import Source
+from decant.models.loop import Run
+from decant.models.recipe import Recipe
 
 # Enough that five remain when those are dropped whose leads another machine's rounding could overturn.
 GREEDY_PROMPTS = (

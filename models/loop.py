@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models import bpe, corpus
-from models.muon import Muon
-from models.recipe import Recipe
+from decant.models import bpe, corpus
+from decant.models.muon import Muon
+from decant.models.recipe import Recipe
 
 CHECKPOINT_EVERY = 25
 # Called after each step with the step's number, its loss in nats per token and its seconds.

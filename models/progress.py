@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from models.recipe import Recipe
+from decant.models.recipe import Recipe
 
 LINE_EVERY = 25
 # Share of the newest step in the shown rate, which would jump about otherwise.

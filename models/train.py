@@ -1,7 +1,7 @@
 """Train the model of the quick start: from the interpreter's own standard library to the finished files.
 
-    python -m models.train                      the committed model (two cores: about an hour)
-    python -m models.train --size large --device cuda --work work-large --out my-model
+    python -m decant.models.train                      the committed model (two cores: about an hour)
+    python -m decant.models.train --size large --device cuda --work work-large --out my-model
 
 An interrupted run goes on from its last checkpoint when the same command is given again. The result is
 determined by the options, the interpreter's version, the machine's type and its number of threads.
@@ -24,16 +24,16 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-import models
-from models import bpe, card, corpus, loop
-from models.progress import Bar
-from models.recipe import PRESETS, Recipe
+from decant import models
+from decant.models import bpe, card, corpus, loop
+from decant.models.progress import Bar
+from decant.models.recipe import PRESETS, Recipe
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Command line to options; ``recipe`` holds the preset with its changes."""
     parser = argparse.ArgumentParser(
-        prog="python -m models.train",
+        prog="python -m decant.models.train",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

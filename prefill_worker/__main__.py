@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from prefill_worker.main import main
+from decant.prefill_worker.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,3 +1,3 @@
-from router.main import main
+from decant.router.main import main
 
 raise SystemExit(main())

@@ -16,37 +16,37 @@ from contextlib import AsyncExitStack
 from functools import partial
 from importlib.metadata import version
 
-from protos import worker_pb2 as wire
-from protos.state_pb2 import RouterRegistration
-from router.admission import Admission
-from router.bookings import Bookings
-from router.credentials import Callers
-from router.credentials import load as load_callers
-from router.dispatch import Dispatcher
-from router.execution import Router
-from router.flush import Flusher
-from router.limits import limits
-from router.models import Models, load
-from router.open_entries import OpenEntries
-from router.pool import Pool
-from router.registration import Membership
-from router.revival import reviver
-from router.service import About, InferenceService
-from router.settings import RouterSettings
-from router.takeover import Takeover
-from runtime import logs, shutdown
-from runtime.health import Readiness
-from runtime.layers import load_or_exit
-from runtime.listening import join_address
-from runtime.metrics import Registry, RequestMetrics
-from runtime.model_files import ModelUnreadable
-from runtime.peer import default_id, new_peer
-from runtime.server import Server, serve
-from runtime.settings import InvalidSettings, Refused, flag_name
-from state.errors import StateError, StoreFault, StoreUnavailable
-from state.keys import Lifetimes
-from state.names import Life
-from state.store import Store, StoreSettings
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import RouterRegistration
+from decant.router.admission.admission_queue import Admission
+from decant.router.admission.quota import QuotaLeases
+from decant.router.api.auth import Authenticator
+from decant.router.api.auth import load as load_callers
+from decant.router.api.limits import limits
+from decant.router.api.service import InferenceService, ServerInfoSource
+from decant.router.execution.execution import RouterServices
+from decant.router.execution.registry import RequestRegistry
+from decant.router.recovery.journal_writer import JournalWriter
+from decant.router.recovery.open_requests import OpenEntries
+from decant.router.recovery.registration import RouterRegistrar
+from decant.router.recovery.restore import reviver
+from decant.router.recovery.takeover import OrphanRecovery
+from decant.router.settings import RouterSettings
+from decant.router.text.served_model import Models, load
+from decant.router.workers.pool import WorkerPool
+from decant.runtime import logs, shutdown
+from decant.runtime.health import Readiness
+from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.model_files import ModelUnreadable
+from decant.runtime.peer import default_id, new_peer
+from decant.runtime.server import Server, serve
+from decant.runtime.server_settings import join_address
+from decant.runtime.settings import InvalidSettings, SettingError, flag_name
+from decant.runtime.settings_sources import load_or_exit
+from decant.state.errors import StateError, StoreFault, StoreUnavailable
+from decant.state.ids import Incarnation
+from decant.state.keys import Ttls
+from decant.state.store import Store, StoreSettings
 
 PROGRAM = "decant router"
 VERSION = version("decant-llm")
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(error)
     try:
         return 0 if shutdown.run(_serve(settings, models, callers)) else 1
-    except Refused as error:
+    except SettingError as error:
         return _refuse(f"{flag_name(error.field)}: {error.limit}, got {error.value}")
     except StateError as error:
         return _refuse(f"--redis-url: {error}")
@@ -82,10 +82,10 @@ def _refuse(error: object) -> int:
     return 2
 
 
-async def _serve(settings: RouterSettings, models: Models, callers: Callers) -> bool:
+async def _serve(settings: RouterSettings, models: Models, callers: Authenticator) -> bool:
     """Whether every call ended by itself. Raises Refused, StoreFault."""
     async with Store(StoreSettings(settings.redis_url)) as store, AsyncExitStack() as stack:
-        process = Process(settings, models, callers, store)
+        process = RouterProcess(settings, models, callers, store)
         stack.push_async_callback(process.close)
         ended = await serve(
             [process.service],
@@ -101,7 +101,7 @@ async def _serve(settings: RouterSettings, models: Models, callers: Callers) -> 
 def _check_advertised(settings: RouterSettings) -> None:
     """Raises Refused for what is no address."""
     if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():
-        raise Refused("advertise", "host:port", settings.advertise)
+        raise SettingError("advertise", "host:port", settings.advertise)
 
 
 def _reached_at(host: str) -> str:
@@ -109,21 +109,21 @@ def _reached_at(host: str) -> str:
     return socket.gethostname() if host in EVERY_ADDRESS else host
 
 
-class Process:
+class RouterProcess:
     """The parts of a router, on one event loop."""
 
-    def __init__(self, settings: RouterSettings, models: Models, callers: Callers, store: Store) -> None:
+    def __init__(self, settings: RouterSettings, models: Models, callers: Authenticator, store: Store) -> None:
         self.readiness = Readiness()
         self.registry = Registry()
         self.peer = new_peer(settings.id or default_id("router"))
         _check_advertised(settings)
         hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
-        self.pool = Pool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens)
-        self.flusher = Flusher(store.requests, settings.flush_ms)
-        self.bookings = Bookings(store.quotas, callers.limits)
+        self.pool = WorkerPool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens)
+        self.flusher = JournalWriter(store.requests, settings.flush_ms)
+        self.bookings = QuotaLeases(store.quotas, callers.limits)
         admission = Admission(settings.max_active, settings.queue_limit)
         revive = reviver(models, self.pool.window_of)
-        router = Router(
+        router = RouterServices(
             peer=self.peer,
             settings=settings,
             admission=admission,
@@ -132,9 +132,9 @@ class Process:
             flusher=self.flusher,
             bookings=self.bookings,
             revive=revive,
-            ended_s=Lifetimes().ended_s,
+            ended_s=Ttls().ended_s,
         )
-        self.dispatcher = Dispatcher(router)
+        self.dispatcher = RequestRegistry(router)
         metrics = RequestMetrics(self.registry)
         metrics.running.set_function(lambda: self.dispatcher.running)
         metrics.waiting.set_function(lambda: self.dispatcher.waiting)
@@ -154,20 +154,22 @@ class Process:
         address = self._settings.advertise or join_address(_reached_at(self._settings.host), server.port)
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
-        membership = Membership(self._store, facts, self.flusher.rewrite, replaced, self.dispatcher.load)
+        membership = RouterRegistrar(self._store, facts, self.flusher.rewrite, replaced, self.dispatcher.load)
         self._keep("sessions", self.pool.start())
         self._ends.push_async_callback(self.pool.close)
-        self._keep("registration", membership.start(Lifetimes().renew_every_s))
+        self._keep("registration", membership.start(Ttls().renew_every_s))
         self._ends.push_async_callback(membership.close)
         self._keep("writing", self.flusher.start())
         self._ends.push_async_callback(self.flusher.close)
         self._keep("bookings", self.bookings.start())
         self._ends.push_async_callback(self.bookings.close)
         self._ends.push_async_callback(self.dispatcher.close)
-        takeover = Takeover(self._store, self.dispatcher, Life.of(self.peer), self.pool.is_connected, Lifetimes())
+        takeover = OrphanRecovery(
+            self._store, self.dispatcher, Incarnation.of(self.peer), self.pool.is_connected, Ttls()
+        )
         self._keep("takeover", takeover.start())
         self._ends.push_async_callback(takeover.close)
-        entries = OpenEntries(self._store, Life.of(self.peer))
+        entries = OpenEntries(self._store, Incarnation.of(self.peer))
         self._keep("open entries", entries.start())
         self._ends.push_async_callback(entries.close)
         try:
@@ -206,14 +208,14 @@ class Process:
     def _ready_workers(self, model: str, role: wire.Role) -> int:
         return sum(worker.is_usable for worker in self.pool.of(model) if worker.facts.role == role)
 
-    def _about(self, settings: RouterSettings) -> About:
-        return About(
-            life=Life.of(self.peer),
+    def _about(self, settings: RouterSettings) -> ServerInfoSource:
+        return ServerInfoSource(
+            life=Incarnation.of(self.peer),
             version=VERSION,
             limits=limits(
                 max_queued_requests=settings.queue_limit,
                 resume_grace_ms=settings.resume_grace_ms,
-                result_ttl_ms=round(Lifetimes().ended_s * 1000),
+                result_ttl_ms=round(Ttls().ended_s * 1000),
             ),
             store_available=lambda: not self.flusher.is_away,
             draining=lambda: self.dispatcher.is_draining,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from runtime.listening import ServerSettings
-from runtime.logs import LogSettings
-from runtime.settings import Refused
-from runtime.tls import PeerTls
-from state.store import BadUrl, check_url
+from decant.runtime.logs import LogSettings
+from decant.runtime.server_settings import ServerSettings
+from decant.runtime.settings import SettingError
+from decant.runtime.tls import PeerTls
+from decant.state.store import BadUrl, check_url
 
 
 class RouterSettings(LogSettings, ServerSettings, PeerTls):
@@ -54,5 +54,5 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
         try:
             check_url(url)
         except BadUrl as error:
-            raise Refused("redis_url", error.limit, error.value) from None
+            raise SettingError("redis_url", error.limit, error.value) from None
         return url

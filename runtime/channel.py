@@ -8,8 +8,8 @@ from typing import Protocol
 
 import grpc
 
-from runtime.errors import DeadlineExceeded
-from runtime.tls import PeerTls, channel_files
+from decant.runtime.errors import DeadlineExceeded
+from decant.runtime.tls import PeerTls, channel_files
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Of any message between router and workers; both ends have it."""

@@ -17,7 +17,7 @@ ServiceError                     any status; of this type itself when it is none
 ├── FailedPrecondition           router and worker that don't fit           FAILED_PRECONDITION
 └── Internal                     a bug; says nothing of the inside          INTERNAL
 
-An error is a ``Fault`` that can be raised. ``from_fault`` and ``from_call`` give the typed error back on the other
+An error is an ``ErrorDetail`` that can be raised. ``from_fault`` and ``from_call`` make the typed error on the other
 side. Times are in seconds.
 """
 
@@ -29,12 +29,21 @@ from typing import Any, ClassVar, Protocol
 
 import grpc
 
-from runtime.fault import Fault, Reason, Resource, ResumePoint, Violation, from_trailers, message_text, part
+from decant.runtime.error_details import (
+    ErrorDetail,
+    Reason,
+    Resource,
+    ResumePoint,
+    Violation,
+    from_trailers,
+    message_text,
+    part,
+)
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-class Blame(StrEnum):
+class FaultOwner(StrEnum):
     """Whose doing an error is. Only SERVER is a failure of this service."""
 
     CLIENT = "client"
@@ -64,7 +73,7 @@ _CAPACITY_REASONS = frozenset(
 class ServiceError(Exception):
     """An answer that is no result. ``fault`` is all that the other side learns; the rest is derived from it."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: ErrorDetail) -> None:
         super().__init__(fault.message)
         self.fault = fault
 
@@ -82,10 +91,10 @@ class ServiceError(Exception):
         return self.fault.reason.value.lower()
 
     @property
-    def blame(self) -> Blame:
+    def blame(self) -> FaultOwner:
         if self.reason in _CLIENT_REASONS or self.code in _CLIENT_CODES:
-            return Blame.CLIENT
-        return Blame.CAPACITY if self.reason in _CAPACITY_REASONS else Blame.SERVER
+            return FaultOwner.CLIENT
+        return FaultOwner.CAPACITY if self.reason in _CAPACITY_REASONS else FaultOwner.SERVER
 
     @property
     def retryable(self) -> bool:
@@ -267,7 +276,7 @@ def from_call(call: EndedCall) -> ServiceError:
     return from_fault(from_trailers(call.code().value[0], call.details() or "", metadata))
 
 
-def from_fault(fault: Fault) -> ServiceError:
+def from_fault(fault: ErrorDetail) -> ServiceError:
     """The typed error that says `fault`; ServiceError itself where the status has no type of its own."""
     kind = _TYPES.get(_CODES.get(fault.code, grpc.StatusCode.UNKNOWN), ServiceError)
     if kind is QuotaExceeded and fault.reason is not Reason.QUOTA_EXCEEDED:  # gRPC's own says RESOURCE_EXHAUSTED too
@@ -295,11 +304,11 @@ _TYPES: dict[grpc.StatusCode, type[ServiceError]] = {
 }
 
 
-def _fault(code: grpc.StatusCode, reason: Reason, message: str) -> Fault:
-    return Fault(code.value[0], message_text(message), reason)
+def _fault(code: grpc.StatusCode, reason: Reason, message: str) -> ErrorDetail:
+    return ErrorDetail(code.value[0], message_text(message), reason)
 
 
-def _field_fault(code: grpc.StatusCode, reason: Reason, field: str, limit: str, value: object) -> Fault:
+def _field_fault(code: grpc.StatusCode, reason: Reason, field: str, limit: str, value: object) -> ErrorDetail:
     bad = Violation(part(field), part(limit), part(value))
     return replace(_fault(code, reason, f"{bad.field}: {bad.limit}, got {bad.value}"), violation=bad)
 

@@ -19,7 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
-from runtime import logs
+from decant.runtime import logs
 
 ALIVE = "alive"
 READY = "ready"

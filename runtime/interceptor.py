@@ -22,9 +22,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from runtime import logs
-from runtime.errors import Blame, Internal, InvalidArgument, ServiceError
-from runtime.fault import trailers
+from decant.runtime import logs
+from decant.runtime.error_details import trailers
+from decant.runtime.errors import FaultOwner, Internal, InvalidArgument, ServiceError
 
 _log = logs.get(__name__)
 
@@ -106,7 +106,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 return await work()
             except ServiceError as error:
                 failure = error
-            except Gone:
+            except ClientDisconnected:
                 raise asyncio.CancelledError from None
             except grpc.aio.AbortError:
                 raise
@@ -140,7 +140,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             raise asyncio.CancelledError  # the client has gone: there is nobody to answer
         self._count(error)
         if not isinstance(error, Internal):
-            say = _log.warning if error.blame is Blame.SERVER else _log.debug
+            say = _log.warning if error.blame is FaultOwner.SERVER else _log.debug
             say("call failed", code=error.code.name, reason=error.label)
         if _cancelled():
             raise asyncio.CancelledError
@@ -203,10 +203,10 @@ async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> No
     try:
         await context.write(answer)
     except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
-        raise Gone from error
+        raise ClientDisconnected from error
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The call ended under its handler; its cancel is on the way. Handlers that write to the context raise it when a
     write says so."""
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from structlog.contextvars import bound_contextvars, merge_contextvars
 from structlog.types import EventDict, Processor, WrappedLogger
 
-from runtime.settings import Settings
+from decant.runtime.settings import Settings
 
 PRIVATE = frozenset({"prompt", "messages", "text", "token_ids", "tokens", "stop", "content"})
 

@@ -18,8 +18,8 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 
-from runtime.errors import ServiceError
-from runtime.peer import PROTOCOL
+from decant.runtime.errors import ServiceError
+from decant.runtime.peer import PROTOCOL
 
 PREFIX = "decant"
 

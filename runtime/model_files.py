@@ -121,7 +121,7 @@ def _count(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:
-    """What workers serve unless set to less (as engine/rope.py): some checkpoints name the length before scaling."""
+    """What workers serve unless set to less (engine/model/rope.py): some checkpoints name the length before scaling."""
     positions = _count(config, "max_position_embeddings")
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     if positions is None or not isinstance(scaling, dict):

@@ -8,10 +8,10 @@ import socket
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
-from protos import worker_pb2 as wire
-from runtime import logs
+from decant.protos import worker_pb2 as wire
+from decant.runtime import logs
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the rules of protos/worker.proto that this build speaks."""
 
 

@@ -22,17 +22,17 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from runtime import logs
-from runtime.admin import AdminServer
-from runtime.errors import Unavailable
-from runtime.fault import Reason
-from runtime.health import HealthService, Readiness, State
-from runtime.interceptor import ErrorInterceptor
-from runtime.listening import ServerSettings, bind, join_address, server_options
-from runtime.metrics import Registry, ShellMetrics
-from runtime.reflection import add_reflection
-from runtime.settings import Refused
-from runtime.shutdown import Shutdown, first
+from decant.runtime import logs
+from decant.runtime.admin import AdminServer
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Unavailable
+from decant.runtime.health import HealthService, Readiness, State
+from decant.runtime.interceptor import ErrorInterceptor
+from decant.runtime.metrics import Registry, ShellMetrics
+from decant.runtime.reflection import add_reflection
+from decant.runtime.server_settings import ServerSettings, bind, join_address, server_options
+from decant.runtime.settings import SettingError
+from decant.runtime.shutdown import Shutdown, first
 
 CLEANUP_SECONDS = 5.0
 """For calls that were cancelled at the end, to let go of what they hold."""
@@ -133,7 +133,7 @@ class Server:
             await self._server.start()
             if self._settings.admin_port is not None:
                 self.admin_port = await self._bind_admin(self._settings.admin_port)
-        except Refused:
+        except SettingError:
             await self._end()
             raise
         _log.info("serving", address=self.address, tls=self._settings.tls, admin_port=self.admin_port)
@@ -210,4 +210,6 @@ class Server:
             return await self._admin.start(self._settings.host, port)
         except OSError as error:
             address = join_address(self._settings.host, port)
-            raise Refused("admin_port", f"an address that can be listened on ({error.strerror})", address) from None
+            raise SettingError(
+                "admin_port", f"an address that can be listened on ({error.strerror})", address
+            ) from None

@@ -4,7 +4,7 @@
         queue_limit: int = Field(default=256, ge=1, description="requests that may wait")
 
 The field ``queue_limit`` is the flag ``--queue-limit``, the variable ``DECANT_QUEUE_LIMIT`` and the file's
-``queue_limit``; ``runtime.layers.load`` reads them. Fields are scalars, paths, literals, secrets, or tuples of text
+``queue_limit``; ``settings_sources.load`` reads them. Fields are scalars, paths, literals, secrets, or tuples of text
 (commas between the entries of a flag or variable). A default is written here and nowhere else. Validators of classes
 that are put together need different names: of two with one name, pydantic runs only one.
 """
@@ -17,7 +17,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from runtime.fault import Violation, part
+from decant.runtime.error_details import Violation, part
 
 PREFIX = "DECANT_"
 
@@ -39,7 +39,7 @@ class Settings(BaseModel):
         }
 
 
-class Refused(ValueError):
+class SettingError(ValueError):
     """Raised by validators that look at several fields: which one is wrong, and why."""
 
     def __init__(self, field: str, limit: str, value: object) -> None:

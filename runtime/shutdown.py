@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
-from runtime import logs
+from decant.runtime import logs
 
 _T = TypeVar("_T")
 _log = logs.get(__name__)

@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 import grpc
 from pydantic import Field, model_validator
 
-from runtime import logs
-from runtime.settings import Refused, Settings
+from decant.runtime import logs
+from decant.runtime.settings import SettingError, Settings
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class ServerTls(Settings):
     def _whole_server_tls(self) -> ServerTls:
         _pair("tls_certificate", self.tls_certificate, "tls_key", self.tls_key)
         if self.tls_client_ca is not None and self.tls_certificate is None:
-            raise Refused("tls_client_ca", "needs tls_certificate and tls_key", self.tls_client_ca)
+            raise SettingError("tls_client_ca", "needs tls_certificate and tls_key", self.tls_client_ca)
         return self
 
 
@@ -64,7 +64,7 @@ class PeerTls(Settings):
         _pair("peer_certificate", self.peer_certificate, "peer_key", self.peer_key)
         for name in ("peer_certificate", "peer_name"):
             if getattr(self, name) is not None and self.peer_ca is None:
-                raise Refused(name, "needs peer_ca", getattr(self, name))
+                raise SettingError(name, "needs peer_ca", getattr(self, name))
         return self
 
 
@@ -92,7 +92,7 @@ class TlsFiles(Generic[T]):
                 return None
             try:
                 loaded = self._load()
-            except Refused as error:
+            except SettingError as error:
                 _log.warning("TLS files not reloaded", reason=str(error))
                 return None
             if self._stat() != version:
@@ -148,7 +148,7 @@ def check_peers(tls: PeerTls) -> None:
     except ssl.SSLCertVerificationError as error:
         field, value = "peer_certificate", str(tls.peer_certificate)
         limit = f"a certificate that {tls.peer_ca} accepts ({error.verify_message.rstrip('.')})"
-        raise Refused(field, limit, value) from None
+        raise SettingError(field, limit, value) from None
 
 
 def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
@@ -198,7 +198,7 @@ def _channel_credentials(tls: PeerTls) -> grpc.ChannelCredentials | None:
 def _pair(one: str, first: Path | None, other: str, second: Path | None) -> None:
     if (first is None) != (second is None):
         given, missing = (one, other) if second is None else (other, one)
-        raise Refused(given, f"needs {missing}", first or second)
+        raise SettingError(given, f"needs {missing}", first or second)
 
 
 def _check_pair(field: str, chain: Path, key: Path) -> None:
@@ -207,7 +207,7 @@ def _check_pair(field: str, chain: Path, key: Path) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
     except OSError as error:  # ssl.SSLError too
         limit = f"a PEM certificate chain with the unencrypted key {key} ({error.strerror or error})"
-        raise Refused(field, limit, str(chain)) from None
+        raise SettingError(field, limit, str(chain)) from None
 
 
 def _check_roots(field: str, roots: Path | None) -> None:
@@ -216,11 +216,11 @@ def _check_roots(field: str, roots: Path | None) -> None:
         if roots is not None:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(roots)
     except OSError as error:
-        raise Refused(field, f"a file of PEM certificates ({error.strerror or error})", str(roots)) from None
+        raise SettingError(field, f"a file of PEM certificates ({error.strerror or error})", str(roots)) from None
 
 
 def _read(field: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise Refused(field, f"a file that can be read ({error.strerror})", str(path)) from None
+        raise SettingError(field, f"a file that can be read ({error.strerror})", str(path)) from None

@@ -15,8 +15,8 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from state.errors import StateError, StoreFault, StoreUnavailable
-from state.scripts import Argument, Command
+from decant.state.errors import StateError, StoreFault, StoreUnavailable
+from decant.state.scripts import Argument, Command
 
 # What Redis answers: bytes, an integer, None, or a list of these. The scripts say what theirs holds.
 Reply: TypeAlias = Any

@@ -16,26 +16,26 @@ from typing import Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from protos.state_pb2 import RouterRegistration, WorkerRegistration
-from protos.worker_pb2 import Load
-from state import keys, scripts
-from state.client import Client
-from state.errors import Replaced
-from state.keys import Kind, Lifetimes
-from state.names import Life
+from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
+from decant.protos.worker_pb2 import Load
+from decant.state import keys, scripts
+from decant.state.client import Client
+from decant.state.errors import IncarnationReplaced
+from decant.state.ids import Incarnation
+from decant.state.keys import Kind, Ttls
 
 Facts = TypeVar("Facts", bound=WorkerRegistration | RouterRegistration)
 
 
 @dataclass(frozen=True)
-class Present(Generic[Facts]):
+class DirectoryEntry(Generic[Facts]):
     facts: Facts
     load: Load
     renewed_ago_s: float = 0.0  # since its registration was last renewed
 
     @property
-    def life(self) -> Life:
-        return Life.of(self.facts.peer)
+    def life(self) -> Incarnation:
+        return Incarnation.of(self.facts.peer)
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Listing(Generic[Facts]):
 
     version: bytes  # another one where somebody came, went or changed; a load alone is no change
     next_end_s: float | None  # until the first of these runs out unless renewed; None: nobody is there
-    present: tuple[Present[Facts], ...]
+    present: tuple[DirectoryEntry[Facts], ...]
 
 
 class Directory(Generic[Facts]):
-    def __init__(self, client: Client, kind: Kind, facts: type[Facts], lifetimes: Lifetimes) -> None:
+    def __init__(self, client: Client, kind: Kind, facts: type[Facts], lifetimes: Ttls) -> None:
         self._client = client
         self._kind: Kind = kind
         self._facts = facts
@@ -81,7 +81,7 @@ class Directory(Generic[Facts]):
             listing = await self.listing()
         return listing
 
-    async def alive(self, life: Life) -> bool:
+    async def alive(self, life: Incarnation) -> bool:
         """Whether this very life is registered. Raises StoreUnavailable."""
         call = scripts.DIRECTORY_ALIVE.call(self._names[:2], life.id, life.hex)
         return bool(await self._client.run(call))
@@ -91,11 +91,11 @@ class Directory(Generic[Facts]):
         words = self._words(facts, load)
         return bool(await self._client.run(scripts.DIRECTORY_RENEW.call(self._names, *words, since)))
 
-    async def remove(self, life: Life) -> None:
+    async def remove(self, life: Incarnation) -> None:
         """Nothing happens where another life is registered. For `Registration`."""
         await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, life.id, life.hex))
 
-    def _parsed(self, packed: bytes | None, load: bytes | None, ends_ms: int) -> Present[Facts] | None:
+    def _parsed(self, packed: bytes | None, load: bytes | None, ends_ms: int) -> DirectoryEntry[Facts] | None:
         """None for a registration that can't be read: it concerns no other one."""
         facts = self._facts()
         try:
@@ -103,14 +103,14 @@ class Directory(Generic[Facts]):
             found = Load.FromString(load or b"")
         except DecodeError:
             return None
-        return Present(facts, found, max(0, self._lasts[0] - ends_ms) / 1000) if facts.peer.id else None
+        return DirectoryEntry(facts, found, max(0, self._lasts[0] - ends_ms) / 1000) if facts.peer.id else None
 
     @property
     def _names(self) -> list[str]:
         return [keys.peers(self._kind), keys.expiry(self._kind), keys.changes(self._kind)]
 
     def _words(self, facts: Facts, load: Load | None) -> tuple[str | bytes | int, ...]:
-        life = Life.of(facts.peer)
+        life = Incarnation.of(facts.peer)
         packed = load.SerializeToString() if load else b""
         return (life.id, life.hex, facts.SerializeToString(deterministic=True), packed, *self._lasts)
 
@@ -129,11 +129,11 @@ class Registration(Generic[Facts]):
         Raises Replaced when a later life is registered, StoreUnavailable.
         """
         if not await self._directory.renew(self.facts, load, self._since):
-            raise Replaced(Life.of(self.facts.peer))
+            raise IncarnationReplaced(Incarnation.of(self.facts.peer))
 
     async def remove(self) -> None:
         """Leave. A later life's registration stays. Raises StoreUnavailable."""
-        await self._directory.remove(Life.of(self.facts.peer))
+        await self._directory.remove(Incarnation.of(self.facts.peer))
 
 
 Workers: TypeAlias = Directory[WorkerRegistration]

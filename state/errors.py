@@ -16,7 +16,7 @@ StateError
 
 from __future__ import annotations
 
-from state.names import Life, RequestKey, State
+from decant.state.ids import Incarnation, RequestKey, State
 
 
 class StateError(Exception):
@@ -48,7 +48,7 @@ class Superseded(StateError):
     `stream_epoch`: the last epoch that began with a client's stream on another router; 0: none did.
     """
 
-    def __init__(self, key: RequestKey, epoch: int, owner: Life, state: State, stream_epoch: int = 0) -> None:
+    def __init__(self, key: RequestKey, epoch: int, owner: Incarnation, state: State, stream_epoch: int = 0) -> None:
         super().__init__(f"request {key}: epoch {epoch} is owned by {owner}")
         self.key = key
         self.epoch = epoch
@@ -57,10 +57,10 @@ class Superseded(StateError):
         self.stream_epoch = stream_epoch
 
 
-class Replaced(StateError):
+class IncarnationReplaced(StateError):
     """Another incarnation has registered under this id since; this one is over."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Incarnation) -> None:
         super().__init__(f"{life}: another incarnation is registered under this id")
         self.life = life
 
@@ -81,7 +81,7 @@ class UnknownRequest(StateError):
         self.key = key
 
 
-class NotYetKnown(StateError):
+class StoreRefilling(StateError):
     """Redis was emptied, and the request's owner may not have written it again yet."""
 
     def __init__(self, key: RequestKey, retry_after_s: float) -> None:
@@ -93,7 +93,7 @@ class NotYetKnown(StateError):
 class OwnerAlive(StateError):
     """A takeover was refused: the other router is registered."""
 
-    def __init__(self, owner: Life) -> None:
+    def __init__(self, owner: Incarnation) -> None:
         super().__init__(f"{owner} is alive and keeps its requests")
         self.owner = owner
 

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from state import keys, scripts
-from state.client import Client
-from state.era import Era
-from state.names import RequestKey
+from decant.state import keys, scripts
+from decant.state.client import Client
+from decant.state.ids import RequestKey
+from decant.state.store_instance import StoreInstance
 
 ENTRY_BYTES = 4
 TOKEN_LIMIT = 1 << 24
@@ -60,7 +60,7 @@ class Part:
 class Journal:
     """Reads journals; they are written together with their request."""
 
-    def __init__(self, client: Client, era: Era) -> None:
+    def __init__(self, client: Client, era: StoreInstance) -> None:
         self._client = client
         self._era = era
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import quote
 
-from state.names import Life, RequestKey
+from decant.state.ids import Incarnation, RequestKey
 
 Kind = Literal["workers", "routers"]
 
@@ -44,7 +44,7 @@ OWNERS = "decant:{routers}:owners"
 
 
 @dataclass(frozen=True)
-class Lifetimes:
+class Ttls:
     """Seconds for which things are kept."""
 
     open_s: float = 24 * 3600.0  # an unfinished request of which nobody writes
@@ -84,7 +84,7 @@ def changes(kind: Kind) -> str:
     return f"decant:{{{kind}}}:changes"
 
 
-def open_set(router: Life) -> str:
+def open_set(router: Incarnation) -> str:
     return f"decant:{{routers}}:open:{router}"
 
 

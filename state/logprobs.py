@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 
-from protos.worker_pb2 import TokenLogprobs
+from decant.protos.worker_pb2 import TokenLogprobs
 
 NONE = (1 << 32) - 1
 MOST_ALTERNATIVES = 1024

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-from protos.inference_pb2 import GenerateRequest, Generation
-from protos.state_pb2 import RequestRecord
-from state import journal, logprobs
-from state.journal import ENTRY_BYTES, Entry
-from state.logprobs import Logprobs
-from state.names import ENDED, Life, RequestKey, State, may_follow
+from decant.protos.inference_pb2 import GenerateRequest, Generation
+from decant.protos.state_pb2 import RequestRecord
+from decant.state import journal, logprobs
+from decant.state.ids import ENDED, Incarnation, RequestKey, State, may_follow
+from decant.state.journal import ENTRY_BYTES, Entry
+from decant.state.logprobs import Logprobs
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StoredRequest:
     epoch: int
     attempt: int
     state: State
-    owner: Life
+    owner: Incarnation
     stream_epoch: int  # the last epoch that began with a client's stream on another router; 0: none
     record: RequestRecord
     payload: GenerateRequest
@@ -74,7 +74,7 @@ class OwnedRequest:
     `Requests.flush` does, whenever the owner likes.
     """
 
-    def __init__(self, key: RequestKey, owner: Life, payload: GenerateRequest, record: RequestRecord) -> None:
+    def __init__(self, key: RequestKey, owner: Incarnation, payload: GenerateRequest, record: RequestRecord) -> None:
         self.key = key
         self.owner = owner
         self.record = record
@@ -95,7 +95,7 @@ class OwnedRequest:
 
     @classmethod
     def begin(
-        cls, key: RequestKey, owner: Life, payload: GenerateRequest, record: RequestRecord, at: datetime
+        cls, key: RequestKey, owner: Incarnation, payload: GenerateRequest, record: RequestRecord, at: datetime
     ) -> OwnedRequest:
         """A new request, QUEUED in its first attempt. `at` (UTC) becomes its create_time.
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from state.errors import PrivateRedisFailed
+from decant.state.errors import PrivateRedisFailed
 
 # $1 is the folder, the rest the server's command line. Killing loses nothing: nothing is kept.
 _KEEPER = """

@@ -11,18 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from state import keys, scripts
-from state.client import Client
-from state.errors import QuotaExceeded
-from state.keys import Lifetimes
-from state.names import RequestKey
-from state.scripts import Command
+from decant.state import keys, scripts
+from decant.state.client import Client
+from decant.state.errors import QuotaExceeded
+from decant.state.ids import RequestKey
+from decant.state.keys import Ttls
+from decant.state.scripts import Command
 
 RETRY_IN_FLIGHT_S = 1.0  # when one of a tenant's requests will end is not known
 
 
 @dataclass(frozen=True)
-class Limits:
+class TenantLimits:
     """Of one tenant. None: no limit."""
 
     in_flight: int | None = None  # requests
@@ -35,21 +35,21 @@ class Limits:
             raise ValueError(f"tokens_per_minute: from 1, got {self.tokens_per_minute}")
 
 
-class Used(NamedTuple):
+class QuotaUsage(NamedTuple):
     """What a request used in the end, of prompt and output."""
 
     key: RequestKey
     tokens: int
-    limits: Limits
+    limits: TenantLimits
 
 
 class Quotas:
-    def __init__(self, client: Client, lifetimes: Lifetimes) -> None:
+    def __init__(self, client: Client, lifetimes: Ttls) -> None:
         self.renew_every_s = lifetimes.quota_lease_s / 4  # three renewals may be lost
         self._client = client
         self._lease_ms = round(lifetimes.quota_lease_s * 1000)
 
-    async def acquire(self, key: RequestKey, tokens: int, limits: Limits) -> bool:
+    async def acquire(self, key: RequestKey, tokens: int, limits: TenantLimits) -> bool:
         """Book a request and the tokens that it may use; for one that is booked already only the lease is renewed.
 
         Returns whether it was not booked before. Raises QuotaExceeded, StoreUnavailable.
@@ -73,11 +73,11 @@ class Quotas:
             by_tenant[key.tenant].append(key.id)
         await self._client.run_all([self._renewing(tenant, ids) for tenant, ids in by_tenant.items()])
 
-    async def release(self, key: RequestKey, tokens: int, limits: Limits) -> None:
+    async def release(self, key: RequestKey, tokens: int, limits: TenantLimits) -> None:
         """End a booking and charge `tokens`, what was used. Said again, nothing happens. Raises StoreUnavailable."""
-        await self.release_all([Used(key, tokens, limits)])
+        await self.release_all([QuotaUsage(key, tokens, limits)])
 
-    async def release_all(self, ended: Iterable[Used]) -> None:
+    async def release_all(self, ended: Iterable[QuotaUsage]) -> None:
         """`release` for each of these, in one round trip. Raises StoreUnavailable."""
         await self._client.run_all([_releasing(*used) for used in ended])
 
@@ -91,7 +91,7 @@ class Quotas:
         return scripts.QUOTA_RENEW.call([in_flight, charged], self._lease_ms, *ids)
 
 
-def _releasing(key: RequestKey, tokens: int, limits: Limits) -> Command:
+def _releasing(key: RequestKey, tokens: int, limits: TenantLimits) -> Command:
     said = (key.id, tokens, _or_none(limits.tokens_per_minute))
     return scripts.QUOTA_RELEASE.call(list(keys.quota(key.tenant)), *said)
 

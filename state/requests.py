@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from state import keys, scripts
-from state.client import Client, Reply
-from state.directory import Routers
-from state.era import Era
-from state.errors import (
+from decant.state import keys, scripts
+from decant.state.client import Client, Reply
+from decant.state.directory import Routers
+from decant.state.errors import (
     AlreadyExists,
     OwnerAlive,
     StateError,
@@ -29,12 +28,13 @@ from state.errors import (
     Superseded,
     UnreadableRequest,
 )
-from state.keys import Lifetimes
-from state.names import ENDED, Life, RequestKey
-from state.open import OpenRequests, cut
-from state.owned import OwnedRequest, StoredRequest
-from state.scripts import Command
-from state.stored import parse
+from decant.state.ids import ENDED, Incarnation, RequestKey
+from decant.state.keys import Ttls
+from decant.state.open_requests import OpenRequests, cut
+from decant.state.owned import OwnedRequest, StoredRequest
+from decant.state.scripts import Command
+from decant.state.store_instance import StoreInstance
+from decant.state.stored import parse
 
 BATCH_BYTES = 256 << 10
 """Of writes in one round trip; a single larger one has a deadline that is as much longer."""
@@ -53,8 +53,8 @@ class Requests:
         reads: Client,
         routers: Routers,
         open_requests: OpenRequests,
-        era: Era,
-        lifetimes: Lifetimes,
+        era: StoreInstance,
+        lifetimes: Ttls,
     ) -> None:
         self._client = client
         self._reads = reads
@@ -126,7 +126,7 @@ class Requests:
         """Whether anything is stored of a request. Cheaper than `read`. Raises StoreUnavailable."""
         return bool(await self._reads.ask("EXISTS", keys.request(key)))
 
-    async def adopt(self, key: RequestKey, router: Life, epoch: int | None = None) -> StoredRequest:
+    async def adopt(self, key: RequestKey, router: Incarnation, epoch: int | None = None) -> StoredRequest:
         """Make `router` the owner in place of any other: its client's newest stream is there.
 
         One round trip, and one more by which it leaves the open set of the owner before.
@@ -146,7 +146,7 @@ class Requests:
             raise await self._era.unknown(key)
         raise _superseded(key, reply)
 
-    async def cancel(self, key: RequestKey, router: Life) -> StoredRequest:
+    async def cancel(self, key: RequestKey, router: Incarnation) -> StoredRequest:
         """Make `router` the owner of what is CANCELLED by this same step; how it ended is for the new owner to write.
 
         What is returned shows the request as it was before. It leaves the open set of the owner before.
@@ -159,7 +159,7 @@ class Requests:
         await self._leave_open_set(found, reply[2])
         return found
 
-    async def leftovers(self, router: Life) -> set[RequestKey]:
+    async def leftovers(self, router: Incarnation) -> set[RequestKey]:
         """Entries of a router's open set whose request has ended, has expired or belongs to another router.
 
         An entry may be there a moment before its request: only one that is left over twice, some time apart, is wrong.
@@ -178,7 +178,7 @@ class Requests:
                         left.add(key)
         return left
 
-    async def adopt_orphan(self, key: RequestKey, router: Life) -> StoredRequest:
+    async def adopt_orphan(self, key: RequestKey, router: Incarnation) -> StoredRequest:
         """Make `router` the owner if the present one isn't registered.
 
         Raises OwnerAlive, and all that `adopt` raises: Superseded when another router was faster.
@@ -187,16 +187,16 @@ class Requests:
         if epoch is None:
             await self._open.remove(router, [key])
             raise await self._era.unknown(key)
-        life = Life.parse(owner.decode())
+        life = Incarnation.parse(owner.decode())
         if life != router and await self._routers.alive(life):
             await self._open.remove(router, [key])
             raise OwnerAlive(life)
         return await self.adopt(key, router, int(epoch))
 
-    def _adopting(self, key: RequestKey, router: Life, epoch: int | str, ended_ms: int | str) -> Command:
+    def _adopting(self, key: RequestKey, router: Incarnation, epoch: int | str, ended_ms: int | str) -> Command:
         return scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, epoch, ended_ms)
 
-    async def _with_open_entry(self, key: RequestKey, router: Life, command: Command) -> Reply:
+    async def _with_open_entry(self, key: RequestKey, router: Incarnation, command: Command) -> Reply:
         """The open entry first: one without its request is dropped by whoever takes over, a request without an
         entry would be found by nobody."""
         replies = await self._client.run_all([self._open.adding(router, [key]), command])
@@ -207,12 +207,12 @@ class Requests:
 
         The takeover stands where this fails; `leftovers` finds the entry then.
         """
-        before = Life.parse(owner_before.decode())
+        before = Incarnation.parse(owner_before.decode())
         if before != found.owner:
             with suppress(StateError):
                 await self._open.remove(before, [found.key])
 
-    async def _keep_entry_if_owned(self, found: StoredRequest, router: Life) -> StoredRequest:
+    async def _keep_entry_if_owned(self, found: StoredRequest, router: Incarnation) -> StoredRequest:
         if found.ended or found.owner != router:
             await self._open.remove(router, [found.key])
         return found
@@ -305,6 +305,6 @@ def _is_elsewhere(request: OwnedRequest, error: Lost) -> bool:
 def _superseded(key: RequestKey, reply: list[Reply]) -> Superseded | UnreadableRequest:
     """UnreadableRequest where the owner or state that Redis names is nothing that a router writes."""
     try:
-        return Superseded(key, reply[1], Life.parse(reply[2].decode()), reply[3], reply[4])
+        return Superseded(key, reply[1], Incarnation.parse(reply[2].decode()), reply[3], reply[4])
     except (ValueError, AttributeError, IndexError) as error:
         return UnreadableRequest(key, str(error))

@@ -7,15 +7,15 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from protos.state_pb2 import RouterRegistration, WorkerRegistration
-from state.client import Client
-from state.directory import Directory, Routers, Workers
-from state.era import Era
-from state.journal import Journal
-from state.keys import Lifetimes
-from state.open import OpenRequests
-from state.quota import Quotas
-from state.requests import Requests
+from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
+from decant.state.client import Client
+from decant.state.directory import Directory, Routers, Workers
+from decant.state.journal import Journal
+from decant.state.keys import Ttls
+from decant.state.open_requests import OpenRequests
+from decant.state.quota import Quotas
+from decant.state.requests import Requests
+from decant.state.store_instance import StoreInstance
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 
@@ -44,7 +44,7 @@ class StoreSettings:
     url: str = field(repr=False)  # redis://host:port/db, rediss:// with TLS, unix:///path; may hold a password
     deadline_s: float = 1.0  # of one call
     max_connections: int = 16  # of each kind: writes of requests, reads of requests, the directory
-    lifetimes: Lifetimes = field(default_factory=Lifetimes)
+    lifetimes: Ttls = field(default_factory=Ttls)
 
     def __post_init__(self) -> None:
         check_url(self.url)
@@ -68,7 +68,7 @@ class Store:
         lifetimes = settings.lifetimes
         self.workers: Workers = Directory(self._directory, "workers", WorkerRegistration, lifetimes)
         self.routers: Routers = Directory(self._directory, "routers", RouterRegistration, lifetimes)
-        self.era = Era(self._directory, lifetimes)
+        self.era = StoreInstance(self._directory, lifetimes)
         self.quotas = Quotas(self._directory, lifetimes)
         self.journal = Journal(self._reads, self.era)
         self.open = OpenRequests(self._client, lifetimes)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
-from protos.inference_pb2 import FinishReason, GenerateRequest, Generation
-from protos.state_pb2 import RequestRecord
-from state import journal
-from state.client import Reply
-from state.errors import UnreadableRequest
-from state.logprobs import Logprobs
-from state.names import Life, RequestKey
-from state.owned import LogprobsAsked, StoredRequest
+from decant.protos.inference_pb2 import FinishReason, GenerateRequest, Generation
+from decant.protos.state_pb2 import RequestRecord
+from decant.state import journal
+from decant.state.client import Reply
+from decant.state.errors import UnreadableRequest
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.logprobs import Logprobs
+from decant.state.owned import LogprobsAsked, StoredRequest
 
 _NUMBER_LIMIT = 1 << 31
 """Epochs and attempts are below this."""
@@ -41,7 +41,7 @@ def _parsed(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
         epoch=epoch,
         attempt=attempt,
         state=state,
-        owner=Life.parse(owner.decode()),
+        owner=Incarnation.parse(owner.decode()),
         stream_epoch=stream_epoch,
         record=RequestRecord.FromString(record),
         payload=payload,

@@ -9,8 +9,8 @@ from typing import cast, get_args
 import hypothesis
 import pytest
 
-from engine.errors import InvalidConfig
-from worker import cpu_build
+from decant.engine.errors import InvalidConfig
+from decant.worker.startup import cpu_build
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # a spinning barrier waits for a thread that is not running
@@ -29,7 +29,7 @@ def pytest_configure() -> None:
     """All tests run with the build of the kernels that DECANT_KERNELS names, as workers do, or none of them runs."""
     if BUILD == "auto":
         return
-    from engine import native  # imports torch
+    from decant.engine.cpu import kernels as native  # imports torch
 
     try:
         cpu_build.check(BUILD, native.kind())

@@ -1,4 +1,4 @@
-"""The builds of the CPU kernels (docs/operations.md, `--kernels`), and which of them run here.
+"""The builds of the CPU kernels (docs/guides/tune.md, `--kernels`), and which of them run here.
 
 `DECANT_KERNELS=avx2 pytest ...` runs any tests with that build (tests/conftest.py); `python -m tests.kernel_builds`
 prints the builds that this machine has beside the one that it takes by itself.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from engine import native
+from decant.engine.cpu import kernels as native
 
 BUILDS = {"avx512": ("AVX512", "_kernels_avx512"), "avx2": ("AVX2", "_kernels"), "none": ("DEFAULT", "torch")}
-"""The instructions that torch takes, and the last word of ``engine.native.kind``; the best first."""
+"""The instructions that torch takes, and the last word of ``decant.engine.cpu.kernels.kind``; the best first."""
 
 
 def is_taken(build: str) -> bool:
@@ -27,7 +27,7 @@ def why_not(build: str) -> str:
         return ""
     if BUILDS[build][1] not in native.fitting():
         return "this CPU cannot run it"
-    if not any(find_spec(f"engine.native.{module}") for _, module in BUILDS.values()):
+    if not any(find_spec(f"decant.engine.cpu.kernels.{module}") for _, module in BUILDS.values()):
         return "not built, no C++ compiler was here"
     return ""
 

@@ -8,10 +8,10 @@ import os
 import sys
 from pathlib import Path
 
-import torch  # noqa: F401  first, as engine/native does
+import torch  # noqa: F401  first, as decant.engine.cpu.kernels does
 
-for path in sorted(Path(os.environ["DECANT_SANITIZED"], "engine", "native").glob("*.so")):
-    name = f"engine.native.{path.name.partition('.')[0]}"
+for path in sorted(Path(os.environ["DECANT_SANITIZED"], "decant/engine/cpu/kernels").glob("*.so")):
+    name = f"decant.engine.cpu.kernels.{path.name.partition('.')[0]}"
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protos import worker_pb2 as wire
+from decant.protos import worker_pb2 as wire
 
 KEEP_S = 900.0
 """How long the epoch of a request that is not live is kept after it was last named: far beyond any lease."""

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from runtime.listening import ServerSettings, is_loopback
-from runtime.logs import LogSettings
-from runtime.settings import Refused
-from runtime.tls import PeerTls
-from state.store import BadUrl, check_url
-from worker.cpu_build import Build
+from decant.runtime.logs import LogSettings
+from decant.runtime.server_settings import ServerSettings, is_loopback
+from decant.runtime.settings import SettingError
+from decant.runtime.tls import PeerTls
+from decant.state.store import BadUrl, check_url
+from decant.worker.startup.cpu_build import Build
 
 
 class WorkerSettings(LogSettings, ServerSettings, PeerTls):
@@ -66,18 +66,18 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
         try:
             check_url(url)
         except BadUrl as error:
-            raise Refused("redis_url", error.limit, error.value) from None
+            raise SettingError("redis_url", error.limit, error.value) from None
         return url
 
     @model_validator(mode="after")
     def _authenticated_peers(self) -> WorkerSettings:
         if self.is_open and not self.allow_unauthenticated_peers:
-            raise Refused(
+            raise SettingError(
                 "host",
                 "a loopback address unless callers authenticate (set --tls-certificate, --tls-key and --tls-client-ca) "
                 "or --allow-unauthenticated-peers is set",
                 self.host,
             )
         if self.tls_client_ca is not None and self.peer_certificate is None:
-            raise Refused("tls_client_ca", "needs peer_ca, peer_certificate and peer_key", self.tls_client_ca)
+            raise SettingError("tls_client_ca", "needs peer_ca, peer_certificate and peer_key", self.tls_client_ca)
         return self

@@ -17,10 +17,10 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from bench.child import Job, Tell
 from bench.metrics import summarise
+from bench.model_shapes import cache_folder
 from bench.open_loop import WARM_UP, drive
-from bench.shapes import cache_folder
+from bench.subprocess_runner import Job, Tell
 from bench.workloads import Item
 
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from bench.child import Job, Tell
 from bench.metrics import summarise
 from bench.open_loop import WARM_UP, drive
+from bench.subprocess_runner import Job, Tell
 from bench.workloads import Item
-from runtime.cores import usable_cores
+from decant.runtime.cores import usable_cores
 
 
 class Server:

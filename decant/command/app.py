@@ -9,12 +9,12 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from decant.channel import Tls
+from decant.client.channel import Tls
+from decant.client.options import Options, Prompt
 from decant.command import deployments
 from decant.command.deployments import Deployment
 from decant.command.errors import CommandFailed, said_in_one_line
 from decant.command.waiting import Waiting
-from decant.options import Options, Prompt
 
 app = typer.Typer(
     name="decant",
@@ -99,7 +99,7 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
         given: Prompt = [{"role": "user", "content": text}] if chat else text
         options = {name: value for name, value in ctx.params.items() if name in Options.__annotations__}
         asked = cast(Options, {k: v for k, v in options.items() if v not in (None, [], ())})
-        asking = generating.Asking(address or "", _tls(ca, certificate, key, server_name), timeout, as_json)
+        asking = generating.GenerateArgs(address or "", _tls(ca, certificate, key, server_name), timeout, as_json)
         if address is None:
             line = generating.run_here(asking, given, asked, Waiting("--address", wait))
         else:
@@ -206,7 +206,7 @@ _AS_IT_IS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opt
 @app.command(context_settings=_AS_IT_IS, add_help_option=False)
 def router(ctx: typer.Context) -> None:
     """One router, in this process. `decant router --help` shows its settings."""
-    from router.main import main
+    from decant.router.main import main
 
     raise SystemExit(main(ctx.args))
 
@@ -214,7 +214,7 @@ def router(ctx: typer.Context) -> None:
 @app.command(context_settings=_AS_IT_IS, add_help_option=False)
 def prefill_worker(ctx: typer.Context) -> None:
     """One prefill worker, in this process. `decant prefill-worker --help` shows its settings."""
-    from prefill_worker.main import main
+    from decant.prefill_worker.main import main
 
     raise SystemExit(main(ctx.args))
 
@@ -222,7 +222,7 @@ def prefill_worker(ctx: typer.Context) -> None:
 @app.command(context_settings=_AS_IT_IS, add_help_option=False)
 def decode_worker(ctx: typer.Context) -> None:
     """One decode worker, in this process. `decant decode-worker --help` shows its settings."""
-    from decode_worker.main import main
+    from decant.decode_worker.main import main
 
     raise SystemExit(main(ctx.args))
 

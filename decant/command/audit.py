@@ -11,16 +11,16 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
-from decant.channel import Tls
+from decant.client.channel import Tls
+from decant.client.routers import typed_errors
 from decant.command import status
 from decant.command.errors import CommandFailed
-from decant.routers import typed_errors
-from protos import worker_pb2 as wire
-from protos.state_pb2 import WorkerRegistration
-from protos.worker_pb2_grpc import AuditStub
-from runtime.channel import open_channel
-from runtime.errors import ServiceError
-from runtime.tls import PeerTls
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import WorkerRegistration
+from decant.protos.worker_pb2_grpc import AuditStub
+from decant.runtime.channel import open_channel
+from decant.runtime.errors import ServiceError
+from decant.runtime.tls import PeerTls
 
 CALL_SECONDS = 30.0
 """A worker answers between two steps."""

@@ -25,7 +25,7 @@ def run() -> None:
     with _deployment() as running:
         print(f"ready on {running.addresses[0]}\n\ndecant generate --temperature 0.7 --seed {SEED} --max-tokens 60\n")
         print(PROMPT, end="", flush=True)
-        asking = generate.Asking(running.addresses[0], timeout=_END_SECONDS)
+        asking = generate.GenerateArgs(running.addresses[0], timeout=_END_SECONDS)
         line = generate.run(asking, PROMPT, {"temperature": 0.7, "seed": SEED, "max_tokens": 60})
         print(f"\n{line}")
         print("\ndecant status", flush=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from decant.channel import Tls
+from decant.client.channel import Tls
 from decant.command.errors import CommandFailed
 from decant.command.processes import Process
 
@@ -83,7 +83,7 @@ def _path(pid: int) -> Path:
     return folder() / f"{_PREFIX}{pid}.json"
 
 
-class Announcement:
+class DeploymentRecord:
     """This process's own file, from `write` to the end of the ``with``, or of the process; and `temporary`, a folder
     that is there from its beginning."""
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from runtime.errors import ServiceError
+from decant.runtime.errors import ServiceError
 
 
 class CommandFailed(Exception):

@@ -51,7 +51,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Asking:
+class GenerateArgs:
     """Whom to ask, and how to show it. `address` as `decant.Client` takes it."""
 
     address: str | Sequence[str]
@@ -60,7 +60,7 @@ class Asking:
     as_json: bool = False
 
 
-def run(asking: Asking, prompt: Prompt, options: Options) -> str:
+def run(asking: GenerateArgs, prompt: Prompt, options: Options) -> str:
     """Shows the answer, or with `as_json` all of it; returns the line about it.
 
     Raises ServiceError, Unavailable only while nothing has been shown; CommandFailed; on KeyboardInterrupt the request
@@ -90,7 +90,7 @@ def run(asking: Asking, prompt: Prompt, options: Options) -> str:
     return summary(stream, clock)
 
 
-def run_here(asking: Asking, prompt: Prompt, options: Options, waiting: Waiting) -> str:
+def run_here(asking: GenerateArgs, prompt: Prompt, options: Options, waiting: Waiting) -> str:
     """As `run`, of the newest deployment of this machine: waits while it starts, and while a process that the request
     needs is started again."""
     while True:

@@ -18,18 +18,18 @@ from decant.command import deployments
 from decant.command.deployments import Deployment
 from decant.command.errors import CommandFailed
 from decant.command.processes import DRAINING, READY, Process, lost_ago
-from protos.state_pb2 import RouterRegistration, WorkerRegistration
-from protos.worker_pb2 import Load, Role
-from state.directory import Listing, Present
-from state.errors import StateError
-from state.keys import Lifetimes
-from state.store import Store, StoreSettings
+from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
+from decant.protos.worker_pb2 import Load, Role
+from decant.state.directory import DirectoryEntry, Listing
+from decant.state.errors import StateError
+from decant.state.keys import Ttls
+from decant.state.store import Store, StoreSettings
 
 Workers = Listing[WorkerRegistration]
 Routers = Listing[RouterRegistration]
 
 WATCH_S = 1.0
-SILENT_S = 2 * Lifetimes().renew_every_s
+SILENT_S = 2 * Ttls().renew_every_s
 """A registration that is older is not being renewed."""
 
 _NO_TERMINAL = 240  # columns
@@ -84,7 +84,7 @@ class Row:
 def rows_of(workers: Workers, routers: Routers, deployment: Deployment | None) -> list[Row]:
     """Routers first, then workers, by name; then the processes of `deployment` that are not registered."""
     processes = dict(deployment.processes) if deployment is not None else {}
-    listed: list[tuple[str, Present[Any]]] = [("router", one) for one in routers.present]
+    listed: list[tuple[str, DirectoryEntry[Any]]] = [("router", one) for one in routers.present]
     listed += [(role_name(one.facts.role), one) for one in workers.present]
     rows = []
     for role, one in sorted(listed, key=lambda pair: (pair[0] != "router", pair[1].facts.peer.id)):
@@ -101,7 +101,7 @@ def _host_of(deployment: Deployment | None) -> str:
     return f"{os.uname().nodename}:{deployment.pid}" if deployment is not None else ""
 
 
-def _state(one: Present[Any], process: Process | None) -> str:
+def _state(one: DirectoryEntry[Any], process: Process | None) -> str:
     """`decant up` knows first that a process ended; only the registration knows that one hangs."""
     if process is not None and process.lost_at is not None:
         return process.describe()

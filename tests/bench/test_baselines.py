@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import child, contenders, engine, report, workloads
+from bench import contenders, engine, report, workloads
+from bench import subprocess_runner as child
 from bench.baselines import environment
-from bench.child import ChildFailed, Job
 from bench.contenders import CONTENDERS, Contender
 from bench.open_loop import drive
+from bench.subprocess_runner import ChildFailed, Job
 from bench.workloads import Item
 
 WORKS = """

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from bench import engine, machine, workloads
-from bench.child import ChildFailed
 from bench.engine import Bench
+from bench.subprocess_runner import ChildFailed
 from bench.workloads import Item
-from tests.e2e.forked import completed
+from tests.e2e.fork_server import completed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_run_is_told_in_a_line(
 def test_what_was_measured_outlives_what_fails_after_it(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     def workload(_: Bench, name: str) -> dict[str, Any]:
         if name == "mixed":
-            raise ChildFailed("bench.ours", -9, "")
+            raise ChildFailed("bench.own_engine", -9, "")
         return {"num_prompts": len(name)}
 
     out = tmp_path / "out.json"

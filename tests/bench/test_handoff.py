@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.e2e.forked import completed
+from tests.e2e.fork_server import completed
 
 
 @pytest.fixture(scope="module")

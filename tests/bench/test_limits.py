@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from bench import medians
-from bench.limits import Rates, Weights
 from bench.metrics import Served, summarise
+from bench.roofline import Rates, Weights
 from bench.table import Line, allowed
 
 WEIGHTS = Weights(body=100, head=50, table=50, itemsize=2)

@@ -15,7 +15,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from bench import bare, frames, load, router
+from bench import frames, load, router
+from bench import grpc_baseline as bare
 from bench.deployment import free_port
 from bench.load import Job
 from bench.router import GOALS, Goal, LoadFailed

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from bench import sampling
-from engine import sampler
-from tests.e2e.forked import completed
+from decant.engine.model import sampler
+from tests.e2e.fork_server import completed
 
 pytestmark = pytest.mark.slow
 

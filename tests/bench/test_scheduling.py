@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.scheduling import DEVICES, Parts, Scene, measure
+from bench.scheduler_overhead import DEVICES, Parts, Scene, measure
 
 
 @pytest.mark.parametrize("device", list(DEVICES))
@@ -30,7 +30,7 @@ def test_churn_keeps_as_many_running_while_sequences_end(device: str) -> None:
 
 
 def test_parts_are_timed_and_put_back() -> None:
-    from engine import runner
+    from decant.engine.model import runner
 
     before = vars(runner)["make_attention"]
     scene = Scene(DEVICES["laid out"], 4, 64, churn=False)

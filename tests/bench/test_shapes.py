@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from bench import shapes
-from engine.engine import Engine
-from engine.model import ModelConfig, load
-from engine.request import Request, StopParams
-from engine.scheduler import Limits
+from bench import model_shapes as shapes
+from decant.engine.engine import Engine
+from decant.engine.model.model import ModelConfig, load
+from decant.engine.request import Request, StopParams
+from decant.engine.scheduler import Limits
 
 
 def test_tiny_is_served(tiny: Path) -> None:

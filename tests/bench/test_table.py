@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from bench import child, engine
-from bench.ours import make_engine
+from bench import engine
+from bench import subprocess_runner as child
+from bench.own_engine import make_engine
 from bench.steps import Profile
-from engine.layer import Layer
-from engine.model import ModelConfig, load
-from tests.bench import forked
+from decant.engine.cpu.fused_layer import FusedLayer
+from decant.engine.model.model import ModelConfig, load
+from tests.bench import fork_server as forked
 from tests.engine import tiny as models_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -73,13 +74,13 @@ def test_a_profile_looks_into_layers_that_are_one_call_and_leaves_them_so(tmp_pa
     device = load(ModelConfig(str(tmp_path), device="cpu", kv_bytes=1 << 20))
     engine = make_engine(device, 64)
     engine.add(models_of.greedy("r", (1, 2, 3), 1))
-    before = [module.forward for module in device.model.modules() if isinstance(module.forward, Layer)]
+    before = [module.forward for module in device.model.modules() if isinstance(module.forward, FusedLayer)]
     profile = Profile(device.model)
     parts = profile.of(engine.step)
     profile.close()
     assert parts["linears"] > 0
     assert parts["attention"] > 0
-    assert [module.forward for module in device.model.modules() if isinstance(module.forward, Layer)] == before
+    assert [module.forward for module in device.model.modules() if isinstance(module.forward, FusedLayer)] == before
 
 
 def test_half_a_block_is_lost_to_each_sequence(measured: dict[str, Any]) -> None:

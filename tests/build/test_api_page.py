@@ -17,12 +17,12 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.rpc import error_details_pb2
 
 import decant
-from protos import inference_pb2 as pb
-from router.limits import limits
-from router.settings import RouterSettings
-from router.validation import UNIMPLEMENTED_FIELDS
-from runtime.fault import Reason
-from state.keys import Lifetimes
+from decant.protos import inference_pb2 as pb
+from decant.router.api.limits import limits
+from decant.router.api.validation import UNIMPLEMENTED_FIELDS
+from decant.router.settings import RouterSettings
+from decant.runtime.error_details import Reason
+from decant.state.keys import Ttls
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -137,7 +137,7 @@ def test_limits_are_those_of_a_router_as_it_comes() -> None:
     told = limits(
         max_queued_requests=settings["queue_limit"],
         resume_grace_ms=settings["resume_grace_ms"],
-        result_ttl_ms=round(Lifetimes().ended_s * 1000),
+        result_ttl_ms=round(Ttls().ended_s * 1000),
     )
     assert {row[0].strip("`"): row[2] for row in ROWS["Limits"]} == {
         field.name: str(value) for field, value in told.ListFields()

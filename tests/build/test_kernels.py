@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import native
+from decant.engine.cpu import kernels as native
 from tests.kernel_builds import BUILDS, OTHERS, why_not
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_parity_both_laws_and_the_demo_hold_with(build: str, part: str, record_p
 
 @pytest.mark.slow
 def test_tests_do_not_begin_with_another_build_than_they_are_asked_for() -> None:
-    done = run("avx512", ("tests/engine/test_flat.py",), ATEN_CPU_CAPABILITY="avx2")
+    done = run("avx512", ("tests/engine/test_step_batch.py",), ATEN_CPU_CAPABILITY="avx2")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "kernels" in done.stderr
     assert "passed" not in done.stdout

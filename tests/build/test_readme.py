@@ -1,8 +1,9 @@
-"""What the pages show runs as it stands there; the README's example needs a deployment, see tests/e2e."""
+"""The pages of docs/ and the README name what exists, and their examples run; the README's program: tests/e2e."""
 
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize("page", ["docs/engine.md"])
+@pytest.mark.parametrize("page", ["docs/internals/engine.md"])
 def test_the_examples_of_a_page_run(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
@@ -20,23 +22,41 @@ def test_the_examples_of_a_page_run(page: str) -> None:
         done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         assert "def read_lines(path):" in done.stdout
-        assert len(done.stdout.splitlines()) > 2, "nothing was written after the prompt"
+        assert len(done.stdout.splitlines()) > 2, "nothing was generated after the prompt"
 
 
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SOURCES = [str(path) for package in ROOT.glob("*/__init__.py") for path in package.parent.rglob("*.*")]
 PAGES = [
     ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "node_modules" not in page.parts),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "deploy" / "README.md",
+    *(page for page in sorted(DOCS.rglob("*.md")) if "node_modules" not in page.parts),
 ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """Those of a page's headings."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in HEADING.findall(prose)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (page.parent / target).exists(), target
-    headings = {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in HEADING.findall(text)}
-    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
+    for target, _, anchor in re.findall(r"\]\(([^)#:]*)(#([^)]+))?\)", text):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked), f"{target}#{anchor}"
     for file in re.findall(r"`([\w/]+\.(?:py|proto|lua))`", text):
         assert any(source.endswith(f"/{file}") for source in SOURCES), file
+
+
+EXAMPLE = re.compile(r"\[(examples/[^\]]+)\]\((?:\.\./|docs/)*\1\):\n\n```(?:python|javascript)\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.parametrize(("path", "block"), [found for page in PAGES for found in EXAMPLE.findall(page.read_text())])
+def test_shown_code_is_that_of_the_examples(path: str, block: str) -> None:
+    text = (DOCS / path).read_text()
+    assert any(textwrap.indent(block, " " * depth) in text for depth in (0, 2, 4, 8)), f"{path} lacks:\n{block}"

@@ -15,7 +15,12 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 BUILD_INPUTS = ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md", "protos")
-STUBS = ("protos.inference_pb2", "protos.inference_pb2_grpc", "protos.worker_pb2", "protos.worker_pb2_grpc")
+STUBS = (
+    "decant.protos.inference_pb2",
+    "decant.protos.inference_pb2_grpc",
+    "decant.protos.worker_pb2",
+    "decant.protos.worker_pb2_grpc",
+)
 
 INSTALLS = pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
 
@@ -46,6 +51,9 @@ def tree(tmp_path: Path) -> Path:
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("*_pb2*", "__pycache__"))
         else:
             shutil.copy(source, tree)
+    (tree / "decant").mkdir()
+    shutil.copy(ROOT / "decant" / "__init__.py", tree / "decant")
+    (tree / "decant" / "protos").symlink_to("../protos")
     return tree
 
 
@@ -101,7 +109,7 @@ def test_a_proto_that_does_not_compile_fails_the_install(python: Path, tree: Pat
     done = install(python, tree, editable=editable)
     assert done.returncode != 0
     assert "protoc failed on" in done.stdout
-    assert "protos/worker.proto:" in done.stdout  # where the fault is, whichever file imports it
+    assert "decant/protos/worker.proto:" in done.stdout  # where the fault is, whichever file imports it
 
 
 def test_stubs_of_a_removed_proto_are_not_shipped(python: Path, tree: Path, tmp_path: Path) -> None:
@@ -122,7 +130,10 @@ def test_an_sdist_carries_protos_and_installs(python: Path, tree: Path, tmp_path
     (archive,) = (tree / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
-    assert {"setup.py", "protos/inference.proto", "protos/worker.proto", "protos/google/rpc/status.proto"} <= names
+    assert {
+        "setup.py",
+        *(f"decant/protos/{name}" for name in ("inference.proto", "worker.proto", "google/rpc/status.proto")),
+    } <= names
     assert not any("_pb2" in name for name in names)
 
     done = install(python, archive, editable=False)

@@ -16,7 +16,7 @@ def tree(tmp_path: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "Makefile"):
         shutil.copy(ROOT / name, tmp_path)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(ROOT / "engine" / "native", tmp_path / "engine" / "native", ignore=ignored)
+    shutil.copytree(ROOT / "engine/cpu/kernels", tmp_path / "decant/engine/cpu/kernels", ignore=ignored)
     return tmp_path
 
 
@@ -25,7 +25,7 @@ def test_kernels_that_can_not_be_compiled_are_left_out(tree: Path) -> None:
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert not list(tree.glob("engine/native/*.so"))
+    assert not list(tree.glob("decant/engine/cpu/kernels/*.so"))
 
 
 @pytest.mark.parametrize("is_built", [False, True])
@@ -37,7 +37,8 @@ def test_make_setup_says_when_there_are_no_kernels(tree: Path, is_built: bool) -
     for name in ("requirements.lock", "install.py", "environment/.installed"):
         (tree / name).touch()
     if is_built:
-        (tree / "engine" / "native" / "_kernels.cpython-311-x86_64-linux-gnu.so").touch()
+        (tree / "engine/cpu/kernels").mkdir(parents=True)
+        (tree / "engine/cpu/kernels" / "_kernels.cpython-311-x86_64-linux-gnu.so").touch()
     make = ["make", "setup", f"VENV={environment}", "PIP=true"]
     done = subprocess.run(make, cwd=tree, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.decant.scripted import Script, serving
-from tests.decant.two import Two
+from tests.decant.two_routers import Two
 
 
 @pytest.fixture
 def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decant.turns.FIRST_REST_S", 0.001)
-    monkeypatch.setattr("decant.turns.LONGEST_REST_S", 0.01)
+    monkeypatch.setattr("decant.client.balancer.FIRST_REST_S", 0.001)
+    monkeypatch.setattr("decant.client.balancer.LONGEST_REST_S", 0.01)
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
-from runtime.errors import DeadlineExceeded, NotFound, ServiceError
-from runtime.fault import to_status, trailers
-from runtime.health import HealthService, Readiness
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc
+from decant.runtime.error_details import to_status, trailers
+from decant.runtime.errors import DeadlineExceeded, NotFound, ServiceError
+from decant.runtime.health import HealthService, Readiness
 
 PATIENCE_S = 60.0
 

@@ -17,9 +17,10 @@ import pytest
 
 import decant.command.up as starting
 from decant.command.errors import CommandFailed
-from decant.command.up import UpOptions, check, listeners, shares
-from models import path
-from state.private_redis import PrivateRedis
+from decant.command.up import UpOptions, check, listeners
+from decant.command.up import resources as shares
+from decant.models import path
+from decant.state.private_redis import PrivateRedis
 from tests.runtime.certificates import Certificates
 
 GIB = 1 << 30

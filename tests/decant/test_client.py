@@ -15,13 +15,13 @@ import pytest
 
 import decant
 from decant import AsyncClient, CancelStatus, Client, FinishReason, GenerationState
-from decant.option_help import OPTION_HELP
-from decant.options import Options, request
-from protos import inference_pb2 as pb
-from runtime.fault import Reason, ResumePoint
+from decant.client.option_help import OPTION_HELP
+from decant.client.options import Options, request
+from decant.protos import inference_pb2 as pb
+from decant.runtime.error_details import Reason, ResumePoint
 from tests.decant.scripted import PATIENCE_S, Script, for_ever, never, serving
 from tests.runtime.certificates import Certificates
-from tests.runtime.scene import scene
+from tests.runtime.harness import scene
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import decant
 from decant.command.app import app
-from protos import inference_pb2 as pb
+from decant.protos import inference_pb2 as pb
 from tests.decant.scripted import PATIENCE_S, Break, Script, for_ever, refuse, serving
 
 KEYS = {

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import decant
-import decant.aio
-import decant.client
-from protos import inference_pb2 as pb
+import decant.client.async_client
+import decant.client.client
+from decant.protos import inference_pb2 as pb
 from tests.decant.scripted import Script, finished, serving, started
 
 TOKENS = {311: "return", 264: " a", 489: " +", 293: " b"}
@@ -69,7 +69,11 @@ def address() -> Iterator[str]:
 
 def examples() -> list[doctest.DocTest]:
     finder = doctest.DocTestFinder(exclude_empty=True)
-    found = [test for module in (decant, decant.client, decant.aio) for test in finder.find(module, globs={})]
+    found = [
+        test
+        for module in (decant, decant.client.client, decant.client.async_client)
+        for test in finder.find(module, globs={})
+    ]
     return sorted((test for test in found if test.examples), key=lambda test: test.name)
 
 
@@ -89,7 +93,7 @@ async def run(test: doctest.DocTest, names: dict[str, Any]) -> None:
 async def test_an_example_does_what_it_says(
     test: doctest.DocTest, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind: Any = decant.AsyncClient if test.name.startswith("decant.aio") else decant.Client
+    kind: Any = decant.AsyncClient if test.name.startswith("decant.client.async_client") else decant.Client
 
     def connect(_: str) -> Any:
         return kind(address)

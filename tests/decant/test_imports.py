@@ -7,14 +7,15 @@ LOADED = """
 import sys
 before = set(sys.modules)
 import decant
+decant.Client
 print("\\n".join(sorted(set(sys.modules) - before)))
 """
 
-OURS = {"decant", "protos", "runtime"}
+OURS = {"decant.client", "decant.protos", "decant.runtime"}
 # grpcio itself needs typing_extensions, and loads its companions where they are installed.
 GRPC = {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "grpc_tools", "typing_extensions"}
 EXTENSIONS = {"cygrpc", "cython_runtime"}  # what compiled modules leave behind
-RUNTIME = {"runtime", "runtime.errors", "runtime.fault"}
+RUNTIME = {"decant.runtime", "decant.runtime.errors", "decant.runtime.error_details"}
 COMMAND_MODULES = {
     "typer",
     "rich",
@@ -35,16 +36,19 @@ def loaded_by(code: str) -> set[str]:
 
 def test_the_client_loads_the_standard_library_grpc_and_protobuf_alone() -> None:
     loaded = loaded_by(LOADED)
-    foreign = {
-        name
-        for name in loaded
-        if name.partition(".")[0] not in OURS | GRPC | EXTENSIONS | sys.stdlib_module_names and not name.startswith("_")
-    }
-    assert not foreign
-    assert {name for name in loaded if name.partition(".")[0] == "runtime"} == RUNTIME
-    assert not any(name.startswith("decant.command") for name in loaded)
+    others = {name.partition(".")[0] for name in loaded if not name.startswith("_")}
+    assert not others - {"decant"} - GRPC - EXTENSIONS - sys.stdlib_module_names
+    ours = {".".join(name.split(".")[:2]) for name in loaded if name.startswith("decant.")}
+    assert ours == OURS
+    assert {name for name in loaded if name.startswith("decant.runtime")} == RUNTIME
+
+
+def test_packages_of_servers_load_no_client_and_no_grpc() -> None:
+    loaded = loaded_by(LOADED.replace("decant.Client", "import decant.engine.scheduler"))
+    assert "decant.engine.scheduler" in loaded
+    assert not any(name.startswith(("decant.client", "grpc")) for name in loaded)
 
 
 def test_the_command_imports_what_it_needs_when_it_needs_it() -> None:
-    loaded = loaded_by(LOADED.replace("import decant", "import decant.command"))
+    loaded = loaded_by(LOADED.replace("decant.Client", "import decant.command"))
     assert not {name.partition(".")[0] for name in loaded} & COMMAND_MODULES

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.command.errors import CommandFailed
-from decant.command.up import shares
+from decant.command.up import resources as shares
 from decant.command.up.plan import Plan, UpOptions, make_plan
-from runtime.cores import usable_cores
-from runtime.settings import InvalidSettings
+from decant.runtime.cores import usable_cores
+from decant.runtime.settings import InvalidSettings
 
 MIB = 1 << 20
 
@@ -89,7 +89,11 @@ def test_weights_are_measured_where_they_are() -> None:
 def test_each_process_by_its_name_its_port_and_its_threads() -> None:
     made = plan(router=2, prefill=1, decode=2, port=6000)
     assert [spec.name for spec in made.workers] == ["prefill-1", "decode-1", "decode-2"]
-    assert [spec.module for spec in made.workers] == ["prefill_worker", "decode_worker", "decode_worker"]
+    assert [spec.module for spec in made.workers] == [
+        "decant.prefill_worker",
+        "decant.decode_worker",
+        "decant.decode_worker",
+    ]
     assert [spec.port for spec in made.workers] == [0, 0, 0]
     assert [(spec.name, spec.port) for spec in made.routers] == [("router-1", 6000), ("router-2", 6001)]
     for spec in made.workers:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import decant
 from decant import AsyncClient, Client
-from decant.tries import MORE_TRIES
-from runtime.fault import Reason, ResumePoint
+from decant.client.retry import MORE_TRIES
+from decant.runtime.error_details import Reason, ResumePoint
 from tests.decant.scripted import PATIENCE_S, Break, Script, for_ever, serving, with_a_tail
-from tests.decant.two import LOST, Two, is_whole
+from tests.decant.two_routers import LOST, Two, is_whole
 
 pytestmark = pytest.mark.usefixtures("short_rests")
 
@@ -237,8 +237,8 @@ async def test_the_deadline_holds_while_resuming(two: Two) -> None:
 @pytest.fixture
 def breaking(two: Two, monkeypatch: pytest.MonkeyPatch) -> Two:
     """A stream that breaks after a token, and then waits for long until it is tried again."""
-    monkeypatch.setattr("decant.turns.FIRST_REST_S", 1000.0)
-    monkeypatch.setattr("decant.turns.LONGEST_REST_S", 1000.0)
+    monkeypatch.setattr("decant.client.balancer.FIRST_REST_S", 1000.0)
+    monkeypatch.setattr("decant.client.balancer.LONGEST_REST_S", 1000.0)
     two.reset([Break(2, LOST)])
     return Two(two.address.split(",")[0], two.routers[:1])
 

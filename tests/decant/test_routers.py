@@ -11,7 +11,7 @@ import pytest
 import decant
 from decant import AsyncClient, Client
 from tests.decant.scripted import PATIENCE_S, Break, Script, serving
-from tests.decant.two import LOST, Two, is_whole
+from tests.decant.two_routers import LOST, Two, is_whole
 
 pytestmark = pytest.mark.usefixtures("short_rests")
 

@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from decant.command.app import app
-from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc
-from protos.state_pb2 import RouterRegistration, WorkerRegistration
-from runtime.peer import new_peer
-from state.private_redis import PrivateRedis
-from state.store import Store, StoreSettings
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc
+from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
+from decant.runtime.peer import new_peer
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store, StoreSettings
 
 WELL = wire.AuditResponse(total_blocks=10, free_blocks=4, cached_blocks=3, owned_blocks=2, leased_blocks=1, sessions=1)
 

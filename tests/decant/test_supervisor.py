@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from decant.command import deployments
 from decant.command.app import app
 from decant.command.deployments import Deployment
-from decant.command.up import lifeline as lifelines
-from tests.decant.supervising import PATIENCE_S, Up, nothing_left, plan, stand_ins, up
+from decant.command.up import exec_child as lifelines
+from tests.decant.supervisor_harness import PATIENCE_S, Up, nothing_left, plan, stand_ins, up
 
 PAIR = {"prefill-1": "", "decode-1": ""}
 ROUTER = {"router-1": ""}
@@ -150,10 +150,11 @@ def test_a_redis_of_its_own_that_ends_ends_all(tmp_path: Path) -> None:
 def test_what_lies_in_the_folder_one_stands_in_is_not_run(tmp_path: Path) -> None:
     (spec,) = plan({}, {"router-1": ""}, "redis://").routers
     here = tmp_path / "here"
-    (here / "router").mkdir(parents=True)
-    (here / "router" / "__init__.py").touch()
-    (here / "router" / "__main__.py").write_text("print('not ours')")
-    command = replace(spec, module="router", arguments=("--help",)).command
+    (here / "decant" / "router").mkdir(parents=True)
+    (here / "decant" / "__init__.py").touch()
+    (here / "decant" / "router" / "__init__.py").touch()
+    (here / "decant" / "router" / "__main__.py").write_text("print('not ours')")
+    command = replace(spec, module="decant.router", arguments=("--help",)).command
     done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "not ours" not in done.stdout
     assert "--queue-limit" in done.stdout

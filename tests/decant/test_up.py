@@ -21,10 +21,10 @@ import pytest
 
 from decant import Client
 from decant.command import demo
-from protos.worker_pb2 import AuditRequest
-from protos.worker_pb2_grpc import AuditStub
-from runtime import certificates
-from tests.decant.supervising import Up, nothing_left, up
+from decant.protos.worker_pb2 import AuditRequest
+from decant.protos.worker_pb2_grpc import AuditStub
+from decant.runtime import certificates
+from tests.decant.supervisor_harness import Up, nothing_left, up
 
 pytestmark = pytest.mark.slow
 

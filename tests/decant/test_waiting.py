@@ -15,11 +15,11 @@ from decant.command.errors import CommandFailed
 from decant.command.processes import Process
 from decant.command.status import rows_of
 from decant.command.waiting import Waiting
-from protos.state_pb2 import RouterRegistration, WorkerRegistration
-from protos.worker_pb2 import ROLE_DECODE, Load, Peer
-from runtime.errors import Unavailable
-from runtime.fault import Reason
-from state.directory import Listing, Present
+from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
+from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Unavailable
+from decant.state.directory import DirectoryEntry, Listing
 from tests.decant.scripted import Script, serving
 
 
@@ -157,9 +157,9 @@ def test_a_question_is_asked_again_once_the_worker_is_back(
         assert done.stderr == "decant: no worker serves this model\n"
 
 
-def registered(id: str, load: Load, renewed_ago_s: float = 0.0) -> Present[WorkerRegistration]:
+def registered(id: str, load: Load, renewed_ago_s: float = 0.0) -> DirectoryEntry[WorkerRegistration]:
     facts = WorkerRegistration(peer=Peer(id=id), role=ROLE_DECODE, address="h:2", model="m")
-    return Present(facts, load, renewed_ago_s)
+    return DirectoryEntry(facts, load, renewed_ago_s)
 
 
 def test_the_state_of_each_process_is_shown() -> None:
@@ -170,7 +170,7 @@ def test_the_state_of_each_process_is_shown() -> None:
         registered("decode-4", Load()),
         registered("decode-8", Load()),
     ]
-    router = Present(RouterRegistration(peer=Peer(id="router-1"), address="h:1"), Load(running=3, waiting=2))
+    router = DirectoryEntry(RouterRegistration(peer=Peer(id="router-1"), address="h:1"), Load(running=3, waiting=2))
     now_lost = Process(9, "lost", lost_at=10**12)
     here = deployment(decode_1=READY, decode_4=now_lost, decode_5=LOADING, decode_6=Process(6), decode_7=READY)
     here.processes["decode-8"] = Process(8, "draining")

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import models
+from decant import models
 
 
 def small_with(folder: Path, name: str, **entries: Any) -> Path:

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.asking import open_stub
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.client_checks import open_stub
 from tests.e2e.deployment import Deployment, deployment
 
 

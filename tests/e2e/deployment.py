@@ -17,10 +17,10 @@ from typing import IO, Any, Self
 
 import grpc
 
-import models
-from protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from state.private_redis import PrivateRedis
-from tests.e2e.forked import Forked
+from decant import models
+from decant.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from decant.state.private_redis import PrivateRedis
+from tests.e2e.fork_server import Forked
 from tests.e2e.proxy import Proxy
 
 PATIENCE_S = 120.0
@@ -44,7 +44,9 @@ class Process:
         out, written = os.pipe()
         self._output = open(out, "rb")  # noqa: SIM115 - closed by end
         try:
-            self._process = Forked(module, ("--log-format", "json", *arguments), written, self._errors.fileno())
+            self._process = Forked(
+                f"decant.{module}", ("--log-format", "json", *arguments), written, self._errors.fileno()
+            )
         finally:
             os.close(written)
         self._reader = threading.Thread(target=self._read, daemon=True)

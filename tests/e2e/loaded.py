@@ -2,12 +2,10 @@
 
 import gc
 
-import decode_worker.main
-import engine.model
-import engine.warm_start
-import prefill_worker.main
-import router.main
-
-MODULES = (decode_worker.main, engine.model, engine.warm_start, prefill_worker.main, router.main)
+import decant.decode_worker.main
+import decant.engine.model.calibration
+import decant.engine.model.model
+import decant.prefill_worker.main
+import decant.router.main  # noqa: F401
 
 gc.freeze()  # what is shared by all stays out of the collections of each

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import grpc
 
-from protos import worker_pb2 as wire
+from decant.protos import worker_pb2 as wire
 
 PREFILL = "/decant.internal.v1.Prefill/Prefill"
 SESSION = "/decant.internal.v1.Decode/Session"
@@ -28,8 +28,8 @@ TO_WORKER: Direction = "to worker"
 TO_CALLER: Direction = "to caller"
 
 _HAS_BEATS: dict[tuple[str, Direction], Any] = {
-    (SESSION, TO_WORKER): wire.ToWorker,
-    (SESSION, TO_CALLER): wire.FromWorker,
+    (SESSION, TO_WORKER): wire.RouterMessage,
+    (SESSION, TO_CALLER): wire.WorkerMessage,
     (FETCH, TO_WORKER): wire.FetchRequest,
     (FETCH, TO_CALLER): wire.FetchResponse,
 }
@@ -70,7 +70,7 @@ class Cut:
 
 def _is_beat(method: str, direction: Direction, message: bytes) -> bool:
     kind = _HAS_BEATS.get((method, direction))
-    return kind is not None and kind.FromString(message).HasField("beat")
+    return kind is not None and kind.FromString(message).HasField("heartbeat")
 
 
 class Proxy(grpc.GenericRpcHandler):

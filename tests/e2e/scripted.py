@@ -11,15 +11,15 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from protos.inference_pb2_grpc import InferenceServiceStub
-from runtime.errors import ServiceError, from_call
-from state.private_redis import PrivateRedis
-from state.store import Store
-from tests.e2e.forked import Forked
-from tests.router.core import PATIENCE, until
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.runtime.errors import ServiceError, from_call
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.e2e.fork_server import Forked
 from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.harness import PATIENCE, until
 from tests.router.test_router_process import become_ready, router, usable
 
 PROMPT = [1, 2, 3]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.asking import Answer, ask, asked
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.client_checks import Answer, ask, asked
 from tests.e2e.deployment import PATIENCE_S
 
 pytestmark = pytest.mark.slow

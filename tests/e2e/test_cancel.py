@@ -14,12 +14,12 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from protos.inference_pb2_grpc import InferenceServiceStub
-from runtime.errors import from_call
-from runtime.fault import Reason
-from tests.e2e.asking import ask, asked, open_stub
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import from_call
+from tests.e2e.client_checks import ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.proxy import Proxy, proxy
 
@@ -92,7 +92,7 @@ def holding(phase: int) -> Callable[[wire.AuditResponse], bool]:
 
 def without_runs(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
     """A cache that never comes, from a giver that lives."""
-    return [message] if message.HasField("beat") else []
+    return [message] if message.HasField("heartbeat") else []
 
 
 async def queued(scene: Scene) -> Any:
@@ -106,20 +106,20 @@ async def queued(scene: Scene) -> Any:
 
 async def prefilling(scene: Scene) -> Any:
     call = scene.begin("it", prompt=LONG, output=100)
-    await scene.until(PREFILL, holding(wire.Held.PHASE_RUNNING))
+    await scene.until(PREFILL, holding(wire.RunStatus.PHASE_RUNNING))
     return call, []
 
 
 async def handing_over(scene: Scene) -> Any:
     scene.between.tamper = without_runs
     call = scene.begin("it", prompt=LONG, output=100)
-    await scene.until(DECODE, holding(wire.Held.PHASE_ARRIVING))
+    await scene.until(DECODE, holding(wire.RunStatus.PHASE_ARRIVING))
     return call, []
 
 
 async def decoding(scene: Scene) -> Any:
     call = scene.begin("it")
-    await scene.until(DECODE, holding(wire.Held.PHASE_RUNNING))
+    await scene.until(DECODE, holding(wire.RunStatus.PHASE_RUNNING))
     return call, []
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.asking import Answer, ask, asked, open_stub
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.client_checks import Answer, ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, proxy
-from tests.e2e.test_resume import joined, rest
+from tests.e2e.test_resume import decode_started, rest
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +109,7 @@ async def test_a_stream_that_is_left_at_any_message_goes_on(scene: Scene, elsewh
             ended = await rest(stub.ResumeStream(resume, timeout=PATIENCE_S))
         else:
             ended = await rest(call)
-        assert joined(begun, ended) == (whole.text, whole.ids)
+        assert decode_started(begun, ended) == (whole.text, whole.ids)
         assert ended[-1].usage.completion_tokens == TOKENS
         if len(begun) < messages:
             break

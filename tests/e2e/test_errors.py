@@ -19,16 +19,16 @@ from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, QuotaFailure, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from protos import inference_pb2 as pb
-from state import keys
-from state.names import Life, RequestKey
-from state.private_redis import PrivateRedis
-from state.store import Store
+from decant.protos import inference_pb2 as pb
+from decant.state import keys
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
 from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
-from tests.router.core import PATIENCE, until
 from tests.router.fake_worker import answer
-from tests.router.test_credentials import OTHER, SECRET, bearer, digest
-from tests.router.test_dispatch import pass_on
+from tests.router.harness import PATIENCE, until
+from tests.router.test_auth import OTHER, SECRET, bearer, digest
+from tests.router.test_registry import pass_on
 from tests.router.test_router_process import MODEL
 from tests.state.conftest import bare, server, store
 
@@ -43,7 +43,7 @@ UNTESTED = {
     "UNSPECIFIED": "no error has it",
     "INTERNAL": "a bug, and none is known; tests/runtime/test_interceptor.py brings it about",
     "SLOW_READER": "wants a client that takes nothing for a minute; tests/router/test_service.py has one",
-    "TAIL_UNCERTAIN": "wants workers that don't compute the same bits; tests/router/test_coming_back.py has them",
+    "TAIL_UNCERTAIN": "workers that compute other bits; tests/router/test_resume_and_takeover.py has them",
 }
 _tested: set[str] = set()
 
@@ -220,7 +220,7 @@ async def test_a_stream_whose_router_lost_the_request_says_where_to_resume(scene
     stream = scene.stream(5, request_id="taken")
     await stream.read()
     key = RequestKey("default", "taken")
-    await store.requests.adopt(key, Life("other", 1), (await store.requests.read(key)).epoch)
+    await store.requests.adopt(key, Incarnation("other", 1), (await store.requests.read(key)).epoch)
     pass_on(scene.workers[1], 3)
     changed = await told(read(stream))
     assert (changed.code, changed.reason) == (Code.ABORTED, "OWNER_CHANGED")

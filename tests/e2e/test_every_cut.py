@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from router.request import Course, Ended, ValidRequest
-from runtime.errors import Aborted, Cancelled, Unavailable
-from runtime.fault import Reason
-from state.store import Store
-from tests.e2e.cutting import LINES, MOST, TAKER, Cutting, Line, Spot, cutting
+from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, Cancelled, Unavailable
+from decant.state.store import Store
+from tests.e2e.fault_injection import LINES, MOST, TAKER, Cutting, Line, Spot, cutting
 from tests.e2e.proxy import SESSION, Cut
-from tests.router.core import Core, ended
+from tests.router.harness import Core, ended
 from tests.state.conftest import bare, server, store
 
 __all__ = ["bare", "server", "store"]
@@ -26,8 +26,8 @@ SESSIONS = [line for line in LINES if line.method == SESSION and line.worker == 
 async def scene(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cutting]:
     """Without waiting: a session that broke is opened again at once, and a run that ended is retired at once.
     Its end fails when anything is left of any request."""
-    monkeypatch.setattr("router.sessions.FIRST_BACKOFF_SECONDS", 0.005)
-    monkeypatch.setattr("router.outgoing.RETIRED_AT_ONCE", 1)
+    monkeypatch.setattr("decant.router.workers.session.FIRST_BACKOFF_SECONDS", 0.005)
+    monkeypatch.setattr("decant.router.workers.outgoing.RETIRED_AT_ONCE", 1)
     async with cutting(store) as made:
         yield made
 
@@ -85,7 +85,7 @@ async def attach(core: Core, request: ValidRequest) -> object:
 
 async def done_at(
     scene: Cutting, doing: Doing, core: Core, *spots: Spot
-) -> tuple[Course, list[int], object, list[Cut]]:
+) -> tuple[TokenStream, list[int], object, list[Cut]]:
     """What becomes of a request, what it should have written, and what came of doing that when the first spot is
     reached."""
     request, expected = scene.request()
@@ -109,9 +109,9 @@ async def test_a_cancel_at_any_message(scene: Cutting, line: Line, elsewhere: bo
         course, expected, end, (cut,) = await done_at(scene, cancel, core, Spot(line, number))
         if not cut.happened:
             break
-        assert isinstance(end, Cancelled | Ended)
+        assert isinstance(end, Cancelled | Finish)
         assert course.tokens == expected[: len(course.tokens)]
-        if isinstance(course.end, Ended):
+        if isinstance(course.end, Finish):
             assert course.tokens == expected
         else:
             assert isinstance(course.end, Cancelled) or superseded(course)
@@ -156,17 +156,17 @@ async def test_the_other_router_takes_over_and_then_a_session_breaks(scene: Cutt
             break
 
 
-def check_taken(course: Course, taken: object, expected: list[int]) -> None:
+def check_taken(course: TokenStream, taken: object, expected: list[int]) -> None:
     """Who was first has shown the beginning of the same text, and has ended well only with all of it."""
-    assert isinstance(taken, Course)
-    assert isinstance(taken.end, Ended), taken.end
+    assert isinstance(taken, TokenStream)
+    assert isinstance(taken.end, Finish), taken.end
     assert taken.tokens == expected
-    if isinstance(course.end, Ended):
+    if isinstance(course.end, Finish):
         assert course.tokens == expected
     else:
         assert superseded(course), course.end
         assert course.tokens == expected[: len(course.tokens)]
 
 
-def superseded(course: Course) -> bool:
+def superseded(course: TokenStream) -> bool:
     return isinstance(course.end, Aborted) and course.end.reason is Reason.SUPERSEDED

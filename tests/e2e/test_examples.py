@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import models
+from decant import models
 from tests.e2e.deployment import PATIENCE_S, Deployment, Process, deployment
 from tests.runtime.certificates import Certificates
 

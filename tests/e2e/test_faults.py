@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from protos import worker_pb2 as wire
-from protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.asking import TOKENIZER, ask, asked, generated, open_stub
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.client_checks import TOKENIZER, ask, asked, generated, open_stub
 from tests.e2e.deployment import SMALL_KV, Deployment, deployment
 from tests.e2e.proxy import Proxy, Tamper, proxy
 
@@ -29,10 +29,10 @@ def scene() -> Iterator[tuple[Deployment, Proxy]]:
 
 def flipped() -> Tamper:
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
-        if message.HasField("kv_run"):
-            data = bytearray(message.kv_run.data)
+        if message.HasField("kv_chunk"):
+            data = bytearray(message.kv_chunk.data)
             data[len(data) // 2] ^= 1
-            message.kv_run.data = bytes(data)
+            message.kv_chunk.data = bytes(data)
         return [message]
 
     return change
@@ -40,8 +40,8 @@ def flipped() -> Tamper:
 
 def truncated() -> Tamper:
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
-        if message.HasField("kv_run"):
-            message.kv_run.data = message.kv_run.data[:-8]
+        if message.HasField("kv_chunk"):
+            message.kv_chunk.data = message.kv_chunk.data[:-8]
         return [message]
 
     return change
@@ -52,7 +52,7 @@ def lost() -> Tamper:
     seen: list[int] = []
 
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
-        if message.HasField("kv_run"):
+        if message.HasField("kv_chunk"):
             seen.append(1)
             return [] if len(seen) == 1 else [message]
         return [message]
@@ -64,11 +64,11 @@ def swapped() -> Tamper:
     """Two blocks of one run change places, bytes and sums alike."""
 
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
-        if message.HasField("kv_run") and len(message.kv_run.block_sums) > 1:
-            run = message.kv_run
-            size = len(run.data) // len(run.block_sums)
+        if message.HasField("kv_chunk") and len(message.kv_chunk.block_checksums) > 1:
+            run = message.kv_chunk
+            size = len(run.data) // len(run.block_checksums)
             run.data = run.data[size : 2 * size] + run.data[:size] + run.data[2 * size :]
-            run.block_sums[0], run.block_sums[1] = run.block_sums[1], run.block_sums[0]
+            run.block_checksums[0], run.block_checksums[1] = run.block_checksums[1], run.block_checksums[0]
         return [message]
 
     return change
@@ -79,7 +79,7 @@ def of_another() -> Tamper:
     stale: list[wire.FetchResponse] = []
 
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
-        if message.HasField("kv_run"):
+        if message.HasField("kv_chunk"):
             stale.append(message)
             return [stale[0]]
         return [message]
@@ -91,10 +91,10 @@ def resealed() -> Tamper:
     """The seal speaks of another token."""
 
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
-        if message.HasField("seal"):
-            tokens = bytearray(message.seal.outputs[0].tokens)
+        if message.HasField("commit"):
+            tokens = bytearray(message.commit.outputs[0].tokens)
             tokens[0] ^= 1
-            message.seal.outputs[0].tokens = bytes(tokens)
+            message.commit.outputs[0].tokens = bytes(tokens)
         return [message]
 
     return change
@@ -102,7 +102,7 @@ def resealed() -> Tamper:
 
 def cut() -> Tamper:
     """It ends without a seal."""
-    return lambda message: [] if message.HasField("seal") else [message]
+    return lambda message: [] if message.HasField("commit") else [message]
 
 
 KINDS = [flipped, truncated, lost, swapped, of_another, resealed, cut]

@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.request import SamplingParams
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceServiceStub
-from router.validation import UNIMPLEMENTED_FIELDS
-from runtime.errors import Unimplemented, from_call
-from tests.e2e.asking import TOKENIZER, Answer, alone, ask, asked, open_stub
+from decant.engine.request import SamplingParams
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.router.api.validation import UNIMPLEMENTED_FIELDS
+from decant.runtime.errors import Unimplemented, from_call
 from tests.e2e.checkpoints import small_with
+from tests.e2e.client_checks import TOKENIZER, Answer, alone, ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, Deployment, deployment
 
 pytestmark = pytest.mark.slow

@@ -13,14 +13,14 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from runtime.errors import InvalidArgument, NotFound, QueueFull, ServiceError, Unavailable, from_call
-from runtime.fault import PUSHBACK_KEY, Reason
-from state.private_redis import PrivateRedis
-from state.store import Store
+from decant.protos import inference_pb2 as pb
+from decant.runtime.error_details import PUSHBACK_KEY, Reason
+from decant.runtime.errors import InvalidArgument, NotFound, QueueFull, ServiceError, Unavailable, from_call
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
 from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
-from tests.router.core import PATIENCE, until
 from tests.router.fake_worker import answer
+from tests.router.harness import PATIENCE, until
 from tests.state.conftest import bare, server, store
 
 __all__ = ["bare", "server", "store"]

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.asking import asked, joined, open_stub
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.client_checks import asked, decode_started, open_stub
 from tests.e2e.deployment import PATIENCE_S, Deployment, Worker, deployment
 
 PROMPT = "def total(values):\n    result = 0\n" * 12
@@ -32,7 +32,7 @@ async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) 
                 killed.process.kill()
                 running.workers.remove(killed)
     assert (killed is not None) == (running is not None)
-    answer = joined(messages)
+    answer = decode_started(messages)
     assert answer.receipt.attempts == (1 if running is None else 2)
     return answer.ids
 

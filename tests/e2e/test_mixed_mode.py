@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.asking import TOKENIZER, ask, asked, generated, open_stub
+from tests.e2e.client_checks import TOKENIZER, ask, asked, generated, open_stub
 from tests.e2e.deployment import Deployment, deployment
 
 pytestmark = pytest.mark.slow

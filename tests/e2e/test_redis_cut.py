@@ -10,24 +10,24 @@ from functools import partial
 
 import redis as sync_redis
 
-from protos import worker_pb2 as wire
-from protos.state_pb2 import RouterRegistration
-from router.registration import Membership
-from router.takeover import Takeover
-from state.keys import Lifetimes
-from state.names import Life
-from state.private_redis import PrivateRedis
-from state.store import Store
-from tests.router.core import PATIENCE, Core, core, ended, tokens_of, written
-from tests.router.test_moving import asked, registered
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import RouterRegistration
+from decant.router.recovery.registration import RouterRegistrar
+from decant.router.recovery.takeover import OrphanRecovery
+from decant.state.ids import Incarnation
+from decant.state.keys import Ttls
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.router.harness import PATIENCE, Core, core, ended, tokens_of, written
+from tests.router.test_migration import asked, registered
 from tests.state.conftest import bare, server
-from tests.state.scenes import make_store
-from tests.worker.decode_scene import eventually
-from tests.worker.scene import Place, alone, worker
+from tests.state.factories import make_store
+from tests.worker.decode_harness import eventually
+from tests.worker.harness import Place, alone, worker
 
 __all__ = ["bare", "server"]
 
-LIFETIMES = Lifetimes(registration_s=0.6, refill_s=0.0)
+LIFETIMES = Ttls(registration_s=0.6, refill_s=0.0)
 STREAMS = 4
 """Of each router."""
 WANTED = 40
@@ -82,8 +82,10 @@ async def member(store: Store, id: str) -> AsyncIterator[Core]:
     """A router that is registered and takes over what others leave."""
     async with core(store, [], id=id) as scene:
         peer = scene.router.peer
-        membership = Membership(store, RouterRegistration(peer=peer), scene.router.flusher.rewrite, lambda: None)
-        takeover = Takeover(store, scene.dispatcher, Life.of(peer), scene.router.pool.is_connected, LIFETIMES)
+        membership = RouterRegistrar(store, RouterRegistration(peer=peer), scene.router.flusher.rewrite, lambda: None)
+        takeover = OrphanRecovery(
+            store, scene.dispatcher, Incarnation.of(peer), scene.router.pool.is_connected, LIFETIMES
+        )
         membership.start(LIFETIMES.renew_every_s)
         takeover.start()
         try:
@@ -100,7 +102,7 @@ async def stepping(place: Place) -> None:
         await asyncio.sleep(0.2)
 
 
-async def registered_are(store: Store, lives: list[Life], expected: bool) -> bool:
+async def registered_are(store: Store, lives: list[Incarnation], expected: bool) -> bool:
     return all([await store.routers.alive(life) is expected for life in lives])
 
 
@@ -122,10 +124,10 @@ async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_reg
         begun = []
         for number, scene in enumerate(routers * STREAMS):
             request = asked(number, wanted=WANTED)
-            begun.append((await scene.dispatcher.begin(request), alone(request.work)))
+            begun.append((await scene.dispatcher.begin(request), alone(request.engine_request)))
         for course, _ in begun:
             await written(course, 2)
-        lives = [Life.of(scene.router.peer) for scene in routers]
+        lives = [Incarnation.of(scene.router.peer) for scene in routers]
         async with asyncio.timeout(PATIENCE):
             line.cut()
             await eventually(partial(registered_are, direct, lives[1:], False))

@@ -14,15 +14,15 @@ import psutil
 import pytest
 import redis as sync_redis
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceServiceStub
-from runtime.errors import Aborted, Cancelled, ServiceError, Unavailable, from_call
-from runtime.fault import Reason
-from state import keys
-from state.names import RequestKey
-from state.private_redis import PrivateRedis
-from tests.e2e.asking import Answer, ask, asked, open_stub
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, Cancelled, ServiceError, Unavailable, from_call
+from decant.state import keys
+from decant.state.ids import RequestKey
+from decant.state.private_redis import PrivateRedis
 from tests.e2e.checkpoints import small_with
+from tests.e2e.client_checks import Answer, ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.state.ports import free_port
 
@@ -92,7 +92,7 @@ async def failed(call: Any) -> ServiceError:
     raise AssertionError("it ended well")
 
 
-def joined(*streams: list[pb.GenerateStreamResponse]) -> tuple[str, list[int]]:
+def decode_started(*streams: list[pb.GenerateStreamResponse]) -> tuple[str, list[int]]:
     messages = [message for stream in streams for message in stream]
     ids = [id for message in messages for id in message.delta.token_ids]
     return "".join(message.delta.text for message in messages), ids
@@ -107,7 +107,7 @@ async def test_a_stream_goes_on_at_the_other_router(two: Two) -> None:
         pb.ResumeStreamRequest(request_id=asking.request_id, after_seq=begun[-1].seq), timeout=PATIENCE_S
     )
     ended = await rest(again)
-    assert joined(begun, ended) == (whole.text, whole.ids)
+    assert decode_started(begun, ended) == (whole.text, whole.ids)
     assert ended[-1].usage.completion_tokens == TOKENS
     error = await failed(call)
     assert (type(error), error.reason) == (Aborted, Reason.SUPERSEDED)
@@ -142,7 +142,7 @@ async def test_wherever_a_stream_is_cut_both_parts_are_the_whole(
         check_beginning(told.result, whole)
         again = await rest(two.other.ResumeStream(resumed(asking, begun[-1].seq), timeout=PATIENCE_S))
         assert again[0].started.prompt_logprobs == whole.started.prompt_logprobs
-        parts = joined(begun, again)
+        parts = decode_started(begun, again)
         assert parts == (whole.text, whole.ids)
         assert [one for message in begun + again for one in message.delta.logprobs] == whole.logprobs
         for stub in (two.one, two.other):
@@ -218,7 +218,7 @@ async def test_a_router_that_dies_takes_no_answer_with_it() -> None:
             running.routers[0].kill()
             resume = pb.ResumeStreamRequest(request_id=asking.request_id, after_seq=begun[-1].seq)
             ended = await rest(other.ResumeStream(resume, timeout=PATIENCE_S))
-            assert joined(begun, ended) == (whole.text, whole.ids)
+            assert decode_started(begun, ended) == (whole.text, whole.ids)
         await asyncio.to_thread(running.settled)
 
 
@@ -240,7 +240,7 @@ async def test_detached_requests_of_a_router_that_dies_are_finished_by_the_other
             for asking, begun in cut:
                 await asyncio.to_thread(running.routers[1].until, "request adopted", request_id=asking.request_id)
                 ended = await rest(other.ResumeStream(resumed(asking, begun[-1].seq), timeout=PATIENCE_S))
-                assert joined(begun, ended) == (whole.text, whole.ids)
+                assert decode_started(begun, ended) == (whole.text, whole.ids)
         await asyncio.to_thread(running.settled)
 
 
@@ -272,7 +272,7 @@ async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> Non
             seq = begun[-1].seq
             assert (await other.GetGeneration(named)).last_seq < seq, "the journal has it all: nothing is tried here"
             ended = await rest(other.ResumeStream(resumed(asking, seq), timeout=PATIENCE_S))
-            assert joined(begun, ended) == (whole.text, whole.ids)
+            assert decode_started(begun, ended) == (whole.text, whole.ids)
 
 
 async def test_streams_outlive_a_redis_that_comes_back_empty(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ async def test_streams_outlive_a_redis_that_comes_back_empty(tmp_path: Path) -> 
             redis.start()
             await asyncio.to_thread(running.routers[0].until, "the state store is back")
             ended = await taken_over(other, resumed(asking, begun[-1].seq))
-            text, ids = joined(begun, ended)
+            text, ids = decode_started(begun, ended)
             assert (text[: len(whole.text)], ids[:TOKENS]) == (whole.text, whole.ids)
             assert len(ids) == LONG, "nothing is missing, nothing twice"
             assert (await failed(call)).reason is Reason.SUPERSEDED

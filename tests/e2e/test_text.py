@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine.request import SamplingParams
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.asking import TOKENIZER, Answer, alone, ask, asked, generated, open_stub
+from decant.engine.request import SamplingParams
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.client_checks import TOKENIZER, Answer, alone, ask, asked, generated, open_stub
 from tests.e2e.deployment import Deployment, deployment
 
 pytestmark = pytest.mark.slow

@@ -9,10 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceServiceStub
-from runtime.errors import InvalidArgument, NotFound, Unimplemented, from_call
-from tests.e2e.asking import asked
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.runtime.errors import InvalidArgument, NotFound, Unimplemented, from_call
+from tests.e2e.client_checks import asked
 from tests.e2e.deployment import PATIENCE_S, Deployment
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import pytest
 
-from engine.plan import Device
-from tests.engine.scenes import BLOCK, VOCABULARY, WINDOW, make_device
+from decant.engine.plan import Device
+from tests.engine.factories import BLOCK, VOCABULARY, WINDOW, make_device
 
 
 class MakeDevice(Protocol):
@@ -48,9 +48,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_real(tiny_llama: Path) -> MakeDevice:
     """Devices over one loaded model; the store is new each time."""
-    from engine.kv_store import KvStore
-    from engine.model import ModelConfig, load
-    from engine.runner import ModelRunner
+    from decant.engine.model.kv_store import KvStore
+    from decant.engine.model.model import ModelConfig, load
+    from decant.engine.model.runner import ModelRunner
 
     loaded = load(ModelConfig(str(tiny_llama), dtype="float32", kv_bytes=1 << 20, block_size=BLOCK))
 

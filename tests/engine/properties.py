@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from engine.blocks import BlockHash
-from engine.engine import Engine
-from engine.fake import FakeDevice, slot_bytes
-from engine.plan import StepPlan
-from engine.request import FinishReason, Request
-from engine.sequence import Sequence as EngineSequence
-from engine.sequence import Timeline
-from engine.transfer import default_checksum, sum_block
-from tests.engine.scenes import Heard
+from decant.engine.blocks import BlockHash
+from decant.engine.engine import Engine
+from decant.engine.fake import FakeDevice, slot_bytes
+from decant.engine.plan import StepPlan
+from decant.engine.request import FinishReason, Request
+from decant.engine.sequence import Sequence as EngineSequence
+from decant.engine.sequence import Timeline
+from decant.engine.transfer import block_checksum, default_checksum
+from tests.engine.factories import Heard
 
 
 def live(engine: Engine) -> Mapping[str, EngineSequence]:
@@ -162,8 +162,8 @@ def leases_keep_their_bytes(engine: Engine) -> None:
     """What an export offered can still be read, unchanged."""
     for export in engine._exports.values():
         for run in export.runs:
-            total = sum_block(default_checksum, run.index, export.read(run.index))
-            assert total == run.sum, f"block {run.index} of the export of {export.id} changed under its lease"
+            total = block_checksum(default_checksum, run.index, export.read(run.index))
+            assert total == run.checksum, f"block {run.index} of the export of {export.id} changed under its lease"
 
 
 def nothing_is_held(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model import ModelConfig, ModelDevice, load
+from decant.engine.model.model import ModelConfig, ModelDevice, load
 
 
 def serve(model: Path | str, **options: Any) -> ModelDevice:

@@ -11,12 +11,15 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from engine import linears, model_types, products, weight_files
-from engine.attention import NAME, views
-from engine.attention.views import Kind, View
-from engine.engine import Engine
-from engine.errors import InvalidConfig, ModelRefused
-from engine.scheduler import Limits
+from decant.engine.checkpoint import model_types, weight_files
+from decant.engine.cpu import gemm as products
+from decant.engine.cpu import linear as linears
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidConfig, ModelRefused
+from decant.engine.model.attention import NAME
+from decant.engine.model.attention import masks as views
+from decant.engine.model.attention.masks import AttentionWindow, Kind
+from decant.engine.scheduler import Limits
 from tests.engine import tiny
 from tests.engine.served import serve
 
@@ -144,7 +147,7 @@ def test_attention_that_is_a_hundredth_too_sharp_is_refused_in_any_dtype(kind, d
 def test_a_window_one_token_too_narrow_is_refused_in_any_dtype(dtype, tmp_path, monkeypatch):
     folder = tiny.save(tiny.config("mistral", sliding_window=12), tmp_path)
     assert serve(folder, dtype=dtype).verdict.exact
-    monkeypatch.setattr(views, "fit", lambda *_: View(Kind.SLIDING, 11))
+    monkeypatch.setattr(views, "fit", lambda *_: AttentionWindow(Kind.SLIDING, 11))
     with pytest.raises(ModelRefused, match="its logits differ from transformers' own"):
         serve(folder, dtype=dtype)
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-import models
-from bench import shapes
-from engine.engine import Engine
-from engine.flat import FlatRows, Ints
-from engine.kv_store import KvStore
-from engine.linears import PackedLinear
-from engine.model import ModelConfig, ModelDevice, load
-from engine.native import KERNELS
-from engine.plan import Row
-from engine.request import Request, SamplingParams, StopParams
-from engine.runner import ModelRunner
-from engine.scheduler import Limits
+from bench import model_shapes as shapes
+from decant import models
+from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.linear import PackedLinear
+from decant.engine.engine import Engine
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.model.runner import ModelRunner
+from decant.engine.model.step_batch import FlatBatch, Ints
+from decant.engine.plan import Row
+from decant.engine.request import Request, SamplingParams, StopParams
+from decant.engine.scheduler import Limits
 
 pytestmark = pytest.mark.slow
 
@@ -83,9 +83,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[ModelDevice]:
     path = str(models.path()) if shape == "committed" else request.getfixturevalue(shape)
     with pytest.MonkeyPatch.context() as patch:
         if kernels == "torch":
-            patch.setattr("engine.attention.choice.KERNELS", None)
-            patch.setattr("engine.products._PANELS", None)
-            patch.setattr("engine.small.KERNELS", None)
+            patch.setattr("decant.engine.model.attention.choice.KERNELS", None)
+            patch.setattr("decant.engine.cpu.gemm._PANELS", None)
+            patch.setattr("decant.engine.cpu.fused_ops.KERNELS", None)
         yield load(ModelConfig(path, dtype=dtype, kv_bytes=8 << 20))
 
 
@@ -198,7 +198,7 @@ class Tap(ModelRunner):
         self.__dict__.update(device.runner.__dict__)
         self.seen: dict[tuple[str, int], torch.Tensor] = {}
 
-    def forward(self, flat: FlatRows, keep: Ints) -> torch.Tensor:
+    def forward(self, flat: FlatBatch, keep: Ints) -> torch.Tensor:
         logits = super().forward(flat, keep)
         known_as = [(row.request.id, position) for row in flat.rows for position in range(row.start, row.end)]
         for place, line in zip(keep.tolist(), logits, strict=True):
@@ -309,11 +309,11 @@ def hand_over(giver: Engine, taker: Engine, request: Request) -> None:
     while not giver.load().parked:
         giver.step()
         for block in export.runs[sent:]:
-            arrival.write(block.index, bytes(export.read(block.index)), block.sum)
+            arrival.write(block.index, bytes(export.read(block.index)), block.checksum)
         sent = len(export.runs)
     seal = giver.seal(request.id)
     for block in export.runs[sent:]:
-        arrival.write(block.index, bytes(export.read(block.index)), block.sum)
+        arrival.write(block.index, bytes(export.read(block.index)), block.checksum)
     taker.join(arrival, seal)
     giver.release(request.id)
     giver.check_integrity()

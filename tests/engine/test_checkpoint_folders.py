@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.errors import ModelRefused
+from decant.engine.errors import ModelRefused
 from tests.engine import tiny
 from tests.engine.served import edit, rewrite, serve
 

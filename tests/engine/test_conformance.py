@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.engine import Engine
-from engine.errors import InvalidConfig, InvalidRequest
-from engine.request import FinishReason, Request, SamplingParams, StopParams
-from engine.scheduler import Limits
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidConfig, InvalidRequest
+from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
+from decant.engine.scheduler import Limits
 from tests.engine.conftest import MakeDevice
-from tests.engine.properties import instants_are_in_order, nothing_is_held, told_as_alone
-from tests.engine.scenes import (
+from tests.engine.factories import (
     VOCABULARY,
     WINDOW,
     Heard,
@@ -27,6 +26,7 @@ from tests.engine.scenes import (
     run,
     step_until,
 )
+from tests.engine.properties import instants_are_in_order, nothing_is_held, told_as_alone
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7)
 SCENE = (

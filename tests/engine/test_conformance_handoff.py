@@ -8,15 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.engine import Engine
-from engine.errors import InvalidRequest, NoRoom, TransferRejected, UnknownSequence
-from engine.output import Filled
-from engine.plan import Device
-from engine.request import FinishReason, Request, SamplingParams, StopParams
-from engine.transfer import Arrival, Seal, default_checksum, sum_block, sum_seal
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidRequest, OutOfBlocks, TransferRejected, UnknownSequence
+from decant.engine.output import BlockFilled
+from decant.engine.plan import Device
+from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
+from decant.engine.transfer import IncomingSequence, TransferCommit, block_checksum, default_checksum, transfer_checksum
 from tests.engine.conftest import MakeDevice
-from tests.engine.properties import nothing_is_held, told_as_alone
-from tests.engine.scenes import (
+from tests.engine.factories import (
     Cargo,
     Ear,
     Heard,
@@ -29,6 +28,7 @@ from tests.engine.scenes import (
     step_until,
     unload,
 )
+from tests.engine.properties import nothing_is_held, told_as_alone
 
 MOVED = make_request("moved", 22, 12, sampling=SamplingParams(temperature=1.0, seed=3), park_after=2, logprobs=1)
 _EXPECTED: dict[str, Heard] = {}
@@ -76,18 +76,18 @@ def test_blocks_leave_while_the_prompt_is_still_computed(make: MakeDevice) -> No
     giver.add(MOVED)
     arrival = taker.reserve(replace(MOVED, park_after=None))
     export = giver.export("moved", arrival.have)
-    filled: list[Filled] = []
+    filled: list[BlockFilled] = []
     sent = [0]
     while not giver.load().parked:
         filled += ear.hear(giver.step()).filled
         sent.append(len(export.runs))
         for run_ in export.runs[sent[-2] : sent[-1]]:
-            arrival.write(run_.index, bytes(export.read(run_.index)), run_.sum)
+            arrival.write(run_.index, bytes(export.read(run_.index)), run_.checksum)
     assert sent[1:4] == [2, 4, 5], "a block is offered by the step that fills it"
     assert [told.block for told in filled] == [run_.index for run_ in export.runs]
     seal = giver.seal("moved")
     for run_ in export.runs[sent[-1] :]:
-        arrival.write(run_.index, bytes(export.read(run_.index)), run_.sum)
+        arrival.write(run_.index, bytes(export.read(run_.index)), run_.checksum)
     taker.join(arrival, seal)
     giver.release("moved")
     run(taker, ear=ear)
@@ -125,7 +125,7 @@ def test_a_sequence_is_drained_in_the_middle_of_its_text(make: MakeDevice) -> No
     seal = giver.seal("moved")
     arrival.extend(len(ear["moved"].text) + request.prompt_len)
     for run_ in export.runs:
-        arrival.write(run_.index, bytes(export.read(run_.index)), run_.sum)
+        arrival.write(run_.index, bytes(export.read(run_.index)), run_.checksum)
     taker.join(arrival, seal)
     giver.release("moved")
     run(taker, ear=ear)
@@ -161,11 +161,11 @@ def test_prompt_log_probabilities_are_told_once_across_a_handoff_and_a_preemptio
 def test_a_lease_keeps_the_bytes_of_a_sequence_that_has_ended(make: MakeDevice) -> None:
     giver, _ = parked_giver(make)
     export = giver.export("moved")
-    sums = [run_.sum for run_ in export.runs]
+    sums = [run_.checksum for run_ in export.runs]
     giver.cancel("moved")
     run(giver, make_request("after", prompt(80, 9), 2))
     assert export.ended
-    assert [sum_block(default_checksum, run_.index, export.read(run_.index)) for run_ in export.runs] == sums
+    assert [block_checksum(default_checksum, run_.index, export.read(run_.index)) for run_ in export.runs] == sums
     giver.release("moved")
     with pytest.raises(TransferRejected):
         export.read(0)
@@ -222,9 +222,9 @@ BROKEN: dict[str, tuple[str, Callable[[Cargo], Cargo]]] = {
     "all are missing": (r"blocks \[0, .* missing", lambda c: replace(c, runs=[])),
     "one is beyond the seal": (
         r"blocks \[\] missing, 7 here",
-        lambda c: replace(c, runs=[*c.runs, (6, c.runs[0][1], sum_block(default_checksum, 6, c.runs[0][1]))]),
+        lambda c: replace(c, runs=[*c.runs, (6, c.runs[0][1], block_checksum(default_checksum, 6, c.runs[0][1]))]),
     ),
-    "the seal's sum is flipped": ("agree with its sum", lambda c: _change(c, sum=c.seal.sum ^ 1)),
+    "the seal's sum is flipped": ("agree with its sum", lambda c: _change(c, checksum=c.seal.checksum ^ 1)),
     "the seal says fewer tokens": ("does not speak", lambda c: _change(c, computed=c.seal.computed - 1)),
     "the seal says more tokens": ("does not speak", lambda c: _change(c, computed=c.seal.computed + 1)),
     "the seal's text is changed": (
@@ -267,7 +267,7 @@ def test_a_block_that_is_here_already_is_not_written_over_and_none_goes_beyond_t
     data = cargo.runs[3][1]
     for index in (0, 1, 6):
         with pytest.raises(TransferRejected, match=f"no room for block {index}"):
-            arrival.write(index, data, sum_block(default_checksum, index, data))
+            arrival.write(index, data, block_checksum(default_checksum, index, data))
     arrival.abort()
     nothing_is_held(taker)
     told_as_alone(run(taker, replace(MOVED, park_after=None))["moved"], expected(make))
@@ -292,7 +292,7 @@ def test_the_same_block_may_come_again_and_no_other_in_its_place(make: MakeDevic
         arrival.write(*cargo.runs[0])
     other = _flip(cargo.runs[0][1])
     with pytest.raises(TransferRejected, match="again"):
-        arrival.write(0, other, sum_block(default_checksum, 0, other))
+        arrival.write(0, other, block_checksum(default_checksum, 0, other))
     arrival.abort()
     nothing_is_held(taker)
 
@@ -383,7 +383,7 @@ def test_no_room_reserves_nothing(make: MakeDevice) -> None:
     taker = engine_of(make, num_blocks=8)
     ear = run(taker, make_request("holder", prompt(16, 2), 8), steps=1)
     before = taker.load()
-    with pytest.raises(NoRoom) as full:
+    with pytest.raises(OutOfBlocks) as full:
         taker.reserve(MOVED)
     assert full.value.needed > full.value.available
     taker.check_integrity()
@@ -399,7 +399,7 @@ def test_room_is_reserved_for_no_more_than_may_run(make: MakeDevice) -> None:
     taker = engine_of(make, max_running=2)
     ear = run(taker, make_request("a", 5), steps=1)
     arrival = taker.reserve(MOVED)
-    with pytest.raises(NoRoom):
+    with pytest.raises(OutOfBlocks):
         taker.reserve(replace(MOVED, id="second"))
     arrival.abort()
     taker.reserve(replace(MOVED, id="second")).abort()
@@ -434,7 +434,7 @@ def test_an_arrival_that_is_let_go_frees_all_and_takes_nothing_more(make: MakeDe
 def test_an_arrival_that_has_joined_can_no_longer_touch_the_sequence(make: MakeDevice) -> None:
     giver, ear = parked_giver(make)
     cargo, taker = unload(giver, "moved"), engine_of(make)
-    arrival: Arrival = taker.reserve(replace(MOVED, park_after=None))
+    arrival: IncomingSequence = taker.reserve(replace(MOVED, park_after=None))
     for block in cargo.runs:
         arrival.write(*block)
     taker.join(arrival, cargo.seal)
@@ -516,6 +516,6 @@ def test_seams_that_do_not_fit_are_typed_errors(make: MakeDevice) -> None:
 
 
 def test_a_seal_speaks_of_its_blocks_its_text_and_its_length() -> None:
-    seal = Seal(3, (5,), sum_seal(default_checksum, 3, (5,), (7, 8)))
+    seal = TransferCommit(3, (5,), transfer_checksum(default_checksum, 3, (5,), (7, 8)))
     others = [(4, (5,), (7, 8)), (3, (6,), (7, 8)), (3, (5,), (8, 7)), (3, (5, 7), (8,)), (3, (), (5, 7, 8))]
-    assert seal.sum not in {sum_seal(default_checksum, *words) for words in others}
+    assert seal.checksum not in {transfer_checksum(default_checksum, *words) for words in others}

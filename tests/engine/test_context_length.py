@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from engine import rope
-from runtime.model_files import find
+from decant.engine.model import rope
+from decant.runtime.model_files import find
 
 ORIGINAL = "original_max_position_embeddings"
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.costs import NO_WORK, Costs, Forecast, Work, chunk
+from decant.engine.costs import NO_WORK, StepCostModel, StepTimePredictor, StepWork, chunk
 
 COSTS = st.builds(
-    Costs,
+    StepCostModel,
     fixed=st.floats(0, 0.1),
     token=st.floats(0, 0.1),
     logits=st.floats(0, 0.1),
@@ -18,7 +18,7 @@ COSTS = st.builds(
 ROUNDING = 1e-9
 
 
-def more(costs: Costs, work: Work) -> float:
+def more(costs: StepCostModel, work: StepWork) -> float:
     """Seconds that this work adds to a step that is run anyway."""
     return costs.seconds(work) - costs.fixed
 
@@ -26,7 +26,7 @@ def more(costs: Costs, work: Work) -> float:
 @settings(deadline=None)
 @given(COSTS, st.floats(0, 10), st.integers(0, 100_000), st.integers(1, 4096), st.booleans())
 def test_what_is_said_to_fit_fits_and_one_more_would_not(
-    costs: Costs, seconds: float, context: int, most: int, explained: bool
+    costs: StepCostModel, seconds: float, context: int, most: int, explained: bool
 ) -> None:
     fitting = costs.fitting(seconds, context, most, explained=explained)
     assert 0 <= fitting <= most
@@ -39,7 +39,7 @@ def test_what_is_said_to_fit_fits_and_one_more_would_not(
 @settings(deadline=None)
 @given(COSTS, st.floats(0, 10), st.integers(0, 10_000), st.integers(1, 10_000))
 def test_less_fits_behind_a_longer_context_and_clearly_less_behind_one_that_costs(
-    costs: Costs, seconds: float, context: int, further: int
+    costs: StepCostModel, seconds: float, context: int, further: int
 ) -> None:
     near, far = (costs.fitting(seconds, start, 4096) for start in (context, context + further))
     assert far <= near
@@ -59,33 +59,35 @@ def test_the_work_of_a_prompt_is_that_of_its_chunks(context: int, first: int, se
 
 
 def test_nothing_is_known_of_costs_of_nought() -> None:
-    assert Costs().fitting(0.25, 100_000, 512) == 512
+    assert StepCostModel().fitting(0.25, 100_000, 512) == 512
 
 
 # -- kept true --------------------------------------------------------------------------------------------------
 
-DECODES, PROMPT = Work(8, 8, 4_000), Work(248, 1, 36_000)
-SAID = Costs(0.03, 0.001, 0.001, 1e-7)
+DECODES, PROMPT = StepWork(8, 8, 4_000), StepWork(248, 1, 36_000)
+SAID = StepCostModel(0.03, 0.001, 0.001, 1e-7)
 
 
-def taken(truth: Costs, decodes: Work, prompts: Work) -> float:
+def taken(truth: StepCostModel, decodes: StepWork, prompts: StepWork) -> float:
     return truth.seconds(decodes.plus(prompts))
 
 
-def teach(forecast: Forecast, truth: Costs, times: int = 60) -> None:
+def teach(forecast: StepTimePredictor, truth: StepCostModel, times: int = 60) -> None:
     """Steps with prompts and steps without, in turn."""
     for _ in range(times):
         forecast.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
         forecast.note(DECODES, NO_WORK, truth.seconds(DECODES))
 
 
-def slower(times: float) -> Costs:
-    return Costs(SAID.fixed * times, SAID.token * times, SAID.logits * times, SAID.pair * times)
+def slower(times: float) -> StepCostModel:
+    return StepCostModel(SAID.fixed * times, SAID.token * times, SAID.logits * times, SAID.pair * times)
 
 
-@pytest.mark.parametrize("truth", [slower(0.25), slower(0.8), SAID, slower(1.3), slower(4), Costs(0.2, 3e-4, 0.01, 0)])
-def test_a_forecast_comes_to_what_steps_take_with_prompts_and_without(truth: Costs) -> None:
-    forecast = Forecast(SAID)
+@pytest.mark.parametrize(
+    "truth", [slower(0.25), slower(0.8), SAID, slower(1.3), slower(4), StepCostModel(0.2, 3e-4, 0.01, 0)]
+)
+def test_a_forecast_comes_to_what_steps_take_with_prompts_and_without(truth: StepCostModel) -> None:
+    forecast = StepTimePredictor(SAID)
     teach(forecast, truth, 150)
     assert forecast.seconds(DECODES, PROMPT) == pytest.approx(taken(truth, DECODES, PROMPT), rel=0.03)
     assert forecast.seconds(DECODES) == pytest.approx(truth.seconds(DECODES), rel=0.03)
@@ -93,14 +95,14 @@ def test_a_forecast_comes_to_what_steps_take_with_prompts_and_without(truth: Cos
 
 def test_steps_with_prompts_alone_tell_enough() -> None:
     """Though decodes were measured ten times too slow, and no step is without prompts."""
-    truth, forecast = SAID, Forecast(Costs(0.3, 0.001, 0.01, 1e-7))
+    truth, forecast = SAID, StepTimePredictor(StepCostModel(0.3, 0.001, 0.01, 1e-7))
     for _ in range(100):
         forecast.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
     assert forecast.seconds(DECODES, PROMPT) == pytest.approx(taken(truth, DECODES, PROMPT), rel=0.03)
 
 
 def test_a_machine_that_stood_still_is_forgotten_in_a_few_steps() -> None:
-    forecast = Forecast(SAID)
+    forecast = StepTimePredictor(SAID)
     usual = forecast.fitting(0.25, 1000, 4096)
     forecast.note(DECODES, PROMPT, 10.0)
     assert forecast.fitting(0.25, 1000, 4096) > 0.85 * usual
@@ -111,7 +113,7 @@ def test_a_machine_that_stood_still_is_forgotten_in_a_few_steps() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=100))
 def test_whatever_is_noted_steps_as_said_set_it_right(noted: list[tuple[float, bool]]) -> None:
-    forecast = Forecast(SAID)
+    forecast = StepTimePredictor(SAID)
     for seconds, alone in noted:
         forecast.note(DECODES, NO_WORK if alone else PROMPT, seconds)
     teach(forecast, SAID, len(noted) + 60)

@@ -17,21 +17,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import native
-from engine.attention import AttentionCall
-from engine.attention.native import NativeAttention
-from engine.attention.paged import PagedAttention
-from engine.attention.views import Kind, View
-from engine.flat import _compiled, _flattened
-from engine.kv_layout import KvLayout, LayerSpec
-from engine.kv_store import KvStore
-from engine.native import KERNELS
-from engine.plan import Row
-from engine.products import Panels
-from engine.request import Request
-from engine.sampler import highest, sample
-from engine.sampler_state import SamplerState
-from engine.small import RmsNorm
+from decant.engine.cpu import kernels as native
+from decant.engine.cpu.attention import NativeAttention
+from decant.engine.cpu.fused_ops import RmsNorm
+from decant.engine.cpu.gemm import PackedWeight
+from decant.engine.cpu.kernels import KERNELS
+from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.model.attention import AttentionCall
+from decant.engine.model.attention.masks import AttentionWindow, Kind
+from decant.engine.model.attention.paged import PagedAttention
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.sampler import highest, sample
+from decant.engine.model.step_batch import _compiled, _flattened
+from decant.engine.plan import Row
+from decant.engine.request import Request
+from decant.engine.sampler_state import SamplerState
 from tests.engine.test_sampler import MIXES
 from tests.engine.test_sampler import row as sampled_row
 
@@ -46,7 +46,7 @@ every_build = pytest.mark.parametrize("kernels", native.fitting())
 
 
 def build(name: str) -> ModuleType:
-    module: ModuleType = pytest.importorskip(f"engine.native.{name}")
+    module: ModuleType = pytest.importorskip(f"decant.engine.cpu.kernels.{name}")
     return module
 
 
@@ -77,7 +77,7 @@ def test_a_product_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     x = data.draw(tensors(*shape, dtypes=[weight.dtype] * 8 + ODD))
     bias = torch.randn(data.draw(st.one_of(st.just(outputs), SIZES))) if data.draw(st.booleans()) else None
     try:
-        found = Panels(build(kernels), weight, bias)(x)
+        found = PackedWeight(build(kernels), weight, bias)(x)
     except REFUSED:
         fits = outputs % 16 == 0 and x.dtype == weight.dtype in DTYPES and shape[1] == inner
         assert not fits or (bias is not None and len(bias) != outputs)
@@ -156,7 +156,9 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     query, key, value = part(kv_heads * group, count, key_dim), part(kv_heads, count, key_dim), None
     value = part(kv_heads, count, value_dim)
     sinks = part(kv_heads * group)[0] if draw(st.booleans()) else None
-    view = draw(st.sampled_from([View(), View(Kind.SLIDING, 3), View(Kind.CHUNKED, 4)]))
+    view = draw(
+        st.sampled_from([AttentionWindow(), AttentionWindow(Kind.SLIDING, 3), AttentionWindow(Kind.CHUNKED, 4)])
+    )
     call = AttentionCall(0, query, key, value, 0.3, draw(st.sampled_from([None, 2.0])), sinks, None)
     try:
         found = NativeAttention(build(kernels), store, [view], flat).attend(call)
@@ -241,26 +243,26 @@ def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> N
         from array import array
         import torch
         torch.set_num_threads(2)
-        import engine.sampler
-        from engine.attention import AttentionCall
-        from engine.attention.native import NativeAttention
-        from engine.attention.views import View
-        from engine.flat import flatten
-        from engine.kv_layout import KvLayout, LayerSpec
-        from engine.kv_store import KvStore
-        from engine.plan import Row
-        from engine.products import Panels
-        from engine.request import Request, SamplingParams
+        import decant.engine.model.sampler
+        from decant.engine.model.attention import AttentionCall
+        from decant.engine.cpu.attention import NativeAttention
+        from decant.engine.model.attention.masks import View
+        from decant.engine.model.step_batch import flatten
+        from decant.engine.kv_layout import KvLayout, LayerSpec
+        from decant.engine.model.kv_store import KvStore
+        from decant.engine.plan import Row
+        from decant.engine.cpu.gemm import Panels
+        from decant.engine.request import Request, SamplingParams
         import importlib
-        kernels = importlib.import_module("engine.native.{kernels}")
-        engine.sampler.KERNELS = kernels
+        kernels = importlib.import_module("decant.engine.cpu.kernels.{kernels}")
+        decant.engine.model.sampler.KERNELS = kernels
 
         def drawing(size):
             logits = torch.zeros(2, size, dtype=torch.bfloat16)
             one = Request("r", (0,), sampling=SamplingParams(temperature=1.0))
-            from engine.sampler_state import SamplerState
+            from decant.engine.sampler_state import SamplerState
             rows = [Row(one, [0], 0, 1, array("i"), True, SamplerState(one))] * 2
-            return lambda: engine.sampler.sample(rows, logits, frozenset())
+            return lambda: decant.engine.model.sampler.sample(rows, logits, frozenset())
 
         def attending(width):
             store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))

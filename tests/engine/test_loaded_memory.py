@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import shapes
-from engine.model import ModelConfig, load
+from bench import model_shapes as shapes
+from decant.engine.model.model import ModelConfig, load
 from tests.engine import tiny
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -28,7 +28,7 @@ MEASURE = """
 import json, sys, threading
 from pathlib import Path
 import torch
-from engine.model import ModelConfig, load
+from decant.engine.model.model import ModelConfig, load
 
 def held():
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())

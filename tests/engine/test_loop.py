@@ -11,17 +11,17 @@ from dataclasses import replace
 
 import pytest
 
-from engine.engine import Engine
-from engine.errors import EngineStopped, InvalidRequest, UnknownSequence
-from engine.fake import FakeDevice
-from engine.loop import EngineLoop
-from engine.output import Ended, StepOutput, Token
-from engine.pace import Pace
-from engine.plan import StepPlan, StepResult
-from engine.request import FinishReason, Request
-from engine.streams import Streams
+from decant.engine.engine import Engine
+from decant.engine.errors import EngineStopped, InvalidRequest, UnknownSequence
+from decant.engine.fake import FakeDevice
+from decant.engine.loop import EngineLoop
+from decant.engine.output import SequenceFinished, StepOutput, Token
+from decant.engine.pace import StepDurations
+from decant.engine.plan import StepPlan, StepResult
+from decant.engine.request import FinishReason, Request
+from tests.engine.factories import BLOCK, alone, make_engine, make_request, prompt
 from tests.engine.properties import nothing_is_held
-from tests.engine.scenes import BLOCK, alone, make_engine, make_request, prompt
+from tests.engine.streams import Streams
 
 STEP_SECONDS = 0.02
 
@@ -81,7 +81,7 @@ class Scene:
                 self._heard.clear()
                 await self._heard.wait()
 
-    async def until_ended(self, id: str) -> Ended:
+    async def until_ended(self, id: str) -> SequenceFinished:
         await self.until(lambda: any(ended.id == id for output in self.outputs for ended in output.ended))
         return next(ended for output in self.outputs for ended in output.ended if ended.id == id)
 
@@ -139,7 +139,7 @@ async def test_a_step_is_measured_against_the_longest_of_its_size() -> None:
 
 
 def test_a_size_without_a_step_is_taken_for_the_next_larger_one() -> None:
-    pace = Pace()
+    pace = StepDurations()
     assert pace.longest(1) == 0
     for tokens, seconds in ((512, 3.0), (1, 0.1), (600, 1.0), (1, 0.2)):
         pace.note(tokens, seconds)
@@ -428,8 +428,8 @@ async def test_what_did_not_run_for_a_caller_that_has_gone_never_runs() -> None:
 # -- streams ----------------------------------------------------------------------------------------------------
 
 
-async def collect(streams: Streams, request: Request) -> list[Token | Ended]:
-    return [event async for event in streams.generate(request) if isinstance(event, Token | Ended)]
+async def collect(streams: Streams, request: Request) -> list[Token | SequenceFinished]:
+    return [event async for event in streams.generate(request) if isinstance(event, Token | SequenceFinished)]
 
 
 async def test_each_stream_hears_its_own_and_its_end_last() -> None:
@@ -438,8 +438,8 @@ async def test_each_stream_hears_its_own_and_its_end_last() -> None:
         told = await asyncio.gather(*(collect(streams, request) for request in requests))
     for request, events in zip(requests, told, strict=True):
         assert [event.token for event in events if isinstance(event, Token)] == alone(request).text
-        assert isinstance(events[-1], Ended)
-        assert sum(isinstance(event, Ended) for event in events) == 1
+        assert isinstance(events[-1], SequenceFinished)
+        assert sum(isinstance(event, SequenceFinished) for event in events) == 1
 
 
 async def test_a_bad_request_fails_its_own_stream_alone() -> None:
@@ -465,7 +465,7 @@ async def test_leaving_a_stream_early_cancels_its_sequence() -> None:
         load = await streams.loop.call(lambda engine: engine.load())
         assert (load.running, load.held_blocks) == (0, 0)
         again = await collect(streams, make_request())
-        assert [event.reason for event in again if isinstance(event, Ended)] == [FinishReason.LENGTH]
+        assert [event.reason for event in again if isinstance(event, SequenceFinished)] == [FinishReason.LENGTH]
         assert len(again) == 9, "it hears nothing of the one before it"
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine import checkpoint
-from engine.checkpoint import choose_device
-from engine.engine import Engine
-from engine.errors import InvalidConfig
-from engine.request import Request, StopParams
-from engine.scheduler import Limits
+from decant.engine.checkpoint import checkpoint
+from decant.engine.checkpoint.checkpoint import choose_device
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidConfig
+from decant.engine.request import Request, StopParams
+from decant.engine.scheduler import Limits
 from tests.engine import tiny
 from tests.engine.served import edit, rewrite, serve
 

@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from engine import blocks, transfer
-from engine.blocks import BlockPool, Holding
-from engine.costs import Costs, Forecast
-from engine.engine import Engine
-from engine.fake import FakeDevice
-from engine.plan import Row, StepPlan
-from engine.scheduler import Limits, Scheduler, _Budget
-from engine.sequence import Sequence as EngineSequence
-from engine.transfer import Arrival, BlockRun, Export, Seal, sum_block
-from tests.engine import world
+from decant.engine import blocks, transfer
+from decant.engine.blocks import BlockPool, BlockTable
+from decant.engine.costs import StepCostModel, StepTimePredictor
+from decant.engine.engine import Engine
+from decant.engine.fake import FakeDevice
+from decant.engine.plan import Row, StepPlan
+from decant.engine.scheduler import Limits, Scheduler, _Budget
+from decant.engine.sequence import Sequence as EngineSequence
+from decant.engine.transfer import BlockRun, IncomingSequence, KvExport, TransferCommit, block_checksum
+from tests.engine import state_machine as world
+from tests.engine.factories import Cargo, Ear, alone, deliver, forged, make_engine, make_request, run, unload
 from tests.engine.properties import told_as_alone
-from tests.engine.scenes import Cargo, Ear, alone, deliver, forged, make_engine, make_request, run, unload
-from tests.engine.world import play
+from tests.engine.state_machine import play
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def first_failure() -> str:
 
 
 def leak_a_block(patch: Patch) -> None:
-    def give_back(pool: BlockPool, holding: Holding) -> None:
+    def give_back(pool: BlockPool, holding: BlockTable) -> None:
         if len(holding.blocks) > 2:
             holding.blocks.pop()
         original(pool, holding)
@@ -58,11 +58,11 @@ def leak_a_block(patch: Patch) -> None:
 
 def leak_a_holding(patch: Patch) -> None:
     """Its references are dropped nowhere: nobody calls release."""
-    patch.setattr(Holding, "release", lambda holding: None)
+    patch.setattr(BlockTable, "release", lambda holding: None)
 
 
 def free_a_block_twice(patch: Patch) -> None:
-    def give_back(pool: BlockPool, holding: Holding) -> None:
+    def give_back(pool: BlockPool, holding: BlockTable) -> None:
         original(pool, holding)
         if pool._free:
             pool._free.append(pool._free[-1])
@@ -109,13 +109,13 @@ def hash_without_the_parent(patch: Patch) -> None:
         return [original(b"", tokens[at : at + size], size)[0] for at in range(0, len(tokens) - size + 1, size)]
 
     original = blocks.hash_blocks
-    patch.setattr("engine.sequence.hash_blocks", hash_blocks)
+    patch.setattr("decant.engine.sequence.hash_blocks", hash_blocks)
 
 
 def mix_the_salts(patch: Patch) -> None:
     """What one tenant computed is found by another."""
     original = blocks.root_hash
-    patch.setattr("engine.sequence.root_hash", lambda salt: original(b""))
+    patch.setattr("decant.engine.sequence.root_hash", lambda salt: original(b""))
 
 
 # -- faults in the scheduler ------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def fill_by_time_alone(patch: Patch) -> None:
 
     def spend(budget: _Budget, sequence: EngineSequence) -> Row:
         limits = budget._limits
-        if budget._forecast.costs != Costs():
+        if budget._forecast.costs != StepCostModel():
             budget._limits = replace(limits, token_budget=10**6)
         row = original(budget, sequence)
         budget._limits = limits
@@ -197,7 +197,7 @@ def give_a_sequence_two_rows(patch: Patch) -> None:
 
 
 def run_one_too_many(patch: Patch) -> None:
-    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits, forecast: Forecast) -> None:
+    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits, forecast: StepTimePredictor) -> None:
         most = limits.max_running + 1
         limits = replace(limits, max_running=most, token_budget=max(most, limits.token_budget))
         original(scheduler, pool, limits, forecast)
@@ -311,7 +311,7 @@ def draw_by_the_step(patch: Patch) -> None:
         return next(numbers)
 
     numbers: Iterator[float] = ((n * 0.37 + 0.11) % 1 for n in range(10**9))
-    patch.setattr("engine.fake.uniform", uniform)
+    patch.setattr("decant.engine.fake.uniform", uniform)
 
 
 # -- faults in a handoff ----------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def draw_by_the_step(patch: Patch) -> None:
 def swap_two_blocks(patch: Patch) -> None:
     """Everything agrees, and two blocks stand in each other's place."""
 
-    def accept(arrival: Arrival, seal: Seal) -> EngineSequence:
+    def accept(arrival: IncomingSequence, seal: TransferCommit) -> EngineSequence:
         came, store = sorted(arrival._sums), arrival._store
         if len(came) > 1 and arrival.sequence.holding:
             one, other = (arrival.sequence.holding.blocks[index] for index in came[:2])
@@ -329,38 +329,38 @@ def swap_two_blocks(patch: Patch) -> None:
             store.write(other, data)
         return original(arrival, seal)
 
-    original = Arrival.accept
-    patch.setattr(Arrival, "accept", accept)
+    original = IncomingSequence.accept
+    patch.setattr(IncomingSequence, "accept", accept)
 
 
 def accept_what_is_missing(patch: Patch) -> None:
     """A block is dropped on the way, and nobody counts."""
 
-    def write(arrival: Arrival, index: int, data: bytes, total: int) -> None:
+    def write(arrival: IncomingSequence, index: int, data: bytes, total: int) -> None:
         if index == arrival.have + 1:
             arrival._sums[index] = total
         else:
             original(arrival, index, data, total)
 
-    original: Callable[..., None] = Arrival.write
-    patch.setattr(Arrival, "write", write)
+    original: Callable[..., None] = IncomingSequence.write
+    patch.setattr(IncomingSequence, "write", write)
 
 
 def flip_a_byte_and_forge_the_sum(patch: Patch) -> None:
-    def write(arrival: Arrival, index: int, data: bytes, total: int) -> None:
+    def write(arrival: IncomingSequence, index: int, data: bytes, total: int) -> None:
         changed = bytes([data[0] ^ 1]) + data[1:]
-        patch.setattr(transfer, "sum_block", lambda *_: total)
+        patch.setattr(transfer, "block_checksum", lambda *_: total)
         original(arrival, index, changed, total)
-        patch.setattr(transfer, "sum_block", sum_block)
+        patch.setattr(transfer, "block_checksum", block_checksum)
 
-    original: Callable[..., None] = Arrival.write
-    patch.setattr(Arrival, "write", write)
+    original: Callable[..., None] = IncomingSequence.write
+    patch.setattr(IncomingSequence, "write", write)
 
 
 def end_a_lease_early(patch: Patch) -> None:
     """The blocks go with their sequence, and the export reads what comes after it."""
 
-    def offer(export: Export, sequence: EngineSequence, index: int, checksum: transfer.Checksum) -> BlockRun:
+    def offer(export: KvExport, sequence: EngineSequence, index: int, checksum: transfer.Checksum) -> BlockRun:
         told = original(export, sequence, index, checksum)
         holding = export._holding
         if len(holding.blocks) > 1:
@@ -370,8 +370,8 @@ def end_a_lease_early(patch: Patch) -> None:
             holding.blocks.append(last)
         return told
 
-    original = Export.offer
-    patch.setattr(Export, "offer", offer)
+    original = KvExport.offer
+    patch.setattr(KvExport, "offer", offer)
 
 
 def run_on_at_both_ends(patch: Patch) -> None:

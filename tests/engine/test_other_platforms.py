@@ -11,19 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import native, products
-from engine.products import OneDnn, SingleRows
+from decant.engine.cpu import gemm as products
+from decant.engine.cpu import kernels as native
+from decant.engine.cpu.gemm import OneDnn, SingleRows
 
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import torch
 torch.backends.mkldnn.is_available = lambda: False
-import models
+from decant import models
 from engine import native, products
-from engine.engine import Engine
-from engine.model import ModelConfig, load
-from engine.request import Request, StopParams
+from decant.engine.engine import Engine
+from decant.engine.model.model import ModelConfig, load
+from decant.engine.request import Request, StopParams
 products.OneDnn = None
 
 assert native.KERNELS is None

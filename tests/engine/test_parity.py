@@ -12,16 +12,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine import checkpoint, rope
-from engine.attention.views import Kind
-from engine.engine import Engine
-from engine.errors import InvalidConfig
-from engine.kv_store import KvStore
-from engine.model import ModelConfig, ModelDevice, load
-from engine.probe import learn
-from engine.request import FinishReason, Request, StopParams
-from engine.runner import ModelRunner
-from engine.scheduler import Limits
+from decant.engine.checkpoint import checkpoint
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidConfig
+from decant.engine.model import rope
+from decant.engine.model.attention.masks import Kind
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.model.probe import learn
+from decant.engine.model.runner import ModelRunner
+from decant.engine.request import FinishReason, Request, StopParams
+from decant.engine.scheduler import Limits
 from tests.engine import tiny
 
 pytestmark = pytest.mark.slow
@@ -144,7 +145,7 @@ def test_any_chunking_writes_what_generate_writes(name, budget, subjects, tally)
 def test_the_models_own_layers_and_plain_products_write_what_generate_writes(name, subjects, tally, monkeypatch):
     """What runs on CUDA: nothing packed, nothing compiled by us, attention in torch's operations."""
     subject = subjects(name)
-    monkeypatch.setattr("engine.attention.choice.KERNELS", None)
+    monkeypatch.setattr("decant.engine.model.attention.choice.KERNELS", None)
     source, layout = checkpoint.open(str(subject.folder)), subject.device.store.layout
     model = source.read(torch.float32, torch.device("cpu"))
     rope.freeze(model, subject.device.window)

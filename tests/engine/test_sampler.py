@@ -13,18 +13,18 @@ import pytest
 import torch
 from scipy import stats
 
-import engine.sampler
-from engine.blocks import hash_blocks, root_hash
-from engine.draw import uniform
-from engine.engine import Engine
-from engine.model import ModelConfig, ModelDevice, load
-from engine.native import KERNELS
-from engine.output import Ended, PromptLogprobs, Token
-from engine.plan import Row
-from engine.request import FinishReason, Request, SamplingParams, StopParams
-from engine.sampler import AT_ONCE, PIECE, highest, sample, token_logprobs
-from engine.sampler_state import SamplerState
-from engine.scheduler import Limits
+import decant.engine.model.sampler as sampler_module
+from decant.engine.blocks import hash_blocks, root_hash
+from decant.engine.cpu.kernels import KERNELS
+from decant.engine.draw import uniform
+from decant.engine.engine import Engine
+from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.model.sampler import AT_ONCE, PIECE, highest, sample, token_logprobs
+from decant.engine.output import PromptLogprobs, SequenceFinished, Token
+from decant.engine.plan import Row
+from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
+from decant.engine.sampler_state import SamplerState
+from decant.engine.scheduler import Limits
 from tests.engine import tiny
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ RANDOM = {name: mix for name, mix in MIXES.items() if mix.get("temperature") != 
 def whoever_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled where there is a compiler, and in tensor operations."""
     if request.param == "torch":
-        monkeypatch.setattr(engine.sampler, "KERNELS", None)
+        monkeypatch.setattr(sampler_module, "KERNELS", None)
     elif KERNELS is None:
         pytest.skip("this CPU has no AVX2, or no compiler was here")
 
@@ -202,7 +202,7 @@ def test_a_draw_is_the_inverse_of_the_exact_cumulative_distribution(name, monkey
         logits = logits_of(seed)
         cumulative = np.cumsum(exact(row(MIXES[name]), logits[0]))
         wanted = np.searchsorted(cumulative, numbers, side="right")
-        monkeypatch.setattr(engine.sampler, "uniform", lambda seed, *_: numbers[seed])
+        monkeypatch.setattr(sampler_module, "uniform", lambda seed, *_: numbers[seed])
         got = sample([row(MIXES[name], seed=at) for at in range(len(numbers))], logits.expand(len(numbers), -1), EOS)
         clear = np.abs(cumulative[:, None] - numbers).min(0) > 1e-5
         assert clear.mean() > 0.9
@@ -221,7 +221,7 @@ def test_a_draw_from_a_large_vocabulary_is_that_inverse_too(vocabulary, name, mo
     shares = exact(row(mix), logits[0])
     cumulative = np.cumsum(shares)
     numbers = np.linspace(0.00005, 0.99995, 500)
-    monkeypatch.setattr(engine.sampler, "uniform", lambda seed, *_: numbers[seed])
+    monkeypatch.setattr(sampler_module, "uniform", lambda seed, *_: numbers[seed])
     rows = [row(mix, seed=at) for at in range(len(numbers))]
     got = np.array(sample(rows, logits.expand(len(rows), -1), EOS))
     assert shares[got].all()
@@ -324,7 +324,7 @@ def test_a_position_counts_the_output_alone(monkeypatch):
         asked.append(where)
         return 0.5
 
-    monkeypatch.setattr(engine.sampler, "uniform", number)
+    monkeypatch.setattr(sampler_module, "uniform", number)
     sample([row({}, seed=6, output_index=2), row({}, seed=7, output=())], logits_of(0, 2), EOS)
     assert asked == [(6, 2, len(OUTPUT)), (7, 0, 0)]
 
@@ -497,7 +497,7 @@ def test_logits_that_are_not_finite_fail_their_own_sequence_and_no_other(folder)
     engine = engine_on(device, 32)
     for _ in range(3):  # again on blocks that carried what is not a number
         told = events(engine, mixed)
-        ended = {event.id: event for event in told if isinstance(event, Ended)}
+        ended = {event.id: event for event in told if isinstance(event, SequenceFinished)}
         assert {id for id, event in ended.items() if event.reason is FinishReason.FAILED} == set(bad)
         assert all("not finite" in ended[id].detail for id in bad)
         for id in prompts:

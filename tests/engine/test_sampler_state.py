@@ -14,13 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.engine import Engine
-from engine.model import ModelConfig, ModelDevice, load
-from engine.plan import Row
-from engine.request import Request, SamplingParams, StopParams
-from engine.sampler import sample
-from engine.sampler_state import SamplerState, TokenCounts
-from engine.scheduler import Limits
+from decant.engine.engine import Engine
+from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.model.sampler import sample
+from decant.engine.plan import Row
+from decant.engine.request import Request, SamplingParams, StopParams
+from decant.engine.sampler_state import SamplerState, TokenCounts
+from decant.engine.scheduler import Limits
 from tests.engine import test_bits, tiny
 
 PENALTIES = SamplingParams(

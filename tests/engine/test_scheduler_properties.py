@@ -18,15 +18,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.blocks import BlockPool, Holding
-from engine.costs import Costs
-from engine.engine import Engine
-from engine.errors import NoRoom
-from engine.policy import STEPS_PER_PRIORITY
-from engine.request import FinishReason
+from decant.engine.blocks import BlockPool, BlockTable
+from decant.engine.costs import StepCostModel
+from decant.engine.engine import Engine
+from decant.engine.errors import OutOfBlocks
+from decant.engine.policy import STEPS_PER_PRIORITY
+from decant.engine.request import FinishReason
 from tests.engine import properties
-from tests.engine.scenes import Ear, make_engine, make_request, prompt, run, step_until
-from tests.engine.world import COSTS, WINDOW, World, make_world_request, play
+from tests.engine.factories import Ear, make_engine, make_request, prompt, run, step_until
+from tests.engine.state_machine import COSTS, WINDOW, World, make_world_request, play
 
 ANY = st.integers(0, 99)
 QUICK = settings(deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
@@ -52,7 +52,7 @@ class Lives(RuleBasedStateMachine):
     """Every action of a ``World``, in any order; its properties are the invariant."""
 
     @initialize(budget=st.sampled_from([1, 3, 6, 16]), running=st.sampled_from([1, 2, 4]), costs=st.sampled_from(COSTS))
-    def begin(self, budget: int, running: int, costs: Costs) -> None:
+    def begin(self, budget: int, running: int, costs: StepCostModel) -> None:
         self.world = World(budget, running, costs)
 
     @rule(where=st.integers(0, 1), request=REQUESTS)
@@ -273,7 +273,7 @@ def test_a_step_tells_how_many_blocks_an_allocation_could_get() -> None:
 @given(seed=st.integers(0, 2**32), blocks=st.integers(1, 12))
 def test_a_pool_adds_up_after_any_allocation_share_and_release(seed: int, blocks: int) -> None:
     rng, pool = random.Random(seed), BlockPool(blocks, 4)
-    live: dict[str, Holding] = {}
+    live: dict[str, BlockTable] = {}
     for turn in range(60):
         action = rng.choice(["allocate", "grow", "share", "publish", "release", "match"])
         holding = rng.choice(list(live.values())) if live else None
@@ -291,7 +291,7 @@ def test_a_pool_adds_up_after_any_allocation_share_and_release(seed: int, blocks
                 pool.publish(some, [bytes([rng.randrange(5)]) * 16 for _ in some])
             elif action == "release" and holding:
                 live.pop(holding.owner).release()
-        except NoRoom as full:
+        except OutOfBlocks as full:
             if full.needed <= full.available:
                 raise
         pool.check_integrity(live)

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.costs import Costs
-from engine.engine import Engine
-from engine.errors import InvalidConfig
-from engine.scheduler import ALONE, BESIDE, PROMPT_LOGPROB_CHUNK, Limits
+from decant.engine.costs import StepCostModel
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidConfig
+from decant.engine.scheduler import ALONE, BESIDE, PROMPT_LOGPROB_CHUNK, Limits
+from tests.engine.factories import BLOCK, make_request, prompt, run
 from tests.engine.properties import nothing_is_held
-from tests.engine.scenes import BLOCK, make_request, prompt, run
 from tests.engine.timed import Timed
 
 WINDOW = 2048
 STEP = 0.25
-COSTS = Costs(fixed=0.02, token=0.001, logits=0.002, pair=2e-6)
+COSTS = StepCostModel(fixed=0.02, token=0.001, logits=0.002, pair=2e-6)
 
 
-def make(costs: Costs = COSTS, *, budget: int = 512, slower: float = 1.0) -> tuple[Engine, Timed]:
+def make(costs: StepCostModel = COSTS, *, budget: int = 512, slower: float = 1.0) -> tuple[Engine, Timed]:
     device = Timed(costs, slower, window=WINDOW, room=4 * WINDOW)
     limits = Limits(token_budget=budget, max_running=8, window=WINDOW, step_seconds=STEP)
     return Engine(device, limits, clock=lambda: device.now), device
@@ -61,7 +61,7 @@ def test_a_long_prompt_keeps_answers_waiting_no_longer_than_a_step(decodes: int)
 
 
 def test_prompts_alone_have_more_time_but_not_any() -> None:
-    engine, device = make(Costs(token=0.002, pair=2e-6), budget=2048)
+    engine, device = make(StepCostModel(token=0.002, pair=2e-6), budget=2048)
     engine.add(make_request("long", prompt(1800, 50), 1))
     until_written(engine, "long")
     seconds = [device.costs.seconds(plan.work) for plan in device.plans]
@@ -69,7 +69,7 @@ def test_prompts_alone_have_more_time_but_not_any() -> None:
 
 
 def test_the_token_budget_caps_what_would_fit_in_the_time() -> None:
-    engine, device = make(Costs(token=1e-9), budget=64)
+    engine, device = make(StepCostModel(token=1e-9), budget=64)
     begin(engine, device, 3)
     engine.add(make_request("long", prompt(200, 50), 1))
     until_written(engine, "long")
@@ -78,7 +78,7 @@ def test_the_token_budget_caps_what_would_fit_in_the_time() -> None:
 
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_prompts_go_on_by_a_block_where_decodes_alone_take_too_long(prompts: int) -> None:
-    engine, device = make(Costs(token=1.0))
+    engine, device = make(StepCostModel(token=1.0))
     begin(engine, device, 1)
     for n in range(prompts):
         engine.add(make_request(f"p{n}", prompt(2 * BLOCK, 50 + n), 1))
@@ -90,7 +90,7 @@ def test_prompts_go_on_by_a_block_where_decodes_alone_take_too_long(prompts: int
 
 def test_prompts_beside_many_decodes_get_longer_than_those() -> None:
     """However long that is: a machine on which decodes alone fill a step would read its prompts for ever."""
-    costs = Costs(fixed=0.5, token=0.01)
+    costs = StepCostModel(fixed=0.5, token=0.01)
     engine, device = make(costs)
     begin(engine, device, 5)
     engine.add(make_request("long", prompt(1000, 50), 1))
@@ -102,7 +102,7 @@ def test_prompts_beside_many_decodes_get_longer_than_those() -> None:
 
 def test_nobody_overtakes_a_prompt_that_was_cut_by_time() -> None:
     """Behind its long context a token costs more than what is left; at the beginning of another prompt it would not."""
-    engine, device = make(Costs(token=0.001, pair=1e-4))
+    engine, device = make(StepCostModel(token=0.001, pair=1e-4))
     begin(engine, device, 1)
     engine.add(make_request("first", prompt(1000, 50), 1))
     engine.add(make_request("second", prompt(1000, 60), 1))
@@ -112,7 +112,7 @@ def test_nobody_overtakes_a_prompt_that_was_cut_by_time() -> None:
 
 
 def test_tokens_whose_logits_are_all_made_count_as_such() -> None:
-    engine, device = make(Costs(token=0.001, logits=0.01))
+    engine, device = make(StepCostModel(token=0.001, logits=0.01))
     begin(engine, device, 1)
     engine.add(make_request("told", prompt(100, 50), 1, prompt_logprobs=0))
     until_written(engine, "told")
@@ -136,7 +136,7 @@ def test_a_device_that_is_slower_than_measured_is_found_out() -> None:
 
 def test_decodes_that_were_measured_far_too_slow_do_not_keep_prompts_from_going_on() -> None:
     """What a warm start on a busy machine said: no fixed part, and all of it many times too much."""
-    engine, device = make(Costs(token=0.07, logits=0.2))
+    engine, device = make(StepCostModel(token=0.07, logits=0.2))
     device.truth = COSTS
     begin(engine, device, 4)
     for _ in range(50):
@@ -151,12 +151,12 @@ def test_decodes_that_were_measured_far_too_slow_do_not_keep_prompts_from_going_
 
 @settings(deadline=None, max_examples=40)
 @given(
-    costs=st.builds(Costs, st.floats(0, 0.3), st.floats(0, 0.05), st.floats(0, 0.05), st.floats(0, 1e-3)),
+    costs=st.builds(StepCostModel, st.floats(0, 0.3), st.floats(0, 0.05), st.floats(0, 0.05), st.floats(0, 1e-3)),
     lengths=st.lists(st.integers(2, 120), min_size=1, max_size=8),
     budget=st.integers(8, 64),
 )
 def test_with_any_costs_everybody_ends_and_every_step_keeps_both_limits(
-    costs: Costs, lengths: Sequence[int], budget: int
+    costs: StepCostModel, lengths: Sequence[int], budget: int
 ) -> None:
     engine, device = make(costs, budget=budget)
     ear = run(engine, *(make_request(f"r{n}", prompt(length, n + 1), 6) for n, length in enumerate(lengths)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig
 
-from engine.checkpoint import _surplus
+from decant.engine.checkpoint.checkpoint import _surplus
 
 DEEPER = "model.layers.2.mlp.up_proj.weight"
 

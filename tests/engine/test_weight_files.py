@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import models
-from engine import weight_files
-from engine.errors import ModelRefused
+from decant import models
+from decant.engine.checkpoint import weight_files
+from decant.engine.errors import ModelRefused
 
 
 def make(
@@ -101,5 +101,6 @@ def test_masks_and_positions_of_older_checkpoints_pass(tensor, dtype, tmp_path):
 
 
 def test_the_check_needs_no_torch():
-    code = "import sys; import engine.weight_files; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    loaded = "'torch' in sys.modules or 'transformers' in sys.modules"
+    code = f"import sys; import decant.engine.checkpoint.weight_files; sys.exit({loaded})"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import model, probe, weight_hash
-from engine.errors import ModelRefused
-from engine.weight_hash import digest_files
+from decant.engine.checkpoint import weight_hash
+from decant.engine.checkpoint.weight_hash import digest_files
+from decant.engine.errors import ModelRefused
+from decant.engine.model import model, probe
 
 
 @pytest.fixture(autouse=True)

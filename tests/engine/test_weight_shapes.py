@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from engine import model_types, weight_files
-from engine.checkpoint import Checkpoint, refusing
-from engine.errors import ModelRefused
-from engine.weight_shapes import HEADS_DIVIDE_HIDDEN, LLAMA_SHAPED
+from decant.engine.checkpoint import model_types, weight_files
+from decant.engine.checkpoint.checkpoint import Checkpoint, refusing
+from decant.engine.checkpoint.weight_shapes import HEADS_DIVIDE_HIDDEN, LLAMA_SHAPED
+from decant.engine.errors import ModelRefused
 from tests.engine import tiny
 from tests.engine.served import edit, rewrite
 

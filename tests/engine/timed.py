@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from engine.costs import Costs
-from engine.fake import FakeDevice
-from engine.plan import StepPlan, StepResult
-from tests.engine.scenes import BLOCK
+from decant.engine.costs import StepCostModel
+from decant.engine.fake import FakeDevice
+from decant.engine.plan import StepPlan, StepResult
+from tests.engine.factories import BLOCK
 
 
 class Timed(FakeDevice):
     """Keeps its plans; each step moves ``now`` on by ``truth``, which its costs are unless told, times ``slower``."""
 
-    def __init__(self, costs: Costs, slower: float = 1.0, *, window: int = 2048, room: int = 8192) -> None:
+    def __init__(self, costs: StepCostModel, slower: float = 1.0, *, window: int = 2048, room: int = 8192) -> None:
         super().__init__(num_blocks=room // BLOCK, block_size=BLOCK, window=window)
         self.costs = self.truth = costs
         self.slower = slower

@@ -24,9 +24,9 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.engine import Engine
-from engine.output import StepOutput
-from engine.request import Request, StopParams
+from decant.engine.engine import Engine
+from decant.engine.output import StepOutput
+from decant.engine.request import Request, StopParams
 
 VOCAB = 320
 WINDOW = 256

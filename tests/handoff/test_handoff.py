@@ -14,42 +14,42 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from engine.engine import Engine
-from engine.plan import StepPlan
-from engine.request import Request
-from handoff import packing
-from handoff.beats import heard
-from handoff.codec import Received, decode
-from handoff.errors import HandoffFailed, NothingLeft
-from handoff.packing import MESSAGE_BYTES, Shape, message_sum
-from handoff.service import KvSourceService
-from handoff.transport import FETCH, GrpcTransport, KvSource
-from protos import worker_pb2 as wire
-from runtime.errors import InvalidArgument, ServiceError
-from runtime.interceptor import ErrorInterceptor
-from tests.handoff.scenes import LAYOUT, Tamper, Wire, Worker, alone, ask
+from decant.engine.engine import Engine
+from decant.engine.plan import StepPlan
+from decant.engine.request import Request
+from decant.handoff import packing
+from decant.handoff.codec import Received, decode
+from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
+from decant.handoff.heartbeat import heard
+from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, message_sum
+from decant.handoff.service import KvSourceService
+from decant.handoff.transport import FETCH, GrpcTransport, KvSource
+from decant.protos import worker_pb2 as wire
+from decant.runtime.errors import InvalidArgument, ServiceError
+from decant.runtime.interceptor import ErrorInterceptor
+from tests.handoff.factories import LAYOUT, Tamper, Wire, Worker, alone, ask
 
 Transport = Callable[[Worker], AbstractAsyncContextManager[KvSource]]
 
 
-async def hand_over(giver: Worker, taker: Worker, request: Request, tamper: Tamper | None = None) -> Wire:
+async def hand_over(sender: Worker, receiver: Worker, request: Request, tamper: Tamper | None = None) -> Wire:
     """The whole way, from the prompt on the giver to a running sequence on the taker."""
-    ticket = await giver.offer(request)
-    arrival = await taker.room(request)
-    source = Wire(giver.giver, tamper) if tamper else Wire(giver.giver)
-    await taker.taker.take(source, ticket, arrival)
+    ticket = await sender.offer(request)
+    arrival = await receiver.room(request)
+    source = Wire(sender.sender, tamper) if tamper else Wire(sender.sender)
+    await receiver.receiver.take(source, ticket, arrival)
     return source
 
 
 @asynccontextmanager
-async def direct(giver: Worker) -> AsyncIterator[KvSource]:
-    yield Wire(giver.giver)
+async def direct(sender: Worker) -> AsyncIterator[KvSource]:
+    yield Wire(sender.sender)
 
 
 @asynccontextmanager
-async def grpc_source(giver: Worker) -> AsyncIterator[KvSource]:
+async def grpc_source(sender: Worker) -> AsyncIterator[KvSource]:
     server = grpc.aio.server()
-    KvSourceService(giver.giver).add_to(server)
+    KvSourceService(sender.sender).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     transport = GrpcTransport(connect)
@@ -71,31 +71,31 @@ TRANSPORTS = pytest.mark.parametrize("transport", [direct, grpc_source])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 30, 64])
 async def test_the_text_is_that_of_one_engine(transport: Transport, length: int) -> None:
     request = ask(length=length)
-    async with Worker("p") as giver, Worker("d") as taker, transport(giver) as source:
-        ticket = await giver.offer(request)
-        taken = await taker.taker.take(source, ticket, await taker.room(request))
-        text = await taker.finished("r")
-        assert giver.tokens["r"] + text == await alone(request)
-        assert list(taken.output) == giver.tokens["r"]
-        await giver.emptied()
-        await taker.emptied()
+    async with Worker("p") as sender, Worker("d") as receiver, transport(sender) as source:
+        ticket = await sender.offer(request)
+        taken = await receiver.receiver.take(source, ticket, await receiver.room(request))
+        text = await receiver.finished("r")
+        assert sender.tokens["r"] + text == await alone(request)
+        assert list(taken.output) == sender.tokens["r"]
+        await sender.emptied()
+        await receiver.emptied()
 
 
 @TRANSPORTS
 async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport: Transport) -> None:
     """The fetch is opened before the prompt is read, on a device whose steps take a while."""
     request = ask(length=64)
-    async with Worker("p", cost=lambda _: 0.02) as giver, Worker("d") as taker, transport(giver) as source:
-        room = await taker.room(request)
+    async with Worker("p", cost=lambda _: 0.02) as sender, Worker("d") as receiver, transport(sender) as source:
+        room = await receiver.room(request)
         began: dict[int, int] = {}
 
         def wrote(index: int, *rest: Any, write: Any = room.write) -> None:
-            began.setdefault(index, giver.engine.load().parked)
+            began.setdefault(index, sender.engine.load().parked)
             write(index, *rest)
 
         room.write = wrote  # type: ignore[method-assign, assignment]
-        await taker.taker.take(source, await giver.offer(request), room)
-        await taker.finished("r")
+        await receiver.receiver.take(source, await sender.offer(request), room)
+        await receiver.finished("r")
     assert began[0] == 0, "the first block waited for the last"
 
 
@@ -104,13 +104,13 @@ async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport:
 async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged(transport: Transport) -> None:
     request = ask(length=64)
     async with (
-        Worker("p", lease_ms=1200, cost=lambda _: 0.4) as giver,
-        Worker("d") as taker,
-        transport(giver) as source,
+        Worker("p", lease_ms=1200, cost=lambda _: 0.4) as sender,
+        Worker("d") as receiver,
+        transport(sender) as source,
     ):
-        await taker.taker.take(source, await giver.offer(request), await taker.room(request))
-        assert giver.tokens["r"] + await taker.finished("r") == await alone(request)
-        assert not giver.giver.expired
+        await receiver.receiver.take(source, await sender.offer(request), await receiver.room(request))
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+        assert not sender.sender.expired
 
 
 async def test_a_sequence_that_joined_does_not_wait_until_its_giver_has_heard_so() -> None:
@@ -123,45 +123,45 @@ async def test_a_sequence_that_joined_does_not_wait_until_its_giver_has_heard_so
             await super().release(request, seconds)
 
     request = ask()
-    async with Worker("p") as giver, Worker("d") as taker:
-        source = Deaf(giver.giver)
+    async with Worker("p") as sender, Worker("d") as receiver:
+        source = Deaf(sender.sender)
         async with asyncio.timeout(20):
-            await taker.taker.take(source, await giver.offer(request), await taker.room(request))
-            assert giver.tokens["r"] + await taker.finished("r") == await alone(request)
-        assert await giver.held()
-        closing = asyncio.create_task(taker.taker.close())
+            await receiver.receiver.take(source, await sender.offer(request), await receiver.room(request))
+            assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+        assert await sender.held()
+        closing = asyncio.create_task(receiver.receiver.close())
         assert not (await asyncio.wait([closing], timeout=0.05))[0]
         heard.set()
         async with asyncio.timeout(20):
             await closing
         assert [told.outcome for told in source.released] == [wire.ReleaseRequest.OUTCOME_OWNED]
-        await giver.emptied()
+        await sender.emptied()
 
 
 @TRANSPORTS
 async def test_a_fetch_that_breaks_is_told_and_costs_one_lease(transport: Transport) -> None:
     request = ask(length=64)
-    async with Worker("p", lease_ms=500, cost=lambda _: 0.05) as giver, Worker("d") as taker:
-        async with transport(giver) as source:
-            ticket, room = await giver.offer(request), await taker.room(request)
-            task = asyncio.create_task(taker.taker.take(source, ticket, room))
+    async with Worker("p", lease_ms=500, cost=lambda _: 0.05) as sender, Worker("d") as receiver:
+        async with transport(sender) as source:
+            ticket, room = await sender.offer(request), await receiver.room(request)
+            task = asyncio.create_task(receiver.receiver.take(source, ticket, room))
             await asyncio.sleep(0.15)
             task.cancel()
             await asyncio.wait([task])
         assert task.cancelled()
-        await giver.emptied()
-        await taker.emptied()
+        await sender.emptied()
+        await receiver.emptied()
 
 
 async def test_a_giver_that_can_not_be_reached_is_lost() -> None:
     transport = GrpcTransport(connect)
-    async with Worker("p", lease_ms=300) as giver, Worker("d") as taker:
-        ticket, room = await giver.offer(ask()), await taker.room(ask())
+    async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
+        ticket, room = await sender.offer(ask()), await receiver.room(ask())
         with pytest.raises(HandoffFailed) as failed:
-            await taker.taker.take(transport.source("127.0.0.1:1"), ticket, room)
+            await receiver.receiver.take(transport.source("127.0.0.1:1"), ticket, room)
         assert failed.value.cause == wire.CAUSE_PEER_LOST
-        await taker.emptied()
-        await giver.emptied()
+        await receiver.emptied()
+        await sender.emptied()
     await transport.close()
 
 
@@ -169,94 +169,94 @@ async def test_blocks_that_the_taker_has_are_not_sent() -> None:
     request, moved = ask(length=32), []
 
     def count(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-        moved.append(len(message.kv_run.data))
+        moved.append(len(message.kv_chunk.data))
         return [message]
 
-    async with Worker("p") as giver, Worker("d") as taker:
-        await taker.loop.call(lambda engine: engine.add(ask("before", length=32, wanted=1)))
-        await taker.finished("before")
-        await hand_over(giver, taker, request, count)
-        assert giver.tokens["r"] + await taker.finished("r") == await alone(request)
-    assert sum(moved) == giver.engine.device.block_bytes  # seven of eight blocks were there
+    async with Worker("p") as sender, Worker("d") as receiver:
+        await receiver.loop.call(lambda engine: engine.add(ask("before", length=32, wanted=1)))
+        await receiver.finished("before")
+        await hand_over(sender, receiver, request, count)
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+    assert sum(moved) == sender.engine.device.block_bytes  # seven of eight blocks were there
 
 
 async def test_many_at_once_each_get_their_own() -> None:
     requests = [ask(f"r{n}", length=9 + 3 * n, seed=n) for n in range(8)]
-    async with Worker("p", blocks=128) as giver, Worker("d", blocks=128) as taker:
-        await asyncio.gather(*(hand_over(giver, taker, request) for request in requests))
-        texts = [giver.tokens[r.id] + await taker.finished(r.id) for r in requests]
+    async with Worker("p", blocks=128) as sender, Worker("d", blocks=128) as receiver:
+        await asyncio.gather(*(hand_over(sender, receiver, request) for request in requests))
+        texts = [sender.tokens[r.id] + await receiver.finished(r.id) for r in requests]
         assert texts == [await alone(request) for request in requests]
-        await giver.emptied()
-        await taker.emptied()
+        await sender.emptied()
+        await receiver.emptied()
 
 
 def flip(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    if message.kv_run.data:
-        message.kv_run.data = bytes([message.kv_run.data[0] ^ 1]) + message.kv_run.data[1:]
+    if message.kv_chunk.data:
+        message.kv_chunk.data = bytes([message.kv_chunk.data[0] ^ 1]) + message.kv_chunk.data[1:]
     return [message]
 
 
 def truncate(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    if message.kv_run.data:
-        message.kv_run.data = message.kv_run.data[:-1]
+    if message.kv_chunk.data:
+        message.kv_chunk.data = message.kv_chunk.data[:-1]
     return [message]
 
 
 def drop_runs(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    return [] if message.HasField("kv_run") else [message]
+    return [] if message.HasField("kv_chunk") else [message]
 
 
 def move(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    if message.kv_run.data:
-        message.kv_run.first_position += 4
+    if message.kv_chunk.data:
+        message.kv_chunk.first_position += 4
     return [message]
 
 
 def forge_seal(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    if message.HasField("seal"):
-        tokens = message.seal.outputs[0].tokens
-        message.seal.outputs[0].tokens = bytes([(tokens[0] + 1) % 64]) + tokens[1:]
+    if message.HasField("commit"):
+        tokens = message.commit.outputs[0].tokens
+        message.commit.outputs[0].tokens = bytes([(tokens[0] + 1) % 64]) + tokens[1:]
     return [message]
 
 
 def odd_logprobs(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    if message.HasField("seal"):
-        message.seal.outputs[0].logprobs.add(top_ids=[1, 2], top_logprobs=[-1])
+    if message.HasField("commit"):
+        message.commit.outputs[0].logprobs.add(top_ids=[1, 2], top_logprobs=[-1])
     return [message]
 
 
 def early_seal(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    return [message] if message.HasField("beat") else [wire.FetchResponse(seal=wire.Seal(computed=4))]
+    return [message] if message.HasField("heartbeat") else [wire.FetchResponse(commit=wire.TransferCommit(computed=4))]
 
 
 def forge_sum(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    if message.kv_run.block_sums:
-        message.kv_run.block_sums[0] ^= 1
+    if message.kv_chunk.block_checksums:
+        message.kv_chunk.block_checksums[0] ^= 1
     return [message]
 
 
 def another_run(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     """A message as an earlier attempt sent it."""
-    if message.HasField("kv_run"):
+    if message.HasField("kv_chunk"):
         stale = wire.Run(request="r", epoch=1, attempt=0)
-        shape = Shape(4, 32, LAYOUT)
-        message.kv_run.sum = message_sum(stale, shape, message.kv_run, len(message.kv_run.data))
+        shape = TransferLayout(4, 32, LAYOUT)
+        message.kv_chunk.checksum = message_sum(stale, shape, message.kv_chunk, len(message.kv_chunk.data))
     return [message]
 
 
 def double(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     """The first block's bytes where the last one's belong."""
-    half = len(message.kv_run.data) // 2
+    half = len(message.kv_chunk.data) // 2
     if half:
-        message.kv_run.data = message.kv_run.data[:half] * 2
+        message.kv_chunk.data = message.kv_chunk.data[:half] * 2
     return [message]
 
 
 def swap(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     """Two halves in each other's place."""
-    half = len(message.kv_run.data) // 2
+    half = len(message.kv_chunk.data) // 2
     if half:
-        message.kv_run.data = message.kv_run.data[half:] + message.kv_run.data[:half]
+        message.kv_chunk.data = message.kv_chunk.data[half:] + message.kv_chunk.data[:half]
     return [message]
 
 
@@ -271,95 +271,95 @@ async def test_what_does_not_agree_is_refused_and_everything_is_freed(
     """Blocks of 32 bytes: many in a message, and one in two."""
     monkeypatch.setattr(packing, "MESSAGE_BYTES", message_bytes)
     request = ask()
-    async with Worker("p") as giver, Worker("d") as taker:
+    async with Worker("p") as sender, Worker("d") as receiver:
         with pytest.raises(HandoffFailed) as failed:
-            await hand_over(giver, taker, request, tamper)
+            await hand_over(sender, receiver, request, tamper)
         assert failed.value.cause == wire.CAUSE_CORRUPT
-        await giver.emptied()
-        await taker.emptied()
-        assert "r" not in taker.tokens
-        await taker.loop.call(lambda engine: engine.add(request))  # the next attempt, from tokens
-        assert await taker.finished("r") == await alone(request)
+        await sender.emptied()
+        await receiver.emptied()
+        assert "r" not in receiver.tokens
+        await receiver.loop.call(lambda engine: engine.add(request))  # the next attempt, from tokens
+        assert await receiver.finished("r") == await alone(request)
 
 
 async def test_blocks_larger_than_a_message_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MESSAGE_BYTES", 20)
     request = ask()
-    async with Worker("p") as giver, Worker("d") as taker:
-        await hand_over(giver, taker, request)
-        assert giver.tokens["r"] + await taker.finished("r") == await alone(request)
+    async with Worker("p") as sender, Worker("d") as receiver:
+        await hand_over(sender, receiver, request)
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
 
 
 async def test_a_giver_that_falls_silent_is_lost_within_seconds() -> None:
     class Silent(Wire):
         async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
             async for received in super().fetch(requests):
-                if received.response.HasField("seal"):
+                if received.response.HasField("commit"):
                     await asyncio.sleep(3600)
                 yield received
 
-    async with Worker("p", lease_ms=500) as giver, Worker("d") as taker:
-        ticket, arrival = await giver.offer(ask()), await taker.room(ask())
+    async with Worker("p", lease_ms=500) as sender, Worker("d") as receiver:
+        ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
         with pytest.raises(HandoffFailed) as failed:
-            await asyncio.wait_for(taker.taker.take(Silent(giver.giver), ticket, arrival), 5)
+            await asyncio.wait_for(receiver.receiver.take(Silent(sender.sender), ticket, arrival), 5)
         assert failed.value.cause == wire.CAUSE_PEER_LOST
-        await taker.emptied()
-        await giver.emptied()
+        await receiver.emptied()
+        await sender.emptied()
 
 
 async def test_a_ticket_that_nobody_opens_ends_with_its_lease_and_renewals_keep_it() -> None:
-    async with Worker("p", lease_ms=400) as giver:
-        ticket = await giver.offer(ask())
+    async with Worker("p", lease_ms=400) as sender:
+        ticket = await sender.offer(ask())
         for _ in range(4):
             await asyncio.sleep(0.2)
-            assert giver.giver.office.renew(ticket.id)
-        assert await giver.held()
-        await giver.emptied()
-        assert giver.giver.expired == 1
-        assert not giver.giver.office.renew(ticket.id)
+            assert sender.sender.office.renew(ticket.id)
+        assert await sender.held()
+        await sender.emptied()
+        assert sender.sender.expired == 1
+        assert not sender.sender.office.renew(ticket.id)
 
 
 @pytest.mark.parametrize("is_silent", [False, True], ids=["closed connection", "silence"])
 async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease(
     is_silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handoff.giver.SILENT_SECONDS", 0.3)
-    async with Worker("p", lease_ms=600_000) as giver, Worker("d") as taker:
+    monkeypatch.setattr("decant.handoff.sender.SILENT_SECONDS", 0.3)
+    async with Worker("p", lease_ms=600_000) as sender, Worker("d") as receiver:
         request = ask()
-        ticket, arrival = await giver.offer(request), await taker.room(request)
+        ticket, arrival = await sender.offer(request), await receiver.room(request)
 
         async def dies() -> AsyncIterator[wire.FetchRequest]:
-            yield wire.FetchRequest(open=taker.taker._open(ticket, arrival))
+            yield wire.FetchRequest(open=receiver.receiver._open(ticket, arrival))
             if is_silent:
                 await asyncio.sleep(3600)
 
         # Nothing is read after the first message, so that the seal is never sent.
-        async with contextlib.aclosing(giver.giver.fetch(dies())) as responses:
+        async with contextlib.aclosing(sender.sender.fetch(dies())) as responses:
             await anext(responses)
             if is_silent:
-                await giver.emptied()
-        await giver.emptied()
-        assert not giver.giver.office.leases()
-        assert giver.giver.expired == 0
-        await taker.loop.call(lambda _: arrival.abort())
+                await sender.emptied()
+        await sender.emptied()
+        assert not sender.sender.office.leases()
+        assert sender.sender.expired == 0
+        await receiver.loop.call(lambda _: arrival.abort())
 
 
 async def test_the_blocks_of_a_receiver_that_dies_after_the_seal_are_free_long_before_the_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("handoff.tickets.SEALED_SECONDS", 0.1)
-    async with Worker("p", lease_ms=600_000) as giver, Worker("d") as taker:
+    monkeypatch.setattr("decant.handoff.leases.SEALED_SECONDS", 0.1)
+    async with Worker("p", lease_ms=600_000) as sender, Worker("d") as receiver:
         request = ask()
-        ticket, arrival = await giver.offer(request), await taker.room(request)
+        ticket, arrival = await sender.offer(request), await receiver.room(request)
 
         async def opens() -> AsyncIterator[wire.FetchRequest]:
-            yield wire.FetchRequest(open=taker.taker._open(ticket, arrival))
+            yield wire.FetchRequest(open=receiver.receiver._open(ticket, arrival))
 
-        responses = [decode(message).response async for message in giver.giver.fetch(opens())]
-        assert responses[-1].HasField("seal")
-        await giver.emptied()
-        assert giver.giver.expired == 1
-        await taker.loop.call(lambda _: arrival.abort())
+        responses = [decode(message).response async for message in sender.sender.fetch(opens())]
+        assert responses[-1].HasField("commit")
+        await sender.emptied()
+        assert sender.sender.expired == 1
+        await receiver.loop.call(lambda _: arrival.abort())
 
 
 async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and_frees_the_blocks() -> None:
@@ -369,15 +369,15 @@ async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and
         gate.wait(60)
         return 0.0
 
-    async with Worker("p", lease_ms=600_000, cost=waits) as giver, Worker("d") as taker:
+    async with Worker("p", lease_ms=600_000, cost=waits) as sender, Worker("d") as receiver:
         request = ask()
-        ticket, arrival = await giver.offer(request), await taker.room(request)
+        ticket, arrival = await sender.offer(request), await receiver.room(request)
         errors: list[ServiceError] = []
         server = grpc.aio.server(interceptors=[ErrorInterceptor(errors.append)])
-        KvSourceService(giver.giver).add_to(server)
+        KvSourceService(sender.sender).add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        opening = wire.FetchRequest(open=taker.taker._open(ticket, arrival)).SerializeToString()
+        opening = wire.FetchRequest(open=receiver.receiver._open(ticket, arrival)).SerializeToString()
         async with connect(f"127.0.0.1:{port}") as channel:
             call: Any = channel.stream_stream(FETCH)(cast(Any, iter([opening, b"\xff\xff"])))
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -386,9 +386,9 @@ async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert [type(error) for error in errors] == [InvalidArgument]
         gate.set()
-        await giver.emptied()
+        await sender.emptied()
         await server.stop(None)
-        await taker.loop.call(lambda _: arrival.abort())
+        await receiver.loop.call(lambda _: arrival.abort())
 
 
 async def test_messages_of_an_unknown_kind_are_ignored_by_both_ends_of_a_fetch() -> None:
@@ -405,11 +405,11 @@ async def test_messages_of_an_unknown_kind_are_ignored_by_both_ends_of_a_fetch()
             async for received in super().fetch(more()):
                 yield received
 
-    async with Worker("p") as giver, Worker("d") as taker:
+    async with Worker("p") as sender, Worker("d") as receiver:
         request = ask()
-        ticket, arrival = await giver.offer(request), await taker.room(request)
-        await taker.taker.take(Newer(giver.giver), ticket, arrival)
-        assert giver.tokens["r"] + await taker.finished("r") == await alone(request)
+        ticket, arrival = await sender.offer(request), await receiver.room(request)
+        await receiver.receiver.take(Newer(sender.sender), ticket, arrival)
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
 
 
 async def test_channels_to_senders_are_closed_when_they_are_idle_and_never_in_a_call() -> None:
@@ -420,18 +420,18 @@ async def test_channels_to_senders_are_closed_when_they_are_idle_and_never_in_a_
         return opened[-1]
 
     transport = GrpcTransport(connects, idle_seconds=0.05)
-    async with Worker("p") as giver, Worker("d") as taker:
+    async with Worker("p") as sender, Worker("d") as receiver:
         server = grpc.aio.server()
-        KvSourceService(giver.giver).add_to(server)
+        KvSourceService(sender.sender).add_to(server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         source = transport.source(address)
         await server.start()
         for n in range(2):
             request = ask(f"r{n}")
-            ticket, arrival = await giver.offer(request), await taker.room(request)
+            ticket, arrival = await sender.offer(request), await receiver.room(request)
             with transport._borrow(address):  # another call
-                await taker.taker.take(source, ticket, arrival)
-                await taker.finished(f"r{n}")
+                await receiver.receiver.take(source, ticket, arrival)
+                await receiver.finished(f"r{n}")
                 await asyncio.sleep(0.2)
                 assert len(transport) == 1
             async with asyncio.timeout(60):
@@ -460,51 +460,51 @@ async def test_a_stall_of_the_receivers_own_loop_is_not_silence_of_the_sender() 
 async def test_nothing_is_read_once_the_lease_is_over(message_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 32 bytes, two in a message and one in two."""
     monkeypatch.setattr(packing, "MESSAGE_BYTES", message_bytes)
-    async with Worker("p") as giver, Worker("d") as taker:
-        ticket, arrival = await giver.offer(ask(length=60)), await taker.room(ask(length=60))
+    async with Worker("p") as sender, Worker("d") as receiver:
+        ticket, arrival = await sender.offer(ask(length=60)), await receiver.room(ask(length=60))
 
         async def opens() -> AsyncIterator[wire.FetchRequest]:
-            yield wire.FetchRequest(open=taker.taker._open(ticket, arrival))
+            yield wire.FetchRequest(open=receiver.receiver._open(ticket, arrival))
 
-        async with contextlib.aclosing(giver.giver.fetch(opens())) as messages:
-            assert decode(await anext(messages)).response.HasField("kv_run")
-            await giver.giver.release(wire.ReleaseRequest(ticket=ticket.id))
+        async with contextlib.aclosing(sender.sender.fetch(opens())) as messages:
+            assert decode(await anext(messages)).response.HasField("kv_chunk")
+            await sender.sender.release(wire.ReleaseRequest(ticket=ticket.id))
             rest = [decode(message).response async for message in messages]
         assert [response.WhichOneof("message") for response in rest] == ["closed"]
         assert rest[0].closed.failure.cause == wire.CAUSE_RECLAIMED
-        await giver.emptied()
-        await taker.loop.call(lambda _: arrival.abort())
+        await sender.emptied()
+        await receiver.loop.call(lambda _: arrival.abort())
 
 
 async def test_cancelling_the_taker_frees_both_ends() -> None:
-    async with Worker("p") as giver, Worker("d") as taker:
+    async with Worker("p") as sender, Worker("d") as receiver:
         for delay in (0, 0.001, 0.005, 0.02):
             request = ask(f"r{delay}", length=60)
-            task = asyncio.create_task(hand_over(giver, taker, request))
+            task = asyncio.create_task(hand_over(sender, receiver, request))
             await asyncio.sleep(delay)
             task.cancel()
             await asyncio.wait([task])
-            for worker in (giver, taker):
+            for worker in (sender, receiver):
                 await worker.loop.call(partial(Engine.cancel, id=request.id))
-        await giver.emptied()
-        await taker.emptied()
+        await sender.emptied()
+        await receiver.emptied()
 
 
 async def test_a_sequence_that_ends_on_the_giver_leaves_nothing_to_take() -> None:
-    async with Worker("p") as giver, Worker("d") as taker:
-        with pytest.raises(NothingLeft):
-            await hand_over(giver, taker, ask(wanted=1))
-        await giver.emptied()
-        await taker.emptied()
+    async with Worker("p") as sender, Worker("d") as receiver:
+        with pytest.raises(SequenceAlreadyFinished):
+            await hand_over(sender, receiver, ask(wanted=1))
+        await sender.emptied()
+        await receiver.emptied()
 
 
 async def test_a_ticket_opens_once_and_only_for_what_it_names() -> None:
-    async with Worker("p") as giver, Worker("d") as taker:
-        ticket, arrival = await giver.offer(ask()), await taker.room(ask())
-        good = taker.taker._open(ticket, arrival)
+    async with Worker("p") as sender, Worker("d") as receiver:
+        ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
+        good = receiver.receiver._open(ticket, arrival)
         wrong: dict[wire.Cause, dict[str, Any]] = {
             wire.CAUSE_LEASE_OVER: {"ticket": b"0123456789abcdef"},
-            wire.CAUSE_WRONG_PEER: {"giver": wire.Peer(id="p", incarnation=2)},
+            wire.CAUSE_WRONG_PEER: {"sender": wire.Peer(id="p", incarnation=2)},
             wire.CAUSE_UNKNOWN_RUN: {"run": wire.Run(request="r", epoch=1, attempt=2)},
             wire.CAUSE_LAYOUT_DIFFERS: {"layout": 1},
             wire.CAUSE_SALT_DIFFERS: {"salt": b"another"},
@@ -513,16 +513,16 @@ async def test_a_ticket_opens_once_and_only_for_what_it_names() -> None:
             opening = wire.Open()
             opening.CopyFrom(good)
             opening.MergeFrom(wire.Open(**change))
-            assert await first_word(giver, opening) == cause
-        await taker.taker.take(Wire(giver.giver), ticket, arrival)
-        assert await first_word(giver, good) == wire.CAUSE_LEASE_OVER
-        await taker.finished("r")
+            assert await first_word(sender, opening) == cause
+        await receiver.receiver.take(Wire(sender.sender), ticket, arrival)
+        assert await first_word(sender, good) == wire.CAUSE_LEASE_OVER
+        await receiver.finished("r")
 
 
-async def first_word(giver: Worker, opening: wire.Open) -> wire.Cause:
+async def first_word(sender: Worker, opening: wire.Open) -> wire.Cause:
     async def says() -> AsyncIterator[wire.FetchRequest]:
         yield wire.FetchRequest(open=opening)
 
-    async with contextlib.aclosing(giver.giver.fetch(says())) as responses:
+    async with contextlib.aclosing(sender.sender.fetch(says())) as responses:
         response = await anext(responses)
     return decode(response).response.closed.failure.cause

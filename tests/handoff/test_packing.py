@@ -9,12 +9,12 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.transfer import sum_block
-from handoff import packing
-from handoff.codec import Received, decode, encode
-from handoff.errors import HandoffFailed
-from handoff.packing import MESSAGE_BYTES, FilledBlock, Shape, Unpacker, checksum, pack
-from protos import worker_pb2 as wire
+from decant.engine.transfer import block_checksum
+from decant.handoff import packing
+from decant.handoff.codec import Received, decode, encode
+from decant.handoff.errors import HandoffFailed
+from decant.handoff.packing import MESSAGE_BYTES, FilledBlock, TransferLayout, Unpacker, checksum, pack
+from decant.protos import worker_pb2 as wire
 
 RUN = wire.Run(request="tenant/r", epoch=1, attempt=2)
 
@@ -23,24 +23,24 @@ SMALL, LARGE = 400, 2 * MESSAGE_BYTES + 5
 """Bytes of a block: some in a message, and one in three."""
 
 
-def blocks_of(shape: Shape, first: int, count: int, salt: bytes = b"") -> list[FilledBlock]:
+def blocks_of(shape: TransferLayout, first: int, count: int, salt: bytes = b"") -> list[FilledBlock]:
     made = []
     for index in range(first, first + count):
         data = ((salt + index.to_bytes(4, "little")) * (shape.block_bytes // 4 + 1))[: shape.block_bytes]
-        made.append(FilledBlock(index, data, sum_block(checksum, index, data)))
+        made.append(FilledBlock(index, data, block_checksum(checksum, index, data)))
     return made
 
 
-def received(shape: Shape, blocks: list[FilledBlock], run: wire.Run = RUN) -> list[Received]:
+def received(shape: TransferLayout, blocks: list[FilledBlock], run: wire.Run = RUN) -> list[Received]:
     return [decode(message) for message in pack(run, shape, blocks)]
 
 
-def taken(shape: Shape, messages: Iterable[Received], run: wire.Run = RUN) -> dict[int, bytes]:
+def taken(shape: TransferLayout, messages: Iterable[Received], run: wire.Run = RUN) -> dict[int, bytes]:
     """What a taker has in the end: every block verified by its sum, as an arrival does it."""
     unpacker, found = Unpacker(run, shape), {}
     for message in messages:
-        for block in unpacker.unpack(message.response.kv_run, message.data):
-            if sum_block(checksum, block.index, block.data) != block.sum:
+        for block in unpacker.unpack(message.response.kv_chunk, message.data):
+            if block_checksum(checksum, block.index, block.data) != block.checksum:
                 raise HandoffFailed(wire.CAUSE_CORRUPT, "by the arrival")
             found[block.index] = bytes(block.data)
     return found
@@ -55,7 +55,7 @@ def taken(shape: Shape, messages: Iterable[Received], run: wire.Run = RUN) -> di
     count=st.integers(1, 6),
 )
 def test_what_goes_in_comes_out_and_no_message_is_too_large(size: int, first: int, count: int) -> None:
-    shape = Shape(16, size, layout=7)
+    shape = TransferLayout(16, size, layout=7)
     blocks = blocks_of(shape, first, count)
     messages = received(shape, blocks)
     assert all(len(message.data) <= MESSAGE_BYTES for message in messages)
@@ -64,29 +64,29 @@ def test_what_goes_in_comes_out_and_no_message_is_too_large(size: int, first: in
 
 
 def test_a_message_of_tiny_blocks_holds_no_more_than_can_be_handled_at_one_go() -> None:
-    shape = Shape(16, 8, layout=7)
+    shape = TransferLayout(16, 8, layout=7)
     messages = received(shape, blocks_of(shape, 0, 1000))
-    assert max(len(message.response.kv_run.block_sums) for message in messages) == packing.MESSAGE_BLOCKS
+    assert max(len(message.response.kv_chunk.block_checksums) for message in messages) == packing.MESSAGE_BLOCKS
     assert len(taken(shape, messages)) == 1000
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_any_parser_reads_what_is_sent_and_any_writer_is_read(size: int) -> None:
     """Protobuf's own parser and encoder on the other end."""
-    shape = Shape(16, size, layout=7)
+    shape = TransferLayout(16, size, layout=7)
     blocks = blocks_of(shape, 3, 2)
     plain = [wire.FetchResponse.FromString(message) for message in pack(RUN, shape, blocks)]
-    assert b"".join(one.kv_run.data for one in plain) == b"".join(bytes(block.data) for block in blocks)
+    assert b"".join(one.kv_chunk.data for one in plain) == b"".join(bytes(block.data) for block in blocks)
     again = [decode(one.SerializeToString()) for one in plain]
     assert taken(shape, again) == {block.index: block.data for block in blocks}
 
 
 def test_what_carries_no_cache_is_plain_protobuf() -> None:
     said = [
-        wire.FetchResponse(beat=wire.Beat(step=3)),
-        wire.FetchResponse(seal=wire.Seal(computed=9, sum=1)),
-        wire.FetchResponse(closed=wire.Closed()),
-        wire.FetchResponse(kv_run=wire.KvRun(first_position=16)),
+        wire.FetchResponse(heartbeat=wire.Heartbeat(step=3)),
+        wire.FetchResponse(commit=wire.TransferCommit(computed=9, checksum=1)),
+        wire.FetchResponse(closed=wire.ExportClosed()),
+        wire.FetchResponse(kv_chunk=wire.KvChunk(first_position=16)),
         wire.FetchResponse(),
     ]
     for response in said:
@@ -94,14 +94,14 @@ def test_what_carries_no_cache_is_plain_protobuf() -> None:
 
 
 def test_the_cache_is_not_copied_out_of_a_message() -> None:
-    message = encode(wire.FetchResponse(kv_run=wire.KvRun(first_position=16)), [b"some", memoryview(b"bytes")])
+    message = encode(wire.FetchResponse(kv_chunk=wire.KvChunk(first_position=16)), [b"some", memoryview(b"bytes")])
     assert decode(message).data.obj is message
     assert bytes(decode(message).data) == b"somebytes"
 
 
 @pytest.mark.parametrize("at", [1, 7, 9])
 def test_a_wrong_length_is_no_message(at: int) -> None:
-    message = bytearray(encode(wire.FetchResponse(kv_run=wire.KvRun(first_position=16, offset=1)), [b"cache"]))
+    message = bytearray(encode(wire.FetchResponse(kv_chunk=wire.KvChunk(first_position=16, offset=1)), [b"cache"]))
     message[at] += 1
     with pytest.raises(DecodeError):
         decode(bytes(message))
@@ -109,12 +109,12 @@ def test_a_wrong_length_is_no_message(at: int) -> None:
 
 def test_data_that_come_twice_are_those_that_protobuf_takes() -> None:
     """Of a field that is there twice the last one counts, wherever the data stand."""
-    head = wire.FetchResponse(kv_run=wire.KvRun(first_position=16, data=b"first"))
+    head = wire.FetchResponse(kv_chunk=wire.KvChunk(first_position=16, data=b"first"))
     twice = encode(head, [b"second"])
-    assert bytes(decode(twice).data) == wire.FetchResponse.FromString(twice).kv_run.data == b"second"
-    then = twice + wire.FetchResponse(kv_run=wire.KvRun(sum=5)).SerializeToString()
+    assert bytes(decode(twice).data) == wire.FetchResponse.FromString(twice).kv_chunk.data == b"second"
+    then = twice + wire.FetchResponse(kv_chunk=wire.KvChunk(checksum=5)).SerializeToString()
     assert bytes(decode(then).data) == b"second"
-    assert decode(then).response.kv_run.sum == 5
+    assert decode(then).response.kv_chunk.checksum == 5
 
 
 @settings(max_examples=300, deadline=None)
@@ -122,7 +122,7 @@ def test_data_that_come_twice_are_those_that_protobuf_takes() -> None:
 def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size: int, at: int, bit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "MESSAGE_BYTES", 80)  # two blocks a message, or one in two
-        shape = Shape(16, size, layout=7)
+        shape = TransferLayout(16, size, layout=7)
         blocks = blocks_of(shape, 1, 4)
         messages = list(pack(RUN, shape, blocks))
         flat, place = bytearray(b"".join(messages)), 0
@@ -140,20 +140,25 @@ def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size:
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize(
-    "fault", ["data", "first_position", "offset", "sum", "block_sums", "attempt", "layout", "request", "size", "splice"]
+    "fault",
+    ["data", "first_position", "offset", "sum", "block_checksums", "attempt", "layout", "request", "size", "splice"],
 )
 def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> None:
-    shape, run, reader = Shape(16, size, layout=7), wire.Run(), Shape(16, size, layout=8 if fault == "layout" else 7)
+    shape, run, reader = (
+        TransferLayout(16, size, layout=7),
+        wire.Run(),
+        TransferLayout(16, size, layout=8 if fault == "layout" else 7),
+    )
     run.CopyFrom(RUN)
     messages = received(shape, blocks_of(shape, 0, 2))
-    head, data = messages[0].response.kv_run, messages[0].data
+    head, data = messages[0].response.kv_chunk, messages[0].data
     match fault:
         case "data":
             data = memoryview(bytes(data[:-1]) + b"?")
         case "first_position" | "offset" | "sum":
             setattr(head, fault, getattr(head, fault) + 16)
-        case "block_sums":
-            messages[-1].response.kv_run.block_sums[0] ^= 1
+        case "block_checksums":
+            messages[-1].response.kv_chunk.block_checksums[0] ^= 1
         case "attempt":
             run.attempt = 3
         case "request":
@@ -163,10 +168,10 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
         case "splice":  # other bytes with a sum that is theirs, in this run's message
             other = received(shape, blocks_of(shape, 0, 2, b"other"))
             messages[1:], data = other[1:], other[0].data
-            del head.block_sums[:]
-            head.block_sums.extend(other[0].response.kv_run.block_sums)
+            del head.block_checksums[:]
+            head.block_checksums.extend(other[0].response.kv_chunk.block_checksums)
             for mine, theirs in zip(received(shape, blocks_of(shape, 0, 2))[1:], messages[1:], strict=True):
-                theirs.response.kv_run.sum = mine.response.kv_run.sum
+                theirs.response.kv_chunk.checksum = mine.response.kv_chunk.checksum
     messages[0] = Received(messages[0].response, data)
     with pytest.raises(HandoffFailed) as failed:
         taken(reader, messages, run)
@@ -176,14 +181,14 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("fault", ["first_position", "offset", "sum", "size", "sums"])
 def test_a_wrong_place_is_refused_before_a_byte_is_looked_at(size: int, fault: str) -> None:
-    shape = Shape(16, size, layout=7)
+    shape = TransferLayout(16, size, layout=7)
     first = received(shape, blocks_of(shape, 0, 2))[0]
-    head, data = first.response.kv_run, first.data
+    head, data = first.response.kv_chunk, first.data
     match fault:
         case "size":
             data = data[:-1]
         case "sums":
-            head.block_sums.append(0)
+            head.block_checksums.append(0)
         case _:
             setattr(head, fault, getattr(head, fault) + 16)
     with pytest.raises(HandoffFailed, match="agree with its sum"):
@@ -191,7 +196,7 @@ def test_a_wrong_place_is_refused_before_a_byte_is_looked_at(size: int, fault: s
 
 
 def test_pieces_of_a_large_block_must_come_in_order_and_whole() -> None:
-    shape = Shape(16, 3 * MESSAGE_BYTES, layout=7)
+    shape = TransferLayout(16, 3 * MESSAGE_BYTES, layout=7)
     messages = received(shape, blocks_of(shape, 0, 2))
     assert len(messages) == 6
     for order in ([1], [0, 2], [0, 1, 3], [0, 0], [0, 1, 2, 2], [3, 1, 2]):
@@ -203,14 +208,14 @@ def test_pieces_of_a_large_block_must_come_in_order_and_whole() -> None:
 @pytest.mark.parametrize(("size", "sums"), [(MESSAGE_BYTES, []), (5, []), (4, [1]), (5, [1, 2])])
 def test_a_block_ends_where_it_must_and_with_one_sum(size: int, sums: list[int]) -> None:
     """The third piece of a large block, five bytes and a sum, is another one that its giver meant to send."""
-    shape = Shape(16, LARGE, layout=7)
+    shape = TransferLayout(16, LARGE, layout=7)
     pieces = received(shape, blocks_of(shape, 0, 1))
-    head = wire.KvRun(offset=2 * MESSAGE_BYTES, block_sums=sums)
-    head.sum = packing.message_sum(RUN, shape, head, size)
+    head = wire.KvChunk(offset=2 * MESSAGE_BYTES, block_checksums=sums)
+    head.checksum = packing.message_sum(RUN, shape, head, size)
     with pytest.raises(HandoffFailed):
         Unpacker(RUN, shape).unpack(head, pieces[0].data[:size])
     unpacker = Unpacker(RUN, shape)
     for piece in pieces[:2]:
-        unpacker.unpack(piece.response.kv_run, piece.data)
+        unpacker.unpack(piece.response.kv_chunk, piece.data)
     with pytest.raises(HandoffFailed):
         unpacker.unpack(head, pieces[0].data[:size])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import models
+from decant import models
 
 
 def refuse(*_: object, **__: object) -> NoReturn:

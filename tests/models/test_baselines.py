@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from models.baselines import ngram_loss, ngram_probabilities, unigram_loss
+from decant.models.baselines import ngram_loss, ngram_probabilities, unigram_loss
 
 VOCAB = 6
 

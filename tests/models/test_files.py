@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
-import models
-from models.corpus import Source
+from decant import models
+from decant.models.corpus import Source
 
 LARGEST = 10 * 1000 * 1000
 

@@ -7,8 +7,8 @@ import ast
 import pytest
 import torch
 
-import models
-from models.card import SAMPLE_PROMPTS
+from decant import models
+from decant.models.card import SAMPLE_PROMPTS
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-import models
+from decant import models
 
 # Session-scoped fixtures and hypothesis do not mix well; the file is loaded once here.
 FAST = Tokenizer.from_file(str(models.path() / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""``models.train``: repeatable, resumable, and blind to what is held out."""
+"""``decant.models.train``: repeatable, resumable, and blind to what is held out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models import bpe, corpus, evaluate, loop, train
-from models.muon import orthogonalise
-from models.recipe import PRESETS, TRIAL
+from decant.models import bpe, corpus, evaluate, loop, train
+from decant.models.muon import orthogonalise
+from decant.models.recipe import PRESETS, TRIAL
 
 pytestmark = pytest.mark.slow
 

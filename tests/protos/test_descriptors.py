@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, FileDescriptor
 
-from protos import inference_pb2, worker_pb2
+from decant.protos import inference_pb2, worker_pb2
 
 FILES = pytest.mark.parametrize("file", [inference_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR], ids=["inference", "worker"])
 UNTYPED = {

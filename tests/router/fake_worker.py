@@ -15,13 +15,13 @@ from typing import Any
 
 import grpc
 
-from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
-from protos.state_pb2 import Capacity, WorkerRegistration
-from router.writing import pack, unpack
-from runtime.errors import FailedPrecondition, ServiceError, Unavailable
-from runtime.fault import Reason, trailers
-from runtime.peer import new_peer, same_life
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.router.execution.token_writer import pack, unpack
+from decant.runtime.error_details import Reason, trailers
+from decant.runtime.errors import FailedPrecondition, ServiceError, Unavailable
+from decant.runtime.peer import new_peer, same_life
 
 LAYOUT = 7
 TOKENIZER = 11
@@ -84,27 +84,27 @@ class Script:
     """Sends another token for that output token a second time."""
 
 
-Queue = asyncio.Queue[wire.FromWorker | None]
+Queue = asyncio.Queue[wire.WorkerMessage | None]
 
 
 class FakeRun:
     def __init__(self, start: wire.Start, slot: int) -> None:
         self.start = start
         self.run = start.run
-        self.work = start.work
+        self.engine_request = start.engine_request
         self.slot = slot
-        self.prompt = start.work.prompt
-        self.base = len(start.work.prompt) // 4
-        self.tokens = list(unpack(start.work.outputs[0].tokens))
-        self.phase = wire.Held.PHASE_WAITING
+        self.prompt = start.engine_request.prompt
+        self.base = len(start.engine_request.prompt) // 4
+        self.tokens = list(unpack(start.engine_request.outputs[0].tokens))
+        self.phase = wire.RunStatus.PHASE_WAITING
         self.end: wire.OutputEnd | None = None
         self.task: asyncio.Task[None] | None = None
         self.out: Queue | None = None  # of the session whose it is
 
     @property
-    def held(self) -> wire.Held:
+    def held(self) -> wire.RunStatus:
         slots = [wire.Slot(slot=self.slot, output=0, position=self.base + len(self.tokens))]
-        return wire.Held(run=self.run, phase=self.phase, slots=slots, ended=[self.end] if self.end else [])
+        return wire.RunStatus(run=self.run, phase=self.phase, slots=slots, ended=[self.end] if self.end else [])
 
 
 def key(run: wire.Run) -> tuple[str, int, int]:
@@ -144,7 +144,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             capacity=Capacity(total_blocks=1000, block_tokens=16, window_tokens=2048, max_running=64),
             equal_bits=True,
         )
-        self.cache = wire.CacheNews()
+        self.cache = wire.PrefixCacheUpdate()
         """Told by the next beat, once."""
         self.runs: dict[tuple[str, int, int], FakeRun] = {}
         self.prefills: list[wire.PrefillRequest] = []
@@ -162,8 +162,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         """With which it listens from the next start on; None: in plaintext."""
         self._server: grpc.aio.Server | None = None
         self._slots = 0
-        self._out: asyncio.Queue[wire.FromWorker | None] | None = None  # of the session that spoke last
-        self._outs: set[asyncio.Queue[wire.FromWorker | None]] = set()
+        self._out: asyncio.Queue[wire.WorkerMessage | None] | None = None  # of the session that spoke last
+        self._outs: set[asyncio.Queue[wire.WorkerMessage | None]] = set()
         self._routers: dict[int, wire.Peer] = {}  # by the id of their sessions' queues
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -228,7 +228,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             self.news.set()
 
     async def _prefilled(self, request: wire.PrefillRequest, context: Any) -> AsyncIterator[wire.PrefillEvent]:
-        script, run, work = self.script, request.run, request.work
+        script, run, work = self.script, request.run, request.engine_request
         written = list(unpack(work.outputs[0].tokens))
         base = len(work.prompt) // 4
         cache = Cache(self, asyncio.get_running_loop().create_future())
@@ -236,7 +236,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             ticket = wire.Ticket(
                 id=f"{self.facts.peer.id}:{run.request}:{run.attempt}".encode(),
                 run=run,
-                giver=self.facts.peer,
+                sender=self.facts.peer,
                 layout=self.facts.layout,
                 lease_ms=10_000,
                 tokens=base + len(written),
@@ -278,7 +278,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                 await asyncio.sleep(0.1)
             yield wire.PrefillEvent(first=told)
 
-    def _next(self, work: wire.Work, k: int, base: int) -> tuple[int, wire.OutputEnd | None]:
+    def _next(self, work: wire.EngineRequest, k: int, base: int) -> tuple[int, wire.OutputEnd | None]:
         token = EOS if self.script.stops_at == k else token_at(work.prompt, k)
         reason = None
         if token == EOS:
@@ -293,7 +293,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
 
     # ------------------------------------------------------------------------------------------------- session
 
-    async def Session(self, requests: Any, context: Any) -> AsyncIterator[wire.FromWorker]:  # noqa: N802
+    async def Session(self, requests: Any, context: Any) -> AsyncIterator[wire.WorkerMessage]:  # noqa: N802
         hello = (await anext(aiter(requests))).hello
         if not same_life(hello.worker, self.facts.peer):
             error: ServiceError = FailedPrecondition(Reason.WRONG_PEER, "another life")
@@ -306,15 +306,15 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self.hellos.append(hello)
         if self.script.welcome_pause:
             await self.go.wait()
-        out: asyncio.Queue[wire.FromWorker | None] = asyncio.Queue()
+        out: asyncio.Queue[wire.WorkerMessage | None] = asyncio.Queue()
         self._out = out
         self._outs.add(out)
         self._routers[id(out)] = hello.router
-        out.put_nowait(wire.FromWorker(welcome=self._welcome(hello)))
+        out.put_nowait(wire.WorkerMessage(welcome=self._welcome(hello)))
         for owned in hello.owned:
             if (run := self.runs.get(key(owned.run))) is not None:
                 run.out = out
-                self._resend(run, owned.next[0].position)
+                self._resend(run, owned.resume[0].position)
         self.news.set()
         listening = self._spawn(self._listen(requests, out))
         beating = self._spawn(self._beat(out))
@@ -337,25 +337,25 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             role=self.facts.role,
             model=MODEL,
             layout=self.facts.layout,
-            held=[self.runs[each].held for each in named if each in self.runs],
-            lacking=[owned.run for owned in hello.owned if key(owned.run) not in self.runs],
+            runs=[self.runs[each].held for each in named if each in self.runs],
+            unknown_runs=[owned.run for owned in hello.owned if key(owned.run) not in self.runs],
             orphans=[run.run for each, run in self.runs.items() if each not in named and len(self._outs) == 1],
         )
 
-    async def _beat(self, out: asyncio.Queue[wire.FromWorker | None]) -> None:
+    async def _beat(self, out: asyncio.Queue[wire.WorkerMessage | None]) -> None:
         while True:
-            beat = wire.Beat(step=1, load=self.load, cache=self.cache, routers=self._routers.values())
-            self.cache = wire.CacheNews()
+            beat = wire.Heartbeat(step=1, load=self.load, cache=self.cache, routers=self._routers.values())
+            self.cache = wire.PrefixCacheUpdate()
             if self.script.stuck_ms is not None:
                 beat.step_age_ms = self.script.stuck_ms
-            waiting = [run for run in self.runs.values() if run.phase == wire.Held.PHASE_WAITING]
+            waiting = [run for run in self.runs.values() if run.phase == wire.RunStatus.PHASE_WAITING]
             beat.renew.extend(run.start.ticket.id for run in waiting if run.start.HasField("ticket"))
-            out.put_nowait(wire.FromWorker(beat=beat))
+            out.put_nowait(wire.WorkerMessage(heartbeat=beat))
             await asyncio.sleep(0.25)
 
-    async def _listen(self, requests: Any, out: asyncio.Queue[wire.FromWorker | None]) -> None:
+    async def _listen(self, requests: Any, out: asyncio.Queue[wire.WorkerMessage | None]) -> None:
         async for message in requests:
-            if not message.HasField("beat"):
+            if not message.HasField("heartbeat"):
                 self._out = out
             match message.WhichOneof("message"):
                 case "start":
@@ -364,16 +364,16 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                     self._cancel(message.cancel)
                 case "adopt":
                     self._adopt(message.adopt)
-                case "retire":
-                    for run in message.retire.runs:
+                case "forget":
+                    for run in message.forget.runs:
                         self.retired.append(run)
                         self.runs.pop(key(run), None)
                 case "resend":
                     self.resends += 1
                     if (run := self.runs.get(key(message.resend.run))) is not None:
-                        self._resend(run, message.resend.next.position)
-                case "beat":
-                    self.renewed.extend(message.beat.renew)
+                        self._resend(run, message.resend.resume.position)
+                case "heartbeat":
+                    self.renewed.extend(message.heartbeat.renew)
             self.news.set()
         if not self.script.stays:
             out.put_nowait(None)
@@ -381,10 +381,10 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
     def _begin(self, start: wire.Start) -> None:
         self.starts.append(start)
         if (held := self.runs.get(key(start.run))) is not None:
-            self._say(wire.FromWorker(held=held.held))
+            self._say(wire.WorkerMessage(run_status=held.held))
             return
         if self.script.refuse:
-            self._say(wire.FromWorker(refused=self._refusal(start.run)))
+            self._say(wire.WorkerMessage(refused=self._refusal(start.run)))
             return
         self._slots += 1
         run = self.runs[key(start.run)] = FakeRun(start, self._slots)
@@ -394,17 +394,17 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
     def _adopt(self, adopt: wire.Adopt) -> None:
         self.adopts.append(adopt)
         if (run := self._claimed(adopt.run)) is None:
-            self._say(wire.FromWorker(failed=_failed(adopt.run, wire.CAUSE_UNKNOWN_RUN)))
+            self._say(wire.WorkerMessage(failed=_failed(adopt.run, wire.CAUSE_UNKNOWN_RUN)))
             return
-        self._say(wire.FromWorker(held=run.held))
-        self._resend(run, adopt.next[0].position)
+        self._say(wire.WorkerMessage(run_status=run.held))
+        self._resend(run, adopt.resume[0].position)
 
     def _claimed(self, named: wire.Run) -> FakeRun | None:
         """The run; in a newer epoch it is the sender's from now on, and the others are told."""
         for epoch in range(1, named.epoch):
             if (run := self.runs.pop((named.request, epoch, named.attempt), None)) is not None:
                 for out in self._outs - {self._out}:
-                    out.put_nowait(wire.FromWorker(superseded=wire.Superseded(run=run.run, epoch=named.epoch)))
+                    out.put_nowait(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=named.epoch)))
                 run.run.epoch = named.epoch
                 run.out = self._out
                 self.runs[key(run.run)] = run
@@ -414,7 +414,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self.cancels.append(cancel)
         run = self._claimed(cancel.run)
         if run is not None and run.end is not None:
-            self._say(wire.FromWorker(ended=wire.Ended(run=run.run, end=run.end)), run)
+            self._say(wire.WorkerMessage(ended=wire.Ended(run=run.run, end=run.end)), run)
         elif run is not None:
             if run.task is not None:
                 run.task.cancel()
@@ -425,7 +425,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         if run.start.HasField("ticket"):
             self.fleet.caches[run.start.ticket.id].released.set()
 
-    def _say(self, message: wire.FromWorker, run: FakeRun | None = None) -> None:
+    def _say(self, message: wire.WorkerMessage, run: FakeRun | None = None) -> None:
         """To the session whose run it is of, as long as that is open; else to the one that spoke last."""
         out = self._out if run is None or run.out not in self._outs else run.out
         if out is not None:
@@ -441,13 +441,15 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             if sealed is None:
                 return
         else:
-            run.phase = wire.Held.PHASE_RUNNING
-            self._say(wire.FromWorker(taken_up=wire.TakenUp(run=run.run, cached_tokens=5)), run)
-            joined = wire.Joined(run=run.run, from_tokens=wire.Joined.FromTokens(prefill_us=3_000_000))
-            self._join(run, joined)
-            for parts in _explained(run.run, run.work):
+            run.phase = wire.RunStatus.PHASE_RUNNING
+            self._say(wire.WorkerMessage(scheduled=wire.Scheduled(run=run.run, cached_tokens=5)), run)
+            decode_started = wire.DecodeStarted(
+                run=run.run, from_tokens=wire.DecodeStarted.FromTokens(prefill_us=3_000_000)
+            )
+            self._join(run, decode_started)
+            for parts in _explained(run.run, run.engine_request):
                 for part in parts:
-                    self._say(wire.FromWorker(prompt_logprobs=part), run)
+                    self._say(wire.WorkerMessage(prompt_logprobs=part), run)
         while run.end is None:
             k = len(run.tokens)
             if script.pause_at == k:
@@ -455,9 +457,9 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             if k in script.fails_at:
                 script.fails_at.remove(k)
                 del self.runs[key(run.run)]
-                self._say(wire.FromWorker(failed=_failed(run.run, wire.CAUSE_ENGINE)), run)
+                self._say(wire.WorkerMessage(failed=_failed(run.run, wire.CAUSE_ENGINE)), run)
                 return
-            token, end = self._next(run.work, k, base)
+            token, end = self._next(run.engine_request, k, base)
             run.tokens.append(token)
             self._frame(run, base + k, [token])
             if script.wrong_token_at == k:
@@ -466,7 +468,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             if end is not None and script.fails_at_end:
                 script.fails_at_end -= 1
                 del self.runs[key(run.run)]
-                self._say(wire.FromWorker(failed=_failed(run.run, wire.CAUSE_ENGINE)))
+                self._say(wire.WorkerMessage(failed=_failed(run.run, wire.CAUSE_ENGINE)))
                 return
             if end is not None:
                 self._finish(run, end.reason)
@@ -475,8 +477,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
     async def _fetch(self, run: FakeRun) -> list[int] | None:
         """The sealed tokens; None when it came to nothing, which it has said then."""
         cache = self.fleet.caches[run.start.ticket.id]
-        run.phase = wire.Held.PHASE_ARRIVING
-        self._say(wire.FromWorker(taken_up=wire.TakenUp(run=run.run)), run)
+        run.phase = wire.RunStatus.PHASE_ARRIVING
+        self._say(wire.WorkerMessage(scheduled=wire.Scheduled(run=run.run)), run)
         try:
             sealed = await asyncio.shield(cache.sealed)
         except asyncio.CancelledError:
@@ -484,39 +486,39 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                 raise
             del self.runs[key(run.run)]
             cause = wire.CAUSE_CANCELLED if cache.nothing_left else wire.CAUSE_PEER_LOST
-            self._say(wire.FromWorker(failed=_failed(run.run, cause, cache.giver.facts.peer)), run)
+            self._say(wire.WorkerMessage(failed=_failed(run.run, cause, cache.giver.facts.peer)), run)
             return None
         if self.script.handoff_fails:
             del self.runs[key(run.run)]
             cause = self.script.handoff_fails.pop(0)
             cache.released.set()
-            self._say(wire.FromWorker(failed=_failed(run.run, cause, cache.giver.facts.peer)), run)
+            self._say(wire.WorkerMessage(failed=_failed(run.run, cause, cache.giver.facts.peer)), run)
             return None
         cache.released.set()
-        run.phase = wire.Held.PHASE_RUNNING
+        run.phase = wire.RunStatus.PHASE_RUNNING
         run.tokens = list(sealed)
-        moved = wire.Joined.Handoff(handoff_us=4_000_000, bytes=1234, decode_wait_us=5_000_000)
-        self._join(run, wire.Joined(run=run.run, handoff=moved))
+        moved = wire.DecodeStarted.Handoff(handoff_us=4_000_000, bytes=1234, decode_wait_us=5_000_000)
+        self._join(run, wire.DecodeStarted(run=run.run, handoff=moved))
         self._frame(run, run.base, run.tokens)
         return run.tokens
 
-    def _join(self, run: FakeRun, joined: wire.Joined) -> None:
-        joined.slots.add(slot=run.slot, output=0, position=run.base)
-        self._say(wire.FromWorker(joined=joined), run)
+    def _join(self, run: FakeRun, decode_started: wire.DecodeStarted) -> None:
+        decode_started.slots.add(slot=run.slot, output=0, position=run.base)
+        self._say(wire.WorkerMessage(decode_started=decode_started), run)
 
     def _frame(self, run: FakeRun, position: int, tokens: list[int]) -> None:
         if self.script.drop_frames:
             self.script.drop_frames -= 1
             return
         count = len(tokens)
-        logprobs = [_logprobs(run.work, entry, token) for entry, token in enumerate(tokens)]
+        logprobs = [_logprobs(run.engine_request, entry, token) for entry, token in enumerate(tokens)]
         frame = wire.Frame(
             logprobs=[one for one in logprobs if one is not None],
             slots=pack([run.slot] * count),
             positions=pack(list(range(position, position + count))),
             tokens=pack(tokens),
         )
-        self._say(wire.FromWorker(frame=frame), run)
+        self._say(wire.WorkerMessage(frame=frame), run)
 
     def _resend(self, run: FakeRun, position: int) -> None:
         tokens = run.tokens[max(0, position - run.base) :]
@@ -524,9 +526,9 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             self._frame(run, max(position, run.base), tokens)
 
     def _finish(self, run: FakeRun, reason: wire.OutputEnd.Reason) -> None:
-        run.phase = wire.Held.PHASE_ENDED
+        run.phase = wire.RunStatus.PHASE_ENDED
         run.end = wire.OutputEnd(output=0, reason=reason, end_position=run.base + len(run.tokens))
-        self._say(wire.FromWorker(ended=wire.Ended(run=run.run, end=run.end)), run)
+        self._say(wire.WorkerMessage(ended=wire.Ended(run=run.run, end=run.end)), run)
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -545,7 +547,7 @@ def logprobs_of(token: int, alternatives: int) -> wire.TokenLogprobs:
     return wire.TokenLogprobs(logprob=-token, rank=1, top_ids=top, top_logprobs=[-id for id in top])
 
 
-def _logprobs(work: wire.Work, entry: int, token: int) -> wire.TokenLogprobs | None:
+def _logprobs(work: wire.EngineRequest, entry: int, token: int) -> wire.TokenLogprobs | None:
     if not work.HasField("logprobs"):
         return None
     found = logprobs_of(token, work.logprobs)
@@ -553,7 +555,7 @@ def _logprobs(work: wire.Work, entry: int, token: int) -> wire.TokenLogprobs | N
     return found
 
 
-def _explained(run: wire.Run, work: wire.Work) -> tuple[list[wire.PromptLogprobs], list[wire.PromptLogprobs]]:
+def _explained(run: wire.Run, work: wire.EngineRequest) -> tuple[list[wire.PromptLogprobs], list[wire.PromptLogprobs]]:
     """The prompt's logprobs in two parts, where they are asked for: that of position n is -n."""
     if not work.HasField("prompt_logprobs"):
         return [], []

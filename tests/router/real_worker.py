@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from decode_worker.main import KIND as DECODE
-from engine.fake import FakeDevice
-from engine.plan import StepPlan
-from prefill_worker.main import KIND as PREFILL
-from worker.process import main
-from worker.settings import WorkerSettings
+from decant.decode_worker.main import KIND as DECODE
+from decant.engine.fake import FakeDevice
+from decant.engine.plan import StepPlan
+from decant.prefill_worker.main import KIND as PREFILL
+from decant.worker.main import main
+from decant.worker.settings import WorkerSettings
 
 STEP_SECONDS = 0.02
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from router.admission import SECONDS_PER_PRIORITY, Admission, Admitted
-from runtime.channel import Deadline
-from runtime.errors import DeadlineExceeded, QueueFull
+from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY, Admission, AdmissionSlot
+from decant.runtime.channel import Deadline
+from decant.runtime.errors import DeadlineExceeded, QueueFull
 
 NEVER = Deadline()
 
@@ -20,7 +20,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def full(places: int = 1, queue_limit: int = 8) -> tuple[Admission, list[Admitted]]:
+async def full(places: int = 1, queue_limit: int = 8) -> tuple[Admission, list[AdmissionSlot]]:
     door = Admission(places, queue_limit)
     return door, [await door.enter(0, NEVER) for _ in range(places)]
 
@@ -77,7 +77,7 @@ async def test_the_urgent_come_first_then_those_who_came_first():
 async def test_who_has_waited_long_enough_is_before_the_urgent(monkeypatch):
     door, [inside] = await full()
     clock = 100.0
-    monkeypatch.setattr("router.admission.time.monotonic", lambda: clock)
+    monkeypatch.setattr("decant.router.admission.admission_queue.time.monotonic", lambda: clock)
     patient = asyncio.create_task(door.enter(-1000, NEVER))
     await settle()
     clock += 2000 * SECONDS_PER_PRIORITY + 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from protos import worker_pb2 as wire
-from protos.inference_pb2 import Generation
-from state.names import RequestKey
-from state.store import Store
-from tests.router.core import core, make_request, tokens_of, until
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.state.ids import RequestKey
+from decant.state.store import Store
 from tests.router.fake_worker import answer, fleet
+from tests.router.harness import core, make_request, tokens_of, until
 
 P, P2, D = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 SHORT = tuple(range(1, 31))
@@ -80,7 +80,7 @@ async def test_who_takes_no_hits_has_no_home(store: Store) -> None:
         home = (await scene.answer(make_request("shared", session="s"))).path.prefill_worker
         other = next(worker for worker in workers[:2] if worker.facts.peer.id != home)
         request = make_request("alone", session="s")
-        request.work.bypass_prefix_cache = True
+        request.engine_request.bypass_prefix_cache = True
         before = len(other.prefills)
         for worker in workers[:2]:
             worker.load.running = 0 if worker is other else 1

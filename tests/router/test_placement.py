@@ -7,45 +7,47 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import worker_pb2 as wire
-from router.placement import Need, Place, Seen, first_place, taker
-from state.names import Life
+from decant.protos import worker_pb2 as wire
+from decant.router.placement.policy import Placement, PlacementRequest, WorkerSnapshot, first_place, taker
+from decant.state.ids import Incarnation
 
 P, D = wire.ROLE_PREFILL, wire.ROLE_DECODE
-NOBODY = Life("", 0)
+NOBODY = Incarnation("", 0)
 
 
-def seen(name: str, role: wire.Role = D, **more: object) -> Seen:
-    worker = Seen(Life(name, 1), role, layout=1, block_tokens=16, free_blocks=100, sequences=0, queued_tokens=0)
+def seen(name: str, role: wire.Role = D, **more: object) -> WorkerSnapshot:
+    worker = WorkerSnapshot(
+        Incarnation(name, 1), role, layout=1, block_tokens=16, free_blocks=100, sequences=0, queued_tokens=0
+    )
     return replace(worker, **more)  # type: ignore[arg-type]
 
 
-def place(*workers: Seen, tokens: int = 10, from_tokens: bool = False) -> Place | None:
-    return first_place(workers, Need(tokens, from_tokens))
+def place(*workers: WorkerSnapshot, tokens: int = 10, from_tokens: bool = False) -> Placement | None:
+    return first_place(workers, PlacementRequest(tokens, from_tokens))
 
 
 def test_a_prompt_goes_where_the_fewest_tokens_are_queued() -> None:
     long, short = seen("long", P, queued_tokens=900), seen("short", P, queued_tokens=100, sequences=9)
-    assert place(long, short, seen("d")) == Place(short.life, prefill=True)
+    assert place(long, short, seen("d")) == Placement(short.life, prefill=True)
 
 
 def test_a_cached_prefix_outweighs_as_many_queued_tokens() -> None:
     holder, idle = seen("holder", P, queued_tokens=500, cached_tokens=800), seen("idle", P)
-    assert place(holder, idle, seen("d"), tokens=1000) == Place(holder.life, prefill=True)
+    assert place(holder, idle, seen("d"), tokens=1000) == Placement(holder.life, prefill=True)
     crowded = replace(holder, queued_tokens=900)
-    assert place(crowded, idle, seen("d"), tokens=1000) == Place(idle.life, prefill=True)
+    assert place(crowded, idle, seen("d"), tokens=1000) == Placement(idle.life, prefill=True)
 
 
 def test_a_cache_goes_to_the_calm_and_among_equals_to_who_has_most_of_it() -> None:
     calm, holder = seen("calm", sequences=3), seen("holder", sequences=4, cached_tokens=16)
-    assert taker([calm, holder], Need(20), 1, Life("p", 1)) == calm.life
-    assert taker([replace(calm, sequences=4), holder], Need(20), 1, Life("p", 1)) == holder.life
+    assert taker([calm, holder], PlacementRequest(20), 1, Incarnation("p", 1)) == calm.life
+    assert taker([replace(calm, sequences=4), holder], PlacementRequest(20), 1, Incarnation("p", 1)) == holder.life
 
 
 def test_room_is_needed_for_what_is_not_cached() -> None:
     tight, other = seen("tight", free_blocks=2, cached_tokens=64), seen("other", sequences=1)
-    assert taker([tight, other], Need(90), 1, Life("p", 1)) == tight.life
-    assert taker([replace(tight, cached_tokens=48), other], Need(90), 1, Life("p", 1)) == other.life
+    assert taker([tight, other], PlacementRequest(90), 1, Incarnation("p", 1)) == tight.life
+    assert taker([replace(tight, cached_tokens=48), other], PlacementRequest(90), 1, Incarnation("p", 1)) == other.life
 
 
 def test_a_full_prefill_pool_is_waited_for_and_a_missing_one_is_not() -> None:
@@ -53,66 +55,66 @@ def test_a_full_prefill_pool_is_waited_for_and_a_missing_one_is_not() -> None:
     busy = seen("q", P, has_room=False)
     decode = seen("d")
     assert place(full, busy, decode) is None
-    assert place(decode) == Place(decode.life, prefill=False)
+    assert place(decode) == Placement(decode.life, prefill=False)
 
 
 def test_without_decode_workers_a_prefill_worker_does_both() -> None:
     only = seen("p", P)
-    assert place(only) == Place(only.life, prefill=False)
+    assert place(only) == Placement(only.life, prefill=False)
 
 
 def test_tokens_that_are_written_go_to_a_decode_worker() -> None:
     decode = seen("d", sequences=50)
-    assert place(seen("p", P), decode, from_tokens=True) == Place(decode.life, prefill=False)
+    assert place(seen("p", P), decode, from_tokens=True) == Placement(decode.life, prefill=False)
 
 
 def test_a_prefill_worker_without_a_partner_is_not_asked() -> None:
     decode = seen("d")
-    assert place(seen("p", P, layout=2), decode) == Place(decode.life, prefill=False)
+    assert place(seen("p", P, layout=2), decode) == Placement(decode.life, prefill=False)
 
 
 def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> None:
     tight = seen("tight", free_blocks=1)
     calm, crowded = seen("calm", sequences=3), seen("crowded", sequences=8, free_blocks=1000)
-    assert taker([tight, crowded, calm], Need(20), 1, Life("p", 1)) == calm.life
-    assert taker([tight], Need(20), 1, Life("p", 1)) == tight.life, "its queue is the backpressure"
+    assert taker([tight, crowded, calm], PlacementRequest(20), 1, Incarnation("p", 1)) == calm.life
+    assert taker([tight], PlacementRequest(20), 1, Incarnation("p", 1)) == tight.life, "its queue is the backpressure"
 
 
 def test_a_cache_goes_to_no_other_layout_and_never_back_to_its_giver() -> None:
     giver = seen("p", P)
-    assert taker([seen("d", layout=2), giver], Need(20), 1, giver.life) is None
+    assert taker([seen("d", layout=2), giver], PlacementRequest(20), 1, giver.life) is None
 
 
 def test_a_cache_goes_to_another_prefill_worker_when_no_decode_worker_is_left() -> None:
     giver, other = seen("p", P), seen("q", P)
-    assert taker([giver, other], Need(20), 1, giver.life) == other.life
+    assert taker([giver, other], PlacementRequest(20), 1, giver.life) == other.life
 
 
 def test_who_failed_is_asked_last_but_asked() -> None:
     failed, idle = seen("a", avoided=True), seen("b", sequences=99)
-    assert place(failed, idle) == Place(idle.life, prefill=False)
-    assert place(failed) == Place(failed.life, prefill=False)
+    assert place(failed, idle) == Placement(idle.life, prefill=False)
+    assert place(failed) == Placement(failed.life, prefill=False)
 
 
 def test_a_short_prompt_is_read_where_it_is_decoded() -> None:
     prefill, decode = seen("p", P), seen("d")
-    short = Need(99, handoff_min_tokens=100)
-    assert first_place([prefill, decode], short) == Place(decode.life, prefill=False)
-    assert first_place([prefill, decode], replace(short, tokens=100)) == Place(prefill.life, prefill=True)
-    assert first_place([prefill, replace(decode, queued_tokens=1)], short) == Place(prefill.life, prefill=True)
-    assert first_place([prefill, replace(decode, avoided=True)], short) == Place(prefill.life, prefill=True)
-    assert first_place([prefill, replace(decode, free_blocks=6)], short) == Place(prefill.life, prefill=True)
+    short = PlacementRequest(99, handoff_min_tokens=100)
+    assert first_place([prefill, decode], short) == Placement(decode.life, prefill=False)
+    assert first_place([prefill, decode], replace(short, tokens=100)) == Placement(prefill.life, prefill=True)
+    assert first_place([prefill, replace(decode, queued_tokens=1)], short) == Placement(prefill.life, prefill=True)
+    assert first_place([prefill, replace(decode, avoided=True)], short) == Placement(prefill.life, prefill=True)
+    assert first_place([prefill, replace(decode, free_blocks=6)], short) == Placement(prefill.life, prefill=True)
 
 
 def test_a_long_prompt_is_read_where_it_is_decoded_when_most_of_it_is_there() -> None:
     holder, calm, prefill = seen("holder", sequences=9, cached_tokens=960), seen("calm"), seen("p", P)
-    need = Need(1000, handoff_min_tokens=100)
-    assert first_place([calm, holder, prefill], need) == Place(holder.life, prefill=False)
+    need = PlacementRequest(1000, handoff_min_tokens=100)
+    assert first_place([calm, holder, prefill], need) == Placement(holder.life, prefill=False)
 
 
 def home_of(session: str, *names: str, role: wire.Role = P) -> str:
     present = [seen(name, role) for name in names]
-    found = first_place([*present, seen("d")], Need(100, session=session))
+    found = first_place([*present, seen("d")], PlacementRequest(100, session=session))
     assert found is not None
     return found.life.id
 
@@ -135,19 +137,21 @@ def test_when_a_worker_goes_only_its_own_sessions_move() -> None:
 def test_a_home_is_a_hint_that_what_is_known_and_a_long_queue_outweigh() -> None:
     home, other = seen("a", P), seen("b", P)
     session = next(session for session in SESSIONS if home_of(session, "a", "b") == "a")
-    need = Need(100, session=session)
-    assert first_place([home, other, seen("d")], need) == Place(home.life, prefill=True)
+    need = PlacementRequest(100, session=session)
+    assert first_place([home, other, seen("d")], need) == Placement(home.life, prefill=True)
     busy = replace(home, queued_tokens=100)
-    assert first_place([busy, other, seen("d")], need) == Place(other.life, prefill=True)
+    assert first_place([busy, other, seen("d")], need) == Placement(other.life, prefill=True)
     holder = replace(other, cached_tokens=16)
-    assert first_place([home, holder, seen("d")], need) == Place(other.life, prefill=True)
+    assert first_place([home, holder, seen("d")], need) == Placement(other.life, prefill=True)
 
 
 def test_a_home_has_no_more_room_than_it_has() -> None:
     pair = [seen("a"), seen("b")]
-    session = next(each for each in SESSIONS if taker(pair, Need(1, session=each), 1, NOBODY) == Life("a", 1))
-    need = Need(200, session=session)
-    assert taker([seen("a", free_blocks=2), seen("b", sequences=9)], need, 1, NOBODY) == Life("b", 1)
+    session = next(
+        each for each in SESSIONS if taker(pair, PlacementRequest(1, session=each), 1, NOBODY) == Incarnation("a", 1)
+    )
+    need = PlacementRequest(200, session=session)
+    assert taker([seen("a", free_blocks=2), seen("b", sequences=9)], need, 1, NOBODY) == Incarnation("b", 1)
 
 
 workers = st.builds(
@@ -171,9 +175,9 @@ workers = st.builds(
     st.sampled_from([0, 7, 1000]),
 )
 def test_a_choice_is_always_somebody_who_takes_it(
-    present: list[Seen], from_tokens: bool, session: str, handoff_min: int
+    present: list[WorkerSnapshot], from_tokens: bool, session: str, handoff_min: int
 ) -> None:
-    chosen = first_place(present, Need(10, from_tokens, session, handoff_min))
+    chosen = first_place(present, PlacementRequest(10, from_tokens, session, handoff_min))
     by_life = {worker.life: worker for worker in present}
     if chosen is not None:
         worker = by_life[chosen.life]

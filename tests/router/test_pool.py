@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from protos import worker_pb2 as wire
-from router import pool, sessions
-from router.prefix import Prefix, block_names
-from router.writing import pack
-from state.names import Life
-from state.store import Store
-from tests.router.core import Core, core, ended, make_request, tokens_of, until, written
+from decant.protos import worker_pb2 as wire
+from decant.router.execution.token_writer import pack
+from decant.router.placement.prefix_index import PromptBlocks, block_names
+from decant.router.workers import pool, session
+from decant.state.ids import Incarnation
+from decant.state.store import Store
 from tests.router.fake_worker import FakeWorker, Fleet, answer, fleet
+from tests.router.harness import Core, core, ended, make_request, tokens_of, until, written
 
 P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)
 D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
@@ -52,7 +52,7 @@ async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(
         workers[0].script.pause_at = 2
         course = await scene.dispatcher.begin(make_request())
         await written(course, 2)
-        await store.workers.remove(Life.of(workers[0].facts.peer))
+        await store.workers.remove(Incarnation.of(workers[0].facts.peer))
         (worker,) = scene.router.pool.of("m")
         await until(lambda: not worker.is_registered)
         workers[0].break_session()  # runs are there: it is opened again
@@ -99,7 +99,7 @@ async def test_a_draining_worker_keeps_what_it_has_and_gets_no_more(store: Store
 
 
 async def test_a_router_that_leaves_retires_what_has_just_ended(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "HEARTBEAT_SECONDS", 60.0)
+    monkeypatch.setattr(session, "HEARTBEAT_SECONDS", 60.0)
     async with fleet(D) as workers:
         async with core(store, workers) as scene:
             await scene.answer(make_request())
@@ -127,7 +127,7 @@ async def test_the_window_is_the_shortest_of_those_that_can_be_used(store: Store
         async with core(store, workers) as scene:
             assert scene.dispatcher.window_of("m") == 100
             assert scene.dispatcher.window_of("another") is None
-            await store.workers.remove(Life.of(workers[0].facts.peer))
+            await store.workers.remove(Incarnation.of(workers[0].facts.peer))
             await workers[0].stop()
             await until(lambda: scene.dispatcher.window_of("m") == 2048)
 
@@ -151,15 +151,15 @@ async def test_who_refused_gets_few_before_the_next_word(store: Store) -> None:
         view = worker.view
         view.refused()
         assert not view.seen().has_room
-        view.hear(wire.Beat())
+        view.hear(wire.Heartbeat())
         sent = []
         while view.seen().has_room:
-            sent.append(view.send(Prefix(wire.Work(prompt=bytes(4))), 1, computed=True))
+            sent.append(view.send(PromptBlocks(wire.EngineRequest(prompt=bytes(4))), 1, computed=True))
         assert len(sent) == 16
         for each in sent:
             each.over()
         for _ in range(20):
-            view.hear(wire.Beat())
+            view.hear(wire.Heartbeat())
         assert view.seen().has_room
 
 
@@ -199,17 +199,17 @@ def names_of(prompt: tuple[int, ...]) -> bytes:
 async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
     async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
         for holder in (workers[1], workers[3]):
-            holder.cache = wire.CacheNews(published=names_of(LONG[:160]))
+            holder.cache = wire.PrefixCacheUpdate(published=names_of(LONG[:160]))
             holder.load.queued_tokens = 100
         pool = scene.router.pool
-        prefix = Prefix(make_request(prompt=LONG).work)
+        prefix = PromptBlocks(make_request(prompt=LONG).engine_request)
         await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.seen("m", set(), prefix)) == 2)
         await scene.answer(make_request("first", LONG))
         assert [len(worker.starts) for worker in workers[2:]] == [0, 1], "less is to be fetched there"
         for n in range(2):
             await scene.answer(make_request(str(n), LONG))
         assert [len(worker.prefills) for worker in workers[:2]] == [0, 3]
-        workers[1].cache = wire.CacheNews(dropped=names_of(LONG))
+        workers[1].cache = wire.PrefixCacheUpdate(dropped=names_of(LONG))
         await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.seen("m", set(), prefix)) == 1)
         await scene.answer(make_request("after", LONG))
         assert len(workers[0].prefills) == 1

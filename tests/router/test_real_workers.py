@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-import models as trained
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
-from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
-from state.private_redis import PrivateRedis
-from state.store import Store
-from tests.e2e.forked import Forked
+from decant import models as trained
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.e2e.fork_server import Forked
 from tests.router.test_router_process import Running, become_ready, router
 
 pytestmark = pytest.mark.slow

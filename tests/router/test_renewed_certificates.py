@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from protos import worker_pb2 as wire
-from router.pool import Pool
-from runtime import certificates
-from runtime.certificates import PEER_NAME, PeerFiles
-from runtime.peer import new_peer
-from runtime.settings import Refused
-from runtime.tls import PeerTls, ServerTls, server_credentials
-from state.store import Store
-from tests.router.core import until
+from decant.protos import worker_pb2 as wire
+from decant.router.workers.pool import WorkerPool
+from decant.runtime import certificates
+from decant.runtime.certificates import PEER_NAME, PeerFiles
+from decant.runtime.peer import new_peer
+from decant.runtime.settings import SettingError
+from decant.runtime.tls import PeerTls, ServerTls, server_credentials
+from decant.state.store import Store
 from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker, fleet
+from tests.router.harness import until
 
 D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 
 
-def pool_with(files: PeerFiles, store: Store) -> Pool:
+def pool_with(files: PeerFiles, store: Store) -> WorkerPool:
     tls = PeerTls(peer_ca=files.ca, peer_certificate=files.certificate, peer_key=files.key, peer_name=PEER_NAME)
-    return Pool(new_peer("router"), store.workers, {MODEL: TOKENIZER}, tls, 0)
+    return WorkerPool(new_peer("router"), store.workers, {MODEL: TOKENIZER}, tls, 0)
 
 
 def server_tls(files: PeerFiles) -> ServerTls:
@@ -40,7 +40,7 @@ def replace(old: PeerFiles, new: PeerFiles) -> None:
         getattr(new, name).rename(getattr(old, name))
 
 
-def usable(pool: Pool) -> dict[str, int]:
+def usable(pool: WorkerPool) -> dict[str, int]:
     """Workers with an open session, and the generation of the files with which each was reached."""
     return {worker.life.id: worker.generation for worker in pool.of(MODEL) if worker.is_usable}
 
@@ -75,7 +75,7 @@ async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(
         try:
             await until(lambda: usable(pool) == {"d": 0})
             certificates.make(tmp_path / "new").key.rename(files.key)
-            with pytest.raises(Refused):
+            with pytest.raises(SettingError):
                 server_credentials(server_tls(files))
             await store.workers.register(second.facts)
             await until(lambda: usable(pool) == {"d": 0, "d2": 0})

@@ -16,16 +16,16 @@ from pathlib import Path
 import grpc
 import pytest
 
-import models as trained
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc as services
-from protos import worker_pb2 as wire
-from state.private_redis import PrivateRedis
-from state.store import Store
-from tests.e2e.forked import Forked, completed
-from tests.router.core import PATIENCE
+from decant import models as trained
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc as services
+from decant.protos import worker_pb2 as wire
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.e2e.fork_server import Forked, completed
+from tests.router.factories import tiny
 from tests.router.fake_worker import FakeWorker, answer, fleet
-from tests.router.scenes import tiny
+from tests.router.harness import PATIENCE
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 MODEL = str(trained.path())
@@ -46,7 +46,7 @@ MODEL = str(trained.path())
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
-    ended = completed("router", *arguments, timeout=PATIENCE)
+    ended = completed("decant.router", *arguments, timeout=PATIENCE)
     assert ended.returncode == 2
     assert words in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
@@ -58,19 +58,19 @@ def test_a_bad_redis_url_is_named_as_it_was_given_and_not_shown(
     file = tmp_path / "router.toml"
     file.write_text('redis_url = "ftp://:secret@x"')
     limit = "begins with one of redis://, rediss://, unix://, got ftp"
-    ended = completed("router", "--models", MODEL, "--config", str(file), timeout=PATIENCE)
+    ended = completed("decant.router", "--models", MODEL, "--config", str(file), timeout=PATIENCE)
     assert ended.stderr == f"decant router: {file}: redis_url: {limit}\n"
     monkeypatch.setenv("DECANT_REDIS_URL", "ftp://:secret@x")
-    ended = completed("router", "--models", MODEL, timeout=PATIENCE)
+    ended = completed("decant.router", "--models", MODEL, timeout=PATIENCE)
     assert ended.stderr == f"decant router: DECANT_REDIS_URL: {limit}\n"
 
 
 def test_an_interpreter_that_is_refused_ends_with_the_same_line() -> None:
     arguments = ("--models", MODEL, "--flush-ms", "0")
-    command = [sys.executable, "-m", "router", *arguments]
+    command = [sys.executable, "-m", "decant.router", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == completed("router", *arguments, timeout=PATIENCE).stderr
+    assert ended.stderr == completed("decant.router", *arguments, timeout=PATIENCE).stderr
 
 
 @dataclass
@@ -100,7 +100,7 @@ async def router(server: PrivateRedis, *arguments: str) -> AsyncIterator[Running
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdout), os.fdopen(out, "rb"))
     try:
         # In a thread: the first one starts what all are forked from, for seconds.
-        process = await asyncio.to_thread(Forked, "router", [*words, *arguments], written, 2)
+        process = await asyncio.to_thread(Forked, "decant.router", [*words, *arguments], written, 2)
     finally:
         os.close(written)
     try:
@@ -212,7 +212,7 @@ async def test_workers_that_take_requests_are_counted_by_model_and_role(server: 
 
 def test_a_router_imports_nothing_that_computes() -> None:
     program = (
-        "import sys, router.main; "
+        "import sys, decant.router.main; "
         "print([name for name in ('torch', 'transformers', 'numpy', 'engine', 'handoff') if name in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

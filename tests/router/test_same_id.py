@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from protos import worker_pb2 as wire
-from protos.inference_pb2 import Generation
-from router.request import ValidRequest
-from runtime.errors import AlreadyExists
-from state.errors import StoreUnavailable
-from state.store import Store
-from tests.e2e.cutting import GIVER, TAKER, Cutting, cutting
-from tests.router.core import core, ended, make_request, tokens_of, until
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.router.execution.token_stream import ValidRequest
+from decant.runtime.errors import AlreadyExists
+from decant.state.errors import StoreUnavailable
+from decant.state.store import Store
+from tests.e2e.fault_injection import GIVER, TAKER, Cutting, cutting
 from tests.router.fake_worker import answer, fleet
+from tests.router.harness import core, ended, make_request, tokens_of, until
 
 
 @pytest.fixture

@@ -12,18 +12,19 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
-from router import reading
-from router.credentials import Anybody, Call, Callers
-from router.limits import limits
-from router.models import Models, ServedModel
-from router.request import Course
-from router.service import About, InferenceService
-from router.templates import ChatTemplate
-from router.validation import UNIMPLEMENTED_FIELDS
-from runtime.channel import open_channel
-from runtime.errors import (
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc
+from decant.router.api.auth import AuthenticatedCall, Authenticator, NoAuthentication
+from decant.router.api.limits import limits
+from decant.router.api.service import InferenceService, ServerInfoSource
+from decant.router.api.validation import UNIMPLEMENTED_FIELDS
+from decant.router.execution import reader_lease as reading
+from decant.router.execution.token_stream import TokenStream
+from decant.router.text.chat_template import ChatTemplate
+from decant.router.text.served_model import Models, ServedModel
+from decant.runtime.channel import open_channel
+from decant.runtime.error_details import Reason, ResumePoint
+from decant.runtime.errors import (
     Aborted,
     Cancelled,
     DeadlineExceeded,
@@ -35,19 +36,18 @@ from runtime.errors import (
     Unimplemented,
     from_call,
 )
-from runtime.fault import Reason, ResumePoint
-from runtime.health import Readiness
-from runtime.interceptor import Gone
-from runtime.listening import ServerSettings
-from runtime.metrics import Registry, RequestMetrics
-from runtime.server import Server
-from runtime.tls import PeerTls
-from state.names import Life
-from tests.router.core import make_request, until
-from tests.router.scenes import AT_LENGTH, STOPPED, ScriptedDispatcher, model, tiny, write
+from decant.runtime.health import Readiness
+from decant.runtime.interceptor import ClientDisconnected
+from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.server import Server
+from decant.runtime.server_settings import ServerSettings
+from decant.runtime.tls import PeerTls
+from decant.state.ids import Incarnation
+from tests.router.factories import AT_LENGTH, STOPPED, ScriptedDispatcher, model, tiny, write
+from tests.router.harness import make_request, until
 
 PATIENCE = 60.0
-HERE = Life("router-a", 1)
+HERE = Incarnation("router-a", 1)
 CANCEL = pb.CancelGenerationResponse
 
 
@@ -58,11 +58,11 @@ class Scene:
     server: Server
     registry: Registry
 
-    async def course(self) -> Course:
+    async def course(self) -> TokenStream:
         async with asyncio.timeout(PATIENCE):
             return await self.dispatcher.courses.get()
 
-    async def lost(self) -> Course:
+    async def lost(self) -> TokenStream:
         async with asyncio.timeout(PATIENCE):
             return await self.dispatcher.lost.get()
 
@@ -72,16 +72,16 @@ class Scene:
 
 def made(dispatcher: ScriptedDispatcher, registry: Registry, served: Models | None = None) -> InferenceService:
     told = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
-    about = About(HERE, "1.2.3", told, lambda: True, lambda: False)
+    about = ServerInfoSource(HERE, "1.2.3", told, lambda: True, lambda: False)
     return InferenceService(served or Models([tiny()]), dispatcher, about, RequestMetrics(registry))
 
 
 @asynccontextmanager
-async def scene(served: Models | None = None, callers: Callers | None = None) -> AsyncIterator[Scene]:
+async def scene(served: Models | None = None, callers: Authenticator | None = None) -> AsyncIterator[Scene]:
     """Anybody may call, unless it is said who."""
     dispatcher, registry = ScriptedDispatcher(), Registry(process=False)
     served = served or Models([tiny()])
-    service = made(dispatcher, registry, served).service(callers or Anybody(served))
+    service = made(dispatcher, registry, served).service(callers or NoAuthentication(served))
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
@@ -115,7 +115,7 @@ async def all_of(call: Any) -> list[pb.GenerateStreamResponse]:
     return messages
 
 
-def writes(*tokens: int, end: Any = STOPPED) -> Callable[[Course], None]:
+def writes(*tokens: int, end: Any = STOPPED) -> Callable[[TokenStream], None]:
     return lambda course: write(course, *tokens, end=end)
 
 
@@ -214,9 +214,9 @@ async def test_a_write_that_fails_is_the_first_that_is_seen_of_a_client_that_lef
     dispatcher = ScriptedDispatcher()
     dispatcher.plan = lambda course: write(course, 5)
     service = made(dispatcher, Registry(process=False))
-    caller = Anybody(Models([tiny()])).tenant_of(())
-    with pytest.raises(Gone):
-        await service.GenerateStream(asked(), Call(caller, Context()))  # type: ignore[arg-type]
+    caller = NoAuthentication(Models([tiny()])).tenant_of(())
+    with pytest.raises(ClientDisconnected):
+        await service.GenerateStream(asked(), AuthenticatedCall(caller, Context()))  # type: ignore[arg-type]
     assert dispatcher.lost.get_nowait() is dispatcher.courses.get_nowait()
 
 
@@ -349,7 +349,7 @@ async def test_a_finished_request_whose_client_reads_nothing_is_let_go_and_can_b
 
 
 async def test_a_client_that_reads_slowly_keeps_its_stream():
-    course = Course(make_request())
+    course = TokenStream(make_request())
     course.end = AT_LENGTH
     now = 1.0
 
@@ -358,7 +358,7 @@ async def test_a_client_that_reads_slowly_keeps_its_stream():
         now += 0.9 * reading.UNREAD_SECONDS
         reader._look()
 
-    reader = reading.Reading(course)
+    reader = reading.ReaderLease(course)
     reader._now = lambda: now
     with reader:
         send = reader.watched(slow)

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from protos import worker_pb2 as wire
-from router.following import Following
-from router.request import Course
-from router.sessions import Session
-from router.writing import Pen, Trouble, pack, unpack
-from runtime.channel import open_channel
-from runtime.peer import new_peer
-from runtime.tls import PeerTls
-from tests.router.core import PATIENCE, ended_run, make_request, until
+from decant.protos import worker_pb2 as wire
+from decant.router.execution.token_stream import TokenStream
+from decant.router.execution.token_writer import TokenWriter, WriteError, pack, unpack
+from decant.router.workers.session import WorkerSession
+from decant.router.workers.subscription import RunSubscription
+from decant.runtime.channel import open_channel
+from decant.runtime.peer import new_peer
+from decant.runtime.tls import PeerTls
 from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.harness import PATIENCE, ended_run, make_request, until
 
 D = ("d", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
@@ -33,10 +33,10 @@ class Watcher:
     renewed: list[bytes] = field(default_factory=list)
     loads: int = 0
 
-    def opened(self, session: Session) -> None:
+    def opened(self, session: WorkerSession) -> None:
         self.loads += 1
 
-    def heard(self, session: Session, beat: wire.Beat) -> None:
+    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         self.loads += 1
         self.renewed += beat.renew
 
@@ -45,8 +45,8 @@ class Watcher:
 class Run:
     """A run at a worker, and all that is told of it."""
 
-    following: Following
-    course: Course
+    following: RunSubscription
+    course: TokenStream
     told: list[Any]
 
     @property
@@ -56,18 +56,20 @@ class Run:
 
 def make_run(max_tokens: int = 5, attempt: int = 1) -> Run:
     request = make_request(max_tokens=max_tokens)
-    course = Course(request)
+    course = TokenStream(request)
     told: list[Any] = []
     run = wire.Run(request="t/r", epoch=1, attempt=attempt)
-    following = Following(wire.Start(run=run, work=request.work), Pen(course), told.append)
+    following = RunSubscription(
+        wire.Start(run=run, engine_request=request.engine_request), TokenWriter(course), told.append
+    )
     return Run(following, course, told)
 
 
 @asynccontextmanager
-async def session(worker: FakeWorker, router: wire.Peer | None = None) -> AsyncIterator[tuple[Session, Watcher]]:
+async def session(worker: FakeWorker, router: wire.Peer | None = None) -> AsyncIterator[tuple[WorkerSession, Watcher]]:
     watcher = Watcher()
     async with open_channel(worker.facts.address, PeerTls()) as channel:
-        opened = Session(router or new_peer("router"), worker.facts.peer, channel, watcher)
+        opened = WorkerSession(router or new_peer("router"), worker.facts.peer, channel, watcher)
         task = asyncio.create_task(opened.run(lambda: True))
         try:
             async with asyncio.timeout(PATIENCE):
@@ -83,14 +85,14 @@ async def test_a_run_is_told_in_order_written_once_and_retired() -> None:
         run = make_run()
         opened.start(run.following)
         await until(lambda: wire.Ended in run.kinds)
-        assert run.kinds == [wire.TakenUp, wire.Joined, wire.Ended]
+        assert run.kinds == [wire.Scheduled, wire.DecodeStarted, wire.Ended]
         assert run.course.tokens == answer(PROMPT, 5)
         await until(lambda: not worker.runs)
         assert not opened.is_busy
 
 
 async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None:
-    unknown = wire.FromWorker.FromString(b"\x9a\x06\x00")  # field 99
+    unknown = wire.WorkerMessage.FromString(b"\x9a\x06\x00")  # field 99
     with capture_logs() as logs:
         async with fleet(D) as (worker,), session(worker) as (opened, _):
             worker.script.pause_at = 2
@@ -111,13 +113,13 @@ async def test_runs_that_ended_are_retired_together() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         runs = [make_run(attempt=n) for n in range(20)]
         heard: list[int] = []
-        retire = worker.news
+        forget = worker.news
         for run in runs:
             opened.start(run.following)
         while len(worker.retired) < 20:
-            retire.clear()
+            forget.clear()
             async with asyncio.timeout(PATIENCE):
-                await retire.wait()
+                await forget.wait()
             if len(worker.retired) not in heard:
                 heard.append(len(worker.retired))
         assert len(heard) < 10, "few messages for many runs"
@@ -207,7 +209,7 @@ async def test_runs_given_up_for_a_stuck_step_are_cancelled_at_the_worker() -> N
 async def test_runs_given_up_while_the_session_was_down_are_cancelled_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.sessions.RECONNECT_SECONDS", 0.01)
+    monkeypatch.setattr("decant.router.workers.session.RECONNECT_SECONDS", 0.01)
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 2
         run = make_run(max_tokens=50)
@@ -231,7 +233,7 @@ async def test_after_a_break_tokens_go_on_from_where_they_were() -> None:
         worker.go.set()
         await until(lambda: wire.Ended in run.kinds)
         assert run.course.tokens == answer(PROMPT, 7)
-        assert worker.hellos[-1].owned[0].next[0].position == 6
+        assert worker.hellos[-1].owned[0].resume[0].position == 6
 
 
 async def test_an_end_during_a_break_is_told_by_the_welcome() -> None:
@@ -266,7 +268,7 @@ async def test_a_session_that_does_not_come_back_loses_its_runs_once() -> None:
 async def test_the_runs_of_a_killed_worker_are_lost_at_once(
     is_restarting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.sessions.RECONNECT_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr("decant.router.workers.session.RECONNECT_SECONDS", 10 * PATIENCE)
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 2
         run = make_run()
@@ -285,7 +287,7 @@ async def test_the_runs_of_a_killed_worker_are_lost_at_once(
 async def test_the_runs_of_a_worker_whose_session_broke_wait_while_it_is_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.sessions.RECONNECT_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr("decant.router.workers.session.RECONNECT_SECONDS", 10 * PATIENCE)
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 2
         run = make_run()
@@ -308,7 +310,7 @@ async def test_another_life_is_not_spoken_to() -> None:
         worker.facts.peer.incarnation += 1
         watcher = Watcher()
         async with open_channel(worker.facts.address, PeerTls()) as channel:
-            opened = Session(new_peer("router"), known, channel, watcher)
+            opened = WorkerSession(new_peer("router"), known, channel, watcher)
             run = make_run()
             opened.start(run.following)
             async with asyncio.timeout(PATIENCE):
@@ -335,7 +337,7 @@ async def test_a_stuck_step_is_one_far_older_than_its_like() -> None:
         await until(lambda: opened.is_stuck)
         worker.script.stuck_ms = 1_900
         await until(lambda: not opened.is_stuck)
-        opened._hear_beat(wire.Beat(step_age_ms=30_000, longest_step_ms=4_000))
+        opened._hear_beat(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
         assert not opened.is_stuck, "its like take as long"
         assert watcher.loads > 0
 
@@ -354,7 +356,7 @@ async def test_a_frame_that_is_none_breaks_the_session_and_the_runs_there() -> N
         run = make_run()
         opened.start(run.following)
         await until(lambda: len(run.course.tokens) == 1)
-        worker._say(wire.FromWorker(frame=wire.Frame(slots=b"\0\0\0\0", positions=b"", tokens=b"")))
+        worker._say(wire.WorkerMessage(frame=wire.Frame(slots=b"\0\0\0\0", positions=b"", tokens=b"")))
         await until(lambda: wire.Failed in run.kinds)
         await until(lambda: opened.is_open)
 
@@ -362,25 +364,25 @@ async def test_a_frame_that_is_none_breaks_the_session_and_the_runs_there() -> N
 @given(st.lists(st.integers(0, 9), max_size=60), st.data())
 def test_tokens_in_any_order_and_repetition_are_each_written_once(order: list[int], data: st.DataObject) -> None:
     async def scene() -> None:
-        course = Course(make_request(max_tokens=10))
-        pen = Pen(course)
+        course = TokenStream(make_request(max_tokens=10))
+        pen = TokenWriter(course)
         for k in order:
             known = len(course.tokens)
             trouble = pen.put(3 + k, 100 + k)
-            assert trouble is (Trouble.GAP if k > known else None)
+            assert trouble is (WriteError.GAP if k > known else None)
         assert course.tokens == [100 + k for k in range(len(course.tokens))]
         for k, token in enumerate(course.tokens):
-            assert pen.put(3 + k, token + 1) is Trouble.CONFLICT
-        assert pen.put(2, 1) is Trouble.CONFLICT
-        assert pen.put(pen.position, 1 << 24) is Trouble.MALFORMED
+            assert pen.put(3 + k, token + 1) is WriteError.CONFLICT
+        assert pen.put(2, 1) is WriteError.CONFLICT
+        assert pen.put(pen.position, 1 << 24) is WriteError.MALFORMED
         assert course.tokens == [100 + k for k in range(len(course.tokens))]
 
     asyncio.run(scene())
 
 
 async def test_a_course_that_has_ended_is_written_no_more() -> None:
-    course = Course(make_request())
-    pen = Pen(course)
+    course = TokenStream(make_request())
+    pen = TokenWriter(course)
     pen.put(3, 7)
     course.end = ended_run()
     pen.put(4, 8)

@@ -10,18 +10,18 @@ from typing import Any, cast
 
 import pytest
 
-from protos import inference_pb2 as pb
-from router.credentials import Call, Tenant
-from router.models import Models
-from router.service import About, InferenceService
-from router.templates import ChatTemplate
-from router.text_bounds import TextBound
-from router.validation import check_known, validate
-from runtime.channel import Deadline
-from runtime.errors import InvalidArgument, Unimplemented
-from runtime.metrics import Registry, RequestMetrics
-from state.names import Life
-from tests.router.scenes import ScriptedDispatcher, model, window
+from decant.protos import inference_pb2 as pb
+from decant.router.api.auth import AuthenticatedCall, Tenant
+from decant.router.api.service import InferenceService, ServerInfoSource
+from decant.router.api.validation import check_known, validate
+from decant.router.text.chat_template import ChatTemplate
+from decant.router.text.served_model import Models
+from decant.router.text.token_bounds import TextBound
+from decant.runtime.channel import Deadline
+from decant.runtime.errors import InvalidArgument, Unimplemented
+from decant.runtime.metrics import Registry, RequestMetrics
+from decant.state.ids import Incarnation
+from tests.router.factories import ScriptedDispatcher, model, window
 
 LONGEST_STALL = 0.1
 TRIES = 20
@@ -52,16 +52,16 @@ async def detokenize(request: pb.DetokenizeRequest) -> None:
 
 
 def service() -> InferenceService:
-    about = About(Life("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
+    about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
     return InferenceService(Models([served()]), ScriptedDispatcher(), about, RequestMetrics(Registry(process=False)))
 
 
-def call() -> Call:
+def call() -> AuthenticatedCall:
     class Context:
         def time_remaining(self) -> float | None:
             return None
 
-    return Call(Tenant("t", Models([served()])), cast(Any, Context()))
+    return AuthenticatedCall(Tenant("t", Models([served()])), cast(Any, Context()))
 
 
 SAID = pb.Messages(messages=[pb.Message(role="user", content=TEXT)])

@@ -11,22 +11,22 @@ import pytest
 import redis as sync_redis
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from protos.inference_pb2 import Generation
-from protos.state_pb2 import RequestRecord
-from router.request import Ended
-from runtime.errors import Internal, ServiceError
-from state import keys
-from state.errors import StateError, UnreadableRequest
-from state.names import Life, RequestKey
-from state.store import Store
-from tests.router.core import core, ended, make_request, until
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.protos.state_pb2 import RequestRecord
+from decant.router.execution.token_stream import Finish
+from decant.runtime.errors import Internal, ServiceError
+from decant.state import keys
+from decant.state.errors import StateError, UnreadableRequest
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.store import Store
 from tests.router.fake_worker import answer, fleet
-from tests.router.test_coming_back import KEY, PROMPT, left_behind, watching
+from tests.router.harness import core, ended, make_request, until
+from tests.router.test_resume_and_takeover import KEY, PROMPT, left_behind, watching
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
-DEAD = Life("gone", 1)
+DEAD = Incarnation("gone", 1)
 HASH, JOURNAL = keys.request(KEY), keys.journal(KEY)
 NO_TIME = RequestRecord(deadline=Timestamp(seconds=1 << 60)).SerializeToString()
 MANY = pb.GenerateRequest(response=pb.ResponseOptions(logprobs=(1 << 32) - 1)).SerializeToString()
@@ -87,9 +87,9 @@ async def test_an_owner_that_cannot_be_read_does_not_end_the_flusher(store: Stor
         await until(lambda: scene.owned("r").stored == 2)
         bare.hset(HASH, "owner", b"\xff")
         workers[1].go.set()
-        assert isinstance((await ended(course)).end, Ended)
+        assert isinstance((await ended(course)).end, Finish)
         await until(lambda: scene.router.flusher._faults)
-        assert isinstance((await scene.answer(make_request("another"))).end, Ended)
+        assert isinstance((await scene.answer(make_request("another"))).end, Finish)
         bare.delete(HASH)
         await until(lambda: scene.store_is_done)
 
@@ -148,7 +148,7 @@ async def test_whatever_is_stored_a_router_takes_it_over_or_says_why_not(
             await until(lambda: scene.store_is_done)
             bare.delete(HASH, JOURNAL, keys.logprobs(KEY))
         course = await scene.answer(make_request("another"))
-        assert isinstance(course.end, Ended)
+        assert isinstance(course.end, Finish)
         task = scene.router.flusher._task
         assert task is not None
         assert not task.done()

@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from protos import worker_pb2 as wire
-from protos.inference_pb2 import Generation
-from router.reading import Reading
-from runtime.errors import Unavailable
-from state.errors import StoreUnavailable
-from state.names import Life, RequestKey, State
-from state.owned import StoredRequest
-from state.store import Store
-from tests.router.core import core, ended, make_request, tokens_of, until, written
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.router.execution.reader_lease import ReaderLease
+from decant.runtime.errors import Unavailable
+from decant.state.errors import StoreUnavailable
+from decant.state.ids import Incarnation, RequestKey, State
+from decant.state.owned import StoredRequest
+from decant.state.store import Store
 from tests.router.fake_worker import MODEL, answer, fleet
-from tests.router.test_coming_back import KEY, PROMPT, left_behind, watching
-from tests.state.scenes import router_facts
-from tests.worker.decode_scene import eventually
+from tests.router.harness import core, ended, make_request, tokens_of, until, written
+from tests.router.test_resume_and_takeover import KEY, PROMPT, left_behind, watching
+from tests.state.factories import router_facts
+from tests.worker.decode_harness import eventually
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
-GONE = Life("gone", 1)
+GONE = Incarnation("gone", 1)
 
 
 async def has_state(store: Store, state: State) -> bool:
@@ -36,7 +36,7 @@ def looks_of(store: Store, patch: pytest.MonkeyPatch) -> list[float]:
     """When dead routers were looked for, by the event loop's clock."""
     orphaned, looks = store.open.orphaned, list[float]()
 
-    async def looked() -> set[Life]:
+    async def looked() -> set[Incarnation]:
         looks.append(asyncio.get_running_loop().time())
         return await orphaned()
 
@@ -68,7 +68,7 @@ async def test_a_router_that_a_worker_has_a_session_with_keeps_its_requests(
 async def test_a_worker_names_the_routers_that_it_has_sessions_with(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, id="one") as one:
         async with core(store, workers, id="two") as two:
-            life = Life.of(two.router.peer)
+            life = Incarnation.of(two.router.peer)
             await until(lambda: one.router.pool.is_connected(life))
             assert not one.router.pool.is_connected(GONE)
         await until(lambda: not one.router.pool.is_connected(life))
@@ -88,7 +88,7 @@ async def test_every_router_may_be_alive_until_a_reopened_session_names_those_th
 async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_registration(
     store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("router.takeover.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("decant.router.recovery.takeover.RETRY_SECONDS", 0.01)
     lasts = 0.4
     looks, change, broken = looks_of(store, monkeypatch), store.routers.change, list[float]()
     clock = asyncio.get_running_loop().time
@@ -193,7 +193,7 @@ async def test_a_takeover_leaves_a_stream_alone_that_a_client_resumed_meanwhile(
         taking = asyncio.create_task(scene.dispatcher.take_over(KEY))
         await gate.reached.wait()
         course = await scene.dispatcher.resume(KEY)
-        with Reading(course):
+        with ReaderLease(course):
             gate.opened.set()
             await taking
             execution = scene.dispatcher._executions[KEY]
@@ -233,11 +233,11 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
         found = await store.requests.read(KEY)
         assert found.state == Generation.STATE_CANCELLED
         assert found.record.finished, "its end is written by whoever owns it"
-        assert await store.open.of(Life.of(scene.router.peer)) == set()
+        assert await store.open.of(Incarnation.of(scene.router.peer)) == set()
 
 
 async def test_an_adoption_whose_answer_is_lost_is_gone_on_with(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.takeover.RECLAIM_SECONDS", 0.02)
+    monkeypatch.setattr("decant.router.recovery.takeover.RECLAIM_SECONDS", 0.02)
     await left_behind(store, *answer(PROMPT, 2))
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
@@ -247,7 +247,7 @@ async def test_an_adoption_whose_answer_is_lost_is_gone_on_with(store: Store, mo
             gate.opened.set()
             with pytest.raises(Unavailable):
                 await scene.dispatcher.resume(KEY)
-        assert (await store.requests.read(KEY)).owner == Life.of(scene.router.peer)
+        assert (await store.requests.read(KEY)).owner == Incarnation.of(scene.router.peer)
         async with watching(store, scene):
             await until(lambda: scene.dispatcher.running)
             course = await scene.dispatcher.resume(KEY)
@@ -271,7 +271,7 @@ async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
             gate.opened.set()
             with pytest.raises(Unavailable):
                 await scene.dispatcher.begin(make_request())
-        monkeypatch.setattr("router.takeover.RECLAIM_SECONDS", 0.02)
+        monkeypatch.setattr("decant.router.recovery.takeover.RECLAIM_SECONDS", 0.02)
         async with watching(store, scene):
             await eventually(partial(has_state, store, Generation.STATE_CANCELLED))
         workers[1].go.set()
@@ -295,4 +295,4 @@ async def test_a_drain_waits_for_an_adoption_and_leaves_the_request_to_others(
         await scene.dispatcher.close()
         await draining
         assert isinstance(course.end, Exception)
-        assert await store.open.of(Life.of(scene.router.peer)) == {KEY}, "routers that are left find it there"
+        assert await store.open.of(Incarnation.of(scene.router.peer)) == {KEY}, "routers that are left find it there"

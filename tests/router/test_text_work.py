@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from router import text_work
-from router.text_work import LARGE, MAX_BYTES, TextWork
-from runtime.channel import Deadline
-from runtime.errors import DeadlineExceeded, QueueFull
+from decant.router.text import text_work
+from decant.router.text.text_work import LARGE, MAX_BYTES, TextWork
+from decant.runtime.channel import Deadline
+from decant.runtime.errors import DeadlineExceeded, QueueFull
 
 NEVER = Deadline()
 PATIENCE = 60.0

@@ -12,8 +12,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from router.limits import (
+from decant.protos import inference_pb2 as pb
+from decant.router.api.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
@@ -23,14 +23,14 @@ from router.limits import (
     MAX_STOP_TOKEN_IDS,
     limits,
 )
-from router.models import Models
-from router.request import Wanted
-from router.templates import ChatTemplate
-from router.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
-from runtime.channel import Deadline
-from runtime.errors import InvalidArgument, NotFound, ServiceError, Unavailable, Unimplemented
-from runtime.fault import Reason
-from tests.router.scenes import model, tiny, valid, window
+from decant.router.api.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
+from decant.router.execution.token_stream import OutputOptions
+from decant.router.text.chat_template import ChatTemplate
+from decant.router.text.served_model import Models
+from decant.runtime.channel import Deadline
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import InvalidArgument, NotFound, ServiceError, Unavailable, Unimplemented
+from tests.router.factories import model, tiny, valid, window
 
 Sampling, Stopping = pb.SamplingParams, pb.StoppingParams
 DETACH = pb.StreamOptions.ON_DISCONNECT_DETACH
@@ -101,7 +101,7 @@ async def outcome(request: pb.GenerateRequest) -> Any:
     except ServiceError as error:
         return type(error), str(error)
     key = None if made.id_made_up else made.key
-    work = made.work.SerializeToString(deterministic=True)
+    work = made.engine_request.SerializeToString(deterministic=True)
     return key, work, made.wanted, made.prompt_tokens, made.detach_ms, made.session
 
 
@@ -268,7 +268,9 @@ async def test_the_ends_of_every_range_are_taken(fields):
 async def test_an_unknown_model_is_not_found():
     with pytest.raises(NotFound):
         await valid(model="tiny-pythons")
-    assert (await valid(model="tiny-python")).work.model == (await valid()).work.model == "tiny-python"
+    assert (
+        (await valid(model="tiny-python")).engine_request.model == (await valid()).engine_request.model == "tiny-python"
+    )
 
 
 # ------------------------------------------------------------------------------------- prompt and window
@@ -293,7 +295,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused(tokens, fits, whose):
     limited = {"workers_window": 16} if whose == "workers" else {"served": model(window=16)}
     asked = valid(token_ids=pb.TokenIds(ids=[3] * tokens), **limited)
     if fits:
-        assert (await asked).work.stopping.max_tokens == 1
+        assert (await asked).engine_request.stopping.max_tokens == 1
         return
     with pytest.raises(InvalidArgument) as refused:
         await asked
@@ -304,14 +306,14 @@ async def test_a_prompt_that_leaves_no_room_is_refused(tokens, fits, whose):
 async def test_workers_that_serve_more_than_the_model_was_made_for_are_believed():
     """Its rotary scaling may reach further than the positions that its configuration names."""
     made = await valid(served=model(window=16), workers_window=64, token_ids=pb.TokenIds(ids=[3] * 40))
-    assert made.work.stopping.max_tokens == 24
+    assert made.engine_request.stopping.max_tokens == 24
 
 
 async def test_without_a_window_or_workers_who_name_one_nothing_is_known():
     with pytest.raises(Unavailable) as refused:
         await valid(served=model(window=None))
     assert refused.value.reason is Reason.NO_WORKER
-    assert (await valid(served=model(window=None), workers_window=64)).work.stopping.max_tokens < 64
+    assert (await valid(served=model(window=None), workers_window=64)).engine_request.stopping.max_tokens < 64
 
 
 @given(
@@ -328,7 +330,7 @@ async def test_prompt_and_output_always_fit_the_window(prompt, limit, max_tokens
     except InvalidArgument:
         assert prompt >= limit or min_tokens > min(max_tokens or limit, limit - prompt)
         return
-    stop = made.work.stopping
+    stop = made.engine_request.stopping
     assert made.prompt_tokens == prompt
     assert 1 <= stop.max_tokens <= limit - prompt
     assert stop.min_tokens == min_tokens <= stop.max_tokens
@@ -338,8 +340,8 @@ async def test_prompt_and_output_always_fit_the_window(prompt, limit, max_tokens
 
 async def test_a_prompt_has_its_special_tokens_and_tokens_are_taken_as_they_are():
     ids = await tiny().encode("x = 1", special=False)
-    assert unpacked((await valid(prompt="x = 1")).work.prompt) == [0, *ids]
-    assert unpacked((await valid(token_ids=pb.TokenIds(ids=ids))).work.prompt) == ids
+    assert unpacked((await valid(prompt="x = 1")).engine_request.prompt) == [0, *ids]
+    assert unpacked((await valid(token_ids=pb.TokenIds(ids=ids))).engine_request.prompt) == ids
 
 
 async def test_a_tokenizer_with_more_words_than_the_model_has_rows_is_held_to_them():
@@ -353,10 +355,10 @@ async def test_a_tokenizer_with_more_words_than_the_model_has_rows_is_held_to_th
 
 async def test_unset_sampling_is_the_models_own():
     own = pb.SamplingParams(temperature=0.5, top_p=0.25, top_k=9, min_p=0.125, repetition_penalty=1.5, n=1)
-    made = (await valid(served=model(default_sampling=own))).work.sampling
+    made = (await valid(served=model(default_sampling=own))).engine_request.sampling
     assert (made.temperature, made.top_p, made.top_k, made.min_p, made.repetition_penalty) == (0.5, 0.25, 9, 0.125, 1.5)
     asked = Sampling(temperature=0, top_k=0)
-    made = (await valid(served=model(default_sampling=own), sampling=asked)).work.sampling
+    made = (await valid(served=model(default_sampling=own), sampling=asked)).engine_request.sampling
     assert (made.temperature, made.top_k, made.top_p) == (0, 0, 0.25)
 
 
@@ -364,14 +366,14 @@ async def test_a_request_does_not_change_the_models_own_sampling():
     before = tiny().default_sampling.SerializeToString(deterministic=True)
     await valid(sampling=Sampling(temperature=3, seed=3, logit_bias={3: 1}))
     assert tiny().default_sampling.SerializeToString(deterministic=True) == before
-    assert not (await valid()).work.sampling.logit_bias
+    assert not (await valid()).engine_request.sampling.logit_bias
 
 
 async def test_an_unset_seed_is_drawn_from_all_that_there_are():
-    seeds = {(await valid()).work.sampling.seed for _ in range(64)}
+    seeds = {(await valid()).engine_request.sampling.seed for _ in range(64)}
     assert len(seeds) == 64
     assert max(seeds) > 2**60
-    assert (await valid(sampling=Sampling(seed=0))).work.sampling.seed == 0
+    assert (await valid(sampling=Sampling(seed=0))).engine_request.sampling.seed == 0
 
 
 async def test_an_empty_id_is_made_up_and_a_given_one_is_kept():
@@ -384,21 +386,21 @@ async def test_an_empty_id_is_made_up_and_a_given_one_is_kept():
 
 
 async def test_what_is_wanted_is_what_was_asked_for():
-    assert (await valid()).wanted == Wanted()
+    assert (await valid()).wanted == OutputOptions()
     asked = pb.ResponseOptions(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
     made = await valid(response=asked)
-    assert made.wanted == Wanted(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
-    assert made.work.HasField("logprobs")
-    assert not (await valid()).work.HasField("logprobs")
+    assert made.wanted == OutputOptions(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
+    assert made.engine_request.HasField("logprobs")
+    assert not (await valid()).engine_request.HasField("logprobs")
 
 
 async def test_one_output_is_to_be_written():
-    outputs = (await valid()).work.outputs
+    outputs = (await valid()).engine_request.outputs
     assert [(output.output, output.tokens) for output in outputs] == [(0, b"")]
 
 
 async def test_stop_tokens_are_named_once():
-    assert list((await valid(**stopping(stop_token_ids=[9, 3, 9]))).work.stopping.stop_token_ids) == [3, 9]
+    assert list((await valid(**stopping(stop_token_ids=[9, 3, 9]))).engine_request.stopping.stop_token_ids) == [3, 9]
 
 
 def test_salts_differ_by_tenant_and_by_the_clients_own():

@@ -16,23 +16,23 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handoff.errors import HandoffFailed
-from protos import inference_pb2 as pb
-from protos import worker_pb2 as wire
-from protos.state_pb2 import WorkerRegistration
-from router.failures import AttemptFailed, raised_by
-from router.following import Following
-from router.request import Course, Ended
-from router.sessions import Session
-from router.view import View
-from router.writing import Pen, pack
-from runtime.errors import Aborted, ServiceError, Unavailable
-from runtime.fault import Reason
-from state.names import Life
-from state.store import Store
+from decant.handoff.errors import HandoffFailed
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import WorkerRegistration
+from decant.router.execution.failures import AttemptFailed, raised_by
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.token_writer import TokenWriter, pack
+from decant.router.placement.worker_load import WorkerLoad
+from decant.router.workers.session import WorkerSession
+from decant.router.workers.subscription import RunSubscription
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, ServiceError, Unavailable
+from decant.state.ids import Incarnation
+from decant.state.store import Store
 from tests.router import fake_worker
-from tests.router.core import Core, core, ended, make_request, until, written
 from tests.router.fake_worker import FakeWorker, fleet, logprobs_of
+from tests.router.harness import Core, core, ended, make_request, until, written
 
 P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 SHOWN = pb.ResponseOptions(logprobs=1)
@@ -43,27 +43,29 @@ class Views:
     """What a pool does with the heartbeats of one worker."""
 
     def __init__(self) -> None:
-        self.view = View(WorkerRegistration())
+        self.view = WorkerLoad(WorkerRegistration())
 
-    def opened(self, session: Session) -> None:
+    def opened(self, session: WorkerSession) -> None:
         self.view.forget()
 
-    def heard(self, session: Session, beat: wire.Beat) -> None:
+    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         self.view.hear(beat)
 
 
-def make_session() -> Session:
+def make_session() -> WorkerSession:
     """One that is not connected: tests call what its reader calls."""
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    return Session(wire.Peer(id="r"), wire.Peer(id="w"), channel, Views())
+    return WorkerSession(wire.Peer(id="r"), wire.Peer(id="w"), channel, Views())
 
 
-def follow(session: Session, request: str, slot: int, *, logprobs: int | None = None) -> tuple[Course, list[Any]]:
+def follow(
+    session: WorkerSession, request: str, slot: int, *, logprobs: int | None = None
+) -> tuple[TokenStream, list[Any]]:
     """A running sequence of that session: its tokens, and the events that its attempt gets."""
     shown = pb.ResponseOptions() if logprobs is None else pb.ResponseOptions(logprobs=logprobs)
-    course, events = Course(make_request(request, max_tokens=1000, shown=shown)), list[Any]()
+    course, events = TokenStream(make_request(request, max_tokens=1000, shown=shown)), list[Any]()
     run = wire.Run(request=request, epoch=1, attempt=1)
-    following = Following(wire.Start(run=run), Pen(course), events.append)
+    following = RunSubscription(wire.Start(run=run), TokenWriter(course), events.append)
     session._runs[following.key] = session._slots[slot] = following
     following.slots.add(slot)
     return course, events
@@ -88,7 +90,7 @@ def spoil(patch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None]
     """The next logprobs of an output token, of any worker, are wrong in this way."""
     real, left = fake_worker._logprobs, iter(range(times))
 
-    def odd(work: wire.Work, entry: int, token: int) -> wire.TokenLogprobs | None:
+    def odd(work: wire.EngineRequest, entry: int, token: int) -> wire.TokenLogprobs | None:
         found = real(work, entry, token)
         if found is not None and next(left, None) is not None:
             fault(found)
@@ -100,7 +102,7 @@ def spoil(patch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None]
 async def all_goes_on(scene: Core) -> None:
     """The router still answers and records requests."""
     course = await scene.answer(make_request("another"))
-    assert isinstance(course.end, Ended)
+    assert isinstance(course.end, Finish)
     assert course.resumable
     task = scene.router.flusher._task
     assert task is not None
@@ -129,7 +131,7 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
     spoil(monkeypatch, fault, times=1)
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         course = await scene.answer(make_request(shown=SHOWN))
-        assert isinstance(course.end, Ended)
+        assert isinstance(course.end, Finish)
         assert course.path.attempts == 2
         assert course.logprobs.entries() == [logprobs_of(token, 1) for token in course.tokens]
 
@@ -137,7 +139,7 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
 async def test_a_token_without_the_logprobs_that_were_asked_for_is_never_shown() -> None:
     session = make_session()
     course, events = follow(session, "r", 0, logprobs=1)
-    session._take(wire.FromWorker(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
+    session._take(wire.WorkerMessage(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
     assert not course.tokens
     (failed,) = events
     assert failed.failure.cause == wire.CAUSE_CORRUPT
@@ -150,7 +152,7 @@ async def test_a_token_that_the_request_cannot_have_fails_its_run_alone(position
     other, others = follow(session, "other", 1)
     course.tokens += [5] * (position - 3)
     frame = wire.Frame(slots=pack([0, 1]), positions=pack([position, 3]), tokens=pack([token, 8]))
-    session._take(wire.FromWorker(frame=frame))
+    session._take(wire.WorkerMessage(frame=frame))
     assert len(course.tokens) == position - 3
     assert [event.failure.cause for event in events] == [wire.CAUSE_CORRUPT]
     assert (other.tokens, others) == ([8], [])
@@ -160,7 +162,7 @@ async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_wai
     session = make_session()
     _, events = follow(session, "r", 0)
     end = wire.OutputEnd(reason=wire.OutputEnd.REASON_LENGTH, end_position=LAST)
-    session._take(wire.FromWorker(ended=wire.Ended(run=wire.Run(request="r", epoch=1, attempt=1), end=end)))
+    session._take(wire.WorkerMessage(ended=wire.Ended(run=wire.Run(request="r", epoch=1, attempt=1), end=end)))
     assert [event.failure.cause for event in events] == [wire.CAUSE_CORRUPT]
     assert not session.is_busy
 
@@ -180,7 +182,7 @@ async def test_logprobs_keep_no_frame_in_memory() -> None:
         frame.slots += pack([1] * len(others))
         frame.positions += pack([3] * len(others))
         frame.tokens += pack([7] * len(others))
-        session._take(wire.FromWorker.FromString(wire.FromWorker(frame=frame).SerializeToString()))
+        session._take(wire.WorkerMessage.FromString(wire.WorkerMessage(frame=frame).SerializeToString()))
 
     for k in range(50):
         step(k)
@@ -265,10 +267,10 @@ class Maker:
                 return pick([0, 1, 2, 3, 4, 5, 1 << 24])
 
 
-def messages(seed: int, runs: list[wire.Run], count: int) -> Iterator[wire.FromWorker]:
+def messages(seed: int, runs: list[wire.Run], count: int) -> Iterator[wire.WorkerMessage]:
     maker = Maker(seed, runs)
     for _ in range(count):
-        message = wire.FromWorker()
+        message = wire.WorkerMessage()
         maker.fill(message)
         yield message
 
@@ -315,7 +317,7 @@ def _runs(workers: list[FakeWorker]) -> list[wire.Run]:
     return [run.run for worker in workers for run in worker.runs.values()]
 
 
-async def _again(scene: Core, number: int) -> Course:
+async def _again(scene: Core, number: int) -> TokenStream:
     """A request in the place of one that came to its end, by whatever was said of it."""
     while True:
         with suppress(ServiceError):
@@ -327,12 +329,12 @@ async def test_a_role_that_only_a_newer_build_knows_ends_no_router(store: Store)
     async with fleet(P, D, D2) as workers:
         workers[2].facts.role = 99  # type: ignore[assignment]
         async with core(store, workers) as scene:
-            assert isinstance((await scene.answer(make_request())).end, Ended)
+            assert isinstance((await scene.answer(make_request())).end, Finish)
 
 
 def test_a_cause_that_only_a_newer_build_knows_fails_an_attempt() -> None:
     failure = wire.Failure(cause=99, detail="why")  # type: ignore[arg-type]
-    error = raised_by(failure, Life("w", 1))
+    error = raised_by(failure, Incarnation("w", 1))
     assert isinstance(error, AttemptFailed)
     assert str(error) == "99: why"
     assert str(HandoffFailed.of(failure)) == "99: why"

@@ -1,6 +1,7 @@
 """One error of every kind, with the widest details that each can have."""
 
-from runtime.errors import (
+from decant.runtime.error_details import Reason, ResumePoint
+from decant.runtime.errors import (
     Aborted,
     AlreadyExists,
     Cancelled,
@@ -18,7 +19,6 @@ from runtime.errors import (
     Unavailable,
     Unimplemented,
 )
-from runtime.fault import Reason, ResumePoint
 
 ERRORS: list[ServiceError] = [
     InvalidArgument("sampling.top_p", "above 0, to 1", 1.5),

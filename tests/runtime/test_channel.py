@@ -8,16 +8,16 @@ import grpc
 import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
-from runtime.channel import CHANNEL_OPTIONS, NAME_OVERRIDE, Deadline, open_channel, remaining
-from runtime.errors import DeadlineExceeded
-from runtime.layers import load
-from runtime.listening import ServerSettings, server_options
-from runtime.settings import InvalidSettings, Refused
-from runtime.tls import PeerTls, ServerTls, channel_files, server_credentials
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc
+from decant.runtime.channel import CHANNEL_OPTIONS, NAME_OVERRIDE, Deadline, open_channel, remaining
+from decant.runtime.errors import DeadlineExceeded
+from decant.runtime.server_settings import ServerSettings, server_options
+from decant.runtime.settings import InvalidSettings, SettingError
+from decant.runtime.settings_sources import load
+from decant.runtime.tls import PeerTls, ServerTls, channel_files, server_credentials
 from tests.runtime.certificates import Certificates
-from tests.runtime.scene import scene
+from tests.runtime.harness import scene
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +121,10 @@ async def test_tls_files_that_can_not_be_used_are_refused_by_name(
     good = {"tls_certificate": certificates.certificate, "tls_key": certificates.key, "tls_client_ca": certificates.ca}
     bad: dict[str, Path] = {"tls_key": others.key, "tls_client_ca": empty, "tls_certificate": empty}
     for field, path in bad.items():
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(SettingError) as caught:
             server_credentials(ServerTls(**{**good, field: path}))
         assert caught.value.field == ("tls_certificate" if field == "tls_key" else field)
-    with pytest.raises(Refused, match="peer_certificate"):
+    with pytest.raises(SettingError, match="peer_certificate"):
         channel_files(PeerTls(peer_ca=certificates.ca, peer_certificate=certificates.certificate, peer_key=others.key))
 
 

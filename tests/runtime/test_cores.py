@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from runtime.cores import usable_cores
+from decant.runtime.cores import usable_cores
 
 
 def test_cores_are_those_of_the_affinity_mask() -> None:

@@ -6,9 +6,9 @@ from google.protobuf.any_pb2 import Any
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from protos import inference_pb2, worker_pb2
-from runtime.errors import Blame, InvalidArgument, ServiceError, Unavailable, from_fault
-from runtime.fault import Fault, Reason, from_status, from_trailers, to_status, trailers
+from decant.protos import inference_pb2, worker_pb2
+from decant.runtime.error_details import ErrorDetail, Reason, from_status, from_trailers, to_status, trailers
+from decant.runtime.errors import FaultOwner, InvalidArgument, ServiceError, Unavailable, from_fault
 from tests.runtime.cases import ERRORS, IDS
 
 EVERY = pytest.mark.parametrize("error", ERRORS, ids=IDS)
@@ -48,7 +48,7 @@ def test_every_public_reason_has_a_case() -> None:
 
 
 def test_only_faults_of_the_server_are_blamed_on_it() -> None:
-    blamed = {(error.reason, error.code) for error in ERRORS if error.blame is Blame.SERVER}
+    blamed = {(error.reason, error.code) for error in ERRORS if error.blame is FaultOwner.SERVER}
     assert blamed == {
         (Reason.INTERNAL, grpc.StatusCode.INTERNAL),
         (Reason.WORKERS_LOST, grpc.StatusCode.UNAVAILABLE),
@@ -83,7 +83,7 @@ def test_others_who_know_google_rpc_only_can_read_it() -> None:
 )
 def test_a_status_that_is_not_ours_is_still_typed(details: bytes) -> None:
     fault = from_trailers(14, "refused", [("grpc-status-details-bin", details), ("other", "x")])
-    assert fault == Fault(14, "refused")
+    assert fault == ErrorDetail(14, "refused")
     assert type(from_fault(fault)) is Unavailable
     assert from_fault(fault).retryable
 
@@ -96,6 +96,6 @@ def test_a_reason_of_a_newer_build_or_another_domain_is_unspecified() -> None:
 
 
 def test_a_message_that_is_too_large_for_grpc_is_not_a_full_queue() -> None:
-    error = from_fault(Fault(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "Received message larger than max"))
+    error = from_fault(ErrorDetail(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "Received message larger than max"))
     assert type(error) is ServiceError
     assert not error.retryable

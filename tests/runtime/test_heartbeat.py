@@ -7,7 +7,14 @@ import time
 
 import pytest
 
-from runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS, SUSPECT_SECONDS, LoopTimer, Silence, loop_timeout
+from decant.runtime.heartbeat import (
+    HEARTBEAT_SECONDS,
+    SILENT_SECONDS,
+    SUSPECT_SECONDS,
+    LoopTimer,
+    Silence,
+    loop_timeout,
+)
 
 
 def test_a_peer_is_suspect_and_then_lost_by_ticks_since_its_last_message() -> None:

@@ -11,14 +11,14 @@ import grpc
 import pytest
 import structlog
 
-from protos import inference_pb2 as pb
-from protos import worker_pb2
-from runtime import logs
-from runtime.errors import InvalidArgument, ServiceError, from_call
-from runtime.interceptor import Gone
-from runtime.logs import LogSettings
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2
+from decant.runtime import logs
+from decant.runtime.errors import InvalidArgument, ServiceError, from_call
+from decant.runtime.interceptor import ClientDisconnected
+from decant.runtime.logs import LogSettings
 from tests.runtime.cases import ERRORS, IDS
-from tests.runtime.scene import Scene, scene
+from tests.runtime.harness import Scene, scene
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 SECRET = "sk-12345: the inside of the house"
@@ -48,7 +48,7 @@ async def failure(scene: Scene, kind: str) -> tuple[list[Any], ServiceError]:
                 got.append(message)
         else:
             call = scene.decode.Session()
-            await call.write(worker_pb2.ToWorker())
+            await call.write(worker_pb2.RouterMessage())
             while (message := await call.read()) is not grpc.aio.EOF:
                 got.append(message)
     except grpc.aio.AioRpcError as error:
@@ -68,7 +68,7 @@ def raising(scene: Scene, error: BaseException, *, after: int = 0) -> None:
     async def session(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for _ in requests:
             for _ in range(after):
-                yield worker_pb2.FromWorker()
+                yield worker_pb2.WorkerMessage()
             raise error
 
     scene.script.unary, scene.script.stream, scene.script.session = unary, stream, session
@@ -178,7 +178,7 @@ async def test_a_handler_that_writes_by_itself_and_finds_its_client_gone_is_no_e
             try:
                 await context.write(pb.GenerateStreamResponse())
             except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
-                raise Gone from error
+                raise ClientDisconnected from error
         finally:
             ended.set()
 
@@ -263,7 +263,7 @@ async def test_a_message_of_a_stream_that_cannot_be_decoded_is_refused_by_name(
 ) -> None:
     async def session(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for _ in requests:
-            yield worker_pb2.FromWorker()
+            yield worker_pb2.WorkerMessage()
 
     logs.start("test", LogSettings(log_level="debug"), stream=lines)
     async with scene() as s:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import structlog
 
-from runtime import logs
-from runtime.logs import LogSettings
+from decant.runtime import logs
+from decant.runtime.logs import LogSettings
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from importlib.metadata import version
 
 import grpc
 
-from protos import worker_pb2
-from runtime.errors import Internal, QueueFull
-from runtime.metrics import EngineMetrics, PromptSource, Registry, RequestMetrics, ShellMetrics
-from runtime.peer import PROTOCOL
+from decant.protos import worker_pb2
+from decant.runtime.errors import Internal, QueueFull
+from decant.runtime.metrics import EngineMetrics, PromptSource, Registry, RequestMetrics, ShellMetrics
+from decant.runtime.peer import PROTOCOL
 
 
 def names(registry: Registry) -> set[str]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-import models as trained
-from runtime import model_files
-from runtime.model_files import PATTERNS, ModelFiles, ModelUnreadable, find
+from decant import models as trained
+from decant.runtime import model_files
+from decant.runtime.model_files import PATTERNS, ModelFiles, ModelUnreadable, find
 
 
 def made(folder: Path, **files: Any) -> str:

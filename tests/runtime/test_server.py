@@ -17,15 +17,15 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from protos import inference_pb2 as pb
-from runtime.errors import Unavailable, from_call
-from runtime.fault import Reason
-from runtime.health import State
-from runtime.listening import ServerSettings
-from runtime.server import Service
-from runtime.settings import Refused
-from runtime.shutdown import first
-from tests.runtime.scene import INFERENCE, Scene, scene
+from decant.protos import inference_pb2 as pb
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Unavailable, from_call
+from decant.runtime.health import State
+from decant.runtime.server import Service
+from decant.runtime.server_settings import ServerSettings
+from decant.runtime.settings import SettingError
+from decant.runtime.shutdown import first
+from tests.runtime.harness import INFERENCE, Scene, scene
 
 SERVING, NOT_SERVING, UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVING,
@@ -228,11 +228,11 @@ async def test_asked_while_warming_up_it_ends() -> None:
 
 async def test_two_servers_do_not_share_a_port_unasked() -> None:
     async with scene() as s:
-        with pytest.raises(Refused, match=f"port: .*127.0.0.1:{s.server.port}"):
+        with pytest.raises(SettingError, match=f"port: .*127.0.0.1:{s.server.port}"):
             async with scene(port=s.server.port):
                 pass
         async with scene(admin_port=0) as other:
-            with pytest.raises(Refused, match="admin_port"):
+            with pytest.raises(SettingError, match="admin_port"):
                 async with scene(admin_port=other.server.admin_port):
                     pass
     async with scene(reuse_port=True) as s, scene(reuse_port=True, port=s.server.port) as other:
@@ -305,13 +305,13 @@ async def test_of_those_that_fail_together_one_is_told_and_none_is_left_over() -
 PROCESS = """
 import asyncio, gc, sys
 from runtime import logs
-from runtime.health import Readiness
-from runtime.listening import ServerSettings
-from runtime.layers import load_or_exit
-from runtime.metrics import Registry
-from runtime.server import serve
-from runtime.shutdown import run
-from tests.runtime.scene import Script, services
+from decant.runtime.health import Readiness
+from decant.runtime.server_settings import ServerSettings
+from decant.runtime.settings_sources import load_or_exit
+from decant.runtime.metrics import Registry
+from decant.runtime.server import serve
+from decant.runtime.shutdown import run
+from tests.runtime.harness import Script, services
 
 class Settings(ServerSettings, logs.LogSettings):
     pass
@@ -344,7 +344,7 @@ async def test_a_process_obeys_signals(prompt: str, signals: int, code: int) -> 
     serving = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
     assert (serving["event"], serving["service"], serving["level"]) == ("serving", "process", "info")
     async with grpc.aio.insecure_channel(serving["address"]) as channel:
-        from protos import inference_pb2_grpc
+        from decant.protos import inference_pb2_grpc
 
         call = inference_pb2_grpc.InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest(prompt=prompt))
         assert (await call.read()).seq == 1

@@ -7,8 +7,8 @@ import pytest
 from pydantic import Field, SecretStr, ValidationError, model_validator
 
 from decant.command.generate import TOKEN
-from runtime.layers import load, load_or_exit
-from runtime.settings import InvalidSettings, Refused, Settings
+from decant.runtime.settings import InvalidSettings, SettingError, Settings
+from decant.runtime.settings_sources import load, load_or_exit
 
 
 class Part(Settings):
@@ -27,7 +27,7 @@ class Whole(Part):
     @model_validator(mode="after")
     def _together(self) -> "Whole":
         if self.eager and self.mode == "safe":
-            raise Refused("eager", "only where mode is fast", self.eager)
+            raise SettingError("eager", "only where mode is fast", self.eager)
         return self
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import redis as sync_redis
 
-from state.private_redis import PrivateRedis
-from state.store import Store
-from tests.state.scenes import make_store
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.state.factories import make_store
 
 
 @pytest.fixture(scope="session")

@@ -7,18 +7,18 @@ import asyncio
 import pytest
 import redis as sync_redis
 
-from protos.worker_pb2 import ROLE_PREFILL, Load
-from state import keys
-from state.errors import Replaced
-from state.names import Life
-from state.private_redis import PrivateRedis
-from state.store import Store
-from tests.state.scenes import make_store, pass_time, router, router_facts, worker_facts
+from decant.protos.worker_pb2 import ROLE_PREFILL, Load
+from decant.state import keys
+from decant.state.errors import IncarnationReplaced
+from decant.state.ids import Incarnation
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.state.factories import make_store, pass_time, router, router_facts, worker_facts
 
-OLD, NEW = Life("worker", (1 << 64) - 1), Life("worker", 7)
+OLD, NEW = Incarnation("worker", (1 << 64) - 1), Incarnation("worker", 7)
 
 
-async def lives(store: Store) -> set[Life]:
+async def lives(store: Store) -> set[Incarnation]:
     return {present.life for present in (await store.workers.listing()).present}
 
 
@@ -34,11 +34,11 @@ async def test_a_registration_reads_back_with_its_load(store: Store) -> None:
 
 async def test_a_registration_that_cannot_be_read_hides_no_other(store: Store, bare: sync_redis.Redis) -> None:
     for number in range(2):
-        await store.workers.register(worker_facts(Life(f"w{number}", number)))
+        await store.workers.register(worker_facts(Incarnation(f"w{number}", number)))
     bare.hset(keys.peers("workers"), "f:w1", b"\xff")
-    assert await lives(store) == {Life("w0", 0)}
+    assert await lives(store) == {Incarnation("w0", 0)}
     bare.hdel(keys.peers("workers"), "f:w1", "l:w1")
-    assert await lives(store) == {Life("w0", 0)}
+    assert await lives(store) == {Incarnation("w0", 0)}
 
 
 async def test_workers_and_routers_are_apart(store: Store) -> None:
@@ -51,14 +51,14 @@ async def test_workers_and_routers_are_apart(store: Store) -> None:
 async def test_who_does_not_renew_is_gone(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=60) as store:
         await store.workers.register(worker_facts(OLD))
-        other = await store.workers.register(worker_facts(Life("other", 1)))
-        assert await lives(store) == {OLD, Life("other", 1)}
+        other = await store.workers.register(worker_facts(Incarnation("other", 1)))
+        assert await lives(store) == {OLD, Incarnation("other", 1)}
         pass_time(bare, 40)
         await other.renew()
         pass_time(bare, 30)
         assert not await store.workers.alive(OLD)
-        assert await lives(store) == {Life("other", 1)}
-        assert await store.workers.alive(Life("other", 1))
+        assert await lives(store) == {Incarnation("other", 1)}
+        assert await store.workers.alive(Incarnation("other", 1))
         assert not bare.hexists(keys.peers("workers"), f"f:{OLD.id}"), "it left something behind"
 
 
@@ -86,7 +86,7 @@ async def test_who_ran_out_comes_back_by_renewing(store: Store, bare: sync_redis
 async def test_an_old_life_has_no_effect_on_the_new(store: Store) -> None:
     old = await store.workers.register(worker_facts(OLD))
     new = await store.workers.register(worker_facts(NEW))
-    with pytest.raises(Replaced):
+    with pytest.raises(IncarnationReplaced):
         await old.renew()
     await old.remove()
     assert await lives(store) == {NEW}
@@ -102,7 +102,7 @@ async def test_the_order_of_lives_outlasts_an_emptied_redis(store: Store, bare: 
     bare.flushall()
     await old.renew()
     await new.renew()
-    with pytest.raises(Replaced):
+    with pytest.raises(IncarnationReplaced):
         await old.renew()
     assert await lives(store) == {NEW}
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import redis as sync_redis
 
-from state import keys, scripts
-from state.client import Client
-from state.errors import StoreFault
-from state.private_redis import PrivateRedis
-from state.scripts import Command, Script
-from state.store import Store
+from decant.state import keys, scripts
+from decant.state.client import Client
+from decant.state.errors import StoreFault
+from decant.state.private_redis import PrivateRedis
+from decant.state.scripts import Command, Script
+from decant.state.store import Store
+from tests.state.every_operation import walk
+from tests.state.factories import DECODING, NOW, everything, make_request, make_store, written
 from tests.state.ports import free_port
-from tests.state.scenes import DECODING, NOW, everything, make_request, make_store, written
-from tests.state.walk import walk
 
 Patch = pytest.MonkeyPatch
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import redis as sync_redis
 
-from state.private_redis import PrivateRedis
-from tests.state.scenes import make_store
-from tests.state.world import Writers
+from decant.state.private_redis import PrivateRedis
+from tests.state.factories import make_store
+from tests.state.state_machine import Writers
 
 STEPS = 60
 

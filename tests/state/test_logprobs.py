@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.worker_pb2 import TokenLogprobs
-from state.logprobs import Logprobs, entry_bytes
+from decant.protos.worker_pb2 import TokenLogprobs
+from decant.state.logprobs import Logprobs, entry_bytes
 
 NUMBERS = st.floats(width=32, allow_nan=False)
 TOKENS = st.integers(0, (1 << 24) - 1)

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 import redis as sync_redis
 
-from state import keys, private_redis, scripts
-from state.client import Client
-from state.errors import StateError
-from state.names import RequestKey
-from state.private_redis import PrivateRedis
-from state.scripts import Script
-from state.store import Store
+from decant.state import keys, private_redis, scripts
+from decant.state.client import Client
+from decant.state.errors import StateError
+from decant.state.ids import RequestKey
+from decant.state.private_redis import PrivateRedis
+from decant.state.scripts import Script
+from decant.state.store import Store
 from tests.state import (
     test_directory,
-    test_era_and_quota,
     test_every_operation,
     test_keep_the_greater,
-    test_open,
     test_outage,
     test_private_redis,
     test_requests,
 )
+from tests.state import test_open_requests as test_open
+from tests.state import test_store_instance_and_quota as test_era_and_quota
 
 pytestmark = pytest.mark.slow
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import redis as sync_redis
 
-from state.errors import StoreFault, StoreUnavailable
-from state.keys import OWNERS
-from state.names import RequestKey
-from state.private_redis import PrivateRedis
-from state.store import Store, StoreSettings
+from decant.state.errors import StoreFault, StoreUnavailable
+from decant.state.ids import RequestKey
+from decant.state.keys import OWNERS
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store, StoreSettings
+from tests.state.factories import KEY, make_request, make_store, router, router_facts, worker_facts, written
 from tests.state.ports import free_port
-from tests.state.scenes import KEY, make_request, make_store, router, router_facts, worker_facts, written
 
 DEADLINE_S = 0.3
 SLACK_S = 5.0  # for a busy machine; a hang lasts longer

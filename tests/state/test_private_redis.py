@@ -18,8 +18,8 @@ import psutil
 import pytest
 import redis as sync_redis
 
-from state.errors import PrivateRedisFailed
-from state.private_redis import PrivateRedis
+from decant.state.errors import PrivateRedisFailed
+from decant.state.private_redis import PrivateRedis
 from tests.state.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def test_it_keeps_nothing_on_disk(folder: Path) -> None:
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_its_owner(folder: Path, death: int) -> None:
     code = (
-        "import sys, time\nfrom state.private_redis import PrivateRedis\n"
+        "import sys, time\nfrom decant.state.private_redis import PrivateRedis\n"
         "with PrivateRedis() as server:\n print(server.url, flush=True)\n time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:

@@ -8,17 +8,17 @@ from datetime import timedelta
 import pytest
 import redis as sync_redis
 
-from protos.inference_pb2 import GenerateRequest, ResponseOptions
-from protos.state_pb2 import RequestRecord
-from state import keys
-from state.errors import AlreadyExists, NotYetKnown, OwnerAlive, StoreFault, Superseded, UnknownRequest
-from state.journal import Entry
-from state.keys import Lifetimes
-from state.names import RequestKey, State
-from state.owned import OwnedRequest
-from state.private_redis import PrivateRedis
-from state.store import Store
-from tests.state.scenes import (
+from decant.protos.inference_pb2 import GenerateRequest, ResponseOptions
+from decant.protos.state_pb2 import RequestRecord
+from decant.state import keys
+from decant.state.errors import AlreadyExists, OwnerAlive, StoreFault, StoreRefilling, Superseded, UnknownRequest
+from decant.state.ids import RequestKey, State
+from decant.state.journal import Entry
+from decant.state.keys import Ttls
+from decant.state.owned import OwnedRequest
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.state.factories import (
     CANCELLED,
     DECODING,
     FAILED,
@@ -148,7 +148,7 @@ async def test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_requ
     found = await store.requests.read(KEY)
     assert (found.epoch, found.attempt, found.state, found.owner) == (2, 1, QUEUED, router(2))
     assert not found.prompt_logprobs.entries()
-    assert found.expires_in_s > Lifetimes().ended_s
+    assert found.expires_in_s > Ttls().ended_s
     assert await store.open.of(router(2)) == {KEY}
 
     old.told = None
@@ -361,7 +361,7 @@ async def test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment(sto
     assert caught.value.state == CANCELLED
     seen = await store.requests.read(KEY)
     assert (seen.state, seen.entries) == (CANCELLED, written(1, 2))
-    assert seen.expires_in_s <= Lifetimes().ended_s
+    assert seen.expires_in_s <= Ttls().ended_s
     again = await store.requests.cancel(KEY, router(3))
     assert (again.epoch, again.owner, again.state) == (2, router(2), CANCELLED)
 
@@ -414,7 +414,7 @@ async def test_an_orphan_is_adopted_only_when_its_owner_is_gone(store: Store, ba
     assert await store.open.of(router(2)) == set()
     assert (await store.requests.read(KEY)).epoch == 1
 
-    pass_time(bare, Lifetimes().registration_s)
+    pass_time(bare, Ttls().registration_s)
     assert (await store.requests.adopt_orphan(KEY, router(2))).owner == router(2)
 
 
@@ -478,8 +478,8 @@ async def test_a_request_taken_while_redis_was_away_is_written_later(store: Stor
 
 
 async def test_unknown_ids_are_not_yet_known_until_owners_had_their_time(store: Store, bare: sync_redis.Redis) -> None:
-    refill_s = Lifetimes().refill_s
-    with pytest.raises(NotYetKnown) as caught:
+    refill_s = Ttls().refill_s
+    with pytest.raises(StoreRefilling) as caught:
         await store.requests.read(KEY)
     assert 0 < caught.value.retry_after_s <= refill_s
     pass_time(bare, refill_s)
@@ -489,5 +489,5 @@ async def test_unknown_ids_are_not_yet_known_until_owners_had_their_time(store: 
     bare.flushall()
     asks = (store.requests.read(KEY), store.requests.adopt_orphan(KEY, router()), store.journal.read(KEY, 0, 1))
     for ask in asks:
-        with pytest.raises(NotYetKnown):
+        with pytest.raises(StoreRefilling):
             await ask

@@ -13,13 +13,13 @@ import os
 import sys
 import time
 
-from decode_worker.main import KIND as DECODE
-from engine.fake import FakeDevice
-from engine.plan import StepPlan, StepResult
-from prefill_worker.main import KIND as PREFILL
-from runtime import logs
-from worker.process import main
-from worker.settings import WorkerSettings
+from decant.decode_worker.main import KIND as DECODE
+from decant.engine.fake import FakeDevice
+from decant.engine.plan import StepPlan, StepResult
+from decant.prefill_worker.main import KIND as PREFILL
+from decant.runtime import logs
+from decant.worker.main import main
+from decant.worker.settings import WorkerSettings
 
 
 class Device(FakeDevice):

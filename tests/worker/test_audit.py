@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.engine import Engine
-from protos import worker_pb2 as wire
-from tests.worker.scene import MODEL, make_work, worker
-from worker.work import to_request
+from decant.engine.engine import Engine
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import to_request
+from tests.worker.harness import MODEL, make_work, worker
 
 
 async def test_rows_and_counts_of_a_worker_at_work() -> None:
@@ -20,10 +20,10 @@ async def test_rows_and_counts_of_a_worker_at_work() -> None:
         assert (audit.total_blocks, audit.block_bytes) == (64, place.hub.shape.block_bytes)
         assert (audit.free_blocks, audit.cached_blocks, audit.owned_blocks, audit.leased_blocks) == (56, 0, 0, 8)
         (owner,), (lease,) = audit.owners, audit.leases
-        assert (owner.run, owner.output, owner.phase, owner.blocks) == (ticket.run, 0, wire.Held.PHASE_RUNNING, 8)
+        assert (owner.run, owner.output, owner.phase, owner.blocks) == (ticket.run, 0, wire.RunStatus.PHASE_RUNNING, 8)
         assert (lease.ticket, lease.run, lease.blocks) == (ticket.id, ticket.run, 8)
         assert 0 < lease.remaining_ms <= 30_000
-        assert not lease.HasField("taker")
+        assert not lease.HasField("receiver")
         await call.break_off()
         audit = await place.emptied()
         assert (audit.free_blocks, audit.cached_blocks) == (57, 7), "whole blocks can be hit"

@@ -13,18 +13,18 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 
-from decode_worker.main import DecodeSettings
-from protos import worker_pb2 as wire
-from runtime import certificates
-from runtime.certificates import PEER_NAME, PeerFiles
-from runtime.channel import open_channel
-from runtime.layers import load
-from runtime.listening import is_loopback
-from runtime.server import Server
-from runtime.settings import InvalidSettings
-from runtime.tls import PeerTls
+from decant.decode_worker.main import DecodeSettings
+from decant.protos import worker_pb2 as wire
+from decant.runtime import certificates
+from decant.runtime.certificates import PEER_NAME, PeerFiles
+from decant.runtime.channel import open_channel
+from decant.runtime.server import Server
+from decant.runtime.server_settings import is_loopback
+from decant.runtime.settings import InvalidSettings
+from decant.runtime.settings_sources import load
+from decant.runtime.tls import PeerTls
+from decant.worker.main import Worker
 from tests.worker.fake_process import load as load_fake
-from worker.process import Worker
 
 PATIENCE_S = 60.0
 INTERNAL = [method for service in wire.DESCRIPTOR.services_by_name.values() for method in service.methods]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import InvalidConfig
+from decant.engine.errors import InvalidConfig
+from decant.worker.startup import cpu_build
 from tests.kernel_builds import BUILDS, why_not
-from worker import cpu_build
 
 SCRIPT = """
 import sys

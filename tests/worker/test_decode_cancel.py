@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.blocks import hash_blocks, root_hash
-from engine.engine import Engine
-from protos import worker_pb2 as wire
-from tests.worker.decode_scene import Node, Router, alone, eventually, make_run, make_work, owned
-from worker.work import unpack_tokens
+from decant.engine.blocks import hash_blocks, root_hash
+from decant.engine.engine import Engine
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import unpack_tokens
+from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned
 
 LONG = 600_000
 """A lease that no test outlives: what is free before its end was freed by somebody."""
@@ -23,11 +23,11 @@ STATES = ["waiting for room", "arriving", "waiting its turn", "in its prompt", "
 
 @dataclass
 class Scene:
-    giver: Node
+    sender: Node
     node: Node
     router: Router
     run: wire.Run
-    work: wire.Work
+    engine_request: wire.EngineRequest
 
 
 @asynccontextmanager
@@ -36,12 +36,12 @@ async def standing(state: str, lease_ms: int = LONG, **more: Any) -> AsyncIterat
     run, work = make_run(), make_work(40, 80, **more)
     blocks, running = (40, 8) if state == "waiting for room" else (128, 1 if state == "waiting its turn" else 8)
     decode = Node("d", blocks=blocks, running=running, lease_ms=lease_ms)
-    async with Node("p", lease_ms=LONG) as giver, decode as node, Router(node) as router:
-        scene = Scene(giver, node, router, run, work)
+    async with Node("p", lease_ms=LONG) as sender, decode as node, Router(node) as router:
+        scene = Scene(sender, node, router, run, work)
         await REACH[state](scene)
         yield scene
-        node.device.seconds = giver.device.seconds = 0.0
-        await giver.audit()
+        node.device.seconds = sender.device.seconds = 0.0
+        await sender.audit()
         await node.audit()
 
 
@@ -55,38 +55,38 @@ async def crowd(scene: Scene, length: int) -> None:
 
 async def waits_for_room(scene: Scene) -> None:
     await crowd(scene, 130)
-    await scene.router.start(scene.run, scene.work, await scene.giver.offer(scene.run, scene.work))
+    await scene.router.start(scene.run, scene.engine_request, await scene.sender.offer(scene.run, scene.engine_request))
     await eventually(lambda: scene.node.hub.waiting_arrivals == 1)
 
 
 async def arrives(scene: Scene) -> None:
-    scene.giver.device.seconds = 0.8
-    await scene.router.start(scene.run, scene.work, await scene.giver.offer(scene.run, scene.work))
-    await scene.router.word(scene.run, "taken_up")
+    scene.sender.device.seconds = 0.8
+    await scene.router.start(scene.run, scene.engine_request, await scene.sender.offer(scene.run, scene.engine_request))
+    await scene.router.word(scene.run, "scheduled")
     assert scene.node.decode.fetches_taking == 1
 
 
 async def waits_its_turn(scene: Scene) -> None:
     await crowd(scene, 4)
-    await scene.router.start(scene.run, scene.work)
+    await scene.router.start(scene.run, scene.engine_request)
     await eventually(lambda: len(list(scene.node.decode.runs())) == 2)
 
 
 async def in_its_prompt(scene: Scene) -> None:
     scene.node.device.seconds = 0.8
-    await scene.router.start(scene.run, scene.work)
-    await scene.router.word(scene.run, "taken_up")
+    await scene.router.start(scene.run, scene.engine_request)
+    await scene.router.word(scene.run, "scheduled")
 
 
 async def runs(scene: Scene) -> None:
     scene.node.device.seconds = 0.05
-    await scene.router.start(scene.run, scene.work)
+    await scene.router.start(scene.run, scene.engine_request)
     await scene.router.wrote(scene.run, 2)
 
 
 async def runs_after_a_handoff(scene: Scene) -> None:
     scene.node.device.seconds = 0.05
-    await scene.router.start(scene.run, scene.work, await scene.giver.offer(scene.run, scene.work))
+    await scene.router.start(scene.run, scene.engine_request, await scene.sender.offer(scene.run, scene.engine_request))
     await scene.router.wrote(scene.run, 3)
 
 
@@ -103,18 +103,18 @@ async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> N
         assert ended.end.reason == wire.OutputEnd.REASON_CANCELLED
         assert ended.end.end_position >= 40
         text = scene.router.of(scene.run).text(40)
-        assert text == alone(scene.work)[: len(text)]
+        assert text == alone(scene.engine_request)[: len(text)]
         await scene.router.cancel(make_run("t/crowd"))
 
 
 @pytest.mark.parametrize("state", STATES)
 async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sent_the_end(state: str) -> None:
     async with standing(state) as scene, Router(scene.node, "another") as another:
-        await another.retire(scene.run)
+        await another.forget(scene.run)
         ended = await scene.router.word(scene.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_CANCELLED
         text = scene.router.of(scene.run).text(40)
-        assert text == alone(scene.work)[: len(text)]
+        assert text == alone(scene.engine_request)[: len(text)]
         await eventually(lambda: scene.run not in [run for run, *_ in scene.node.decode.runs()])
         await scene.router.cancel(make_run("t/crowd"))
 
@@ -144,14 +144,14 @@ async def test_a_router_that_comes_back_has_its_run_in_every_state(state: str) -
         assert scene.node.decode.orphans >= 1
         position = max(router.of(run).tokens, default=39) + 1
         welcome = await router.open(owned(run, position), owned(make_run("t/never")))
-        assert [held.run for held in welcome.held] == [run]
-        assert [lacking.request for lacking in welcome.lacking] == ["t/never"]
-        assert welcome.held[0].slots[0].position == position
+        assert [held.run for held in welcome.runs] == [run]
+        assert [lacking.request for lacking in welcome.unknown_runs] == ["t/never"]
+        assert welcome.runs[0].slots[0].position == position
         assert {orphan.request for orphan in welcome.orphans} <= {"t/crowd"}
-        scene.node.device.seconds = scene.giver.device.seconds = 0.0
+        scene.node.device.seconds = scene.sender.device.seconds = 0.0
         await router.cancel(make_run("t/crowd"))
         await router.word(run, "ended")
-        assert router.of(run).text(40) == alone(scene.work)
+        assert router.of(run).text(40) == alone(scene.engine_request)
 
 
 async def test_an_ended_run_is_ended_again_and_keeps_its_tokens() -> None:
@@ -163,7 +163,7 @@ async def test_an_ended_run_is_ended_again_and_keeps_its_tokens() -> None:
         await router.until(lambda: router.of(run).words.count("ended") == 2)
         assert router.of(run).last["ended"].end.reason == wire.OutputEnd.REASON_LENGTH
         router.of(run).tokens.clear()
-        await router.say(resend=wire.Resend(run=run, next=wire.Next(output=0, position=12)))
+        await router.say(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=12)))
         await router.wrote(run, 4)
         assert router.of(run).text(10) == alone(work)[2:]
 
@@ -177,7 +177,7 @@ async def test_a_cancel_before_its_start_refuses_it_for_one_lease() -> None:
         await router.start(make_run(epoch=3), make_work())  # another owner's attempt of the same number
         await router.word(make_run(), "ended")
         await eventually(lambda: node.decode.cancel_marks == 0)
-        await router.retire(make_run(epoch=3))
+        await router.forget(make_run(epoch=3))
         await router.start(make_run(epoch=3, attempt=2), make_work())
         await router.word(make_run(attempt=2), "ended")
 
@@ -191,7 +191,7 @@ async def test_what_lies_behind_a_stop_text_is_not_kept() -> None:
         await router.cancel(run, wire.Cancel.REASON_STOP_TEXT, end_position=15)
         assert (await router.word(run, "ended")).end.end_position == 15
         router.of(run).tokens.clear()
-        await router.say(resend=wire.Resend(run=run, next=wire.Next(output=0, position=10)))
+        await router.say(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=10)))
         await router.wrote(run, 5)
         await router.cancel(run)  # answered after all that was sent again
         await router.until(lambda: router.of(run).words.count("ended") == 2)
@@ -235,13 +235,13 @@ async def test_room_goes_by_priority_then_age_and_nobody_overtakes() -> None:
     priorities = {"t/late": 0, "t/urgent": 5, "t/old": 0, "t/tokens": 0}
     works = {name: make_work(60, 3, seed=n, priority=level) for n, (name, level) in enumerate(priorities.items())}
     works["t/old"].age_ms = 9000
-    async with Node("p", blocks=256) as giver, Node("d", blocks=40) as node, Router(node) as router:
+    async with Node("p", blocks=256) as sender, Node("d", blocks=40) as node, Router(node) as router:
         node.device.seconds = 0.2
         await router.start(make_run("t/crowd"), make_work(120, 30, seed=9))
         await router.wrote(make_run("t/crowd"), 1)
         for name, work in works.items():
             run = make_run(name)
-            await router.start(run, work, None if name == "t/tokens" else await giver.offer(run, work))
+            await router.start(run, work, None if name == "t/tokens" else await sender.offer(run, work))
         await eventually(lambda: node.hub.waiting_arrivals == 4)
         node.device.seconds = 0.0
         await router.over(*map(make_run, works))
@@ -251,30 +251,30 @@ async def test_room_goes_by_priority_then_age_and_nobody_overtakes() -> None:
         for name, work in works.items():
             assert router.of(make_run(name)).text(60) == alone(work)
         assert node.hub.waiting_arrivals == 0
-        await giver.audit()
+        await sender.audit()
 
 
 async def test_room_that_comes_while_nothing_is_decoded_is_noticed() -> None:
     """The blocks are held by a ticket of this very worker: its end is no step's doing."""
     held, run = make_run("t/held"), make_run()
     work, big = make_work(60, 4), make_work(100, 4, seed=1)
-    async with Node("p") as giver, Node("d", blocks=40) as node, Router(node) as router:
+    async with Node("p") as sender, Node("d", blocks=40) as node, Router(node) as router:
         ticket = await node.offer(held, big)
         await eventually(lambda: node.engine.load().parked == 1)
-        await router.start(run, work, await giver.offer(run, work))
+        await router.start(run, work, await sender.offer(run, work))
         await eventually(lambda: node.hub.waiting_arrivals == 1)
-        await node.hub.giver.release(wire.ReleaseRequest(ticket=ticket.id))
+        await node.hub.sender.release(wire.ReleaseRequest(ticket=ticket.id))
         await router.word(run, "ended")
         assert router.of(run).text(60) == alone(work)
-        await giver.audit()
+        await sender.audit()
 
 
 async def test_tickets_that_wait_are_renewed_until_they_are_opened() -> None:
     async with standing("waiting for room") as scene:
-        lease = scene.giver.hub.giver.office.leases()[0]
+        lease = scene.sender.hub.sender.office.leases()[0]
         await scene.router.until(lambda: any(lease.ticket.id in beat.renew for beat in scene.router.beats))
         await scene.router.cancel(make_run("t/crowd"))
-        await scene.router.word(scene.run, "taken_up")
+        await scene.router.word(scene.run, "scheduled")
         scene.router.beats.clear()
         await scene.router.until(lambda: len(scene.router.beats) >= 2)
         assert not any(beat.renew for beat in scene.router.beats)
@@ -283,14 +283,14 @@ async def test_tickets_that_wait_are_renewed_until_they_are_opened() -> None:
 
 
 async def test_cancels_at_any_moment_of_an_arrival_leave_nothing() -> None:
-    async with Node("p", lease_ms=LONG) as giver, Node("d", lease_ms=LONG) as node, Router(node) as router:
-        node.device.seconds = giver.device.seconds = 0.001
+    async with Node("p", lease_ms=LONG) as sender, Node("d", lease_ms=LONG) as node, Router(node) as router:
+        node.device.seconds = sender.device.seconds = 0.001
         runs = [make_run(f"t/{n}") for n in range(24)]
         for n, run in enumerate(runs):
             work = make_work(60, 8, seed=n)
-            await router.start(run, work, await giver.offer(run, work))
+            await router.start(run, work, await sender.offer(run, work))
             await asyncio.sleep(0.002 * (n % 12))
             await router.cancel(run)
         assert {heard.over for heard in await router.over(*runs)} == {"ended"}
         await node.audit()
-        await giver.audit()
+        await sender.audit()

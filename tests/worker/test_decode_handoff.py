@@ -5,34 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from handoff.codec import Received
-from handoff.transport import KvSource, Transport
-from protos import worker_pb2 as wire
-from tests.worker.decode_scene import Node, alone, eventually, make_run, make_work, routed
+from decant.handoff.codec import Received
+from decant.handoff.transport import KvSource, Transport
+from decant.protos import worker_pb2 as wire
+from tests.worker.decode_harness import Node, alone, eventually, make_run, make_work, routed
 
 
 async def test_a_giver_that_is_not_there_is_named() -> None:
     run, work = make_run(), make_work()
-    async with Node("p", lease_ms=300) as giver, routed() as (node, router):
-        ticket = await giver.offer(run, work)
+    async with Node("p", lease_ms=300) as sender, routed() as (node, router):
+        ticket = await sender.offer(run, work)
         ticket.address = "127.0.0.1:1"
         await router.start(run, work, ticket)
         failure = (await router.word(run, "failed")).failure
-        assert (failure.cause, failure.peer) == (wire.CAUSE_PEER_LOST, giver.peer)
+        assert (failure.cause, failure.peer) == (wire.CAUSE_PEER_LOST, sender.peer)
         assert not list(node.decode.runs())
         await node.audit()
-        await giver.audit()
+        await sender.audit()
 
 
 async def test_a_ticket_whose_lease_is_over_is_told_and_the_next_attempt_goes_on() -> None:
     work = make_work(30, 8)
-    async with Node("p", lease_ms=300) as giver, routed() as (node, router):
+    async with Node("p", lease_ms=300) as sender, routed() as (node, router):
         run = make_run()
-        ticket = await giver.offer(run, work)
-        await eventually(lambda: giver.hub.giver.expired == 1)
+        ticket = await sender.offer(run, work)
+        await eventually(lambda: sender.hub.sender.expired == 1)
         await router.start(run, work, ticket)
         failure = (await router.word(run, "failed")).failure
-        assert (failure.cause, failure.peer) == (wire.CAUSE_LEASE_OVER, giver.peer)
+        assert (failure.cause, failure.peer) == (wire.CAUSE_LEASE_OVER, sender.peer)
         again = make_run(attempt=2)
         await router.start(again, work)
         [heard] = await router.over(again)
@@ -42,25 +42,25 @@ async def test_a_ticket_whose_lease_is_over_is_told_and_the_next_attempt_goes_on
 
 async def test_a_giver_that_dies_in_mid_fetch_is_lost_soon() -> None:
     run, work = make_run(), make_work(60, 8)
-    async with Node("p", lease_ms=300) as giver, routed() as (node, router):
-        giver.device.seconds = 0.5
-        await router.start(run, work, await giver.offer(run, work))
-        await router.word(run, "taken_up")
-        await giver._server.stop(None)
+    async with Node("p", lease_ms=300) as sender, routed() as (node, router):
+        sender.device.seconds = 0.5
+        await router.start(run, work, await sender.offer(run, work))
+        await router.word(run, "scheduled")
+        await sender._server.stop(None)
         failure = (await router.word(run, "failed")).failure
-        assert (failure.cause, failure.peer) == (wire.CAUSE_PEER_LOST, giver.peer)
+        assert (failure.cause, failure.peer) == (wire.CAUSE_PEER_LOST, sender.peer)
         await node.audit()
 
 
 async def test_an_output_that_ended_with_its_first_token_leaves_nothing_to_fetch() -> None:
     run, work = make_run(), make_work(10, 1)
-    async with Node("p") as giver, routed() as (node, router):
-        await router.start(run, work, await giver.offer(run, work))
+    async with Node("p") as sender, routed() as (node, router):
+        await router.start(run, work, await sender.offer(run, work))
         failure = (await router.word(run, "failed")).failure
         assert failure.cause == wire.CAUSE_CANCELLED
         assert "nothing is left" in failure.detail
         await node.audit()
-        await giver.audit()
+        await sender.audit()
 
 
 class Tampered:
@@ -92,13 +92,13 @@ async def test_bytes_that_do_not_agree_with_their_sum_are_never_decoded() -> Non
         changed[3] ^= 1
         return Received(received.response, memoryview(changed))
 
-    async with Node("p") as giver, routed() as (node, router):
+    async with Node("p") as sender, routed() as (node, router):
         node.hub.transport = Tampered(node.hub.transport, flip)
-        await router.start(run, work, await giver.offer(run, work))
+        await router.start(run, work, await sender.offer(run, work))
         assert (await router.word(run, "failed")).failure.cause == wire.CAUSE_CORRUPT
         assert not router.of(run).tokens
         await node.audit()
-        await giver.audit()
+        await sender.audit()
 
 
 async def test_a_bug_of_a_transport_ends_the_run_all_the_same() -> None:
@@ -107,13 +107,13 @@ async def test_a_bug_of_a_transport_ends_the_run_all_the_same() -> None:
     def break_down(received: Received) -> Received:
         raise ZeroDivisionError("a bug")
 
-    async with Node("p") as giver, routed() as (node, router):
+    async with Node("p") as sender, routed() as (node, router):
         node.hub.transport = Tampered(node.hub.transport, break_down)
-        await router.start(run, work, await giver.offer(run, work))
+        await router.start(run, work, await sender.offer(run, work))
         failure = (await router.word(run, "failed")).failure
         assert (failure.cause, failure.detail) == (wire.CAUSE_ENGINE, "ZeroDivisionError: a bug")
         await node.audit()
-        await giver.audit()
+        await sender.audit()
 
 
 async def test_a_worker_takes_from_itself_too() -> None:
@@ -128,13 +128,13 @@ async def test_a_worker_takes_from_itself_too() -> None:
 async def test_sealed_tokens_and_the_first_step_come_in_order_when_many_join_at_once() -> None:
     runs = [make_run(f"t/{n}") for n in range(8)]
     works = [make_work(20, 1 + n, seed=n) for n in range(1, 9)]
-    async with Node("p", blocks=256) as giver, routed(blocks=256) as (node, router):
-        tickets = await asyncio.gather(*(giver.offer(run, work) for run, work in zip(runs, works, strict=True)))
+    async with Node("p", blocks=256) as sender, routed(blocks=256) as (node, router):
+        tickets = await asyncio.gather(*(sender.offer(run, work) for run, work in zip(runs, works, strict=True)))
         for run, work, ticket in zip(runs, works, tickets, strict=True):
             await router.start(run, work, ticket)
         for heard, work in zip(await router.over(*runs), works, strict=True):
-            assert heard.words == ["taken_up", "joined", "ended"]
+            assert heard.words == ["scheduled", "decode_started", "ended"]
             assert heard.text(20) == alone(work)
             assert heard.last["ended"].end.end_position == 20 + len(heard.tokens)
         await node.audit()
-        await giver.audit()
+        await sender.audit()

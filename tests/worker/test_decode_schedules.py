@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from engine.engine import Engine
-from protos import worker_pb2 as wire
-from tests.worker.decode_scene import Heard, Node, Router, alone, eventually, make_run, make_work, owned
+from decant.engine.engine import Engine
+from decant.protos import worker_pb2 as wire
+from tests.worker.decode_harness import Heard, Node, Router, alone, eventually, make_run, make_work, owned
 
 MOVES = (
     "start",
@@ -20,8 +20,8 @@ MOVES = (
     "fetch",
     "fetch",
     "cancel",
-    "retire",
-    "retire_early",
+    "forget",
+    "forget_early",
     "resend",
     "rest",
     "rest",
@@ -32,13 +32,13 @@ MOVES = (
 class Schedule:
     """One router and one worker that is too small for what it is given, and a giver beside it."""
 
-    def __init__(self, seed: int, giver: Node, node: Node) -> None:
+    def __init__(self, seed: int, sender: Node, node: Node) -> None:
         self.rng = random.Random(seed)
-        self.giver = giver
+        self.sender = sender
         self.node = node
         self.router = Router(node)
-        self.works: dict[tuple[str, int], tuple[wire.Run, wire.Work]] = {}
-        self.lacking: set[tuple[str, int]] = set()
+        self.works: dict[tuple[str, int], tuple[wire.Run, wire.EngineRequest]] = {}
+        self.unknown_runs: set[tuple[str, int]] = set()
         self.retired: set[tuple[str, int]] = set()
 
     async def play(self, moves: int) -> None:
@@ -50,7 +50,7 @@ class Schedule:
 
     def _open(self) -> list[tuple[str, int]]:
         """Runs of which the router still expects something."""
-        given_up = self.lacking | self.retired
+        given_up = self.unknown_runs | self.retired
         return [
             key
             for key, (_, work) in self.works.items()
@@ -65,7 +65,7 @@ class Schedule:
             work.remaining_ms = self.rng.randint(1, 300)
         work.priority = self.rng.randint(-2, 2)
         self.works[run.request, run.attempt] = run, work
-        await self.router.start(run, work, await self.giver.offer(run, work) if ticketed else None)
+        await self.router.start(run, work, await self.sender.offer(run, work) if ticketed else None)
 
     async def _fetch(self) -> None:
         await self._start(ticketed=True)
@@ -75,7 +75,7 @@ class Schedule:
             run, _ = self.rng.choice(list(self.works.values()))
             await self.router.cancel(run)
 
-    async def _retire(self) -> None:
+    async def _forget(self) -> None:
         for key, (run, _) in list(self.works.items()):
             if (
                 "ended" in self.router.heard.get(key, Heard()).last
@@ -83,17 +83,19 @@ class Schedule:
                 and self.rng.random() < 0.5
             ):
                 self.retired.add(key)
-                await self.router.retire(run)
+                await self.router.forget(run)
 
-    async def _retire_early(self) -> None:
+    async def _forget_early(self) -> None:
         """Whatever it is doing. The router is still to be sent its end."""
         if self._open():
-            await self.router.retire(self.works[self.rng.choice(self._open())][0])
+            await self.router.forget(self.works[self.rng.choice(self._open())][0])
 
     async def _resend(self) -> None:
         if self.works:
             run, work = self.rng.choice(list(self.works.values()))
-            await self.router.say(resend=wire.Resend(run=run, next=wire.Next(position=len(work.prompt) // 4)))
+            await self.router.say(
+                resend=wire.Resend(run=run, resume=wire.ResumePosition(position=len(work.prompt) // 4))
+            )
 
     async def _rest(self) -> None:
         await asyncio.sleep(self.rng.choice((0, 0.001, 0.01, 0.05)))
@@ -110,14 +112,14 @@ class Schedule:
         await self.router.open(*(owned(self.works[key][0], len(self.works[key][1].prompt) // 4) for key in mine))
         welcome = self.router.welcome
         assert welcome is not None
-        self.lacking |= {(run.request, run.attempt) for run in welcome.lacking}
-        self.lacking |= {key for key in self._open() if key not in mine}  # given up
+        self.unknown_runs |= {(run.request, run.attempt) for run in welcome.unknown_runs}
+        self.unknown_runs |= {key for key in self._open() if key not in mine}  # given up
 
 
 def is_over(heard: Heard, prompt: int) -> bool:
     """Whether the router was told an end, and all tokens before it."""
     ends = [heard.last["ended"].end] if "ended" in heard.last else []
-    ends += heard.last["held"].ended if "held" in heard.last else []
+    ends += heard.last["run_status"].ended if "run_status" in heard.last else []
     if ends:
         end: wire.OutputEnd = ends[0]
         return prompt + len(heard.tokens) >= end.end_position
@@ -137,27 +139,29 @@ async def owners_are_known(node: Node, others: set[str]) -> bool:
 
 async def run_schedule(seed: int, moves: int) -> None:
     async with (
-        Node("p", blocks=256, lease_ms=600) as giver,
+        Node("p", blocks=256, lease_ms=600) as sender,
         Node("d", blocks=40, running=4, budget=8, lease_ms=400, max_waiting=6) as node,
     ):
-        node.device.seconds = giver.device.seconds = 0.001
-        schedule = Schedule(seed, giver, node)
+        node.device.seconds = sender.device.seconds = 0.001
+        schedule = Schedule(seed, sender, node)
         await schedule.play(moves)
         for key, (_, work) in schedule.works.items():
             heard, text = schedule.router.heard.get(key, Heard()), alone(work)
             prompt = len(work.prompt) // 4
             written = heard.text(prompt)
             assert heard.tokens == {place: text[place - prompt] for place in heard.tokens}
-            if key not in schedule.lacking:  # of one that was given up, the first that is heard may be in the middle
+            if (
+                key not in schedule.unknown_runs
+            ):  # of one that was given up, the first that is heard may be in the middle
                 assert written == text[: len(written)]
             end = heard.last["ended"].end if "ended" in heard.last else wire.OutputEnd()
-            if end.reason == wire.OutputEnd.REASON_LENGTH and key not in schedule.lacking:
+            if end.reason == wire.OutputEnd.REASON_LENGTH and key not in schedule.unknown_runs:
                 assert written == text
         await eventually(lambda: owners_are_known(node, set()))
         await schedule.router.leave()
         await eventually(lambda: not list(node.decode.runs()))  # one lease after their owner has gone
         await node.audit()
-        await giver.audit()
+        await sender.audit()
         assert not node.errors
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protos import worker_pb2 as wire
-from tests.worker.decode_scene import Node, Router, alone, make_run, make_work, routed
+from decant.protos import worker_pb2 as wire
+from tests.worker.decode_harness import Node, Router, alone, make_run, make_work, routed
 
 
 async def test_the_text_from_tokens_is_that_of_one_engine() -> None:
@@ -14,29 +14,29 @@ async def test_the_text_from_tokens_is_that_of_one_engine() -> None:
         await router.start(run, work)
         [heard] = await router.over(run)
         assert heard.text(30) == alone(work)
-        assert heard.words == ["taken_up", "joined", "ended"]
+        assert heard.words == ["scheduled", "decode_started", "ended"]
         end = heard.last["ended"].end
         assert (end.reason, end.end_position, end.output) == (wire.OutputEnd.REASON_LENGTH, 42, 0)
-        assert heard.last["joined"].WhichOneof("path") == "from_tokens"
-        assert heard.last["joined"].slots[0].position == 30
+        assert heard.last["decode_started"].WhichOneof("path") == "from_tokens"
+        assert heard.last["decode_started"].slots[0].position == 30
         await node.audit()
         assert node.decode.unretired == 1
-        await router.retire(run)
+        await router.forget(run)
 
 
 async def test_the_text_from_a_ticket_is_that_of_one_engine_and_the_sealed_tokens_are_repeated() -> None:
     run, work = make_run(), make_work(30, 12)
-    async with Node("p") as giver, routed() as (node, router):
-        await router.start(run, work, await giver.offer(run, work))
+    async with Node("p") as sender, routed() as (node, router):
+        await router.start(run, work, await sender.offer(run, work))
         [heard] = await router.over(run)
         assert heard.text(30) == alone(work)
         assert min(heard.tokens) == 30  # the first of them was written by the giver
-        assert heard.words == ["taken_up", "joined", "ended"]
-        handoff = heard.last["joined"].handoff
-        assert handoff.bytes == 8 * giver.device.block_bytes
+        assert heard.words == ["scheduled", "decode_started", "ended"]
+        handoff = heard.last["decode_started"].handoff
+        assert handoff.bytes == 8 * sender.device.block_bytes
         assert handoff.handoff_us > 0
         await node.audit()
-        await giver.audit()
+        await sender.audit()
 
 
 async def test_what_earlier_attempts_wrote_goes_on_from_there() -> None:
@@ -44,25 +44,25 @@ async def test_what_earlier_attempts_wrote_goes_on_from_there() -> None:
     text = alone(work)
     for attempt, from_ticket in enumerate((False, True), start=1):
         run, rest = make_run(attempt=attempt), make_work(20, 12, written=text[:5])
-        async with Node("p") as giver, routed() as (node, router):
-            await router.start(run, rest, await giver.offer(run, rest) if from_ticket else None)
+        async with Node("p") as sender, routed() as (node, router):
+            await router.start(run, rest, await sender.offer(run, rest) if from_ticket else None)
             [heard] = await router.over(run)
             assert heard.text(20) == text[5:]
             assert min(heard.tokens) == 25
             await node.audit()
-            await giver.audit()
+            await sender.audit()
 
 
 async def test_many_at_once_each_get_their_own() -> None:
     works = {f"t/{n}": make_work(6 + 3 * n, 10, seed=n) for n in range(12)}
-    async with Node("p", blocks=256) as giver, routed(blocks=256) as (node, router):
+    async with Node("p", blocks=256) as sender, routed(blocks=256) as (node, router):
         for n, (name, work) in enumerate(works.items()):
             run = make_run(name)
-            await router.start(run, work, await giver.offer(run, work) if n % 2 else None)
+            await router.start(run, work, await sender.offer(run, work) if n % 2 else None)
         for name, heard in zip(works, await router.over(*map(make_run, works)), strict=True):
             assert heard.text(0) == alone(works[name])
         await node.audit()
-        await giver.audit()
+        await sender.audit()
 
 
 async def test_a_step_is_one_frame_for_all() -> None:
@@ -85,7 +85,7 @@ async def test_log_probabilities_stand_beside_their_tokens() -> None:
         assert all(len(entry.top_ids) == 2 for entry in heard.logprobs.values())
         told = heard.last["prompt_logprobs"]
         assert told.first_position + len(told.logprobs) == 9
-        await router.say(resend=wire.Resend(run=run, next=wire.Next(output=0, position=9)))
+        await router.say(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=9)))
         before = dict(heard.logprobs)
         heard.logprobs.clear()
         await router.until(lambda: len(heard.logprobs) == 6)
@@ -97,24 +97,24 @@ async def test_a_start_that_comes_twice_begins_nothing() -> None:
     async with routed() as (_, router):
         await router.start(run, work)
         await router.start(run, work)
-        held = await router.word(run, "held")
-        assert held.phase in (wire.Held.PHASE_WAITING, wire.Held.PHASE_RUNNING)
+        held = await router.word(run, "run_status")
+        assert held.phase in (wire.RunStatus.PHASE_WAITING, wire.RunStatus.PHASE_RUNNING)
         [heard] = await router.over(run)
         await router.start(run, work)
-        await router.until(lambda: heard.last["held"].phase == wire.Held.PHASE_ENDED)
-        assert heard.last["held"].ended[0].end_position == 42
+        await router.until(lambda: heard.last["run_status"].phase == wire.RunStatus.PHASE_ENDED)
+        assert heard.last["run_status"].ended[0].end_position == 42
         assert heard.words.count("ended") == 1
         assert heard.text(30) == alone(work)
 
 
 async def test_a_prefix_that_is_here_is_told_and_not_computed_again() -> None:
     work = make_work(32, 2)
-    async with Node("p") as giver, routed() as (_, router):
+    async with Node("p") as sender, routed() as (_, router):
         for attempt in (1, 2, 3):
             run = make_run(attempt=attempt)
-            await router.start(run, work, await giver.offer(run, work) if attempt == 3 else None)
+            await router.start(run, work, await sender.offer(run, work) if attempt == 3 else None)
             [heard] = await router.over(run)
-            assert heard.last["taken_up"].cached_tokens == (0 if attempt == 1 else 28)
+            assert heard.last["scheduled"].cached_tokens == (0 if attempt == 1 else 28)
             assert heard.text(32) == alone(work)
 
 
@@ -142,18 +142,18 @@ async def test_preemptions_are_counted_and_change_no_text() -> None:
 
 
 async def test_what_can_not_be_taken_up_is_refused_by_name() -> None:
-    async with Node("p") as giver, routed(blocks=16, max_waiting=3) as (node, router):
+    async with Node("p") as sender, routed(blocks=16, max_waiting=3) as (node, router):
         other = make_work()
         other.model = "another"
         two = make_work()
         two.outputs.add(output=1)
         odd = make_work()
         odd.sampling.top_p = 3
-        tickets = [await giver.offer(make_run("t/good", attempt=attempt), make_work()) for attempt in (8, 9, 11)]
+        tickets = [await sender.offer(make_run("t/good", attempt=attempt), make_work()) for attempt in (8, 9, 11)]
         layout, salt, foreign = tickets
         layout.layout += 1
         salt.salt = b"another"
-        cases: list[tuple[wire.Work, wire.Ticket | None, wire.Cause, str]] = [
+        cases: list[tuple[wire.EngineRequest, wire.Ticket | None, wire.Cause, str]] = [
             (other, None, wire.CAUSE_UNKNOWN_MODEL, "model"),
             (two, None, wire.CAUSE_UNSUPPORTED, "outputs"),
             (odd, None, wire.CAUSE_INVALID, "sampling.top_p"),
@@ -172,7 +172,7 @@ async def test_what_can_not_be_taken_up_is_refused_by_name() -> None:
             assert (refused.failure.cause, refused.failure.violation.field) == (cause, field)
         assert not list(node.decode.runs())
         for ticket in tickets:
-            await giver.hub.giver.release(wire.ReleaseRequest(ticket=ticket.id))
+            await sender.hub.sender.release(wire.ReleaseRequest(ticket=ticket.id))
 
 
 async def test_more_than_may_wait_is_refused() -> None:
@@ -206,7 +206,7 @@ async def test_a_lower_epoch_is_superseded_and_a_higher_one_begins_anew() -> Non
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17])
 async def test_any_length_comes_over(length: int) -> None:
     run, work = make_run(), make_work(length, 6)
-    async with Node("p") as giver, routed() as (_, router):
-        await router.start(run, work, await giver.offer(run, work))
+    async with Node("p") as sender, routed() as (_, router):
+        await router.start(run, work, await sender.offer(run, work))
         [heard] = await router.over(run)
         assert heard.text(length) == alone(work)

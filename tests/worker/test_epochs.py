@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protos import worker_pb2 as wire
-from worker.epochs import Epochs
+from decant.protos import worker_pb2 as wire
+from decant.worker.epochs import Epochs
 
 
 def run(epoch: int, request: str = "t/a") -> wire.Run:

@@ -9,19 +9,19 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import set_tqdm_hook
 
-from decode_worker.main import DecodeSettings
-from engine import model
-from engine.costs import Costs
-from engine.fake import FakeDevice
-from engine.scheduler import TOKEN_BUDGET, choose_token_budget
-from models import path
-from worker import loading
-from worker.loading import limits_of, own_cores
+from decant.decode_worker.main import DecodeSettings
+from decant.engine.costs import StepCostModel
+from decant.engine.fake import FakeDevice
+from decant.engine.model import model
+from decant.engine.scheduler import TOKEN_BUDGET, choose_token_budget
+from decant.models import path
+from decant.worker.startup import load_model as loading
+from decant.worker.startup.load_model import limits_of, own_cores
 
-SLOW = Costs(fixed=0.05, token=0.004, pair=1e-6)
+SLOW = StepCostModel(fixed=0.05, token=0.004, pair=1e-6)
 
 
-def device(costs: Costs) -> FakeDevice:
+def device(costs: StepCostModel) -> FakeDevice:
     made = FakeDevice(num_blocks=64, block_size=16)
     made.costs = costs
     return made
@@ -35,7 +35,7 @@ def test_the_token_budget_is_chosen_from_what_was_measured_unless_it_is_told() -
     assert limits_of(settings(), device(SLOW)).token_budget == choose_token_budget(SLOW, 0.25) == 128
     assert limits_of(settings(step_ms=500), device(SLOW)).token_budget == 256
     assert limits_of(settings(token_budget=77), device(SLOW)).token_budget == 77
-    assert limits_of(settings(), device(Costs())).token_budget == TOKEN_BUDGET
+    assert limits_of(settings(), device(StepCostModel())).token_budget == TOKEN_BUDGET
 
 
 def test_a_step_has_a_token_for_each_sequence_of_a_batch_however_slow_the_machine() -> None:

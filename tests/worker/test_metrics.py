@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from handoff.errors import HandoffFailed
-from protos import worker_pb2 as wire
-from runtime.metrics import Registry
-from tests.worker.scene import MODEL, Place, make_work, worker
-from worker.metrics import WorkerMetrics
-from worker.work import to_request
+from decant.handoff.errors import HandoffFailed
+from decant.protos import worker_pb2 as wire
+from decant.runtime.metrics import Registry
+from decant.worker.report.metrics import WorkerMetrics
+from decant.worker.wire_codec import to_request
+from tests.worker.harness import MODEL, Place, make_work, worker
 
 
 def values(registry: Registry) -> dict[str, float]:
@@ -17,22 +17,22 @@ def values(registry: Registry) -> dict[str, float]:
     return {name.removeprefix("decant_"): float(value) for name, value in lines}
 
 
-async def take(place: Place, taker: Place, name: str) -> None:
+async def take(place: Place, receiver: Place, name: str) -> None:
     work = make_work(30, 4)
     call = place.ask(work, request=f"t/{name}")
     ticket = await call.expect("ticket")
     await call.expect("first")
-    await taker.take(ticket, to_request(name, work, model=MODEL))
-    await taker.written(name)
+    await receiver.take(ticket, to_request(name, work, model=MODEL))
+    await receiver.written(name)
 
 
 async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> None:
-    async with worker() as place, worker("d") as taker:
+    async with worker() as place, worker("d") as receiver:
         given, taken = Registry(process=False), Registry(process=False)
         WorkerMetrics(given, place.hub)
-        WorkerMetrics(taken, taker.hub)
-        await take(place, taker, "a")
-        await take(place, taker, "b")
+        WorkerMetrics(taken, receiver.hub)
+        await take(place, receiver, "a")
+        await take(place, receiver, "b")
         found = values(given)
         assert found['prompt_tokens_total{source="local_compute"}'] == 30 + 2
         assert found['prompt_tokens_total{source="local_cache_hit"}'] == 28
@@ -46,13 +46,13 @@ async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> Non
 
 
 async def test_a_handoff_that_comes_to_nothing_is_counted_by_its_cause() -> None:
-    async with worker() as place, worker("d") as taker:
+    async with worker() as place, worker("d") as receiver:
         registry = Registry(process=False)
-        WorkerMetrics(registry, taker.hub)
+        WorkerMetrics(registry, receiver.hub)
         work = make_work(30, 4)
-        gone = wire.Ticket(id=b"unknown", giver=place.hub.peer, address=place.address, layout=place.hub.layout)
+        gone = wire.Ticket(id=b"unknown", sender=place.hub.peer, address=place.address, layout=place.hub.layout)
         with pytest.raises(HandoffFailed):
-            await taker.take(gone, to_request("late", work, model=MODEL))
+            await receiver.take(gone, to_request("late", work, model=MODEL))
         found = values(registry)
         assert found['handoff_failures_total{cause="lease_over"}'] == 1
         assert found["handoff_seconds_count"] == 0

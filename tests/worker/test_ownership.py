@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protos import worker_pb2 as wire
-from tests.worker.decode_scene import Node, Router, alone, eventually, make_run, make_work, owned
+from decant.protos import worker_pb2 as wire
+from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned
 
 
 async def test_a_former_owner_takes_nothing_from_a_live_run_however_old_the_adoption_is() -> None:
@@ -15,13 +15,13 @@ async def test_a_former_owner_takes_nothing_from_a_live_run_however_old_the_adop
         node.device.seconds = 0.02
         await old.start(run, work)
         await old.wrote(run, 3)
-        await new.say(adopt=wire.Adopt(run=adopted, next=[wire.Next(output=0, position=8)]))
-        await new.word(adopted, "held")
+        await new.say(adopt=wire.Adopt(run=adopted, resume=[wire.ResumePosition(output=0, position=8)]))
+        await new.word(adopted, "run_status")
         await old.cancel(run)
-        await old.retire(run)
+        await old.forget(run)
         await new.word(adopted, "ended")
         assert new.of(adopted).text(8) == alone(work)
-        assert set(new.of(adopted).words) <= {"held", "joined", "ended"}
+        assert set(new.of(adopted).words) <= {"run_status", "decode_started", "ended"}
 
 
 async def test_what_an_earlier_incarnation_of_a_router_left_goes_on_until_it_is_adopted() -> None:
@@ -37,10 +37,10 @@ async def test_what_an_earlier_incarnation_of_a_router_left_goes_on_until_it_is_
         welcome = await restarted.open()
         assert not welcome.orphans
         assert node.decode.orphans == 1
-        await restarted.say(adopt=wire.Adopt(run=adopted, next=[wire.Next(output=0, position=8)]))
+        await restarted.say(adopt=wire.Adopt(run=adopted, resume=[wire.ResumePosition(output=0, position=8)]))
         await restarted.word(adopted, "ended")
         assert restarted.of(adopted).text(8) == alone(work)
-        await restarted.retire(adopted)
+        await restarted.forget(adopted)
         await restarted.leave()
 
 
@@ -56,7 +56,7 @@ async def test_a_worker_names_all_routers_with_a_live_session_when_that_changes(
         await one.until(lambda: names(one)[-1] == {"one", "silent"})
         await one.until(lambda: names(one)[-1] == {"one"})
         assert node.decode.sessions == 2, "it has said nothing for too long, and may still come back"
-        await silent.say(beat=wire.Beat())
+        await silent.say(heartbeat=wire.Heartbeat())
         await one.until(lambda: names(one)[-1] == {"one", "silent"})
         await silent.leave()
         await one.until(lambda: names(one)[-1] == {"one"})
@@ -79,8 +79,8 @@ async def test_a_run_is_not_handed_to_a_request_with_the_same_id_and_another_pay
         two, stranger = Router(node, "two"), other(run)
         if kind == "hello":
             welcome = await two.open(owned(stranger, 8))
-            assert not welcome.held
-            assert not welcome.lacking
+            assert not welcome.runs
+            assert not welcome.unknown_runs
         else:
             await two.open()
         if kind.startswith("start"):
@@ -88,16 +88,16 @@ async def test_a_run_is_not_handed_to_a_request_with_the_same_id_and_another_pay
             await two.start(stranger, make_work(8, 25, seed=2))
         elif kind == "adopt":
             stranger.epoch = 2
-            await two.say(adopt=wire.Adopt(run=stranger, next=[wire.Next(output=0, position=8)]))
+            await two.say(adopt=wire.Adopt(run=stranger, resume=[wire.ResumePosition(output=0, position=8)]))
         refused = await two.word(stranger, "refused")
         assert refused.failure.cause == wire.CAUSE_ID_REUSED
         await two.cancel(stranger)
-        await two.retire(stranger)
+        await two.forget(stranger)
         await one.word(run, "ended")
         assert one.of(run).text(8) == alone(work)
         assert not two.of(stranger).tokens
         await two.leave()
-        await one.retire(run)
+        await one.forget(run)
         await eventually(lambda: not list(node.decode.runs()))
 
 
@@ -107,7 +107,7 @@ async def test_an_id_may_have_another_payload_once_the_first_is_gone() -> None:
     async with Node("d") as node, Router(node, "one") as one, Router(node, "two") as two:
         await one.start(run, make_work(8, 4, seed=1))
         await one.word(run, "ended")
-        await one.retire(run)
+        await one.forget(run)
         await eventually(lambda: not list(node.decode.runs()))
         await two.start(other(run), work)
         await two.word(other(run), "ended")
@@ -123,6 +123,6 @@ async def test_the_same_payload_attaches_to_the_run_of_another_router() -> None:
         await one.start(run, work)
         await one.wrote(run, 3)
         await two.start(run, work)
-        await two.word(run, "held")
+        await two.word(run, "run_status")
         assert (await one.word(run, "superseded")).epoch == 1
         await two.word(run, "ended")

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from handoff.errors import HandoffFailed, NothingLeft
-from protos import worker_pb2 as wire
-from tests.worker.scene import BLOCK, MODEL, ROUTER, Call, Place, alone, make_work, tokens, worker
-from worker.work import pack_tokens, to_request
+from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import pack_tokens, to_request
+from tests.worker.harness import BLOCK, MODEL, ROUTER, Call, Place, alone, make_work, tokens, worker
 
 
 @pytest.fixture
@@ -30,15 +30,15 @@ async def ticket_of(call: Call) -> wire.Ticket:
 
 async def test_a_ticket_then_the_first_token_then_the_cache_is_given(place: Place) -> None:
     work = make_work(30)
-    async with worker("d") as taker:
+    async with worker("d") as receiver:
         call = place.ask(work)
         ticket = await ticket_of(call)
         first = await call.expect("first")
-        taken = await taker.take(ticket, to_request("moved", work, model=MODEL))
+        taken = await receiver.take(ticket, to_request("moved", work, model=MODEL))
         await call.ended()
-        assert [first.tokens[0].token, *(await taker.written("moved"))] == alone(work)
+        assert [first.tokens[0].token, *(await receiver.written("moved"))] == alone(work)
         assert taken.received == 8 * place.hub.shape.block_bytes
-    assert (ticket.run.request, ticket.giver, ticket.address) == ("t/a", place.hub.peer, place.address)
+    assert (ticket.run.request, ticket.sender, ticket.address) == ("t/a", place.hub.peer, place.address)
     assert (ticket.layout, ticket.salt, ticket.tokens) == (place.hub.layout, b"tenant", 30)
     assert (list(ticket.outputs), ticket.lease_ms, len(ticket.id)) == ([0], 30_000, 16)
     assert (first.cached_tokens, first.tokens[0].HasField("finished")) == (0, False)
@@ -52,7 +52,7 @@ async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(place: Pl
     place.device.let(1)
     await ticket_of(call)
     assert not place.heard, "no token yet"
-    assert place.hub.giver.office.leases()
+    assert place.hub.sender.office.leases()
     place.device.go_on()
     await call.expect("first")
     await call.break_off()
@@ -60,13 +60,13 @@ async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(place: Pl
 
 async def test_a_first_token_doesnt_wait_for_a_ticket_of_the_same_step(place: Place) -> None:
     work = make_work(15, 5)
-    async with worker("d") as taker:
+    async with worker("d") as receiver:
         call = place.ask(work)
         event = await call.next()
         assert event is not None
-        await taker.take(await ticket_of(call), to_request("moved", work, model=MODEL))
+        await receiver.take(await ticket_of(call), to_request("moved", work, model=MODEL))
         await call.ended()
-        assert [event.first.tokens[0].token, *(await taker.written("moved"))] == alone(work)
+        assert [event.first.tokens[0].token, *(await receiver.written("moved"))] == alone(work)
     await place.emptied()
 
 
@@ -81,15 +81,15 @@ async def test_what_was_found_in_the_cache_is_told(place: Place) -> None:
 async def test_what_earlier_attempts_wrote_is_gone_on_from(place: Place) -> None:
     whole = alone(make_work(20, 10))
     work = make_work(20, 10, written=whole[:4])
-    async with worker("d") as taker:
+    async with worker("d") as receiver:
         call = place.ask(work)
         ticket = await ticket_of(call)
         assert ticket.tokens == 24
         first = await call.expect("first")
         assert first.tokens[0].token == whole[4]
-        await taker.take(ticket, to_request("moved", work, model=MODEL))
+        await receiver.take(ticket, to_request("moved", work, model=MODEL))
         await call.ended()
-        assert await taker.written("moved") == whole[5:]
+        assert await receiver.written("moved") == whole[5:]
 
 
 async def test_logprobs_of_prompt_and_first_token(place: Place) -> None:
@@ -139,12 +139,12 @@ async def test_a_first_token_that_is_the_last_says_so(place: Place, cut: bool, r
 async def test_a_first_token_that_ends_the_sequence_closes_the_fetch_without_failure(opened: str) -> None:
     work = make_work(40)
     eos = alone(work)[0]
-    async with worker(eos=eos) as place, worker("d", eos=eos) as taker:
+    async with worker(eos=eos) as place, worker("d", eos=eos) as receiver:
         place.device.hold()
         call = place.ask(work)
         place.device.let(1)
         ticket = await ticket_of(call)
-        taking = asyncio.create_task(taker.take(ticket, to_request("moved", work, model=MODEL)))
+        taking = asyncio.create_task(receiver.take(ticket, to_request("moved", work, model=MODEL)))
         if opened == "before":
             place.device.let(1)
             await place.opened()
@@ -156,10 +156,10 @@ async def test_a_first_token_that_ends_the_sequence_closes_the_fetch_without_fai
         assert end.reason == wire.OutputEnd.REASON_STOP
         if opened == "after":
             assert not (await place.audit()).leased_blocks
-            taking = asyncio.create_task(taker.take(ticket, to_request("late", work, model=MODEL)))
-        with pytest.raises(NothingLeft if opened == "before" else (NothingLeft, HandoffFailed)):
+            taking = asyncio.create_task(receiver.take(ticket, to_request("late", work, model=MODEL)))
+        with pytest.raises(SequenceAlreadyFinished if opened == "before" else (SequenceAlreadyFinished, HandoffFailed)):
             await taking
-        await taker.emptied()
+        await receiver.emptied()
 
 
 # -- letting go -------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ async def test_a_call_that_breaks_with_no_fetch_ends_the_work(place: Place, mome
 @pytest.mark.parametrize("moment", ["filling", "sealed"])
 async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(place: Place, moment: str) -> None:
     work = make_work(60)
-    async with worker("d") as taker:
+    async with worker("d") as receiver:
         if moment == "filling":
             place.device.hold()
             place.device.let(1)
@@ -201,13 +201,13 @@ async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(place: Place, m
         ticket = await ticket_of(call)
         if moment == "sealed":
             await call.expect("first")
-        taking = asyncio.create_task(taker.take(ticket, to_request("moved", work, model=MODEL)))
+        taking = asyncio.create_task(receiver.take(ticket, to_request("moved", work, model=MODEL)))
         place.device.let(1)
         await place.opened()
         await call.break_off()
         place.device.go_on()
         taken = await taking
-        assert [*taken.output, *(await taker.written("moved"))] == alone(work)
+        assert [*taken.output, *(await receiver.written("moved"))] == alone(work)
     await place.emptied()
     assert not list(place.prefill.runs())
 
@@ -230,7 +230,7 @@ async def test_a_ticket_that_is_renewed_is_not() -> None:
         await call.expect("first")
         for _ in range(10):
             await asyncio.sleep(0.1)
-            assert place.hub.giver.office.renew(ticket.id)
+            assert place.hub.sender.office.renew(ticket.id)
         assert (await place.audit()).leases[0].ticket == ticket.id
         assert (await call.expect("failed")).failure.cause == wire.CAUSE_LEASE_OVER
         await place.emptied()
@@ -243,7 +243,7 @@ async def test_a_taker_that_lets_go_before_the_first_token_ends_the_work(place: 
     ticket = await ticket_of(call)
     release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, outcome=wire.ReleaseRequest.OUTCOME_ABANDONED)
     place.device.let(1)
-    await place.hub.giver.release(release)
+    await place.hub.sender.release(release)
     place.device.go_on()
     assert (await call.expect("failed")).failure.cause == wire.CAUSE_PEER_LOST
     await call.ended()
@@ -275,10 +275,10 @@ async def test_a_deadline_ends_a_fetch_with_its_cause(place: Place) -> None:
     place.device.hold()
     place.device.let(1)
     work.remaining_ms = 1500
-    async with worker("d") as taker:
+    async with worker("d") as receiver:
         call = place.ask(work)
         ticket = await ticket_of(call)
-        taking = asyncio.create_task(taker.take(ticket, to_request("moved", make_work(60), model=MODEL)))
+        taking = asyncio.create_task(receiver.take(ticket, to_request("moved", make_work(60), model=MODEL)))
         place.device.let(1)
         assert (await call.expect("failed")).failure.cause == wire.CAUSE_DEADLINE
         place.device.go_on()
@@ -330,7 +330,7 @@ async def test_what_is_not_for_this_worker_is_refused(place: Place) -> None:
         (old, place.hub.peer, wire.CAUSE_WRONG_PROTOCOL),
     ):
         run = wire.Run(request="t/a", epoch=9, attempt=1)
-        call = place.call(wire.PrefillRequest(run=run, router=router, worker=meant, work=make_work()))
+        call = place.call(wire.PrefillRequest(run=run, router=router, worker=meant, engine_request=make_work()))
         assert (await call.expect("refused")).failure.cause == cause
         await call.ended()
     call = place.ask(make_work(8, 1), handoff=False, epoch=1)
@@ -405,7 +405,7 @@ async def test_prompts_wait_while_tickets_hold_more_than_half_of_the_pool() -> N
         assert load.queued_tokens == 60
         assert not [name for name in place.heard if "late" in name or "urgent" in name]
         place.device.hold()
-        await place.hub.giver.release(wire.ReleaseRequest(ticket=tickets[0].id))
+        await place.hub.sender.release(wire.ReleaseRequest(ticket=tickets[0].id))
         place.device.go_on()
         for call in (sooner, waiting, holders[0]):
             await (call.ended() if call is holders[0] else call.expect("first"))
@@ -432,7 +432,7 @@ async def test_the_load_says_when_tickets_hold_more_than_half_of_the_pool() -> N
 
 
 async def test_many_prompts_at_once_all_end_and_nothing_is_left() -> None:
-    async with worker(blocks=48, max_waiting=100) as place, worker("d", blocks=512) as taker:
+    async with worker(blocks=48, max_waiting=100) as place, worker("d", blocks=512) as receiver:
 
         async def one(number: int) -> None:
             work = make_work(10 + number, 4, seed=number)
@@ -443,9 +443,9 @@ async def test_many_prompts_at_once_all_end_and_nothing_is_left() -> None:
                 return
             first = await call.expect("first")
             name = f"moved-{number}"
-            await taker.take(ticket, to_request(name, work, model=MODEL))
+            await receiver.take(ticket, to_request(name, work, model=MODEL))
             await call.ended()
-            assert [first.tokens[0].token, *(await taker.written(name))] == alone(work)
+            assert [first.tokens[0].token, *(await receiver.written(name))] == alone(work)
 
         await asyncio.gather(*(one(number) for number in range(24)))
         await place.emptied()

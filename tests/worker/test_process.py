@@ -19,14 +19,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import models
-from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
-from protos.state_pb2 import WorkerRegistration
-from state.private_redis import PrivateRedis
-from state.store import Store, StoreSettings
-from tests.e2e.forked import Forked
-from worker.work import pack_tokens
+from decant import models
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.protos.state_pb2 import WorkerRegistration
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store, StoreSettings
+from decant.worker.wire_codec import pack_tokens
+from tests.e2e.fork_server import Forked
 
 PATIENCE_S = 120.0
 ROUTER = wire.Peer(id="router", incarnation=7, protocol=1)
@@ -150,15 +150,15 @@ async def registered(redis: PrivateRedis) -> list[WorkerRegistration]:
 
 
 def prefill(channel: grpc.Channel, worker: wire.Peer, *, handoff: bool, model: str = "") -> Iterator[wire.PrefillEvent]:
-    work = wire.Work(
+    work = wire.EngineRequest(
         model=model or models.path().name,
         prompt=pack_tokens(range(5, 45)),
-        outputs=[wire.Written(output=0)],
+        outputs=[wire.OutputPrefix(output=0)],
         sampling=wire.Sampling(top_p=1, repetition_penalty=1),
         stopping=wire.Stopping(max_tokens=8 if handoff else 1),
     )
     run = wire.Run(request="t/r", epoch=1, attempt=1)
-    request = wire.PrefillRequest(run=run, router=ROUTER, worker=worker, work=work, handoff=handoff)
+    request = wire.PrefillRequest(run=run, router=ROUTER, worker=worker, engine_request=work, handoff=handoff)
     events: Iterator[wire.PrefillEvent] = services.PrefillStub(channel).Prefill(request, timeout=PATIENCE_S)
     return events
 
@@ -225,8 +225,8 @@ def test_sessions_outlive_the_prompts_whose_tickets_they_renew(run: Run) -> None
     worker = run(FAKE, *SMALL, "--lease-ms", "4000")
     with channel_to(worker.ready()) as channel:
         peer, over = audit(channel).worker, dict[str, float]()
-        said = queue.SimpleQueue[wire.ToWorker | None]()
-        said.put(wire.ToWorker(hello=wire.Hello(router=ROUTER, worker=peer)))
+        said = queue.SimpleQueue[wire.RouterMessage | None]()
+        said.put(wire.RouterMessage(hello=wire.Hello(router=ROUTER, worker=peer)))
         session = services.DecodeStub(channel).Session(iter(said.get, None), timeout=PATIENCE_S)
         assert next(session).HasField("welcome")
 
@@ -345,7 +345,7 @@ def test_a_redis_that_will_never_let_it_in_is_refused(run: Run, redis: PrivateRe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "role"), [("prefill_worker", wire.ROLE_PREFILL), ("decode_worker", wire.ROLE_DECODE)]
+    ("module", "role"), [("decant.prefill_worker", wire.ROLE_PREFILL), ("decant.decode_worker", wire.ROLE_DECODE)]
 )
 async def test_a_worker_serves_the_tiny_model(run: Run, redis: PrivateRedis, module: str, role: wire.Role) -> None:
     worker = run((module,), "--kv-bytes", str(8 << 20), whole=True)
@@ -367,7 +367,7 @@ async def test_a_worker_serves_the_tiny_model(run: Run, redis: PrivateRedis, mod
 
 @pytest.mark.slow
 def test_an_idle_worker_uses_next_to_nothing(run: Run) -> None:
-    worker = run(("decode_worker",), "--kv-bytes", str(8 << 20))
+    worker = run(("decant.decode_worker",), "--kv-bytes", str(8 << 20))
     worker.ready()
     before, began = cpu_seconds(worker.process.pid), time.monotonic()
     time.sleep(10)
@@ -387,6 +387,6 @@ def test_a_model_that_can_not_be_served_is_refused_in_one_line(run: Run, tmp_pat
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "no_such_model", "architectures": ["NoSuchModel"]}')
-    status, said = run(("decode_worker",), "--model", str(folder)).ended()
+    status, said = run(("decant.decode_worker",), "--model", str(folder)).ended()
     assert (status, said.count("\n")) == (2, 1), said
     assert said.startswith("decode_worker: --model: ")

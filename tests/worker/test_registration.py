@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from protos.state_pb2 import WorkerRegistration
-from protos.worker_pb2 import ROLE_DECODE, Load, Peer
-from state.directory import Present
-from state.errors import Replaced
-from state.keys import Lifetimes
-from state.private_redis import PrivateRedis
-from state.store import Store, StoreSettings
-from tests.worker.scene import PATIENCE_S, eventually
-from worker.registration import Registrar
+from decant.protos.state_pb2 import WorkerRegistration
+from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
+from decant.state.directory import DirectoryEntry
+from decant.state.errors import IncarnationReplaced
+from decant.state.keys import Ttls
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store, StoreSettings
+from decant.worker.startup.registration import Registrar
+from tests.worker.harness import PATIENCE_S, eventually
 
 EVERY_S = 0.05
 
@@ -38,7 +38,7 @@ def server() -> Iterator[PrivateRedis]:
 
 @pytest.fixture
 async def store(server: PrivateRedis) -> AsyncIterator[Store]:
-    async with Store(StoreSettings(server.url, lifetimes=Lifetimes(registration_s=30))) as store:
+    async with Store(StoreSettings(server.url, lifetimes=Ttls(registration_s=30))) as store:
         yield store
 
 
@@ -53,11 +53,11 @@ class Scene:
         )
         self.registrar = Registrar(store.workers, facts, lambda: self.load, EVERY_S, self._on_replaced)
 
-    def _on_replaced(self, _: Replaced) -> None:
+    def _on_replaced(self, _: IncarnationReplaced) -> None:
         self.replaced.set()
 
 
-async def present(store: Store, running: int) -> Present[WorkerRegistration]:
+async def present(store: Store, running: int) -> DirectoryEntry[WorkerRegistration]:
     """The one that is there, once it tells that load."""
     async with asyncio.timeout(PATIENCE_S):
         while True:

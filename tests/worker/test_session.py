@@ -10,16 +10,16 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc as services
-from runtime.errors import Aborted, from_call
-from runtime.fault import Reason
-from tests.worker.decode_scene import Node, Router, alone, eventually, make_run, make_work, owned, routed
-from worker import session as sessions
-from worker.session import RouterSession
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, from_call
+from decant.worker.decode import session as sessions
+from decant.worker.decode.session import RouterSession
+from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned, routed
 
 
-async def refusal(node: Node, *words: wire.ToWorker) -> grpc.aio.AioRpcError:
+async def refusal(node: Node, *words: wire.RouterMessage) -> grpc.aio.AioRpcError:
     """How a session ends that begins with these words."""
     async with grpc.aio.insecure_channel(node.address) as channel:
         call = services.DecodeStub(channel).Session(timeout=20)
@@ -32,10 +32,10 @@ async def refusal(node: Node, *words: wire.ToWorker) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-def hello(node: Node, **changed: int) -> wire.ToWorker:
+def hello(node: Node, **changed: int) -> wire.RouterMessage:
     router = wire.Peer(id="router", incarnation=1, protocol=changed.get("protocol", 1))
     worker = wire.Peer(id=node.peer.id, incarnation=changed.get("incarnation", node.peer.incarnation))
-    return wire.ToWorker(hello=wire.Hello(router=router, worker=worker))
+    return wire.RouterMessage(hello=wire.Hello(router=router, worker=worker))
 
 
 async def test_another_life_and_another_protocol_are_refused() -> None:
@@ -48,7 +48,9 @@ async def test_another_life_and_another_protocol_are_refused() -> None:
 
 async def test_a_session_begins_with_hello_and_has_one() -> None:
     async with Node("d") as node:
-        assert (await refusal(node, wire.ToWorker(beat=wire.Beat()))).code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (
+            await refusal(node, wire.RouterMessage(heartbeat=wire.Heartbeat()))
+        ).code() is grpc.StatusCode.INVALID_ARGUMENT
         twice = await refusal(node, hello(node), hello(node))
         assert twice.code() is grpc.StatusCode.INVALID_ARGUMENT
         await eventually(lambda: node.decode.sessions == 0)
@@ -62,13 +64,13 @@ async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None
     run, work = make_run(), make_work(8, 20)
     with capture_logs() as logs:
         async with routed() as (node, router):
-            await router.call.write(wire.ToWorker.FromString(UNKNOWN))
+            await router.call.write(wire.RouterMessage.FromString(UNKNOWN))
             await router.start(run, work)
-            await router.call.write(wire.ToWorker.FromString(UNKNOWN))
+            await router.call.write(wire.RouterMessage.FromString(UNKNOWN))
             await router.word(run, "ended")
             assert router.of(run).text(8) == alone(work)
             assert node.decode._sessions["router"].unknown.count == 2
-            await router.retire(run)
+            await router.forget(run)
     assert [line["event"] for line in logs].count("messages of an unknown kind are ignored") == 1
 
 
@@ -97,8 +99,8 @@ async def test_a_newer_session_ends_the_older_and_takes_what_it_names() -> None:
         await older.until(lambda: older.closed)
         assert older.error is not None
         assert older.error.code() is grpc.StatusCode.ABORTED
-        assert [held.run.request for held in welcome.held] == ["t/named"]
-        assert [run.request for run in welcome.lacking] == ["t/gone"]
+        assert [held.run.request for held in welcome.runs] == ["t/named"]
+        assert [run.request for run in welcome.unknown_runs] == ["t/gone"]
         assert {run.request for run in welcome.orphans} == {"t/unnamed", "t/ended"}
         assert (node.decode.orphans, node.decode.unretired, node.decode.sessions) == (1, 1, 1)
         await newer.word(named, "ended")
@@ -120,12 +122,12 @@ async def test_tokens_written_while_nobody_listened_are_there() -> None:
         node.device.seconds = 0.0
         await eventually(lambda: node.decode.unretired == 1)
         welcome = await router.open(owned(run, have))
-        assert welcome.held[0].phase == wire.Held.PHASE_ENDED
-        assert welcome.held[0].ended[0].end_position == 28
+        assert welcome.runs[0].phase == wire.RunStatus.PHASE_ENDED
+        assert welcome.runs[0].ended[0].end_position == 28
         await router.wrote(run, 20)
         assert router.of(run).text(8) == alone(work)
         assert len(router.of(run).logprobs) == 20
-        await router.retire(run)
+        await router.forget(run)
         await eventually(lambda: node.decode.unretired == 0)
 
 
@@ -136,15 +138,15 @@ async def test_a_run_that_is_adopted_goes_on_under_its_new_owner() -> None:
         await old.start(run, work)
         await old.wrote(run, 3)
         adopted = make_run(epoch=2)
-        await new.say(adopt=wire.Adopt(run=adopted, next=[wire.Next(output=0, position=9)]))
-        held = await new.word(run, "held")
+        await new.say(adopt=wire.Adopt(run=adopted, resume=[wire.ResumePosition(output=0, position=9)]))
+        held = await new.word(run, "run_status")
         assert (held.run.epoch, held.slots[0].position) == (2, 9)
         assert (await old.word(run, "superseded")).epoch == 2
-        await old.retire(run)  # it is no longer his
+        await old.forget(run)  # it is no longer his
         await old.cancel(run)
         await new.word(run, "ended")
         assert new.of(run).text(8) == alone(work)[1:]
-        await new.say(adopt=wire.Adopt(run=make_run("t/other"), next=[]))
+        await new.say(adopt=wire.Adopt(run=make_run("t/other"), resume=[]))
         assert (await new.word(make_run("t/other"), "failed")).failure.cause == wire.CAUSE_UNKNOWN_RUN
 
 
@@ -155,8 +157,8 @@ async def test_a_hello_of_an_earlier_owner_is_superseded() -> None:
         await new.word(run, "ended")
         old = Router(node, "old")
         welcome = await old.open(owned(run, 8))
-        assert not welcome.held
-        assert not welcome.lacking
+        assert not welcome.runs
+        assert not welcome.unknown_runs
         assert (await old.word(run, "superseded")).epoch == 2
         await old.leave()
 
@@ -184,7 +186,7 @@ async def test_a_silent_router_is_suspect_and_nothing_else() -> None:
             await router.start(run, work)
             await eventually(lambda: any(line["event"] == "router is silent" for line in logs))
             await router.word(run, "ended")
-            await router.say(beat=wire.Beat())
+            await router.say(heartbeat=wire.Heartbeat())
             await eventually(lambda: any(line["event"] == "router is heard again" for line in logs))
         assert router.of(run).text(8) == alone(work)
         await router.leave()
@@ -192,23 +194,23 @@ async def test_a_silent_router_is_suspect_and_nothing_else() -> None:
 
 async def test_a_router_that_reads_nothing_for_long_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_BEHIND", 5)
-    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Beat())
+    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat())
     reading, stuck = asyncio.Event(), asyncio.Event()
 
-    async def requests() -> AsyncIterator[wire.ToWorker]:
+    async def requests() -> AsyncIterator[wire.RouterMessage]:
         await reading.wait()
-        yield wire.ToWorker()
+        yield wire.RouterMessage()
 
-    async def write(_: wire.FromWorker) -> None:
+    async def write(_: wire.WorkerMessage) -> None:
         await stuck.wait()
 
     serving = asyncio.create_task(session.serve(requests(), write, lambda *_: None))
     for _ in range(7):
         await asyncio.sleep(0)
-        session.tell(wire.FromWorker())
+        session.tell(wire.WorkerMessage())
     with pytest.raises(Aborted):
         await serving
-    session.tell(wire.FromWorker())  # into the void
+    session.tell(wire.WorkerMessage())  # into the void
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -217,15 +219,15 @@ async def test_a_router_loses_its_session_by_the_age_of_what_it_leaves_unread(
 ) -> None:
     monkeypatch.setattr(sessions, "HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr(sessions, "MAX_UNREAD_SECONDS", 0.1)
-    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Beat())
+    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat())
     written, never = asyncio.Event(), asyncio.Event()
     count = 0
 
-    async def requests() -> AsyncIterator[wire.ToWorker]:
+    async def requests() -> AsyncIterator[wire.RouterMessage]:
         await never.wait()
-        yield wire.ToWorker()
+        yield wire.RouterMessage()
 
-    async def write(_: wire.FromWorker) -> None:
+    async def write(_: wire.WorkerMessage) -> None:
         nonlocal count
         count += 1
         if not reads:
@@ -251,12 +253,14 @@ async def test_over_the_wire_too_a_router_that_reads_nothing_loses_its_session(m
     async with Node("d", lease_ms=3000) as node, grpc.aio.insecure_channel(node.address) as channel:
         call = services.DecodeStub(channel).Session()
         await call.write(hello(node))
-        await call.write(wire.ToWorker(start=wire.Start(run=run, work=work)))
+        await call.write(wire.RouterMessage(start=wire.Start(run=run, engine_request=work)))
         await eventually(lambda: node.decode.unretired == 1)
         for _ in range(20_000):
             if not node.decode.sessions:
                 break
-            await call.write(wire.ToWorker(resend=wire.Resend(run=run, next=wire.Next(output=0, position=8))))
+            await call.write(
+                wire.RouterMessage(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=8)))
+            )
         await eventually(lambda: node.decode.sessions == 0)
         await eventually(lambda: not list(node.decode.runs()))
         call.cancel()
@@ -278,7 +282,7 @@ async def test_a_drain_lets_what_runs_end_and_takes_nothing_up() -> None:
         await router.word(run, "ended")
         assert router.of(run).text(8) == alone(work)
         assert not draining.done()  # its tokens may still be asked for
-        await router.retire(run)
+        await router.forget(run)
         async with asyncio.timeout(20):
             await draining
         await router.until(lambda: router.closed)
@@ -288,13 +292,13 @@ async def test_a_drain_lets_what_runs_end_and_takes_nothing_up() -> None:
 
 async def test_a_crash_of_the_engine_fails_every_run() -> None:
     runs = [make_run(f"t/{n}") for n in range(3)]
-    async with Node("p", lease_ms=300) as giver, routed(running=1, budget=4) as (node, router):
+    async with Node("p", lease_ms=300) as sender, routed(running=1, budget=4) as (node, router):
         node.device.seconds = 0.02
         work = make_work(40, 40)
         await router.start(runs[0], work)
         await router.wrote(runs[0], 1)
         await router.start(runs[1], work)
-        await router.start(runs[2], work, await giver.offer(runs[2], work))
+        await router.start(runs[2], work, await sender.offer(runs[2], work))
         node.device.broken = True
         for run in runs:
             assert (await router.word(run, "failed")).failure.cause == wire.CAUSE_ENGINE
@@ -302,4 +306,4 @@ async def test_a_crash_of_the_engine_fails_every_run() -> None:
         assert (await router.word(make_run("t/late"), "refused")).failure.cause == wire.CAUSE_ENGINE
         assert not list(node.decode.runs())
         assert node.hub.waiting_arrivals == 0
-        await giver.audit()
+        await sender.audit()

@@ -10,7 +10,7 @@ plan.py        which processes, with which settings
 peers.py       how they authenticate each other
 checks.py      model, certificates, memory, ports and Redis, before anything is started
 listeners.py   which process listens on a port
-lifeline.py    becomes a process that does not outlive this one
+exec_child.py    becomes a process that does not outlive this one
 child.py       one process: its start, its log, its end
 supervisor.py  all of them: start, restart, drain
 output.py      their logs, merged
@@ -27,12 +27,12 @@ from decant.command.up import checks
 from decant.command.up.output import Output
 from decant.command.up.plan import Plan, UpOptions, make_plan
 from decant.command.up.supervisor import StartFailed, Supervisor
-from runtime import logs
-from runtime.logs import LogSettings
-from runtime.settings import InvalidSettings
-from runtime.shutdown import first
-from state.errors import PrivateRedisFailed
-from state.private_redis import PrivateRedis
+from decant.runtime import logs
+from decant.runtime.logs import LogSettings
+from decant.runtime.settings import InvalidSettings
+from decant.runtime.shutdown import first
+from decant.state.errors import PrivateRedisFailed
+from decant.state.private_redis import PrivateRedis
 
 __all__ = ["UpOptions", "run", "supervise"]
 

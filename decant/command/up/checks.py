@@ -13,18 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from decant.command.errors import CommandFailed
-from decant.command.up import shares
+from decant.command.up import resources as shares
 from decant.command.up.listeners import listener
 from decant.command.up.plan import Plan, UpOptions, model_of
-from engine import model_types, weight_files
-from engine.errors import ModelRefused
-from router.models import served
-from runtime import tls
-from runtime.model_files import ModelUnreadable, find
-from runtime.settings import Refused, variable_name
-from runtime.tls import PeerTls
-from state.errors import StateError
-from state.store import Store, StoreSettings
+from decant.engine.checkpoint import model_types, weight_files
+from decant.engine.errors import ModelRefused
+from decant.router.text.served_model import served
+from decant.runtime import tls
+from decant.runtime.model_files import ModelUnreadable, find
+from decant.runtime.settings import SettingError, variable_name
+from decant.runtime.tls import PeerTls
+from decant.state.errors import StateError
+from decant.state.store import Store, StoreSettings
 
 PROCESS_BYTES = 256 << 20
 """Memory of a worker beside its weights and its KV cache: Python and torch."""
@@ -57,7 +57,7 @@ def check_peers(plan: Plan) -> None:
         return
     try:
         tls.check_peers(PeerTls(**{f"peer_{name}": value for name, value in asdict(plan.peers).items()}))
-    except Refused as error:
+    except SettingError as error:
         text = f"{variable_name(error.field)}: {error.limit}, got {error.value}"
         raise CommandFailed(text, status=2) from None
 

@@ -17,7 +17,7 @@ from decant.command import processes
 from decant.command.up.output import Output
 from decant.command.up.plan import Spec
 
-_LIFELINE = Path(__file__).with_name("lifeline.py")
+_LIFELINE = Path(__file__).with_name("exec_child.py")
 _CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 20
 _LAST_WORDS = 20  # lines

@@ -10,16 +10,17 @@ import sys
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-import models
+from decant import models
 from decant.command.errors import CommandFailed
-from decant.command.up import peers, shares
+from decant.command.up import peers
+from decant.command.up import resources as shares
 from decant.command.up.peers import PeerCredentials
-from router.settings import RouterSettings
-from runtime.cores import usable_cores
-from runtime.layers import OF_CLIENTS, load
-from runtime.listening import join_address
-from runtime.settings import PREFIX, Settings, variable_name
-from worker.settings import WorkerSettings
+from decant.router.settings import RouterSettings
+from decant.runtime.cores import usable_cores
+from decant.runtime.server_settings import join_address
+from decant.runtime.settings import PREFIX, Settings, variable_name
+from decant.runtime.settings_sources import OF_CLIENTS, load
+from decant.worker.settings import WorkerSettings
 
 _DIFFERS = {variable_name(name) for name in ("id", "port", "admin_port", "advertise", "config", "threads")}
 """What no two processes share, or what `up` divides: not for an environment that all inherit."""
@@ -104,8 +105,8 @@ def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | N
 
 
 def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str]) -> list[Spec]:
-    names = [(f"prefill-{n}", "prefill_worker") for n in range(1, options.prefill + 1)]
-    names += [(f"decode-{n}", "decode_worker") for n in range(1, options.decode + 1)]
+    names = [(f"prefill-{n}", "decant.prefill_worker") for n in range(1, options.prefill + 1)]
+    names += [(f"decode-{n}", "decant.decode_worker") for n in range(1, options.decode + 1)]
     if not names:
         raise CommandFailed("--prefill and --decode: at least one worker in all, got none", status=2)
     cores = usable_cores()
@@ -133,7 +134,7 @@ def _routers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
     return [
         Spec(
             name=f"router-{n + 1}",
-            module="router",
+            module="decant.router",
             arguments=(
                 *("--id", _id(options, f"router-{n + 1}"), "--redis-url", redis_url, "--host", options.host),
                 *("--models", model_of(options), "--log-format", "json"),

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from decant.command.deployments import Announcement, Deployment
+from decant.command.deployments import Deployment, DeploymentRecord
 from decant.command.errors import CommandFailed
 from decant.command.processes import Process
 from decant.command.up import peers
@@ -23,8 +23,8 @@ from decant.command.up.child import Child
 from decant.command.up.output import Output
 from decant.command.up.peers import PeerCredentials
 from decant.command.up.plan import Plan, Spec, address_of
-from runtime import logs
-from runtime.shutdown import Shutdown, first
+from decant.runtime import logs
+from decant.runtime.shutdown import Shutdown, first
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
@@ -56,7 +56,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._shutdown = Shutdown()
-        self._announcement = Announcement()
+        self._announcement = DeploymentRecord()
         self._peers: PeerCredentials
         self._router_names = {spec.name for spec in plan.routers}
         self._lost_at: dict[str, float] = {}

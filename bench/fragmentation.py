@@ -1,0 +1,57 @@
+"""KV memory lost to partly filled blocks: counted in what a real engine's sequences hold, under a random mix.
+
+    a sequence's blocks   [################][################][######..........]
+                                                                     lost
+
+The mix: as many sequences as run at once, prompts and outputs of random lengths such that a running sequence has 500
+tokens of context on average; who ends is followed by another. The device computes nothing.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from bench.scheduler_overhead import VOCABULARY, NullDevice
+from bench.subprocess_runner import Job, Tell
+from decant.engine.engine import Engine
+from decant.engine.model.model import ModelConfig
+from decant.engine.request import Request, StopParams
+from decant.engine.scheduler import Limits
+
+RUNNING = 64
+PROMPT = (100, 700)
+OUTPUT = 100
+"""Mean of an exponential distribution. A sequence found running is halfway through an output of twice that."""
+
+WINDOW = 4096
+ROUNDS = 2000
+
+
+def measure(job: Job, tell: Tell) -> dict[str, Any]:
+    """Shares of the slots that are held, over all steps of the mix but the first quarter."""
+    block_size = ModelConfig(job.model).block_size
+    device = NullDevice(RUNNING * WINDOW // block_size, block_size)
+    engine = Engine(device, Limits(RUNNING * PROMPT[1], RUNNING, WINDOW))
+    rng, added = Random(0), 0
+    held = lost = context = sequences = 0
+    for round_ in range(ROUNDS):
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < RUNNING:
+            engine.add(_request(rng, added))
+            added += 1
+        engine.step()
+        if round_ < ROUNDS // 4:
+            continue
+        for sequence in engine.scheduler.running:
+            assert sequence.holding is not None
+            slots, used = len(sequence.holding.blocks) * block_size, max(sequence.computed, sequence.request.prompt_len)
+            held, lost, context, sequences = held + slots, lost + slots - used, context + used, sequences + 1
+        if round_ % 100 == 0:
+            tell(round_ / ROUNDS)
+    return {"lost": lost / held, "context": context / sequences, "block_size": block_size, "sequences": added}
+
+
+def _request(rng: Random, number: int) -> Request:
+    prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(*PROMPT))]
+    written = min(WINDOW - len(prompt), 1 + int(rng.expovariate(1 / OUTPUT)))
+    return Request(f"s{number}", tuple(prompt), stop=StopParams(max_tokens=written, ignore_eos=True))

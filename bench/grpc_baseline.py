@@ -1,0 +1,66 @@
+"""What gRPC alone costs: a server in the router's place that knows each answer and when it is due.
+
+python -m bench.grpc_baseline PORT FIRST_MS STEP_MS
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import grpc
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc as services
+from decant.runtime import shutdown
+from decant.runtime.server import settle_heap
+
+
+class Bare(services.InferenceServiceServicer):
+    """All streams write at the same instants, as those of one decode worker do."""
+
+    def __init__(self, first_s: float, step_s: float) -> None:
+        self._first_s = first_s
+        self._step_s = step_s
+        self._next: asyncio.Future[None] | None = None
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:  # noqa: N802
+        message = pb.GenerateStreamResponse(request_id=request.request_id)
+        await asyncio.sleep(self._first_s)
+        for number in range(1, request.stopping.max_tokens + 1):
+            message.seq = number
+            message.delta.num_tokens = 1
+            message.delta.text = " some"
+            await context.write(message)
+            await self._step()
+
+    async def _step(self) -> None:
+        """Wait for the next instant, which everybody shares."""
+        if self._next is None:
+            loop = asyncio.get_running_loop()
+            self._next = loop.create_future()
+            loop.call_at((loop.time() // self._step_s + 1) * self._step_s, self._tick)
+        await asyncio.shield(self._next)
+
+    def _tick(self) -> None:
+        if self._next is not None:
+            self._next.set_result(None)
+            self._next = None
+
+
+async def serve(port: int, first_ms: float, step_ms: float) -> None:
+    """Until asked to end."""
+    asked = shutdown.Shutdown()
+    asked.on_signals()
+    server = grpc.aio.server()
+    services.add_InferenceServiceServicer_to_server(Bare(first_ms / 1000, step_ms / 1000), server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    settle_heap()
+    await asked.asked()
+    await server.stop(None)
+
+
+if __name__ == "__main__":
+    shutdown.run(serve(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])))

@@ -1,0 +1,151 @@
+"""One end of a handoff, over a real engine on one thread; what its steps take is noted."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bench.steps import Prompted
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidConfig
+from decant.engine.loop import EngineLoop
+from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.output import StepOutput
+from decant.engine.plan import StepPlan, StepResult
+from decant.engine.request import Request, StopParams
+from decant.engine.scheduler import Limits
+from decant.handoff.packing import TransferLayout, checksum
+from decant.handoff.receiver import KvReceiver
+from decant.handoff.sender import KvSender
+from decant.protos import worker_pb2 as wire
+from decant.runtime.server import settle_heap
+
+LAYOUT = 1
+CHUNK_TOKENS = 256
+"""Of a prompt that is computed, in a step."""
+DECODES = 8
+CONTEXT = 256
+"""Tokens of a sequence that decodes, when it begins."""
+MOST_DECODED = 1000
+"""Tokens that each of them may write."""
+DECODE_BYTES = 512 << 20
+"""Room for them."""
+SWITCH_SECONDS = 0.0005
+"""As a worker's process has it."""
+
+
+class Span(NamedTuple):
+    """Two instants of the machine's monotonic clock, which its processes share."""
+
+    began: float
+    ended: float
+
+
+class Steps(NamedTuple):
+    """What a model computed, of each kind."""
+
+    prompts: list[Span]
+    decodes: list[Span]
+
+
+class Watched(Prompted):
+    """Notes each step that it computes: decodes, and prompts where ``computes_prompts``."""
+
+    def __init__(self, device: ModelDevice) -> None:
+        super().__init__(device)
+        self.computes_prompts = False
+        self.steps = Steps([], [])
+
+    def run(self, plan: StepPlan) -> StepResult:
+        reads = any(row.end - row.start > 1 for row in plan.rows)
+        if reads and not self.computes_prompts:
+            return super().run(plan)
+        began = time.monotonic()
+        result = self._device.run(plan)
+        (self.steps.prompts if reads else self.steps.decodes).append(Span(began, time.monotonic()))
+        return result
+
+
+class End:
+    """A giver and a taker over one engine. ``tokens`` are those of a cache of ``mib``."""
+
+    def __init__(self, name: str, model: Path, mib: int) -> None:
+        """Raises InvalidConfig where the model has no sequence that long."""
+        sys.setswitchinterval(SWITCH_SECONDS)
+        torch.set_num_threads(1)  # for all threads that begin later
+        size = (mib << 20) + DECODE_BYTES
+        device = load(ModelConfig(str(model), dtype="bfloat16", device="cpu", kv_bytes=size))
+        self.tokens = (mib << 20) // device.block_bytes * device.block_size
+        if self.tokens + 2 > device.window:
+            most = device.window // device.block_size * device.block_bytes / (1 << 20)
+            raise InvalidConfig("mib", f"less than the {most:.1f} of this model's longest sequence", mib)
+        device.store.blocks.fill_(1)  # memory that was never written costs nothing to read
+        self.device = Watched(device)
+        limits = Limits(CHUNK_TOKENS, max_running=2 * DECODES, window=device.window)
+        self.engine = Engine(self.device, limits, checksum=checksum)
+        self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
+        shape = TransferLayout(device.block_size, device.block_bytes, LAYOUT)
+        self.loop = EngineLoop(self.engine, self._on_step)
+        self.sender = KvSender(self.loop, shape, wire.Heartbeat)
+        self.receiver = KvReceiver(self.loop, shape, self.peer, wire.Heartbeat)
+        self._events: dict[str, asyncio.Event] = {}
+        settle_heap()  # as a worker does before it is ready
+        self.loop.start()
+
+    def _on_step(self, output: StepOutput) -> None:
+        self.sender.on_step(output)
+        for name in (*output.parked, *(ended.id for ended in output.ended)):
+            self._events.setdefault(name, asyncio.Event()).set()
+
+    async def happened(self, name: str) -> None:
+        """The sequence was parked or ended."""
+        await self._events.setdefault(name, asyncio.Event()).wait()
+
+    def request(self, name: str, tokens: int, *, park: bool) -> Request:
+        """A prompt that moves as a whole, whoever has seen it before."""
+        stop = StopParams(max_tokens=2, ignore_eos=True)
+        return Request(name, (1,) * tokens, stop=stop, use_prefix_cache=False, park_after=1 if park else None)
+
+    async def offer(self, name: str, tokens: int, *, computed: bool) -> wire.Ticket:
+        """A ticket for a prompt that is read from now on; in no time unless it is ``computed``."""
+        self.device.computes_prompts = computed
+        ticket = wire.Ticket(run=wire.Run(request=name, epoch=1, attempt=1), sender=self.peer, layout=LAYOUT)
+        self.sender.issue(ticket, name, tokens)
+        await self.loop.call(lambda engine: engine.add(self.request(name, tokens, park=True)))
+        return ticket
+
+    async def busy(self) -> None:
+        """Decode without a pause from now on."""
+        stop = StopParams(max_tokens=MOST_DECODED, ignore_eos=True)
+
+        def add(engine: Engine) -> None:
+            for number in range(DECODES):
+                engine.add(Request(f"busy-{number}", (1,) * CONTEXT, stop=stop, use_prefix_cache=False))
+
+        await self.loop.call(add)
+
+    async def rest(self) -> Steps:
+        """Decode no longer; the steps that there were since it was last asked."""
+
+        def cancel(engine: Engine) -> None:
+            for number in range(DECODES):
+                engine.cancel(f"busy-{number}")
+
+        await self.loop.call(cancel)
+        steps, self.device.steps = self.device.steps, Steps([], [])
+        return steps
+
+
+def seconds(steps: list[Span], company: list[Span]) -> list[float]:
+    """Of the steps of which at least half lies in one of the spans: a step may be nearly as long as a move, and of
+    those that lie in one wholly the short ones would be too many."""
+    return [step.ended - step.began for step in steps if any(_is_beside(step, span) for span in company)]
+
+
+def _is_beside(step: Span, span: Span) -> bool:
+    return min(step.ended, span.ended) - max(step.began, span.began) >= (step.ended - step.began) / 2

@@ -1,0 +1,132 @@
+"""Checkpoints in the shapes of known models, with random weights: speed does not depend on what they say.
+
+python -m bench.model_shapes --shape qwen2.5-0.5b --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+_COMMON = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "qwen2.5-0.5b": {
+            **_COMMON,
+            "model_type": "qwen2",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        "smollm2-135m": {
+            **_COMMON,
+            "model_type": "llama",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49152,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+        },
+        "tiny": {
+            **_COMMON,
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+            "max_position_embeddings": 4096,
+        },
+    }
+)
+"""Name -> the model's configuration. ``tiny`` is for tests."""
+
+
+def cache_folder() -> Path:
+    """Where made checkpoints are kept: a folder of the platform's cache."""
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "decant" / "bench"
+
+
+def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
+    """The folder of a checkpoint of ``shape``, made there unless it is there already.
+
+    bf16 safetensors, the same for the same seed and torch. Raises KeyError for an unknown shape, FileExistsError
+    for a folder that holds something else.
+    """
+    config = SHAPES[shape]
+    folder = folder or cache_folder() / f"{shape}-{seed}"
+    if (folder / "model.safetensors").is_file() and (folder / "config.json").is_file():
+        return folder
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is neither empty nor a checkpoint")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Made aside and moved when whole: a run that is broken off leaves nothing that looks like a checkpoint.
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        _write(dict(config), aside, seed)
+        aside.chmod(0o755)
+        aside.replace(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def checkpoint(model: str) -> Path:
+    """A checkpoint's folder: the one named, or that of a shape, made if need be. Raises FileNotFoundError."""
+    folder = Path(model)
+    if not folder.is_dir() and model in SHAPES:
+        folder = make(model)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"--model {model}: neither a checkpoint's folder nor one of {', '.join(SHAPES)}")
+    return folder
+
+
+def _write(config: dict[str, Any], folder: Path, seed: int) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    built = AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="100GB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.model_shapes", description="make a checkpoint of random weights"
+    )
+    parser.add_argument("--shape", choices=list(SHAPES), required=True)
+    parser.add_argument("--out", type=Path, help="a new or empty folder (default: in the cache)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(make(args.shape, args.out, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""What a step costs apart from the model, with many sequences running.
+
+    python -m bench.scheduler_overhead --json OUT.json
+
+Two devices that compute nothing: ``null`` answers at once, so a step is the engine's own work; ``laid out`` is the
+real ModelRunner around a model that returns constants, so a step has the layout of the rows and the reading of the
+logits too (of a vocabulary so small that their arithmetic is nothing). Two scenes: ``decode`` (every sequence writes
+one token a step, contexts about ``--context``) and ``churn`` (about one sequence a step ends and a new one comes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import json
+import pstats
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench import machine
+from bench.metrics import distribution
+from bench.options import positive
+from decant.engine.costs import StepCostModel
+from decant.engine.engine import Engine
+from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.model import runner as runner_module
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.runner import ModelRunner
+from decant.engine.plan import Device, StepPlan, StepResult
+from decant.engine.request import Request, StopParams
+from decant.engine.scheduler import Limits
+
+BLOCK_SIZE = 16
+VOCABULARY = 16
+GOAL_MS = 1.5
+"""Most that a step of 256 running sequences may cost apart from the model."""
+
+ROUND = 100
+"""Steps on one set of sequences: contexts grow by no more than this."""
+
+
+class NullDevice:
+    """Blocks without bytes, and the same token for every row at no cost."""
+
+    block_bytes = 0
+    vocab_size = VOCABULARY
+    eos_token_ids: frozenset[int] = frozenset()
+    layout = "null"
+    equal_bits = True
+    costs = StepCostModel()
+
+    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.window = num_blocks * block_size
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return StepResult([7 if row.sample else None for row in plan.rows])
+
+    def read(self, block: int) -> memoryview:
+        raise AssertionError("nothing is handed over here")
+
+    def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
+        raise AssertionError("nothing is handed over here")
+
+
+class NullModel(torch.nn.Module):
+    """A causal model of no layers: constant logits for the positions that are kept."""
+
+    def forward(self, *, logits_to_keep: torch.Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=torch.zeros(1, len(logits_to_keep), VOCABULARY))
+
+
+class LaidOutDevice(NullDevice):
+    """The real runner around a model that computes nothing."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        layout = KvLayout((LayerSpec(1, 1, 1),), BLOCK_SIZE, 4)
+        store = KvStore(layout, num_blocks, torch.float32, torch.device("cpu"))
+        self._runner = ModelRunner(NullModel(), store, (), frozenset())
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self._runner.run(plan)
+
+
+DEVICES: dict[str, Callable[[int], Device]] = {"null": NullDevice, "laid out": LaidOutDevice}
+
+
+class Scene:
+    """An engine with ``running`` sequences, each past its prompt, about ``context`` tokens long."""
+
+    def __init__(self, device: Callable[[int], Device], running: int, context: int, churn: bool) -> None:
+        self._context = context
+        self._churn = churn
+        self._rng = Random(0)
+        self._added = 0
+        blocks = running * (2 * context + 2 * ROUND) // BLOCK_SIZE
+        self.engine = Engine(device(blocks), Limits(4 * context + running, running, 2 * context + 2 * ROUND))
+        for _ in range(running):
+            self.add()
+        while self.engine.scheduler.waiting or any(s.remaining > 1 for s in self.engine.scheduler.running):
+            self.engine.step()
+
+    def add(self) -> None:
+        """One more: in churn it ends after half of the context, spread evenly around that."""
+        spread = self._context // 4
+        length = self._context - self._rng.randint(0, spread) - (0 if self._churn else ROUND // 2)
+        prompt = tuple(self._rng.choices(range(VOCABULARY), k=length))
+        most = self._rng.randint(spread, 3 * spread) if self._churn else 4 * ROUND
+        stop = StopParams(max_tokens=most, ignore_eos=True)
+        self.engine.add(Request(f"s-{self._added}", prompt, stop=stop))
+        self._added += 1
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of one step, on the clock and of this thread's CPU; whoever ended is replaced, outside both."""
+        began, worked = time.perf_counter(), time.thread_time()
+        output = self.engine.step()
+        took = (time.perf_counter() - began, time.thread_time() - worked)
+        for _ in output.ended:
+            self.add()
+        return took
+
+
+def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -> dict[str, Any]:
+    """Milliseconds of ``steps`` steps: by the clock, and of this thread's CPU, which others stretch less."""
+    seconds: list[tuple[float, float]] = []
+    while len(seconds) < steps:
+        scene = Scene(DEVICES[name], running, context, churn)
+        for _ in range(context if churn else 1):  # until ends are spread evenly
+            scene.step()
+        gc.collect()
+        seconds += [scene.step() for _ in range(steps if churn else min(ROUND, steps - len(seconds)))]
+    return distribution("step", [took for took, _ in seconds]) | distribution("cpu", [worked for _, worked in seconds])
+
+
+class Parts:
+    """CPU seconds within named functions of ``decant.engine.model.runner``, while open."""
+
+    def __init__(self, *names: str) -> None:
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
+        self._originals = {name: getattr(runner_module, name) for name in names}
+
+    def __enter__(self) -> Parts:
+        for name, original in self._originals.items():
+            setattr(runner_module, name, self._timed(original, self.seconds[name]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, original in self._originals.items():
+            setattr(runner_module, name, original)
+
+    def _timed(self, function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            began = time.thread_time()
+            result = function(*args, **options)
+            seconds.append(time.thread_time() - began)
+            return result
+
+        return timed
+
+
+def parts(running: int, context: int, steps: int) -> dict[str, float]:
+    """Median CPU milliseconds a step of the functions that lay a decode step out."""
+    scene = Scene(LaidOutDevice, running, context, churn=False)
+    with Parts("flatten", "make_attention", "highest") as timed:
+        for _ in range(min(ROUND, steps)):
+            scene.step()
+    return {name: distribution("x", seconds)["median_x_ms"] for name, seconds in timed.seconds.items()}
+
+
+def profile(running: int, context: int, steps: int) -> None:
+    """Where the time of laid-out decode steps goes, to standard error."""
+    scene = Scene(LaidOutDevice, running, context, churn=False)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(min(ROUND, steps)):
+        scene.step()
+    profiler.disable()
+    pstats.Stats(profiler, stream=sys.stderr).strip_dirs().sort_stats("tottime").print_stats(25)
+
+
+def bench(args: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {"machine": machine.facts(), "running": args.running, "context": args.context}
+    result |= {"steps": args.steps, "threads": args.threads, "goal_ms": GOAL_MS, "scenes": {}}
+    for scene in ("decode", "churn"):
+        for name in DEVICES:
+            figures = measure(name, args.running, args.context, args.steps, churn=scene == "churn")
+            result["scenes"][f"{scene}, {name}"] = figures
+    result["parts_median_ms"] = parts(args.running, args.context, args.steps)
+    return result
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    title = f"a step apart from the model, {result['running']} running, ms (goal {result['goal_ms']})"
+    table = Table("", title=title, box=None)
+    keys = ("median_step_ms", "mean_step_ms", "p99_step_ms", "max_step_ms", "median_cpu_ms", "p99_cpu_ms")
+    for column in ("median", "mean", "p99", "max", "CPU median", "CPU p99"):
+        table.add_column(column, justify="right")
+    for name, figures in result["scenes"].items():
+        table.add_row(name, *(f"{figures[key]:.3f}" for key in keys))
+    for name, value in result["parts_median_ms"].items():  # of "decode, laid out"
+        table.add_row(f"  of it {name}", "", "", "", "", f"{value:.3f}")
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.scheduler_overhead", description="a step apart from the model"
+    )
+    parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
+    parser.add_argument("--running", type=positive, default=256)
+    parser.add_argument("--context", type=positive, default=512)
+    parser.add_argument("--steps", type=positive, default=1000)
+    parser.add_argument("--threads", type=positive, default=1, help="of torch")
+    parser.add_argument("--profile", action="store_true", help="show where the time goes instead")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.profile:
+        profile(args.running, args.context, args.steps)
+        return 0
+    result = bench(args)
+    text = json.dumps(result, indent=1) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+        return 0
+    show(result, Console(stderr=True))
+    if args.json:
+        Path(args.json).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

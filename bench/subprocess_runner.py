@@ -1,0 +1,155 @@
+"""A measurement in a process of its own, so that memory, threads and caches are its own.
+
+parent                                  python -m bench.subprocess_runner MODULE
+  job, one JSON object  ── stdin ──>    MODULE.measure(job, tell)
+  {"progress": 0.25}    <── stdout ──   as often as there is news
+  {"result": {...}}     <── stdout ──   last
+
+What stands here needs nothing but the standard library: a baseline's own environment runs it too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from bench.workloads import Item
+
+Tell = Callable[[float], None]
+"""Hears what share of a job is done, from 0 to 1."""
+
+QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What each contender serves, and with what.
+
+    batch_size       sequences of a static batch
+    static_batches   static batches that are run, the others are predicted; 0 runs all
+    """
+
+    model: str
+    dtype: str
+    threads: int
+    items: tuple[Item, ...] = ()
+    token_budget: int = 512
+    kv_bytes: int = 1 << 30
+    batch_size: int = 8
+    static_batches: int = 0
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        raw = json.loads(text)
+        return cls(**{**raw, "items": tuple(Item(*item) for item in raw["items"])})
+
+
+SILENCE_S = 1800.0
+"""A child that says nothing for so long is ended."""
+
+
+class ChildFailed(RuntimeError):
+    """A measurement's process ended without a result; the message has the end of its stderr, ``reason`` is a line."""
+
+    def __init__(self, module: str, status: int, errors: str) -> None:
+        last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
+        ended = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self.reason = (last or ended if status >= 0 else ended)[:300]
+        super().__init__(f"{module} {ended} and gave no result:\n{errors[-2000:]}")
+
+
+def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[str, Any]:
+    """The result of ``job`` by a fresh process, of another environment's ``python`` if need be. Raises ChildFailed."""
+    env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
+    with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
+        if python is not None:
+            # This package and no other beside it: another environment has its own of everything else.
+            (Path(folder) / "bench").symlink_to(Path(__file__).resolve().parent)
+            env["PYTHONPATH"] = folder
+        process = subprocess.Popen(
+            [str(python or sys.executable), "-m", "bench.subprocess_runner", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=env,
+            cwd=folder if python else None,
+            text=True,
+        )
+        try:
+            result = _converse(process, job, tell)
+            if result is None:
+                with suppress(subprocess.TimeoutExpired):  # it said its last: how it ended is a moment away
+                    process.wait(10)
+        finally:
+            process.kill()
+            status = process.wait()
+        if result is None:
+            errors.seek(0)
+            raise ChildFailed(module, status, errors.read())
+        return result
+
+
+def _converse(process: subprocess.Popen[str], job: Job, tell: Tell) -> dict[str, Any] | None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(asdict(job)))
+        process.stdin.close()
+    except BrokenPipeError:
+        return None
+    for line in _lines(process):
+        message: Mapping[str, Any] = json.loads(line)
+        if "result" in message:
+            return dict(message["result"])
+        tell(message["progress"])
+    return None
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    """What the child says, to its end, or to its silence."""
+    assert process.stdout is not None
+    line = "\n"
+    while line:
+        watchdog = threading.Timer(SILENCE_S, process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            line = process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if line:
+            yield line
+
+
+def main() -> None:
+    """The child's end."""
+    channel = _channel()
+
+    def send(message: Mapping[str, Any]) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    job = Job.from_json(sys.stdin.read())
+    module = importlib.import_module(sys.argv[1])
+    send({"result": module.measure(job, lambda share: send({"progress": share}))})
+
+
+def _channel() -> TextIO:
+    """The parent's pipe, and from now on standard output is standard error: whatever a library prints goes there."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return channel
+
+
+if __name__ == "__main__":
+    main()

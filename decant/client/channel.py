@@ -1,0 +1,89 @@
+"""The connection to a router, or to several behind one name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""As servers have it by default."""
+
+# A name that stands for several routers: each call goes to the next of those that are ready. One that is not ready
+# fails at once, so that another is asked; who that is, and what is asked again, `decant.client.retry` decides alone.
+_SERVICE_CONFIG = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": ""},
+}
+
+_OPTIONS: tuple[tuple[str, str | int], ...] = (
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A connection that vanished without a word is noticed while a long prompt is read and nothing is sent. Not more
+    # often than the servers allow.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A router that comes back is found while the requests that it left can still be resumed.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # for a connection to come about, whatever its name says
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How a server is recognised, and how this client proves itself where servers ask for it (mutual TLS).
+
+    ca           PEM file of the roots that the server's certificate chains to; None: gRPC's own
+    certificate  PEM chain of this client, with ``key``; None: none
+    name         name expected in the server's certificate, where it is reached by another
+    """
+
+    ca: str | Path | None = None
+    certificate: str | Path | None = None
+    key: str | Path | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("Tls: certificate and key come together")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises OSError for a file that can't be read."""
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
+
+
+def credentials_of(token: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata of every call: who asks. Raises ValueError, which doesn't repeat the token."""
+    if token is None:
+        return ()
+    if not token or not all("!" <= character <= "~" for character in token):
+        raise ValueError("token: printable ASCII without spaces, at least 1 character")
+    return (("authorization", f"Bearer {token}"),)
+
+
+def open_blocking(address: str, tls: Tls | None) -> grpc.Channel:
+    """Raises OSError for a TLS file that can't be read."""
+    if tls is None:
+        return grpc.insecure_channel(address, _OPTIONS)
+    return grpc.secure_channel(address, tls.credentials(), _options(tls))
+
+
+def open_async(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    """Raises OSError for a TLS file that can't be read."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, _OPTIONS)
+    return grpc.aio.secure_channel(address, tls.credentials(), _options(tls))
+
+
+def _options(tls: Tls) -> tuple[tuple[str, str | int], ...]:
+    return _OPTIONS if tls.name is None else (*_OPTIONS, ("grpc.ssl_target_name_override", tls.name))
+
+
+def _read(path: str | Path | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()

@@ -1,0 +1,253 @@
+"""What one can ask for: keyword arguments by the names of protos/inference.proto, put into a GenerateRequest.
+
+The groups of the message (sampling, stopping, response, guided, cache, stream) are flattened: their fields have
+different names. None is the same as leaving an option out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import uuid
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from decant.protos import inference_pb2 as pb
+from decant.runtime.errors import InvalidArgument
+
+M = TypeVar("M", bound=Message)
+
+Messages: TypeAlias = Sequence[Mapping[str, str]]
+"""A conversation, oldest message first: ``{"role": "user", "content": "..."}``."""
+Prompt: TypeAlias = str | Sequence[int] | Messages
+"""Text; token ids; or messages."""
+
+
+class Options(TypedDict, total=False):
+    """The options of a request. protos/inference.proto says what each means and which values it takes."""
+
+    request_id: str | None
+    model: str | None
+    priority: int | None
+    lora_name: str | None
+    user: str | None
+    add_generation_prompt: bool | None  # of messages
+    # SamplingParams
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    n: int | None
+    logit_bias: Mapping[int, float] | None
+    # StoppingParams
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop_in_output: bool | None
+    # ResponseOptions
+    text: bool | None
+    token_ids: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    skip_special_tokens: bool | None
+    echo: bool | None
+    # GuidedDecoding
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    ebnf_grammar: str | None
+    structural_tag: str | None
+    choice: Sequence[str] | None
+    json_object: bool | None
+    # CacheOptions
+    bypass_prefix_cache: bool | None
+    cache_salt: str | None
+    session_id: str | None
+    # StreamOptions
+    on_disconnect: Literal["cancel", "detach"] | None
+    detach_ttl_ms: int | None
+    min_chunk_tokens: int | None
+
+
+_GROUPS: dict[str, type[Message]] = {
+    "sampling": pb.SamplingParams,
+    "stopping": pb.StoppingParams,
+    "response": pb.ResponseOptions,
+    "guided": pb.GuidedDecoding,
+    "cache": pb.CacheOptions,
+    "stream": pb.StreamOptions,
+}
+_GROUP_OF = {field.name: group for group, kind in _GROUPS.items() for field in kind.DESCRIPTOR.fields}
+
+
+def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    """The request that asks for this. Raises InvalidArgument for a value that its field can't hold, TypeError for an
+    unknown option."""
+    made = pb.GenerateRequest()
+    _put_prompt(made, prompt)
+    for name, value in options.items():
+        if value is not None:
+            _put(made, name, value)
+    return made
+
+
+def named_request(prompt: Prompt | None, messages: Messages | None, options: Options) -> pb.GenerateRequest:
+    """The request, under an id of its own where none is given, so that it can be repeated and is run once. Its input is
+    `prompt` or `messages`. Raises as `request`, and TypeError where both are given or neither."""
+    if prompt is None and messages is None:
+        request("", options)  # raises for token ids that were given as token_ids=
+    if (prompt is None) == (messages is None):
+        raise TypeError(
+            f"{_PROMPTS}, or messages=: " + ("both are given" if messages is not None else "neither is given")
+        )
+    if messages is not None and not _are_messages(messages):
+        raise InvalidArgument("messages", 'a list of {"role": ..., "content": ...}', repr(messages))
+    made = request(cast(Prompt, prompt if messages is None else messages), options)
+    made.request_id = made.request_id or str(uuid.uuid4())
+    return made
+
+
+def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: bool | None) -> pb.TokenizeRequest:
+    """Raises InvalidArgument."""
+    made = filled(pb.TokenizeRequest(return_tokens=True), model=model, add_special_tokens=add_special_tokens)
+    if isinstance(text, str):
+        _fill(made, "text", text, "text")
+    elif _are_messages(text):
+        put_messages(made.messages, text)
+    else:
+        raise InvalidArgument("text", "a text or messages", repr(text))
+    return made
+
+
+def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
+    """Raises InvalidArgument."""
+    made = filled(pb.DetokenizeRequest(), model=model, skip_special_tokens=skip_special_tokens)
+    _fill(made, "token_ids", token_ids, "token_ids")
+    return made
+
+
+def filled(made: M, **values: Any) -> M:
+    """The message with these fields set, but for those that are None. Raises InvalidArgument by the field's name."""
+    for name, value in values.items():
+        if value is not None:
+            _fill(made, name, value, name)
+    return made
+
+
+def put_messages(to: pb.Messages, messages: Sequence[Any]) -> None:
+    """Raises InvalidArgument."""
+    for index, message in enumerate(messages):
+        field = f"messages[{index}]"
+        if not isinstance(message, Mapping) or not message.keys() <= {"role", "content"}:
+            raise InvalidArgument(field, "role and content, and nothing else", repr(message))
+        made = to.messages.add()
+        for name, value in message.items():
+            _fill(made, name, value, f"{field}.{name}")
+
+
+def _put_prompt(made: pb.GenerateRequest, prompt: Any) -> None:
+    if isinstance(prompt, str):
+        _fill(made, "prompt", prompt, "prompt")
+    elif isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__len__"):
+        raise InvalidArgument("prompt", _PROMPTS, repr(prompt))
+    elif _are_messages(prompt):
+        put_messages(made.messages, prompt)
+    else:
+        try:
+            made.token_ids.ids.extend(prompt)
+        except (TypeError, ValueError):
+            raise InvalidArgument("prompt", f"{_PROMPTS}; token ids are ints from 0", repr(prompt)) from None
+
+
+_PROMPTS = "a text, token ids or messages"
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _put(made: pb.GenerateRequest, name: str, value: object) -> None:
+    if name == "add_generation_prompt":
+        if made.WhichOneof("input") != "messages":
+            raise InvalidArgument(name, "only with messages", value)
+        _fill(made.messages, name, value, name)
+    elif name == "choice":
+        made.guided.choice.SetInParent()
+        _fill(made.guided.choice, "choices", value, name)
+    elif group := _GROUP_OF.get(name):
+        _fill(getattr(made, group), name, _as_sent(name, value), name, value)
+    elif name in Options.__annotations__:
+        _fill(made, name, value, name)
+    else:
+        near = difflib.get_close_matches(name, [*Options.__annotations__, "timeout", "messages"], n=1)
+        raise TypeError(f"no such option: {name}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _as_sent(name: str, value: object) -> object:
+    """The form that the message has, of an option that may be given in a shorter one."""
+    if name == "stop" and isinstance(value, str):
+        return [value]
+    if name == "json_schema" and isinstance(value, Mapping):
+        return json.dumps(value)
+    if name == "on_disconnect" and isinstance(value, str):
+        return f"ON_DISCONNECT_{value.upper()}"
+    return value
+
+
+def _fill(message: Message, name: str, value: Any, option: str, given: object = None) -> None:
+    """Sets one field to `value`; an error names the `option` and shows what was `given` for it."""
+    field = message.DESCRIPTOR.fields_by_name[name]
+    try:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            getattr(message, name).update(value)
+        elif field.is_repeated and isinstance(value, str | bytes | bytearray):
+            raise TypeError("a sequence of its own kind")
+        elif field.is_repeated:
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (TypeError, ValueError):
+        shown = value if given is None else given
+        raise InvalidArgument(option, _expected(field, shown), repr(shown)) from None
+
+
+def _expected(field: Any, value: object) -> str:
+    """What a field takes, in Python's words."""
+    if field.name == "token_ids" and not field.is_repeated:
+        return "True or False; as input, token ids are the prompt: generate([1, 2])"
+    if field.name == "on_disconnect":
+        return "'cancel' or 'detach'"
+    if field.name == "logit_bias":
+        return "a dict of token ids and numbers"
+    one = _ONE[field.cpp_type]
+    if field.is_repeated:
+        return f"a list of {one[1]}" if field.name != "stop" else "a text or a list of texts"
+    if isinstance(value, str) and field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return "a text that UTF-8 can encode"
+    if isinstance(value, int) and field.cpp_type in _BOUNDS:
+        low, high = _BOUNDS[field.cpp_type]
+        return f"an int from {low} to {high}"
+    return one[0]
+
+
+_ONE = {
+    FieldDescriptor.CPPTYPE_STRING: ("a text", "texts"),
+    FieldDescriptor.CPPTYPE_BOOL: ("True or False", "bools"),
+    FieldDescriptor.CPPTYPE_FLOAT: ("a number", "numbers"),
+    FieldDescriptor.CPPTYPE_INT32: ("an int", "ints"),
+    FieldDescriptor.CPPTYPE_UINT32: ("an int", "ints from 0"),
+    FieldDescriptor.CPPTYPE_UINT64: ("an int", "ints from 0"),
+}
+_BOUNDS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}

@@ -1,0 +1,251 @@
+"""What comes back: frozen values. No I/O.
+
+An answer, its usage and its receipt are dataclasses rather than messages: what is unset is None instead of 0, they
+compare, print and copy, and a finish reason reads as a word. Logprobs stay messages (`pb.TokenLogprob`): there may be
+many, and copying them costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from decant.protos import inference_pb2 as pb
+from decant.runtime.error_details import from_status
+from decant.runtime.errors import ServiceError, from_fault
+
+_T = TypeVar("_T")
+
+
+class FinishReason(StrEnum):
+    """Why an output ended."""
+
+    UNSPECIFIED = "unspecified"
+    STOP = "stop"
+    LENGTH = "length"
+    CONTEXT_LENGTH = "context_length"
+    CANCELLED = "cancelled"
+    TIME_LIMIT = "time_limit"
+
+
+class CancelStatus(StrEnum):
+    """What a cancel met."""
+
+    UNSPECIFIED = "unspecified"
+    CANCELLED = "cancelled"
+    ALREADY_FINISHED = "already_finished"
+    UNKNOWN_REQUEST = "unknown_request"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What some new tokens add to one output. `token_ids` and `logprobs` are empty unless they were asked for."""
+
+    index: int
+    text: str
+    num_tokens: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[pb.TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Why an output ended; `stop` is what stopped it: a text, or the id of a stop token or EOS."""
+
+    reason: FinishReason
+    stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, all outputs together."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    cached_prompt_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Where a request's time went, and who did it: `Receipt` in protos/inference.proto draws the spans.
+
+    Milliseconds by the router's clock; None for a phase that it never entered.
+    """
+
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+    handoff_ms: float | None = None
+    decode_wait_ms: float | None = None
+    decode_ms: float | None = None
+    ttft_ms: float | None = None
+    second_token_ms: float | None = None
+    e2e_ms: float = 0.0
+    handoff_bytes: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    attempts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of a request; `finished` is None while it is being written."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[pb.TokenLogprob, ...]
+    finished: Finished | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer. `text`, `token_ids`, `logprobs` and `finished` are those of the first output, mostly the only
+    one."""
+
+    request_id: str
+    model: str
+    seed: int
+    outputs: tuple[Output, ...]
+    usage: Usage
+    receipt: Receipt
+    prompt_logprobs: tuple[pb.TokenLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[pb.TokenLogprob, ...]:
+        return self.outputs[0].logprobs
+
+    @property
+    def finished(self) -> Finished | None:
+        return self.outputs[0].finished
+
+
+class GenerationState(StrEnum):
+    """Where a request stands; `Generation.State` in protos/inference.proto says what may follow what."""
+
+    UNSPECIFIED = "unspecified"
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    HANDING_OFF = "handing_off"
+    DECODING = "decoding"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_end(self) -> bool:
+        return self in (GenerationState.SUCCEEDED, GenerationState.FAILED, GenerationState.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """When a request came into a state; `attempt` counts from 1."""
+
+    state: GenerationState
+    time: datetime
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request as the service remembers it. Times are in UTC.
+
+    last_seq     output tokens written so far
+    answer       what is written so far; whole once it has succeeded
+    error        with what its stream ended, where it failed or was cancelled
+    expire_time  when an ended request is forgotten; None before its end
+    transitions  oldest first
+    """
+
+    request_id: str
+    state: GenerationState
+    last_seq: int
+    answer: Answer
+    create_time: datetime
+    expire_time: datetime | None
+    error: ServiceError | None
+    transitions: tuple[Transition, ...]
+
+    @property
+    def text(self) -> str:
+        """Of the first output, so far."""
+        return self.answer.text
+
+
+def answer(message: pb.GenerateResponse) -> Answer:
+    return Answer(
+        request_id=message.request_id,
+        model=message.model,
+        seed=message.seed,
+        outputs=tuple(map(_output, message.outputs)),
+        usage=plain(Usage, message.usage),
+        receipt=plain(Receipt, message.receipt),
+        prompt_logprobs=tuple(message.prompt_logprobs),
+    )
+
+
+def generation(message: pb.Generation) -> Generation:
+    return Generation(
+        request_id=message.request_id,
+        state=_state(message.state),
+        last_seq=message.last_seq,
+        answer=answer(message.result),
+        create_time=message.create_time.ToDatetime(UTC),
+        expire_time=message.expire_time.ToDatetime(UTC) if message.HasField("expire_time") else None,
+        error=from_fault(from_status(message.error)) if message.HasField("error") else None,
+        transitions=tuple(
+            Transition(_state(one.state), one.time.ToDatetime(UTC), one.attempt) for one in message.transitions
+        ),
+    )
+
+
+def cancel_status(message: pb.CancelGenerationResponse) -> CancelStatus:
+    return _named(CancelStatus, pb.CancelGenerationResponse.Status.Name(message.status), "STATUS_")
+
+
+def plain(kind: type[_T], message: Message) -> _T:
+    """A dataclass with the values of the message's fields of the same names; None for those that are unset."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        has = not message.DESCRIPTOR.fields_by_name[field.name].has_presence or message.HasField(field.name)
+        values[field.name] = getattr(message, field.name) if has else None
+    return kind(**values)
+
+
+def delta(message: pb.Delta) -> Delta:
+    return Delta(message.index, message.text, message.num_tokens, tuple(message.token_ids), tuple(message.logprobs))
+
+
+def _output(message: pb.Output) -> Output:
+    finished = finished_as(message.finished) if message.HasField("finished") else None
+    return Output(message.index, message.text, tuple(message.token_ids), tuple(message.logprobs), finished)
+
+
+def finished_as(message: pb.Finished) -> Finished:
+    reason = _named(FinishReason, pb.FinishReason.Name(message.finish_reason), "FINISH_REASON_")
+    match = message.WhichOneof("stop_match")
+    return Finished(reason, None if match is None else getattr(message, match))
+
+
+def _state(number: pb.Generation.State) -> GenerationState:
+    return _named(GenerationState, pb.Generation.State.Name(number), "STATE_")
+
+
+_E = TypeVar("_E", bound=StrEnum)
+
+
+def _named(kind: type[_E], name: str, prefix: str) -> _E:
+    return kind(name.removeprefix(prefix).lower())

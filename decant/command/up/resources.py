@@ -1,0 +1,120 @@
+"""How one machine is divided among the workers that run on it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from decant.command.errors import CommandFailed
+from decant.engine.checkpoint import weight_files
+from decant.engine.errors import ModelRefused
+
+KV_CAP = 1 << 30
+"""What a worker's KV cache gets at most unless more is asked for."""
+KV_FLOOR = 16 << 20
+_KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
+_COPIES = 1.5  # of the weights while they are loaded and packed
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
+    """The cores of each worker: a share of its own, the first get what is left over; one in turn where there are
+    fewer cores than workers."""
+    if len(cores) < workers:
+        return [(cores[index % len(cores)],) for index in range(workers)]
+    each, more = divmod(len(cores), workers)
+    shares, begin = [], 0
+    for index in range(workers):
+        end = begin + each + (index < more)
+        shares.append(tuple(cores[begin:end]))
+        begin = end
+    return shares
+
+
+def kv_share(available: int, weights: int, workers: int) -> int:
+    """Bytes for each worker's KV cache, of the memory that is available; never more than the cap.
+
+    Raises CommandFailed when the weights leave too little.
+    """
+    share = int(available * (1 - _KEPT_FREE) / workers - weights * _COPIES)
+    if share < KV_FLOOR:
+        text = f"memory: {workers} workers with {size(weights)} of weights each, got {size(available)} that are free"
+        raise CommandFailed(f"{text}; start fewer, or say --kv-memory", status=2)
+    return min(share, KV_CAP)
+
+
+def available_memory() -> int:
+    """Bytes that this process and its children may still take, by the machine and by its control group."""
+    machine = _machine_memory()
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    return machine if limit is None or used is None else min(machine, limit - used)
+
+
+def _machine_memory() -> int:
+    """Bytes that Linux says are available; half of the installed memory on a platform that has no such figure."""
+    try:
+        words = _MEMINFO.read_text().split()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return int(words[words.index("MemAvailable:") + 1]) * 1024
+
+
+def folder_of(model: str) -> Path | None:
+    """Where the files of a folder or hub name are on this machine; None where they are not."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def weights_size(model: str, dtype: str = "auto") -> int:
+    """Bytes of a model's weights in memory as `dtype`; 0 where its files are not on this machine, or no model's."""
+    folder = folder_of(model)
+    if folder is None:
+        return 0
+    try:
+        config = weight_files.read_config(folder)
+        stored = sum(file.stat().st_size for file in weight_files.weight_files(folder, config))
+    except ModelRefused:
+        return 0
+    text = config.get("text_config") or config
+    named = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"))
+    served_as = _ITEM_BYTES.get(dtype, _ITEM_BYTES.get(named, 4))
+    return stored * served_as // _ITEM_BYTES.get(named, 4)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "512M", "2G", "1073741824". Raises CommandFailed."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE)
+    count = int(float(match[1]) * _UNITS[match[2].upper()]) if match is not None else 0
+    if not count:
+        raise CommandFailed(f"--kv-memory: a size above 0, such as 512M or 2G, got {text}", status=2)
+    return count
+
+
+def size(count: int) -> str:
+    """As people read it."""
+    for unit in ("G", "M", "K"):
+        if count >= _UNITS[unit]:
+            return f"{count / _UNITS[unit]:.1f} {unit}iB"
+    return f"{count} B"
+
+
+def _number(file: Path) -> int | None:
+    """None where there is no such file, or no limit."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,265 @@
+"""What lies in a model folder or under a hub name, and whether it may be opened at all.
+
+Safetensors only; no code from a repository is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from decant.engine.checkpoint import model_types, weight_files
+from decant.engine.checkpoint.weight_hash import Digests, digest_files
+from decant.engine.checkpoint.weight_shapes import CONSTANTS, predicting
+from decant.engine.cpu import kernels as native
+from decant.engine.errors import InvalidConfig, ModelRefused
+from decant.engine.kv_layout import KvLayout
+from decant.engine.model import rope
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+"""What transformers and a model's code raise over a checkpoint that is broken, or of a kind that is not served."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@contextmanager
+def refusing(name: str, what: str) -> Iterator[None]:
+    """Whatever goes wrong inside refuses the model, with ``what`` as the reason. Raises ModelRefused."""
+    try:
+        yield
+    except FAILURES as error:
+        raise ModelRefused(name, f"{what}: {_first_line(error)}") from error
+
+
+def choose_device(name: str) -> torch.device:
+    """The named device, or CUDA when there is one. Raises InvalidConfig."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise InvalidConfig("device", "auto, cpu, cuda or cuda:N", name) from None
+    found = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
+    if (device.index or 0) >= found:
+        raise InvalidConfig("device", "a device of this machine", name)
+    return device
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that may be opened; its weights are not read yet. ``revision``: of a hub name, the commit."""
+
+    path: str
+    revision: str | None
+    config: PreTrainedConfig
+
+    @property
+    def name(self) -> str:
+        architectures = self.config.architectures or [self.config.model_type]
+        return f"{architectures[0]} ({self.path})"
+
+    def choose_dtype(self, name: str, device: torch.device) -> torch.dtype:
+        """The named dtype, or the checkpoint's own. Raises InvalidConfig.
+
+        A CPU multiplies float16 three orders of magnitude slower than bfloat16: there a float16 checkpoint is
+        loaded as bfloat16, and float16 asked for by name is refused.
+        """
+        stored = self.config.get_text_config().dtype or self.config.dtype or "float32"
+        named = str(stored).removeprefix("torch.") if name == "auto" else name
+        if named not in DTYPES:
+            raise InvalidConfig("dtype", f"one of {', '.join(DTYPES)}; the checkpoint has another", named)
+        dtype = DTYPES[named]
+        if device.type == "cpu" and dtype == torch.float16:
+            if name == "auto":
+                return torch.bfloat16
+            raise InvalidConfig("dtype", "bfloat16 or float32 on a CPU, which has no fast float16", name)
+        return dtype
+
+    def choose_window(self, window: int | None) -> int:
+        """The served window: what the checkpoint was made for, or less. Where its rotary scaling is for more than
+        ``max_position_embeddings``, that is the limit; for a scaling that changes with the length or does not name the
+        original length, only when asked for. Raises InvalidConfig, ModelRefused.
+        """
+        text = self.config.get_text_config()
+        most = getattr(text, "max_position_embeddings", None)
+        if most is None:
+            if window is None:
+                raise ModelRefused(self.name, "it names no max_position_embeddings; give a window")
+            return window
+        reach = rope.reach(text, most)
+        if window is not None and window > reach:
+            raise InvalidConfig("window", f"at most the checkpoint's {reach} positions", window)
+        return window or rope.default_length(text, most)
+
+    def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+        """Weights into transformers' own causal model; parts for other media are left empty. Raises ModelRefused."""
+        with refusing(self.name, "transformers can't load it"):
+            loaded: Any = _auto_class(self.config).from_pretrained(
+                self.path,
+                revision=self.revision,
+                config=self.config,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        model: PreTrainedModel = loaded[0]
+        missing = sorted(loaded[1]["missing_keys"])
+        if missing:  # transformers goes on with random numbers
+            raise ModelRefused(self.name, f"it lacks {len(missing)} of its weights, {missing[0]} among them")
+        if surplus := _surplus(loaded[1]["unexpected_keys"], self.config.get_text_config()):
+            reason = f"it has {len(surplus)} weights that the model does not use, {surplus[0]} among them"
+            raise ModelRefused(self.name, reason)
+        if self.revision is not None:  # a hub's weight files are there only now
+            folder = _fetch_small(self.path, self.revision)
+            weight_files.check_weights(folder, weight_files.read_config(folder))
+        _drop_other_media(model)
+        torch.nn.Module.to(model, device)
+        model.eval()
+        return model
+
+    def weights(self) -> Digests:
+        """What stands for the weights: a hub commit, or digests of a folder's configuration and weight files, which are
+        read unless their digests are kept. Raises ModelRefused."""
+        if self.revision is not None:
+            return Digests((f"{self.path}@{self.revision}",), {})
+        folder = Path(self.path)
+        files = weight_files.weight_files(folder, weight_files.read_config(folder))
+        with refusing(self.name, "its weights can't be read"):
+            return digest_files([folder / "config.json", *files])
+
+    def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
+        """End tokens, from the generation config if it names any. One that the vocabulary lacks is never drawn."""
+        generation = getattr(model, "generation_config", None)
+        named = generation.eos_token_id if generation is not None else None
+        named = self.config.get_text_config().eos_token_id if named is None else named
+        if named is None:
+            return frozenset()
+        embeddings: Any = model.get_input_embeddings()
+        vocabulary = range(embeddings.num_embeddings)
+        return frozenset(token for token in ([named] if isinstance(named, int) else named) if token in vocabulary)
+
+
+def open(path: str, revision: str | None = None) -> Checkpoint:
+    """Read the configuration of a folder or hub name. Raises ModelRefused with what stands in the way."""
+    local = Path(path).exists()
+    if local:
+        weight_files.check(Path(path))
+    with refusing(path, "its configuration can't be read" if local else "no folder, and no hub name within reach"):
+        folder = Path(path) if local else _fetch_small(path, revision)
+        revision = None if local else folder.name  # all that is read later is read of that commit
+    if not local:
+        weight_files.check_adapters(folder, path)
+    with refusing(path, "its configuration can't be read"):
+        raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+        kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise model_types.refusal(path, raw)
+    if not local:
+        weight_files.check_format(folder, raw)
+    with refusing(f"{kind} ({path})", "its configuration is not one of that type"):
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    if config.is_encoder_decoder:
+        raise ModelRefused(f"{kind} ({path})", "it is an encoder with a decoder; only decoders alone are served")
+    return Checkpoint(path, revision, config)
+
+
+def _fetch_small(name: str, revision: str | None) -> Path:
+    """The folder of a hub name on this machine, called as the commit, with the files by which it is judged."""
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "adapter_config.json"]))
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """The class of models that a checkpoint was saved from: of a multimodal one, the text model's own class would leave
+    the weights of other media over."""
+    multimodal: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM if multimodal is None else AutoModelForImageTextToText
+    saved = getattr(multimodal, "__name__", None) in (config.architectures or ())
+    return AutoModelForImageTextToText if saved else AutoModelForCausalLM
+
+
+def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
+    """Tensors that the model has no use for, though they may matter: all but constants, and the layers that predict
+    further tokens, which follow the model's own where its configuration counts them.
+
+    transformers has left out what the model's class lists in ``_keys_to_ignore_on_load_unexpected``.
+    """
+    further = predicting(getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", None))
+    return sorted(
+        name
+        for name in unexpected
+        if not name.endswith(CONSTANTS) and not ((layer := _LAYER.search(name)) and int(layer.group(1)) in further)
+    )
+
+
+def _drop_other_media(model: PreTrainedModel) -> None:
+    """Free the towers of a multimodal checkpoint: submodels of a sub-config that is not the text's."""
+    text = model.config.get_text_config()
+    if text is model.config:
+        return
+    others = [getattr(model.config, name, None) for name in model.config.sub_configs]
+    other = {id(config) for config in others if config is not None and config is not text}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, PreTrainedModel) and id(child.config) in other:
+                setattr(parent, name, torch.nn.Identity())
+
+
+def layout_hash(weights: Digests, layout: KvLayout, window: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Equal exactly when two devices can exchange blocks: same weights, shapes, software and kind of device."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else native.kind()
+    facts = [
+        str(layout),
+        str(window),
+        str(dtype),
+        device.type,
+        kind,
+        torch.__version__,
+        transformers.__version__,
+    ]
+    digest = hashlib.blake2b(digest_size=8)
+    for fact in (*facts, *weights.values):
+        digest.update(fact.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

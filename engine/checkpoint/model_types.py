@@ -1,0 +1,41 @@
+"""Which model types transformers has code for, without importing it: that loads torch, and takes seconds.
+
+Read as text: a type that occurs in quotes where transformers registers its configurations counts as known. This may
+take a few names for types that are none, which the import refuses later, and never the other way round.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from decant.engine.errors import ModelRefused
+
+_REGISTRIES = ("auto_mappings.py", "configuration_auto.py")
+
+
+def check(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a `model_type` that transformers does not know, if it is installed. Raises ModelRefused for `name`."""
+    kind, registries = config.get("model_type"), _registries()
+    if registries and not (isinstance(kind, str) and kind and f'"{kind}"' in registries):
+        raise refusal(name, config)
+
+
+def refusal(name: str, config: Mapping[str, Any]) -> ModelRefused:
+    """Why a model whose `model_type` is unknown is not served."""
+    needs = "it wants code of its own to be run" if "auto_map" in config else "transformers has no code for it"
+    kind = config.get("model_type")
+    return ModelRefused(f"{kind or 'an unnamed model type'} ({name})", f"{needs}; no remote code is run here")
+
+
+@cache
+def _registries() -> str:
+    """Empty where transformers is not installed, or keeps its types elsewhere."""
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None:
+        return ""
+    folder = Path(package.origin).parent / "models" / "auto"
+    return "".join((folder / name).read_text(encoding="utf-8") for name in _REGISTRIES if (folder / name).is_file())

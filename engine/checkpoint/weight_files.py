@@ -1,0 +1,194 @@
+"""Check a model folder by its files alone: configuration, weight files and their headers. No torch, no weights read.
+
+A safetensors file is a little-endian u64, the length of a header; the header, JSON of name -> dtype, shape and offsets;
+then the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from decant.engine.checkpoint import weight_shapes
+from decant.engine.checkpoint.weight_shapes import Stored
+from decant.engine.errors import ModelRefused
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""What transformers reads of a folder: the first if it is there, else the shards that the second lists."""
+
+ADAPTERS = ("adapter_config.json", "adapter_model*")
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
+
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Dtypes of weights and the bytes of a number."""
+_INDICES = {"I64", "BOOL"}
+"""Of buffers such as positions and masks. Narrower integers hold quantized or packed weights."""
+_MASKS = (".attn.bias", ".attention.bias")
+"""How causal masks end that older releases of transformers saved, some of them as U8."""
+_MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+
+def check(folder: Path) -> None:
+    """Check what can be checked before weights are read. Raises ModelRefused with the file and the reason.
+
+    Reads config.json and the headers of the weight files: milliseconds for a file, whatever its size.
+    """
+    if not folder.is_dir():
+        raise ModelRefused(str(folder), "it is a file; a folder or a hub name is needed")
+    if not (folder / "config.json").is_file():
+        check_adapters(folder, str(folder))  # one alone has none
+    config = read_config(folder)
+    check_format(folder, config)
+    check_weights(folder, config)
+
+
+def check_format(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse adapters and quantized formats. Raises ModelRefused."""
+    name = describe(folder, config)
+    check_adapters(folder, name)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in ("quantization_config", "compression_config"):
+            found = part.get(key)
+            if found is not None and not found:  # transformers fails over it
+                raise ModelRefused(name, f"{key} in config.json is {json.dumps(found)}: remove it, or name the format")
+            if found is not None:
+                raise ModelRefused(name, f"{_quantization(found)} weights are not served yet")
+
+
+def check_adapters(folder: Path, name: str) -> None:
+    """Refuse a folder that has an adapter. Raises ModelRefused for ``name``."""
+    if adapters := sorted(file.name for pattern in ADAPTERS for file in folder.glob(pattern)):
+        reason = f"it has an adapter ({adapters[0]}), and adapters are not served yet: merge it into the weights"
+        raise ModelRefused(name, reason)
+
+
+def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Check that all weight files are there, whole, of floating-point numbers, and of the shapes that ``config`` says.
+    Raises ModelRefused."""
+    name = describe(folder, config)
+    tensors: dict[str, Stored] = {}
+    for file in weight_files(folder, config):
+        for tensor, entry in _header(name, file).items():
+            dtype = str(entry.get("dtype"))
+            if not _is_served(tensor, dtype):
+                raise ModelRefused(name, f"{dtype} weights are not served yet ({tensor} in {file.name})")
+            tensors[tensor] = _stored(name, file, tensor, entry)
+    weight_shapes.check(name, config, tensors)
+
+
+def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Stored:
+    """Raises ModelRefused for an entry whose offsets are not those of its shape."""
+    try:
+        shape = tuple(int(count) for count in entry["shape"])
+        begin, end = entry["data_offsets"]
+        size = end - begin
+    except (LookupError, TypeError, ValueError) as error:
+        raise ModelRefused(name, f"{file.name} can't be read as safetensors: {tensor}: {error!r}") from None
+    width = _FLOATS.get(str(entry.get("dtype")))
+    if width is not None and size != width * math.prod(shape):
+        reason = (
+            f"{file.name} has {size} bytes of {tensor}, and its shape {list(shape)} needs {width * math.prod(shape)}"
+        )
+        raise ModelRefused(name, reason)
+    return Stored(file.name, shape)
+
+
+def _is_served(tensor: str, dtype: str) -> bool:
+    """Whether a tensor is of floating-point numbers, or of a dtype that a buffer may have."""
+    if dtype == "U8":
+        return tensor.endswith(_MASKS)
+    return dtype in _FLOATS or (dtype in _INDICES and not tensor.endswith(".weight"))
+
+
+def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
+    """The files that hold the weights, in the order of their names. Raises ModelRefused when one is missing."""
+    name = describe(folder, config)
+    if "transformers_weights" in config:
+        raise ModelRefused(name, f"config.json names weight files of its own (transformers_weights); use {SINGLE}")
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        raise ModelRefused(name, _no_weights(folder))
+    shards = read_json(folder / INDEX, name).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(_is_name(shard) for shard in shards.values()):
+        raise ModelRefused(name, f"{INDEX} has no weight_map of tensors to files")
+    files = [folder / shard for shard in sorted(set(shards.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelRefused(name, f"{len(missing)} of {len(files)} weight files are missing, {missing[0]} among them")
+    return files
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """config.json. Raises ModelRefused."""
+    if not (folder / "config.json").is_file():
+        raise ModelRefused(str(folder), "the folder has no config.json")
+    return read_json(folder / "config.json", str(folder))
+
+
+def read_json(file: Path, name: str) -> Mapping[str, Any]:
+    """A JSON object. Raises ModelRefused for ``name``."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelRefused(name, f"{_title(file)} can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelRefused(name, f"{_title(file)} can't be read: it is no JSON object")
+    return content
+
+
+def describe(folder: Path, config: Mapping[str, Any]) -> str:
+    """Architecture and place, as refusals name a checkpoint."""
+    architectures = config.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
+    return f"{named or 'an unnamed model type'} ({folder})"
+
+
+def _title(file: Path) -> str:
+    return "its configuration" if file.name == "config.json" else file.name
+
+
+def _is_name(shard: object) -> bool:
+    """Whether an index names a file of its own folder."""
+    return isinstance(shard, str) and Path(shard).name == shard
+
+
+def _no_weights(folder: Path) -> str:
+    others = sorted(file.name for pattern in OTHER_WEIGHTS for file in folder.glob(pattern))
+    tensors = sorted(file.name for file in folder.glob("*.safetensors"))
+    if tensors:
+        return f"there is no file named {SINGLE} or {INDEX}; the folder has {', '.join(tensors[:3])}"
+    if not others:
+        return "safetensors are needed; the folder has no weights"
+    only = f"safetensors are needed; the folder has only {', '.join(others[:3])}"
+    return only if others[0].endswith(".gguf") else f"{only}, and pickles can run code"
+
+
+def _quantization(config: Any) -> str:
+    """The name of a quantized format."""
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if not isinstance(method, str):
+        bits = {"load_in_4bit", "load_in_8bit"} & set(config) if isinstance(config, dict) else set()
+        return "bitsandbytes" if bits else "quantized"
+    return method.upper() if len(method) <= 5 else method
+
+
+def _header(name: str, file: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Tensor name -> dtype, shape and offsets. Raises ModelRefused for a file that is not whole."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            content = json.loads(stream.read(min(length, _MOST_HEADER_BYTES)))
+        content.pop("__metadata__", None)
+        needed = 8 + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
+        size = file.stat().st_size
+    except (AttributeError, LookupError, OSError, TypeError, ValueError, struct.error) as error:
+        raise ModelRefused(name, f"{file.name} can't be read as safetensors: {error!r}") from None
+    if size != needed:
+        raise ModelRefused(name, f"{file.name} has {size} bytes, and its header says {needed}")
+    entries: Mapping[str, Mapping[str, Any]] = content
+    return entries

@@ -1,0 +1,116 @@
+"""Digests of weight files over all their bytes, kept beside the files so that a restart does not read them again.
+
+    model.safetensors
+    .model.safetensors.xxh128     {"stamp": [size, mtime_ns, ctime_ns, inode], "digest": "..."}
+
+Where the folder can't be written, the second lies in the user's cache folder; where neither can, every start reads all
+bytes. A worker computes this once, while it loads; routers compare what workers register and read no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from decant.engine.errors import ModelRefused
+
+Stamp = tuple[int, int, int, int]
+"""Size, mtime_ns, ctime_ns and inode: what changes when a file is written or replaced."""
+
+SETTLED_NS = 2_000_000_000
+"""A digest is kept once its file has been left alone for so long: a later write can't have the same times then."""
+
+KEPT_FROM = 64 << 20
+"""Bytes of a file from which on its digest is kept; a smaller one is read again in less than 0.1 s."""
+
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Digests of files as they were when ``stamps`` were taken."""
+
+    values: tuple[str, ...]
+    stamps: Mapping[Path, Stamp]
+
+    def check_unchanged(self, name: str) -> None:
+        """Raises ModelRefused when a file was written or replaced since."""
+        for file, stamp in self.stamps.items():
+            if _stamp(file) != stamp:
+                raise ModelRefused(name, f"{file.name} changed while it was loaded")
+
+
+def digest_files(files: Sequence[Path]) -> Digests:
+    """Digest each file, by its name and all its bytes; a kept digest is taken as long as the stamp is the same.
+
+    Frees the interpreter's lock while it reads. Raises OSError.
+    """
+    stamps = {file: _stamp(file) for file in files}
+    values = tuple(f"{file.name}:{_digest(file, stamp)}" for file, stamp in stamps.items())
+    return Digests(values, stamps)
+
+
+def _digest(file: Path, stamp: Stamp) -> str:
+    if stamp[0] < KEPT_FROM:
+        return read_digest(file)
+    for place in _places(file):
+        if (kept := _load(place, stamp)) is not None:
+            return kept
+    digest = read_digest(file)
+    if time.time_ns() - max(stamp[1:3]) > SETTLED_NS:
+        _keep(file, stamp, digest)
+    return digest
+
+
+def read_digest(file: Path) -> str:
+    """XXH3 of 128 bits over all bytes of a file."""
+    digest, buffer = xxhash.xxh3_128(), bytearray(_CHUNK)
+    view = memoryview(buffer)
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def _stamp(file: Path) -> Stamp:
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+def _places(file: Path) -> Iterator[Path]:
+    """Where the digest of a file may be kept, the first one first."""
+    yield file.with_name(f".{file.name}.xxh128")
+    with contextlib.suppress(RuntimeError):  # no home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        path = hashlib.blake2b(bytes(file.resolve()), digest_size=16).hexdigest()
+        yield cache / "decant" / "weights" / f"{path}.xxh128"
+
+
+def _load(place: Path, stamp: Stamp) -> str | None:
+    """The digest kept there, if it is of this stamp."""
+    try:
+        kept = json.loads(place.read_bytes())
+        digest = kept["digest"] if kept["stamp"] == list(stamp) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return digest if isinstance(digest, str) else None
+
+
+def _keep(file: Path, stamp: Stamp, digest: str) -> None:
+    """Write to the first place that can be written. In place, so that a crash leaves no other file behind: what other
+    workers read of it meanwhile, or after a crash, is whole or no JSON."""
+    content = json.dumps({"stamp": stamp, "digest": digest})
+    for place in _places(file):
+        with contextlib.suppress(OSError):
+            if place.parent != file.parent:
+                place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(content)
+            return

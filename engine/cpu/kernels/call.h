@@ -1,0 +1,61 @@
+// What a call of attention reads and writes, as engine/cpu/attention.py lays it out, and its checks.
+#pragma once
+
+#include <cstdint>
+
+#include "guard.h"
+#include "step.h"
+
+namespace decant {
+
+// One layer of the blocks. Counted in elements. As in engine/cpu/attention.py.
+struct Cache {
+    void* memory;
+    int64_t block_stride, block_size, keys, values, kv_heads, key_dim, value_dim;
+    int64_t blocks;  // that a table may name
+};
+
+inline void check(const Cache& cache) {
+    check_address("cache", cache.memory);
+    check_positive("block_size", cache.block_size);
+    check_positive("kv_heads", cache.kv_heads);
+    check_positive("key_dim", cache.key_dim);
+    check_positive("value_dim", cache.value_dim);
+    check_positive("blocks", cache.blocks);
+    int64_t slots = cache.block_size * cache.kv_heads, stride = cache.block_stride;
+    require(cache.keys >= 0 && cache.keys + slots * cache.key_dim <= stride, "keys", "within a block", cache.keys);
+    require(cache.values >= 0 && cache.values + slots * cache.value_dim <= stride, "values", "within a block", cache.values);
+}
+
+// One layer's call. Queries, keys and values are [tokens, heads, dim], `*_token` and `*_head` elements apart.
+struct Call {
+    const void *query, *key, *value;
+    void* out;                  // [tokens, heads, value_dim]; may be `query`, of which a row is read before it is written
+    const float* sinks;         // [heads], or null
+    const int64_t* visible;     // [tokens] first key that each sees
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head, heads;
+    float scaling, softcap;     // softcap 0: none
+    int64_t tokens;
+};
+
+// Whether each token's first visible position is one up to its own.
+inline void check_visible(const int64_t* visible, const Step& step) {
+    if (step.sequences) check_address("visible", visible);
+    for (int64_t s = 0; s < step.sequences; s++)
+        for (int64_t n = 0; n < step.count(s); n++) {
+            int64_t from = visible[step.first(s) + n];
+            require(from >= 0 && from <= step.start(s) + n, "visible", "a position up to the token's own", from);
+        }
+}
+
+// A call over a step that was checked.
+inline void check(const Call& call, const Cache& cache, const Step& step) {
+    require(call.heads >= 1 && call.heads % cache.kv_heads == 0, "heads", "a multiple of kv_heads", call.heads);
+    for (int64_t stride : {call.query_token, call.query_head, call.key_token, call.key_head, call.value_token, call.value_head})
+        check_count("stride", stride);
+    if (call.tokens) for (const void* one : {call.query, call.key, call.value, static_cast<const void*>(call.out)})
+        check_address("query, key, value or out", one);
+    check_visible(call.visible, step);
+}
+
+}  // namespace decant

@@ -1,0 +1,153 @@
+// The rows of a step laid end to end (engine/model/step_batch.py), read from the tuples that the scheduler made. Needs the
+// interpreter's lock throughout. Every function that fails returns with Python's error set.
+#pragma once
+
+#include <Python.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "step.h"
+
+namespace decant {
+
+struct FlatRow {
+    PyObject* row;
+    PyObject* tokens;  // a list or tuple, held
+    int64_t start, end, sampled;
+    Py_buffer blocks;  // of int32
+
+    int64_t count() const { return end - start; }
+    bool single() const { return count() == 1; }
+};
+
+class Flattening {
+  public:
+    ~Flattening() {
+        for (FlatRow& row : rows_) {
+            Py_DECREF(row.tokens);
+            PyBuffer_Release(&row.blocks);
+        }
+    }
+
+    bool read(PyObject* rows, int64_t size) {
+        if (size < 1) {
+            PyErr_Format(PyExc_ValueError, "block_size: at least 1, got %lld", (long long)size);
+            return false;
+        }
+        const Py_ssize_t count = PySequence_Fast_GET_SIZE(rows);
+        rows_.reserve(count);
+        size_ = size;
+        for (Py_ssize_t i = 0; i < count; ++i)
+            if (!take(PySequence_Fast_GET_ITEM(rows, i))) return false;
+        order_.resize(count);
+        std::iota(order_.begin(), order_.end(), 0);
+        std::stable_sort(order_.begin(), order_.end(), [this](int64_t a, int64_t b) {
+            const FlatRow &one = rows_[a], &other = rows_[b];
+            if (one.single() != other.single()) return one.single();
+            return one.single() && one.end > other.end;
+        });
+        return true;
+    }
+
+    // (rows in order, lines, flattened, blocks begun, table, its width); see _compiled() in engine/model/step_batch.py
+    PyObject* laid(int32_t blank) {
+        const int64_t size = size_;
+        const int64_t n = rows_.size();
+        int64_t total = 0, width = 0;
+        for (const FlatRow& row : rows_) {
+            total += row.count();
+            width = std::max(width, (row.end + size - 1) / size);
+        }
+        PyObject* ordered = PyList_New(n);
+        PyObject* lines = bytes(LINES * n * sizeof(int64_t));
+        PyObject* flat = bytes(3 * total * sizeof(int64_t));
+        PyObject* table = bytes(n * width * sizeof(int32_t));
+        PyObject* begun = nullptr;
+        if (ordered && lines && flat && table &&
+            fill(ordered, at<int64_t>(lines), at<int64_t>(flat), total, at<int32_t>(table), width, size, blank))
+            begun = bytes(begun_.size() * sizeof(int64_t));
+        if (!begun) {
+            for (PyObject* one : {ordered, lines, flat, table}) Py_XDECREF(one);
+            return nullptr;
+        }
+        std::copy(begun_.begin(), begun_.end(), at<int64_t>(begun));
+        return Py_BuildValue("(NNNNNn)", ordered, lines, flat, begun, table, static_cast<Py_ssize_t>(width));
+    }
+
+  private:
+    static PyObject* bytes(int64_t length) { return PyByteArray_FromStringAndSize(nullptr, length); }
+
+    template <class E>
+    static E* at(PyObject* bytes) { return reinterpret_cast<E*>(PyByteArray_AS_STRING(bytes)); }
+
+    bool take(PyObject* row) {  // (request, tokens, start, end, blocks, sample, state)
+        if (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 7) {
+            PyErr_SetString(PyExc_TypeError, "rows are tuples of seven");
+            return false;
+        }
+        FlatRow taken{row};
+        taken.start = PyLong_AsLongLong(PyTuple_GET_ITEM(row, 2));
+        taken.end = PyLong_AsLongLong(PyTuple_GET_ITEM(row, 3));
+        taken.sampled = PyObject_IsTrue(PyTuple_GET_ITEM(row, 5));
+        if (PyErr_Occurred()) return false;
+        if (PyObject_GetBuffer(PyTuple_GET_ITEM(row, 4), &taken.blocks, PyBUF_FORMAT | PyBUF_ND)) return false;
+        if (taken.blocks.itemsize != sizeof(int32_t) || !taken.blocks.format || std::strcmp(taken.blocks.format, "i")) {
+            PyBuffer_Release(&taken.blocks);
+            PyErr_SetString(PyExc_TypeError, "block tables are arrays of int32");
+            return false;
+        }
+        taken.tokens = PySequence_Fast(PyTuple_GET_ITEM(row, 1), "tokens are a sequence");
+        if (!taken.tokens) {
+            PyBuffer_Release(&taken.blocks);
+            return false;
+        }
+        const long long at = rows_.size(), held = taken.blocks.len / sizeof(int32_t);
+        const long long written = PySequence_Fast_GET_SIZE(taken.tokens);
+        rows_.push_back(taken);  // which holds what was taken, on every way out
+        if (taken.start >= 0 && taken.start < taken.end && taken.end <= written && (taken.end - 1) / size_ < held) return true;
+        PyErr_Format(PyExc_ValueError, "row %lld: positions %lld to %lld of %lld tokens in %lld blocks", at,
+                     (long long)taken.start, (long long)taken.end, written, held);
+        return false;
+    }
+
+    bool fill(PyObject* ordered, int64_t* lines, int64_t* flat, int64_t total, int32_t* table, int64_t width,
+              int64_t size, int32_t blank) {
+        const int64_t n = rows_.size();
+        int64_t first = 0;
+        for (int64_t i = 0; i < n; ++i, table += width) {
+            const FlatRow& row = rows_[order_[i]];
+            const int64_t needed = (row.end + size - 1) / size;
+            std::memcpy(table, row.blocks.buf, needed * sizeof(int32_t));
+            std::fill(table + needed, table + width, blank);
+            int64_t* line = lines + i;
+            line[ORDER * n] = order_[i];
+            line[START * n] = row.start;
+            line[END * n] = row.end;
+            line[FIRST * n] = first;
+            line[STOP * n] = first + row.count();
+            line[SAMPLED * n] = row.sampled;
+            for (int64_t position = row.start; position < row.end; ++position, ++first) {
+                const int64_t token = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(row.tokens, position));
+                if (token == -1 && PyErr_Occurred()) return false;
+                flat[first] = token;
+                flat[total + first] = position;
+                const int64_t block = table[position / size], slot = position % size;
+                flat[2 * total + first] = block * size + slot;
+                if (!slot && position + size > row.end) begun_.push_back(block);
+            }
+            Py_INCREF(row.row);
+            PyList_SET_ITEM(ordered, i, row.row);
+        }
+        return true;
+    }
+
+    int64_t size_ = 1;  // of a block
+    std::vector<FlatRow> rows_;
+    std::vector<int64_t> order_, begun_;
+};
+
+}  // namespace decant

@@ -1,0 +1,235 @@
+// A row's likeliest token, and its token drawn from the softmax of its scores. See engine/model/sampler.py.
+//
+//     scores   -> weights, e^((score - highest) / temperature): the highest weighs 1
+//     weights  -> the lowest that top-k, top-p and min-p keep: counts and sums of bins by size, then one bin is sorted
+//     number   -> where the running sum of what is kept passes that part of it: the piece first, then the place in it
+#pragma once
+
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "guard.h"
+#include "lanes.h"
+
+namespace decant {
+
+constexpr long SHARE = 1024;    // scores of which one maximum, weights of which one sum is found at a time
+constexpr int FINER = 20;       // a bin: weights with the same exponent and first three bits behind it
+constexpr long BINS = 0x3f800000 >> FINER;  // below that of a weight of 1, which is the highest there is
+
+inline float value(float score) { return score; }
+inline float value(uint16_t score) { return widen(score); }
+
+struct Highest {
+    float score;  // not a number where one of the scores is none
+    long place;   // the first that has it
+};
+
+// Scores are read once, and a second time only the piece that the highest is in.
+template <class E>
+Highest highest(const E* scores, long count) {
+    constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+    float best = LOWEST;
+    long piece = 0;
+    __m256 none = _mm256_setzero_ps();
+    for (long from = 0; from < count; from += SHARE) {
+        long to = std::min(from + SHARE, count), whole = from + (to - from) / 8 * 8;
+        __m256 lanes = _mm256_set1_ps(LOWEST);
+        for (long at = from; at < whole; at += 8) {
+            __m256 eight = wide(scores + at);
+            none = _mm256_or_ps(none, _mm256_cmp_ps(eight, eight, _CMP_UNORD_Q));
+            lanes = _mm256_max_ps(lanes, eight);
+        }
+        float each[8];
+        keep(each, lanes);
+        float most = *std::max_element(each, each + 8);
+        for (long at = whole; at < to; at++) {
+            float one = value(scores[at]);
+            if (one != one) return {one, at};
+            most = std::max(most, one);
+        }
+        if (most > best) best = most, piece = from;
+    }
+    if (_mm256_movemask_ps(none)) return {std::numeric_limits<float>::quiet_NaN(), 0};
+    while (value(scores[piece]) != best) piece++;
+    return {best, piece};
+}
+
+// Of each row of scores, `apart` numbers behind the one before. Whether all that was found is finite.
+template <class E>
+bool highest(const E* rows, float* scores, int64_t* places, long count, long vocabulary, long apart, int threads) {
+    #pragma omp parallel for num_threads(std::clamp<long>(count, 1, threads)) schedule(dynamic, 1)
+    for (long r = 0; r < count; r++) {
+        Highest found = highest(rows + r * apart, vocabulary);
+        scores[r] = found.score;
+        places[r] = found.place;
+    }
+    return std::all_of(scores, scores + count, [](float score) { return std::isfinite(score); });
+}
+
+// One row and how its token is drawn. As in engine/model/sampler.py.
+struct Drawn {
+    const void* scores;  // [vocabulary]
+    int64_t half;        // of bfloat16, else of float32
+    int64_t top_k;       // 0: all
+    double top_p, min_p, temperature, number;  // temperature 0: the first of the highest
+};
+
+inline void check(const Drawn& row) {
+    check_address("scores", row.scores);
+    require(row.half == 0 || row.half == 1, "half", "0 or 1", row.half);
+    check_count("top_k", row.top_k);
+    auto within = [](const char* field, double value, double least, double most) {
+        if (!(least <= value && value <= most)) throw std::invalid_argument(std::string(field) + ": out of range");
+    };
+    within("top_p", row.top_p, 0, 1);
+    within("min_p", row.min_p, 0, 1);
+    within("number", row.number, 0, 1);
+    within("temperature", row.temperature, 0, std::numeric_limits<float>::max());
+}
+
+class Draw {
+public:
+    // The place of the token among `count` scores.
+    long token(const Drawn& row, long count) {
+        return row.half ? token(row, static_cast<const uint16_t*>(row.scores), count)
+                        : token(row, static_cast<const float*>(row.scores), count);
+    }
+
+private:
+    std::vector<float> weights, members;
+    std::vector<double> ends, mass;
+    std::vector<long> held;
+
+    template <class E>
+    long token(const Drawn& row, const E* scores, long count) {
+        Highest top = highest(scores, count);
+        if (row.temperature == 0) return top.place;
+        if (!std::isfinite(top.score)) throw std::invalid_argument("scores: a highest one that is finite");
+        weigh(scores, count, top.score, float(row.temperature));
+        float lowest = float(row.min_p);
+        if ((0 < row.top_k && row.top_k < count) || row.top_p < 1) lowest = std::max(lowest, cut(row));
+        return place(lowest, row.number);
+    }
+
+    // Noughts fill the last share.
+    template <class E>
+    void weigh(const E* scores, long count, float highest, float temperature) {
+        weights.resize((count + SHARE - 1) / SHARE * SHARE);
+        __m256 top = _mm256_set1_ps(highest), heat = _mm256_set1_ps(temperature);
+        auto weight = [=](__m256 score) { return exponential(_mm256_div_ps(_mm256_sub_ps(score, top), heat)); };
+        long whole = count / 8 * 8;
+        for (long at = 0; at < whole; at += 8) keep(&weights[at], weight(wide(scores + at)));
+        for (long at = whole; at < count; at++)
+            weights[at] = _mm256_cvtss_f32(weight(_mm256_set1_ps(value(scores[at]))));
+        std::fill(weights.begin() + count, weights.end(), 0.0f);
+    }
+
+    static long bin(float weight) {
+        uint32_t word;
+        std::memcpy(&word, &weight, 4);
+        return word >> FINER;
+    }
+
+    // The lowest weight that top-k and top-p keep.
+    float cut(const Drawn& row) {
+        held.assign(BINS + 1, 0);
+        mass.assign(BINS + 1, 0.0);
+        for (float weight : weights) {
+            held[bin(weight)]++;
+            mass[bin(weight)] += weight;
+        }
+        Kept kept{0, std::accumulate(mass.begin(), mass.end(), 0.0)};
+        if (row.top_k > 0) kept = first(row.top_k);
+        return row.top_p < 1 ? std::max(kept.lowest, likeliest(row.top_p * kept.sum)) : kept.lowest;
+    }
+
+    struct Kept { float lowest; double sum; };
+
+    // The k highest weights, and what equals the last of them. Bin 0 weighs nought: all of it may stay.
+    Kept first(long k) {
+        double sum = 0;
+        for (long b = BINS; b > 0; b--) {
+            if (held[b] >= k) {
+                sort(b);
+                float lowest = members[k - 1];
+                for (float one : members) sum += one >= lowest ? one : 0;
+                return {lowest, sum};
+            }
+            k -= held[b];
+            sum += mass[b];
+        }
+        return {0, sum + mass[0]};
+    }
+
+    // The last of the fewest weights, highest first, that together are as much as `enough`.
+    float likeliest(double enough) {
+        for (long b = BINS; b > 0; b--) {
+            if (mass[b] >= enough) {
+                sort(b);
+                size_t at = 0;
+                while (at + 1 < members.size() && members[at] < enough) enough -= members[at++];
+                return members[at];
+            }
+            enough -= mass[b];
+        }
+        return 0;
+    }
+
+    // What a bin holds, the highest first.
+    void sort(long b) {
+        members.clear();
+        for (float weight : weights)
+            if (bin(weight) == b) members.push_back(weight);
+        std::sort(members.begin(), members.end(), std::greater<float>());
+    }
+
+    // Where the running sum of the weights from `lowest` up passes the part `number` of their sum.
+    long place(float lowest, double number) {
+        ends.clear();
+        double sum = 0;
+        for (size_t share = 0; share < weights.size(); share += SHARE) ends.push_back(sum += kept(&weights[share], lowest));
+        double target = number * sum;
+        long share = std::min<long>(std::upper_bound(ends.begin(), ends.end(), target) - ends.begin(), ends.size() - 1);
+        while (share > 0 && ends[share] == ends[share - 1]) share--;  // nothing is kept there
+        double before = share ? ends[share - 1] : 0;
+        double part = (target - before) / (ends[share] - before);
+        const float* from = &weights[share * SHARE];
+        double within = 0, passed = 0;
+        for (long at = 0; at < SHARE; at++) within += from[at] >= lowest ? from[at] : 0;
+        long last = 0;
+        for (long at = 0; at < SHARE; at++) {
+            if (from[at] < lowest || from[at] == 0) continue;
+            last = at;
+            if ((passed += from[at]) > part * within) break;
+        }
+        return share * SHARE + last;
+    }
+
+    // The sum of a share's weights from `lowest` up.
+    static double kept(const float* from, float lowest) {
+        __m256 lanes = _mm256_setzero_ps(), least = _mm256_set1_ps(lowest);
+        for (long at = 0; at < SHARE; at += 8) {
+            __m256 weight = _mm256_loadu_ps(from + at);
+            lanes = _mm256_add_ps(lanes, _mm256_and_ps(weight, _mm256_cmp_ps(weight, least, _CMP_GE_OQ)));
+        }
+        return sum(lanes);
+    }
+};
+
+// A token for each row, into `tokens`; every row by itself.
+inline void draw(const Drawn* rows, int64_t* tokens, long count, long vocabulary, int threads) {
+    for (long r = 0; r < count; r++) check(rows[r]);
+    Guard guard;
+    #pragma omp parallel for num_threads(std::clamp<long>(count, 1, threads)) schedule(dynamic, 1)
+    for (long r = 0; r < count; r++)
+        guard.run([&] {
+            static thread_local Draw drawer;  // its memory is taken once
+            tokens[r] = drawer.token(rows[r], vocabulary);
+        });
+    guard.rethrow();
+}
+
+}  // namespace decant

@@ -1,0 +1,129 @@
+"""What a layer may see, learnt from transformers' own mask functions rather than from attribute names."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.masking_utils import AttentionMaskInterface
+
+from decant.engine.errors import ModelRefused
+from decant.engine.kv_layout import LayerSpec
+from decant.engine.model.attention import NAME, AttentionCall
+
+MaskFunction = Callable[..., torch.Tensor]
+"""transformers' (batch, head, query position, key position) -> visible."""
+
+
+class Kind(enum.Enum):
+    FULL = "full"
+    SLIDING = "sliding"
+    CHUNKED = "chunked"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWindow:
+    """The keys that a query at position q sees: from ``first(q)`` to q.
+
+    FULL from 0; SLIDING the last ``size`` positions; CHUNKED from the start of q's chunk of ``size``.
+    """
+
+    kind: Kind = Kind.FULL
+    size: int = 0
+
+    def first(self, positions: torch.Tensor) -> torch.Tensor:
+        """First visible key of each query position, same shape."""
+        match self.kind:
+            case Kind.FULL:
+                return torch.zeros_like(positions)
+            case Kind.SLIDING:
+                return (positions - self.size + 1).clamp(min=0)
+            case Kind.CHUNKED:
+                return positions // self.size * self.size
+
+
+def fit(visible: MaskFunction, window: int) -> AttentionWindow | None:
+    """The view that agrees with a mask function on a sample of query positions below ``window``, if one does."""
+    last = torch.tensor(window - 1)
+    queries = torch.unique(torch.linspace(0, window - 1, 64).long().clamp(max=window - 1))
+    keys = torch.arange(window)
+    seen = torch.stack([_row(visible, query, keys) for query in queries])
+    first = int(_row(visible, last, keys).int().argmax())
+    for view in _candidates(window, first, seen, queries):
+        expected = (keys >= view.first(queries)[:, None]) & (keys <= queries[:, None])
+        if torch.equal(seen, expected):
+            return view
+    return None
+
+
+def _candidates(window: int, first: int, seen: torch.Tensor, queries: torch.Tensor) -> Iterator[AttentionWindow]:
+    yield AttentionWindow()
+    yield AttentionWindow(Kind.SLIDING, window - first)
+    starts = {int(row.int().argmax()) for row in seen} - {0}
+    if starts:
+        yield AttentionWindow(Kind.CHUNKED, min(starts) if len(starts) == 1 else _step(sorted(starts)))
+
+
+def _step(starts: list[int]) -> int:
+    """The chunk of which all chunk starts are multiples."""
+    size = starts[0]
+    for start in starts[1:]:
+        size = int(torch.gcd(torch.tensor(size), torch.tensor(start)))
+    return size
+
+
+def _row(visible: MaskFunction, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    zero = torch.tensor(0)
+    answer = torch.as_tensor(visible(zero, zero, query, keys))
+    return answer.bool().expand(keys.shape)
+
+
+@contextmanager
+def mask_markers() -> Iterator[dict[int, MaskFunction]]:
+    """While open, models that attend as ``NAME`` get, in place of a mask, a marker of the function behind it.
+
+    Yields marker id -> mask function. Outside, no mask is built at all.
+    """
+    markers: dict[int, MaskFunction] = {}
+    kept: list[torch.Tensor] = []
+
+    def mark(*_: Any, mask_function: MaskFunction, **__: Any) -> torch.Tensor:
+        kept.append(torch.zeros(1, 1, 1, 1))
+        markers[id(kept[-1])] = mask_function
+        return kept[-1]
+
+    AttentionMaskInterface.register(NAME, mark)
+    try:
+        yield markers
+    finally:
+        del AttentionMaskInterface._global_mapping[NAME]
+
+
+class Recorder:
+    """Stands in for attention for one pass and notes what each layer passes; answers zeros."""
+
+    def __init__(self, model: str, markers: dict[int, MaskFunction], window: int) -> None:
+        self.views: list[AttentionWindow] = []
+        self.specs: list[LayerSpec] = []
+        self._model = model
+        self._markers = markers
+        self._window = window
+        self._fitted: dict[int, AttentionWindow] = {}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        function = self._markers.get(id(call.mask))
+        if function is None:
+            raise ModelRefused(self._model, f"layer {call.layer} does not take its mask from transformers' functions")
+        if id(function) not in self._fitted:
+            view = fit(function, self._window)
+            if view is None:
+                raise ModelRefused(self._model, f"layer {call.layer} sees neither all, nor a window, nor a chunk")
+            self._fitted[id(function)] = view
+        self.views.append(self._fitted[id(function)])
+        self.specs.append(LayerSpec(call.key.shape[1], call.key.shape[3], call.value.shape[3]))
+        _, heads, tokens, _ = call.query.shape
+        return call.query.new_zeros(1, tokens, heads, call.value.shape[3])

@@ -1,0 +1,152 @@
+"""A Hugging Face checkpoint becomes a device: loaded, learnt, made row-safe, probed, and given blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from decant.engine.checkpoint import checkpoint
+from decant.engine.checkpoint.checkpoint import DTYPES
+from decant.engine.costs import StepCostModel
+from decant.engine.cpu import fused_layer as layer
+from decant.engine.cpu import fused_ops as small
+from decant.engine.cpu import linear as linears
+from decant.engine.errors import InvalidConfig, check_whole
+from decant.engine.kv_layout import KvLayout
+from decant.engine.model import rope
+from decant.engine.model.attention.paged import TILE
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.probe import ProbeResult, alone, check_attention, learn, probe, table, trials
+from decant.engine.model.recurrent_state import refuse_other_state
+from decant.engine.model.runner import ModelRunner
+from decant.engine.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What to serve and with how much memory.
+
+    model       a folder or a hub name; ``revision`` pins the latter
+    dtype       "auto" (the checkpoint's; float16 becomes bfloat16 on a CPU), or a name in DTYPES
+    device      "auto" (CUDA when there is one), "cpu", "cuda", "cuda:1", ...
+    window      longest sequence served, in tokens; None: what the checkpoint names
+    kv_bytes    memory for the blocks
+    block_size  tokens per block: a power of two of at most 128
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    window: int | None = None
+    kv_bytes: int = 1 << 30
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise InvalidConfig("dtype", f"auto or one of {', '.join(DTYPES)}", self.dtype)
+        check_whole("block_size", self.block_size, least=1)
+        if self.block_size not in (1, 2, 4, 8, 16, 32, 64, TILE):
+            raise InvalidConfig("block_size", f"a power of two of at most {TILE}", self.block_size)
+        if self.window is not None:
+            check_whole("window", self.window, least=1)
+        check_whole("kv_bytes", self.kv_bytes, least=1)
+
+
+@dataclass(slots=True)
+class ModelDevice:
+    """A served model with its blocks: the ``Device`` of an engine.
+
+    ``verdict`` is what the probe found; ``costs`` are unknown until ``warm_start`` measured them.
+    """
+
+    store: KvStore
+    runner: ModelRunner
+    window: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    layout: str
+    equal_bits: bool
+    verdict: ProbeResult
+    model: torch.nn.Module = field(repr=False)
+    costs: StepCostModel = field(default_factory=StepCostModel)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.store.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.store.layout.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self.store.block_bytes
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.runner.run(plan)
+
+    def read(self, block: int) -> memoryview:
+        return self.store.read(block)
+
+    def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
+        self.store.write(block, data)
+
+
+HASHED, READ = 5, 20
+"""Percent of a load that is done when the weight files are hashed, and when they are read."""
+
+
+def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: None) -> ModelDevice:
+    """Load a checkpoint and decide whether it is served. Raises ModelRefused, InvalidConfig.
+
+    Order matters: the reference is computed by transformers' own attention before anything is replaced. `progress` is
+    called with the part of the steps that is done, in percent.
+    """
+    progress(0)
+    device = checkpoint.choose_device(config.device)
+    source = checkpoint.open(config.model, config.revision)
+    dtype = source.choose_dtype(config.dtype, device)
+    window = source.choose_window(config.window)
+    weights = source.weights()
+    progress(HASHED)
+    model = source.read(dtype, device)
+    progress(READ)
+    with checkpoint.refusing(source.name, "its rotary scaling can't be frozen"):
+        rope.freeze(model, window)
+    refuse_other_state(model, source.name, trials(model, window)[0].tokens)
+    progress(40)
+    reference = alone(model, source.name, window)
+    progress(60)
+    views, specs = learn(model, source.name, window)
+    progress(70)
+    layout = KvLayout(specs, config.block_size, dtype.itemsize)
+    if config.kv_bytes < layout.block_bytes:
+        raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
+    difference = check_attention(model, source.name, layout, views, reference, window)
+    progress(80)
+    if device.type == "cpu":
+        with checkpoint.refusing(source.name, "laying its weights out failed"):
+            linears.pack(model)
+        small.fuse(model, dtype)
+        layer.fuse(model, dtype)
+    weights.check_unchanged(source.name)  # only now are all of them copied from the mapped files
+    progress(90)
+    exact = probe(model, source.name, layout, views, reference, window)
+    progress(98)
+    eos = source.eos_token_ids(model)
+    store = KvStore(layout, config.kv_bytes // layout.block_bytes, dtype, device)
+    store.settle()
+    return ModelDevice(
+        store=store,
+        runner=ModelRunner(model, store, views, eos),
+        window=window,
+        vocab_size=table(model).num_embeddings,
+        eos_token_ids=eos,
+        layout=checkpoint.layout_hash(weights, layout, window, dtype, device),
+        equal_bits=device.type == "cpu",
+        verdict=ProbeResult(exact, difference),
+        model=model,
+    )

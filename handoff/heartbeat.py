@@ -1,0 +1,25 @@
+"""The end of a fetch that has gone silent, noticed by the other end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from decant.handoff.errors import HandoffFailed
+from decant.protos import worker_pb2 as wire
+from decant.runtime.heartbeat import SILENT_SECONDS, loop_timeout
+
+T = TypeVar("T")
+
+
+async def heard(messages: AsyncIterator[T], who: str, seconds: float = SILENT_SECONDS) -> AsyncIterator[T]:
+    """The messages of a peer that sends heartbeats. Raises HandoffFailed (PEER_LOST) after ``seconds`` of silence."""
+    while True:
+        try:
+            async with loop_timeout(seconds):  # wait_for may lose a cancellation that comes with a message
+                message = await anext(messages, None)
+        except TimeoutError:
+            raise HandoffFailed(wire.CAUSE_PEER_LOST, f"{who} was silent for {seconds:g} s") from None
+        if message is None:
+            return
+        yield message

@@ -1,0 +1,205 @@
+"""The taking end: pulls a cache into room that is already reserved, and joins the sequence when the seal agrees.
+
+reserve ──> Open(have) ──> kv_chunk: verify, write, acknowledge ... ──> seal: join ──> taken, and Release(owned)
+                                 │ corrupt, silent, closed                             or
+                                 └────────────> abort: the room is free ──> failed, and Release(abandoned)
+
+The word to the giver is on its way when the caller goes on: a joined sequence decodes, however long its giver takes to
+hear of it, or whether it still lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from decant.engine.errors import EngineError, OutOfBlocks, TransferRejected
+from decant.engine.loop import EngineLoop
+from decant.engine.transfer import IncomingSequence
+from decant.engine.transfer import TransferCommit as EngineSeal
+from decant.handoff.codec import Received
+from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
+from decant.handoff.heartbeat import heard
+from decant.handoff.packing import TransferLayout, Unpacker
+from decant.handoff.transport import KvSource
+from decant.protos import worker_pb2 as wire
+from decant.runtime.heartbeat import HEARTBEAT_SECONDS
+from decant.runtime.peer import UnknownMessages
+
+RELEASE_SECONDS = 2.0
+"""How long the word to the giver may take; its lease ends without it as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """A sequence that is this worker's now. ``received`` counts bytes of cache; times in seconds.
+
+    ``logprobs``: of output tokens that asked for them; an entry is its token's index in ``output``.
+    """
+
+    output: tuple[int, ...]
+    logprobs: tuple[wire.TokenLogprobs, ...]
+    received: int
+    opened: float
+    owned: float
+
+
+class KvReceiver:
+    """Fetches caches for one worker. ``peer`` is this worker's life, ``beat`` what it says of itself meanwhile.
+
+    Its last words to givers are its own until ``close``, which takes at most RELEASE_SECONDS.
+    """
+
+    def __init__(
+        self, loop: EngineLoop, shape: TransferLayout, peer: wire.Peer, beat: Callable[[], wire.Heartbeat]
+    ) -> None:
+        self._loop = loop
+        self._shape = shape
+        self._peer = peer
+        self._beat = beat
+        self._last_words: set[asyncio.Task[None]] = set()
+
+    async def take(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
+        """Fetch what ``ticket`` opens into ``arrival`` and join it. Owns the arrival: joined or aborted at its end.
+
+        Raises HandoffFailed, and NothingLeft when the giver's sequence ended by itself. Either way, and when it is
+        cancelled, the room is free and the giver is being told.
+        """
+        outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
+        try:
+            taken = await self._fetch(source, ticket, arrival)
+            outcome = wire.ReleaseRequest.OUTCOME_OWNED
+            return taken
+        finally:
+            if outcome == wire.ReleaseRequest.OUTCOME_ABANDONED:
+                self._loop.post(lambda _: arrival.abort())
+            self._tell(source, ticket, outcome)
+
+    def give_up(self, source: KvSource, ticket: wire.Ticket) -> None:
+        """Nobody comes for this cache: its giver need not wait for the lease. May be repeated."""
+        self._tell(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
+
+    async def close(self) -> None:
+        """Wait until givers were told, or could not be; whatever is being taken has to be over before."""
+        if self._last_words:
+            await asyncio.wait(self._last_words)
+
+    def _tell(self, source: KvSource, ticket: wire.Ticket, outcome: wire.ReleaseRequest.Outcome) -> None:
+        release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, receiver=self._peer, outcome=outcome)
+
+        async def tell() -> None:
+            with contextlib.suppress(ConnectionError):  # the lease ends by itself
+                await source.release(release, RELEASE_SECONDS)
+
+        telling = asyncio.create_task(tell())
+        self._last_words.add(telling)
+        telling.add_done_callback(self._last_words.discard)
+
+    async def _fetch(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
+        unpacker = Unpacker(ticket.run, self._shape)
+        fetch = _Fetch(arrival, unpacker, ticket.sender.id)
+        opened = asyncio.get_running_loop().time()
+        requests = fetch.requests(self._open(ticket, arrival), self._beat)
+        try:
+            async for received in heard(source.fetch(requests), f"sender {ticket.sender.id}"):
+                await self._make_room(arrival, received.response)
+                seal = fetch.hear(received)
+                if seal is not None:
+                    output = await self._join(arrival, seal)
+                    logprobs = tuple(received.response.commit.outputs[0].logprobs)
+                    return TransferResult(
+                        output, logprobs, unpacker.received, opened, asyncio.get_running_loop().time()
+                    )
+        except OutOfBlocks as error:
+            raise HandoffFailed(wire.CAUSE_BUSY, f"it grew, and there is no room: {error}", self._peer) from error
+        except TransferRejected as error:
+            raise HandoffFailed(wire.CAUSE_CORRUPT, str(error)) from error
+        except EngineError as error:
+            raise HandoffFailed(wire.CAUSE_ENGINE, str(error)) from error
+        except ConnectionError as error:
+            raise HandoffFailed(wire.CAUSE_PEER_LOST, str(error), ticket.sender) from error
+        raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch ended without a seal", ticket.sender)
+
+    async def _make_room(self, arrival: IncomingSequence, response: wire.FetchResponse) -> None:
+        """A sequence that is written on while it is given grows beyond the room that its ticket asked for."""
+        run = response.kv_chunk
+        size = self._shape.block_size
+        filled = run.first_position // size + len(run.block_checksums)
+        if filled > arrival.room and not arrival.closed:
+            await self._loop.call(lambda _: arrival.extend(filled * size - 1))
+
+    async def _join(self, arrival: IncomingSequence, seal: EngineSeal) -> tuple[int, ...]:
+        """Make the sequence exist. Should the caller be gone by then, it ends again at once."""
+        await self._loop.call(
+            lambda engine: engine.join(arrival, seal), undo=lambda engine, _: engine.cancel(arrival.id)
+        )
+        return seal.output
+
+    def _open(self, ticket: wire.Ticket, arrival: IncomingSequence) -> wire.Open:
+        return wire.Open(
+            ticket=ticket.id,
+            run=ticket.run,
+            receiver=self._peer,
+            sender=ticket.sender,
+            layout=self._shape.layout,
+            salt=arrival.sequence.request.salt,
+            cached_blocks=arrival.have,
+        )
+
+
+class _Fetch:
+    """One fetch: what came, and what is to be acknowledged."""
+
+    def __init__(self, arrival: IncomingSequence, unpacker: Unpacker, sender: str) -> None:
+        self._arrival = arrival
+        self._unknown = UnknownMessages(sender)
+        self._unpacker = unpacker
+        self._messages = 0
+
+    async def requests(
+        self, opening: wire.Open, beat: Callable[[], wire.Heartbeat]
+    ) -> AsyncIterator[wire.FetchRequest]:
+        """What the taker says: open, then at every beat what came since the last, or that it lives.
+
+        A lease is longer than many beats; an acknowledgement of each message would cost both ends more than a sum.
+        """
+        yield wire.FetchRequest(open=opening)
+        acknowledged = 0
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            if acknowledged == self._messages:
+                yield wire.FetchRequest(heartbeat=beat())
+            else:
+                acknowledged = self._messages
+                yield wire.FetchRequest(ack=wire.Ack(kv_chunks=acknowledged))
+
+    def hear(self, received: Received) -> EngineSeal | None:
+        """Take one message in; the seal when it is that. Raises HandoffFailed, NothingLeft, TransferRejected."""
+        response = received.response
+        match response.WhichOneof("message"):
+            case "kv_chunk":
+                for block in self._unpacker.unpack(response.kv_chunk, received.data):
+                    self._arrival.write(block.index, block.data, block.checksum)
+                self._messages += 1
+            case "commit":
+                return self._seal(response.commit)
+            case "closed" if response.closed.HasField("failure"):
+                raise HandoffFailed.of(response.closed.failure)
+            case "closed":
+                raise SequenceAlreadyFinished
+            case None:
+                self._unknown.ignore()
+        return None
+
+    def _seal(self, seal: wire.TransferCommit) -> EngineSeal:
+        if len(seal.outputs) != 1:
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal of {len(seal.outputs)} outputs")
+        tokens = seal.outputs[0].tokens
+        if len(tokens) % 4 or seal.prompt_tokens != self._arrival.sequence.request.prompt_len:
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal for a prompt of {seal.prompt_tokens} tokens")
+        if any(len(one.top_ids) != len(one.top_logprobs) for one in seal.outputs[0].logprobs):
+            raise HandoffFailed(wire.CAUSE_CORRUPT, "a seal whose top_ids and top_logprobs differ in number")
+        return EngineSeal(seal.computed, struct.unpack(f"<{len(tokens) // 4}I", tokens), seal.checksum)

@@ -1,0 +1,87 @@
+"""How long a new request would wait before a worker begins with it, from how long others have waited of late.
+
+    seconds waited
+       |        x /      what begun requests waited, by how many were ahead of each when it came
+       |     x /x        the line through the newest of them, at the number that waits now, is the prediction
+       |  x /x
+       |__/_________
+         requests ahead
+
+Nothing is predicted while no request has waited for long: short waits at little load say nothing of long queues.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from itertools import count
+
+from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY
+from decant.router.placement.cost_model import DecayedRegression
+
+LONG_SECONDS = 1.0
+"""A request that has waited for so long shows that there is a queue."""
+
+
+class Wait:
+    """One request's, from its arrival until a worker begins with it or it is over."""
+
+    def __init__(self, waits: Waits, position: tuple[float, int], ahead: int, since: float) -> None:
+        self._waits: Waits | None = waits
+        self.position = position
+        self.ahead = ahead
+        self.since = since
+
+    def begun(self) -> None:
+        """A worker has begun with it. May be said again."""
+        self._end(is_measured=True)
+
+    def over(self) -> None:
+        """It is over, or another router's. May be said again."""
+        self._end(is_measured=False)
+
+    def _end(self, *, is_measured: bool) -> None:
+        if self._waits is not None:
+            waits, self._waits = self._waits, None
+            waits.remove(self, is_measured=is_measured)
+
+
+class Waits:
+    """Of one model's requests at this router. ``now`` is a monotonic clock in seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._measured = DecayedRegression()
+        self._positions: list[tuple[float, int]] = []  # sorted: who goes first stands first
+        self._oldest: dict[Wait, None] = {}  # in the order of arrival
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def enter(self, priority: int) -> Wait:
+        """A request has been accepted."""
+        now = self._now()
+        position = (now - priority * SECONDS_PER_PRIORITY, next(self._numbers))
+        wait = Wait(self, position, bisect_left(self._positions, position), now)
+        insort(self._positions, position)
+        self._oldest[wait] = None
+        return wait
+
+    def remove(self, wait: Wait, *, is_measured: bool) -> None:
+        """Called by the wait that is over."""
+        del self._positions[bisect_left(self._positions, wait.position)]
+        del self._oldest[wait]
+        if is_measured:
+            now = self._now()
+            self._measured.add(wait.ahead, now - wait.since, now)
+
+    def predicted(self, priority: int) -> float:
+        """Seconds that a request of that priority would wait if it came now; 0 where that is not known."""
+        now = self._now()
+        oldest = next(iter(self._oldest), None)
+        if oldest is None or now - oldest.since < LONG_SECONDS or not self._measured.is_known(now):
+            return 0.0
+        fixed, each = self._measured.line
+        ahead = bisect_left(self._positions, (now - priority * SECONDS_PER_PRIORITY,))
+        return fixed + each * ahead

@@ -1,0 +1,73 @@
+"""Where a request stands, for a client that asks: its state, its times, and its result so far."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from decant.protos import inference_pb2 as pb
+from decant.protos.state_pb2 import RequestRecord
+from decant.router.api.response_writer import ResponseWriter
+from decant.router.api.usage import RecordedMeter
+from decant.router.execution.token_stream import TokenStream
+from decant.router.recovery.restore import stored_as
+from decant.router.text.served_model import ServedModel
+from decant.runtime.error_details import to_status
+from decant.runtime.errors import Cancelled, ServiceError
+from decant.state.ids import State
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """A request at one instant. ``expires_in_s`` counts from now; None before its end."""
+
+    course: TokenStream
+    state: State
+    record: RequestRecord
+    expires_in_s: float | None
+
+
+async def generation(standing: RequestSnapshot, model: ServedModel) -> pb.Generation:
+    course, record = standing.course, standing.record
+    told = pb.Generation(
+        request_id=course.request.key.id,
+        state=standing.state,
+        last_seq=len(course.tokens),
+        result=await _result(course, model),
+        create_time=record.create_time,
+        transitions=record.transitions,
+    )
+    if standing.expires_in_s is not None:
+        told.expire_time.FromDatetime(datetime.now(UTC) + timedelta(seconds=standing.expires_in_s))
+    if isinstance(course.end, ServiceError):
+        told.error.CopyFrom(to_status(course.end.fault))
+    return told
+
+
+async def _result(course: TokenStream, model: ServedModel) -> pb.GenerateResponse:
+    """What a stream that stopped here would have brought, joined."""
+    so_far = copy.copy(course)
+    so_far.tokens = list(course.tokens)
+    so_far.end = Cancelled() if course.end is None else course.end
+    work = course.request.engine_request
+    result = pb.GenerateResponse(request_id=course.request.key.id, model=model.id, seed=work.sampling.seed)
+    output = result.outputs.add()
+
+    async def join(message: pb.GenerateStreamResponse) -> None:
+        output.text += message.delta.text
+        output.token_ids.extend(message.delta.token_ids)
+        output.logprobs.extend(message.delta.logprobs)
+        result.prompt_logprobs.extend(message.started.prompt_logprobs)
+
+    account = RecordedMeter(so_far)
+    with suppress(ServiceError):  # what is written stays readable, however it ended
+        await ResponseWriter(so_far, model).stream(join, account)
+    result.usage.CopyFrom(account.usage())
+    if course.end is not None:
+        result.receipt.CopyFrom(account.receipt())
+        finished = stored_as(course.end)[1]
+        if finished is not None:
+            output.finished.CopyFrom(finished)
+    return result

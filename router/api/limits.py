@@ -1,0 +1,82 @@
+"""What one request may ask of this router, beyond what its model allows."""
+
+from __future__ import annotations
+
+import math
+
+from decant.protos import inference_pb2 as pb
+from decant.runtime.errors import InvalidArgument
+
+MAX_REQUEST_BYTES = 16 * 1024 * 1024
+MAX_REQUEST_ID_BYTES = 128
+MAX_MESSAGES = 4096
+MAX_OUTPUTS = 1
+MAX_LOGPROBS = 20
+MAX_STOP_TEXTS = 16
+MAX_STOP_TEXT_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_PRIORITY = 1000
+MAX_DETACH_TTL_MS = 3_600_000
+
+_RANGES = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "top_k": (0, 2**31 - 1),
+}
+_ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
+
+
+def check_sampling(params: pb.SamplingParams) -> None:
+    """Raises InvalidArgument for a field that is set and out of range; `n`, `seed` and the bias aside."""
+    for name, (low, high) in _RANGES.items():
+        within(f"sampling.{name}", getattr(params, name), low, high)
+    for name, high in _ABOVE_ZERO.items():
+        value = getattr(params, name)
+        if params.HasField(name) and not 0.0 < value <= high:
+            raise InvalidArgument(f"sampling.{name}", f"above 0, to {high:g}", value)
+
+
+def check_size(request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> None:
+    """Raises InvalidArgument for what takes long to look at. So it comes before everything else."""
+    at_most(request.DESCRIPTOR.name, request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
+    if not isinstance(request, pb.DetokenizeRequest):
+        at_most("messages.messages", len(request.messages.messages), MAX_MESSAGES, "messages")
+
+
+def check_id(request_id: str) -> None:
+    """Raises InvalidArgument for an id that no request may have."""
+    at_most("request_id", len(request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
+
+
+def within(field: str, value: float, low: float, high: float) -> None:
+    """Raises InvalidArgument."""
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidArgument(field, f"{low:.10g} to {high:.10g}", value)
+
+
+def at_most(field: str, count: int, limit: int, what: str) -> None:
+    """Raises InvalidArgument."""
+    if count > limit:
+        raise InvalidArgument(field, f"at most {limit} {what}", count)
+
+
+def limits(*, max_queued_requests: int, resume_grace_ms: int, result_ttl_ms: int) -> pb.Limits:
+    """As clients are told. What stays 0 belongs to fields that are refused."""
+    return pb.Limits(
+        max_request_bytes=MAX_REQUEST_BYTES,
+        max_request_id_bytes=MAX_REQUEST_ID_BYTES,
+        max_outputs=MAX_OUTPUTS,
+        max_logprobs=MAX_LOGPROBS,
+        max_stop_texts=MAX_STOP_TEXTS,
+        max_stop_text_bytes=MAX_STOP_TEXT_BYTES,
+        max_stop_token_ids=MAX_STOP_TOKEN_IDS,
+        max_logit_bias_entries=MAX_LOGIT_BIAS_ENTRIES,
+        max_detach_ttl_ms=MAX_DETACH_TTL_MS,
+        resume_grace_ms=resume_grace_ms,
+        result_ttl_ms=result_ttl_ms,
+        max_queued_requests=max_queued_requests,
+        max_messages=MAX_MESSAGES,
+    )

@@ -1,0 +1,180 @@
+"""A course as its client reads it: a stream of messages, or one response.
+
+    course: tokens t0 t1 t2 t3 t4 ... end        read at the client's pace
+            started, delta(t0), delta(t1 t2 t3), delta(t4 and what was held back), finished
+
+All tokens that are there go into one delta, up to MAX_DELTA_TOKENS, so a slow reader gets fewer and larger ones. What
+text a token adds is decided by the tokens and the request alone: one that stops has none, and the last that can be
+written brings what was held back, whether or not the end is known yet. So a reader may begin after any token, and gets
+the rest of the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.api.usage import RequestMeter
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.token_writer import unpack
+from decant.router.text.detokenizer import TokenTable
+from decant.router.text.output_text import begin_text
+from decant.router.text.served_model import ServedModel
+from decant.runtime.errors import InvalidArgument, ServiceError
+
+MAX_DELTA_TOKENS = 1024
+"""In one message: with 20 alternatives each about 1 MiB, a quarter of what gRPC's clients receive by default."""
+
+Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
+"""Sends a message; it has been serialized when this returns."""
+
+
+class ResponseWriter:
+    """One course being read, once; a stream begins after ``after_seq`` tokens, which its reader has."""
+
+    __slots__ = ("_course", "_model", "_read", "_text", "_wanted")
+
+    def __init__(self, course: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
+        self._course = course
+        self._model = model
+        self._wanted = wanted = course.request.wanted
+        self._read = after_seq
+        self._text = begin_text(model, wanted, course.request.engine_request.stopping) if wanted.text else None
+
+    async def stream(self, write: Write, account: RequestMeter) -> Finish:
+        """Writes all messages; returns how it ended. Raises the course's error, what `write` raises, and
+        InvalidArgument where the course ends before `after_seq`."""
+        course = self._course
+        message = pb.GenerateStreamResponse(request_id=course.request.key.id, seq=self._read)
+        chunk = min(self._wanted.min_chunk_tokens, MAX_DELTA_TOKENS)
+        await course.beyond(self._read - 1 if self._read else chunk - 1)
+        self._pass_over(self._read)
+        await course.explained()
+        if course.tokens:
+            message.started.CopyFrom(self._started())
+            await write(message)
+        while not self._is_read:
+            await course.beyond(self._read + chunk - 1)
+            if tokens := self._fill(message):
+                await write(message)
+                account.sent(tokens)
+        ended = self._ended()
+        if self._text is not None and (rest := self._text.end()):
+            message.delta.CopyFrom(pb.Delta(text=rest))
+            await write(message)
+        message.finished.CopyFrom(ended.finished())
+        message.usage.CopyFrom(account.usage())
+        message.receipt.CopyFrom(account.receipt())
+        await write(message)
+        return ended
+
+    async def whole(self, account: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
+        """The answer at once, from its beginning, and how it ended. Raises the course's error."""
+        course, wanted = self._course, self._wanted
+        while course.end is None:
+            await course.beyond(len(course.tokens))
+        ended = self._ended()
+        text = "" if self._text is None else wanted.echo + self._text.add(course.tokens) + self._text.end()
+        if course.tokens:
+            account.sent(len(course.tokens))
+        output = pb.Output(
+            text=text,
+            token_ids=course.tokens if wanted.token_ids else (),
+            logprobs=self._logprobs(0, len(course.tokens)) if wanted.logprobs is not None else (),
+            finished=ended.finished(),
+        )
+        response = pb.GenerateResponse(
+            request_id=course.request.key.id,
+            model=self._model.id,
+            outputs=[output],
+            usage=account.usage(),
+            receipt=account.receipt(),
+            seed=course.request.engine_request.sampling.seed,
+            prompt_logprobs=self._prompt_logprobs(),
+        )
+        return response, ended
+
+    @property
+    def _is_read(self) -> bool:
+        return self._course.end is not None and self._read == len(self._course.tokens)
+
+    def _pass_over(self, count: int) -> None:
+        """These tokens are the reader's already, and so is their text."""
+        tokens = self._course.tokens
+        if count > len(tokens):
+            self._ended()
+            raise InvalidArgument("after_seq", f"at most {len(tokens)}, which is all that was written", count)
+        if self._text is not None:
+            self._text.add(tokens[:count])
+
+    def _fill(self, message: pb.GenerateStreamResponse) -> int:
+        """Makes `message` the delta of what is there and not read, up to MAX_DELTA_TOKENS; returns how many tokens.
+        Per token of a stream this is what is done, so nothing is made that the message has already."""
+        wanted, read = self._wanted, self._read
+        tokens = self._course.tokens[read : read + MAX_DELTA_TOKENS]
+        count = len(tokens)
+        if not count:
+            return 0
+        self._read = message.seq = read + count
+        delta = message.delta
+        delta.num_tokens = count
+        if self._text is not None:
+            text = self._text.add(tokens)
+            delta.text = text if read else wanted.echo + text
+        if wanted.token_ids:
+            delta.token_ids[:] = tokens
+        if wanted.logprobs is not None:
+            del delta.logprobs[:]
+            delta.logprobs.extend(self._logprobs(read, read + count))
+        return count
+
+    def _ended(self) -> Finish:
+        """How it ended well. Raises the course's error."""
+        end = self._course.end
+        if isinstance(end, ServiceError):
+            raise end
+        assert end is not None
+        return end
+
+    def _started(self) -> pb.Started:
+        course = self._course
+        return pb.Started(
+            model=self._model.id,
+            prompt_tokens=course.request.prompt_tokens,
+            cached_tokens=course.cached_tokens,
+            seed=course.request.engine_request.sampling.seed,
+            prompt_logprobs=self._prompt_logprobs(),
+            resumable=course.resumable,
+        )
+
+    def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
+        course, words = self._course, self._model.words
+        pairs = zip(course.tokens[first:end], course.logprobs.entries(first, end), strict=True)
+        return [_logprob(words, token, logprobs) for token, logprobs in pairs]
+
+    def _prompt_logprobs(self) -> list[pb.TokenLogprob]:
+        """One per token of the prompt; the first follows nothing and has no logprob."""
+        request, found, words = self._course.request, self._course.prompt_logprobs, self._model.words
+        if request.wanted.prompt_logprobs is None:
+            return []
+        first, *others = unpack(request.engine_request.prompt)
+        exact = words.bytes_of(first)
+        begin = pb.TokenLogprob(token_id=first, token=exact.decode(errors="replace"), token_bytes=exact)
+        return [begin, *(_logprob(words, token, logprobs) for token, logprobs in zip(others, found, strict=False))]
+
+
+def _logprob(words: TokenTable, token: int, found: wire.TokenLogprobs) -> pb.TokenLogprob:
+    exact = words.bytes_of(token)
+    return pb.TokenLogprob(
+        token_id=token,
+        token=exact.decode(errors="replace"),
+        logprob=found.logprob,
+        rank=found.rank,
+        top=[
+            pb.TopLogprob(token_id=id, token=bytes_.decode(errors="replace"), logprob=logprob, token_bytes=bytes_)
+            for id, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
+            for bytes_ in (words.bytes_of(id),)
+        ],
+        token_bytes=exact,
+    )

@@ -1,0 +1,45 @@
+"""The answers to Tokenize and Detokenize: at most what fits the model's context, worked on in threads if it is long."""
+
+from __future__ import annotations
+
+from decant.protos import inference_pb2 as pb
+from decant.router.api.limits import at_most
+from decant.router.text.prompt import chat_tokens, checked_ids, text_tokens
+from decant.router.text.served_model import ENCODED_AT_ONCE, ServedModel
+from decant.runtime.channel import Deadline
+from decant.runtime.errors import InvalidArgument
+
+
+async def tokenize(
+    request: pb.TokenizeRequest, model: ServedModel, longest: int, deadline: Deadline
+) -> pb.TokenizeResponse:
+    """``longest``: tokens of the model's context. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
+    match request.WhichOneof("input"):
+        case "messages":
+            if request.HasField("add_special_tokens"):
+                limit = "unset with messages, whose template brings its own"
+                raise InvalidArgument("add_special_tokens", limit, request.add_special_tokens)
+            ids = await chat_tokens(request.messages, model, longest, deadline)
+        case "text":
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            ids = await text_tokens("text", request.text, model, longest, deadline, special=special)
+        case _:
+            raise InvalidArgument("text", "a text", "none")
+
+    def shown() -> list[str]:
+        return [model.words.bytes_of(id).decode(errors="replace") for id in ids]
+
+    tokens: list[str] = []
+    if request.return_tokens:
+        tokens = shown() if len(ids) <= ENCODED_AT_ONCE else await model.texts.run(4 * len(ids), deadline, shown)
+    return pb.TokenizeResponse(count=len(ids), token_ids=ids, tokens=tokens)
+
+
+async def detokenize(
+    request: pb.DetokenizeRequest, model: ServedModel, longest: int, deadline: Deadline
+) -> pb.DetokenizeResponse:
+    """``longest``: tokens of the model's context. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
+    at_most("token_ids", len(request.token_ids), longest, "tokens, as the model's context")
+    ids = await checked_ids("token_ids", request.token_ids, model, deadline)
+    skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+    return pb.DetokenizeResponse(text=await model.decode(ids, skip_special_tokens=skip, deadline=deadline))

@@ -1,0 +1,79 @@
+"""What a worker's failure means: whose doing it was, and what the client learns.
+
+cause                               the request                     the worker
+INVALID, NEVER_FITS                 InvalidArgument                 not blamed
+UNSUPPORTED                         Unimplemented                   not blamed
+BUSY, DRAINING                      another worker, same attempt    nothing goes there until it says more
+DEADLINE                            DeadlineExceeded                not blamed
+ENGINE, WRONG_PEER, UNKNOWN_...     another attempt                 blamed
+PEER_LOST, CORRUPT                  another attempt                 the peer that is named, else the sender
+what time or a cancel does          another attempt                 not blamed
+ID_REUSED                           AlreadyExists, or another       not blamed
+                                    worker if the store has it
+"""
+
+from __future__ import annotations
+
+from decant.protos import worker_pb2 as wire
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unimplemented
+from decant.runtime.peer import enum_name
+from decant.state.ids import Incarnation
+
+NO_ROOM = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
+"""Elsewhere, or later: nothing went wrong."""
+_NOBODYS = frozenset(
+    {
+        wire.CAUSE_CANCELLED,
+        wire.CAUSE_LEASE_OVER,
+        wire.CAUSE_RECLAIMED,
+        wire.CAUSE_OWNER_LOST,
+        wire.CAUSE_ID_REUSED,
+        wire.CAUSE_LAYOUT_DIFFERS,
+        wire.CAUSE_SALT_DIFFERS,
+    }
+)
+
+
+class AttemptFailed(Exception):
+    """This try is over; another may do. ``blamed`` is the worker at fault, if one is."""
+
+    def __init__(self, failure: wire.Failure, blamed: Incarnation | None) -> None:
+        super().__init__(f"{enum_name(wire.Cause, failure.cause)}: {failure.detail}")
+        self.failure = failure
+        self.blamed = blamed
+
+
+class OwnedElsewhere(Exception):
+    """A worker refuses this router's run: the request is owned in `epoch` now."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"another router owns the request, in epoch {epoch}")
+        self.epoch = epoch
+
+
+class NoWorker(Exception):
+    """No worker took the request for as long as it was worth waiting."""
+
+
+def raised_by(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
+    """The error that a failed or refused run comes to. For those that are NO_ROOM ask first."""
+    match failure.cause:
+        case wire.CAUSE_INVALID:
+            return InvalidArgument(*_violation(failure))
+        case wire.CAUSE_NEVER_FITS:
+            return InvalidArgument(*_violation(failure), reason=Reason.PROMPT_TOO_LONG)
+        case wire.CAUSE_UNSUPPORTED:
+            return Unimplemented(failure.violation.field or "GenerateRequest", failure.violation.value or "a value")
+        case wire.CAUSE_DEADLINE:
+            return DeadlineExceeded()
+        case cause if cause in _NOBODYS:
+            return AttemptFailed(failure, None)
+        case _:
+            return AttemptFailed(failure, Incarnation.of(failure.peer) if failure.HasField("peer") else sender)
+
+
+def _violation(failure: wire.Failure) -> tuple[str, str, str]:
+    violation = failure.violation
+    limit = violation.limit or failure.detail or "what a worker can run"
+    return violation.field or "GenerateRequest", limit, violation.value or "a value"

@@ -1,0 +1,132 @@
+"""Tokens into a course, from whoever brings them first.
+
+    known     | t0 | t1 | t2 |
+    comes               | t2 | t3 |     t2 is dropped, t3 is written
+    comes                         | t5 |     a gap: it is asked for again
+    comes          | x1 |               another token for a known place: an error, never shown
+
+The token that completes a stop text is the last: what comes after it is dropped. Text is followed here, whether or not
+anybody reads it, and only where there are such texts. This is the path of every token: no call more than needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Callable
+from enum import Enum
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.state.logprobs import Logprobs
+
+
+class WriteError(Enum):
+    """Why a token was not written, where that is not for being known already."""
+
+    GAP = "gap"
+    CONFLICT = "conflict"  # another token is known for that position
+    MALFORMED = "malformed"  # no token of this output, or not with the logprobs that were asked for
+
+
+class TokenWriter:
+    """The one writer of a course's tokens. A course that has ended, or is stopped, is written no more."""
+
+    def __init__(self, course: TokenStream) -> None:
+        self.course = course
+        self.stopped: Finish | None = None
+        """Set by the token that completed a stop text."""
+        self.tell_stopped: Callable[[], None] | None = None
+        """Called when that is."""
+        begin = course.request.begin_text
+        self._text = begin() if begin is not None else None
+        self._tokens = course.tokens
+        self._base = course.request.prompt_tokens
+        self._limit = course.request.engine_request.stopping.max_tokens
+        self._vocab_size = course.request.vocab_size
+        self._logprobs = course.logprobs if course.request.wanted.logprobs is not None else None
+        self._now = asyncio.get_running_loop().time
+        for token in course.tokens:  # of an earlier owner's
+            self._follow(token)
+
+    @property
+    def position(self) -> int:
+        """Of the first token that is lacking."""
+        return self._base + len(self._tokens)
+
+    @property
+    def end_limit(self) -> int:
+        """The position after the last token that may be written."""
+        return self._base + self._limit
+
+    def put(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None:
+        tokens = self._tokens
+        index = position - self._base
+        if index == len(tokens):
+            course = self.course
+            if token >= self._vocab_size or index >= self._limit:
+                return WriteError.MALFORMED
+            if course.end is None and self.stopped is None:
+                if self._logprobs is not None and not _copied(logprobs, self._logprobs):
+                    return WriteError.MALFORMED
+                tokens.append(token)
+                course.last_token_at = self._now()
+                if self._text is not None:
+                    self._follow(token)
+                course.told()
+            return None
+        if index > len(tokens):
+            return WriteError.GAP if self.stopped is None else None
+        return None if index >= 0 and tokens[index] == token else WriteError.CONFLICT
+
+    def explain(self, told: wire.PromptLogprobs) -> WriteError | None:
+        """Logprobs of a part of the prompt. They come in order; an attempt that starts over says them again."""
+        known = self.course.prompt_logprobs
+        next = 1 + len(known)  # the first token has none
+        if told.first_position <= next < self._base:
+            try:
+                known.extend(told.logprobs[next - told.first_position :][: self._base - next])
+            except ValueError:
+                return WriteError.MALFORMED
+            self.course.told()
+        return None
+
+    def _follow(self, token: int) -> None:
+        if self._text is None:
+            return
+        self._text.add((token,))
+        if self._text.stop is not None:
+            self.stopped = Finish(pb.FINISH_REASON_STOP, stop_text=self._text.stop)
+            self._text = None
+            if self.tell_stopped is not None:
+                self.tell_stopped()
+
+
+def _copied(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:
+    """Whether a token's logprobs are there and well formed; they are appended to ``known`` then."""
+    if logprobs is None:
+        return False
+    try:
+        known.append(logprobs)
+    except ValueError:
+        return False
+    return True
+
+
+def pack(numbers: list[int]) -> bytes:
+    """Little-endian uint32, as the wire has them."""
+    packed = array("I", numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(data: bytes) -> array[int]:
+    """Raises ValueError when the bytes end within a number."""
+    numbers = array("I")
+    numbers.frombytes(data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers

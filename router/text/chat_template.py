@@ -1,0 +1,140 @@
+"""Chat messages become a prompt's text by the model's own template, in a process that can do nothing else.
+
+messages --> ChatTemplate --> template_process.py, one process per model, started when first needed --> text
+                '-- no answer in RENDER_SECONDS: it is killed; the next conversation gets another
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from decant.protos import inference_pb2 as pb
+from decant.router.text.text_work import TextWork
+from decant.runtime.channel import Deadline
+from decant.runtime.errors import InvalidArgument
+
+RENDER_SECONDS = 5.0
+MAX_RENDERED = 16 * 1024 * 1024
+"""Characters."""
+NO_DEADLINE = Deadline()
+
+_PROGRAM = Path(__file__).with_name("template_process.py")
+_KEPT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
+"""What its process learns of the environment."""
+
+
+class ChatTemplate:
+    """The template of one model; ``tokens`` are its special ones by name, as "bos_token"."""
+
+    def __init__(self, template: str, tokens: Mapping[str, str]) -> None:
+        self._template = template
+        self._tokens = dict(tokens)
+        self._work = TextWork(at_once=1)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ending: Callable[[], Any] = _nothing
+
+    async def render(
+        self, messages: Sequence[pb.Message], *, add_generation_prompt: bool, deadline: Deadline = NO_DEADLINE
+    ) -> str:
+        """Raises InvalidArgument for messages that the template refuses or fails at; QueueFull, DeadlineExceeded."""
+        texts = [text.encode() for message in messages for text in (message.role, message.content)]
+        head = {
+            "template": self._template,
+            "variables": {
+                **self._tokens,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            },
+            "most": MAX_RENDERED,
+            "lengths": list(map(len, texts)),
+        }
+        decode_started = b"".join(texts)
+        said, text = await self._work.run(
+            len(decode_started), deadline, self._ask, json.dumps(head).encode(), decode_started
+        )
+        match said:
+            case {"refused": refusal}:
+                raise InvalidArgument("messages", "a conversation that the model's chat template takes", refusal)
+            case {"failed": failure}:
+                raise InvalidArgument("messages", "a conversation that the model's chat template can render", failure)
+        return text
+
+    def _ask(self, head: bytes, texts: bytes) -> tuple[Mapping[str, Any], str]:
+        """On its own thread, one after the other."""
+        if self._process is None:
+            self._process = _start()
+            self._ending = weakref.finalize(self, _end, self._process)
+        try:
+            said, text = _exchange(self._process, head, texts, time.monotonic() + RENDER_SECONDS)
+        except OSError as error:
+            self._process = None
+            self._ending()
+            return {"failed": str(error)}, ""
+        return json.loads(said), text.decode()
+
+
+def _nothing() -> None:
+    """There is no process to end."""
+
+
+def _start() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", str(_PROGRAM)]
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, env=kept
+    )
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _exchange(process: subprocess.Popen[bytes], head: bytes, texts: bytes, ends_at: float) -> tuple[bytes, bytes]:
+    """The answer's head and text. Raises OSError: no answer in time, or the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for part in (struct.pack(">II", len(head), len(texts)), head, texts):
+        left = memoryview(part)
+        while left:
+            _ready(process.stdin.fileno(), select.POLLOUT, ends_at)
+            left = left[os.write(process.stdin.fileno(), left) :]
+    lengths = struct.unpack(">II", _read(process.stdout.fileno(), 8, ends_at))
+    said, text = (_read(process.stdout.fileno(), length, ends_at) for length in lengths)
+    return said, text
+
+
+def _read(pipe: int, count: int, ends_at: float) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        _ready(pipe, select.POLLIN, ends_at)
+        part = os.read(pipe, count - len(data))
+        if not part:
+            raise BrokenPipeError("its process ended")
+        data += part
+    return bytes(data)
+
+
+def _ready(pipe: int, event: int, ends_at: float) -> None:
+    """Waits for it. Raises TimeoutError."""
+    poll = select.poll()
+    poll.register(pipe, event)
+    if not poll.poll(max(0.0, ends_at - time.monotonic()) * 1000):
+        raise TimeoutError(f"no answer in {RENDER_SECONDS:g} seconds")

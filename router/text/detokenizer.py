@@ -1,0 +1,341 @@
+"""Tokens become text while they are written: whole characters, as soon as they are certain.
+
+What a tokenizer's decoder makes of a token depends on little of what stands before it, and this module knows on what:
+
+    decoder                         a token is             what is held back
+    ByteLevel                       some bytes             an incomplete character
+    with ByteFallback               text, or one byte      a run of bytes: one bad byte spoils all of a run
+    Metaspace, WordPiece, Replace,  text; the first may    nothing
+      Strip, none                     lack its space
+    BPEDecoder                      text and a space       the space: it falls away at the end
+
+So each token is looked up, once for each model, and the cost of the next one is the same at any length. Joined, the
+text is what ``Tokenizer.decode`` makes of all tokens together. A decoder whose tokens can't be told apart in this way
+is refused by name when the model is loaded.
+
+An emoji that may go on (a joiner, a skin tone, the second half of a flag) is held back too, until the next character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from codecs import utf_8_decode
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers import models as kinds
+from tokenizers.decoders import Decoder
+
+_ANCHOR = "a"
+"""A token that every decoder takes as it is: what stands beside it shows what it makes of others."""
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ONE_BY_ONE = frozenset({"Replace", "Metaspace", "WordPiece", "Strip", "BPEDecoder"})
+"""Steps that look at one token at a time, and at most at whether it is the first or the last."""
+
+_JOINER, _FLAG = "\u200d", "[\U0001f1e6-\U0001f1ff]"
+_EMOJI = "[\u2190-\u21ff\u2300-\u23ff\u25a0-\u27bf\u2900-\u297f\u2b00-\u2bff\U0001f000-\U0001f1e5\U0001f200-\U0001faff]"
+_EMOJI += "[\ufe0f\u20e3\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f]{0,8}"
+_UNFINISHED = re.compile(
+    f"(?P<joined>{_EMOJI}(?:{_JOINER}{_EMOJI}){{0,8}}{_JOINER}?)\\Z|(?<!{_FLAG})(?:{_FLAG}{{2}})*(?P<half>{_FLAG})\\Z"
+)
+
+
+class UnsupportedDecoder(ValueError):
+    """A decoder that can't be followed token by token; the message names it."""
+
+
+class Detokenizer(ABC):
+    """The text of one output. Ids go in once, in order; the text so far depends on them alone, not on how they were
+    divided among calls."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    @abstractmethod
+    def add(self, ids: Sequence[int]) -> str:
+        """The text that these tokens make certain."""
+
+    def end(self) -> str:
+        """What was held back; where a character is incomplete, U+FFFD stands for it."""
+        text, self._held = self._held + self._last(), ""
+        return text
+
+    @abstractmethod
+    def _last(self) -> str:
+        """What the tokens still owe, now that none follows."""
+
+    def _whole(self, new: str) -> str:
+        """Text that is decoded, without an emoji at its end that may go on."""
+        text = self._held + new
+        unfinished = _UNFINISHED.search(text) if text and text[-1] >= _JOINER else None
+        end = len(text) if unfinished is None else unfinished.start(unfinished.lastgroup or 0)
+        self._held = text[end:]
+        return text[:end]
+
+
+class TokenTable(ABC):
+    """The tokens of one model as text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def written(self, id: int, *, skip_special_tokens: bool) -> str | None:
+        """The token as its vocabulary has it; None for one that has no text."""
+        if skip_special_tokens and id in self._special:
+            return None
+        token: str | None = self._tokenizer.id_to_token(id)
+        return token
+
+    @abstractmethod
+    def bytes_of(self, id: int) -> bytes:
+        """A token's own bytes, as they stand inside of a text; special tokens have theirs."""
+
+    @abstractmethod
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
+
+
+def words_of(tokenizer: Tokenizer) -> TokenTable:
+    """Raises UnsupportedDecoder."""
+    steps = list(_steps(_described(tokenizer.decoder)))
+    names = [step["type"] for step in steps]
+    if names == ["ByteLevel"]:
+        return _ByteWords(tokenizer)
+    stripped = 0
+    if "Fuse" in names:
+        fuse = names.index("Fuse")
+        stripped = _stripped(steps[fuse + 1 :])
+        steps, names = steps[:fuse], names[:fuse]
+    has_bytes = names[-1:] == ["ByteFallback"]
+    for name in names[:-1] if has_bytes else names:
+        if name not in _ONE_BY_ONE or (has_bytes and name == "BPEDecoder"):
+            raise UnsupportedDecoder(f"a decoder with {name} in this place can't be followed token by token")
+    return _PieceWords(tokenizer, steps[:-1] if has_bytes else steps, has_bytes=has_bytes, stripped=stripped)
+
+
+# ---------------------------------------------------------------------------------------------- byte level
+
+
+def _byte_letters() -> dict[str, int]:
+    """The byte for which each letter of a byte-level vocabulary stands (Radford et al., 2019)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
+
+
+class _ByteTable(dict[int, bytes]):
+    """Token id -> its bytes, looked up when first asked for."""
+
+    def __init__(self, words: TokenTable, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._words = words
+        self._skip = skip_special_tokens
+
+    def __missing__(self, id: int) -> bytes:
+        token = self._words.written(id, skip_special_tokens=self._skip) or ""
+        try:
+            found = bytes([_BYTES[letter] for letter in token])
+        except KeyError:  # added by somebody who wrote it as text
+            found = token.encode()
+        self[id] = found
+        return found
+
+
+class _ByteWords(TokenTable):
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self._tables = {skip: _ByteTable(self, skip) for skip in (False, True)}
+
+    def bytes_of(self, id: int) -> bytes:
+        return self._tables[False][id]
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        return _ByteDetokenizer(self._tables[skip_special_tokens])
+
+
+class _ByteDetokenizer(Detokenizer):
+    __slots__ = ("_rest", "_table")
+
+    def __init__(self, table: _ByteTable) -> None:
+        super().__init__()
+        self._table = table
+        self._rest = b""  # of a character, three bytes at most
+
+    def add(self, ids: Sequence[int]) -> str:
+        table = self._table
+        data = table[ids[0]] if len(ids) == 1 else b"".join([table[id] for id in ids])
+        if self._rest:
+            data = self._rest + data
+        text, used = utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text if text.isascii() and not self._held else self._whole(text)
+
+    def _last(self) -> str:
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
+
+# -------------------------------------------------------------------------------------------------- pieces
+
+
+class _Piece(NamedTuple):
+    """What a token adds, and what only follows when another token does."""
+
+    text: str
+    then: str
+
+
+_Entry = _Piece | int | None
+"""A piece, a byte, or nothing."""
+
+
+class _PieceTable(dict[int, _Entry]):
+    """Token id -> what it is anywhere but at the beginning, looked up when first asked for."""
+
+    def __init__(self, words: _PieceWords, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self.words = words
+        self.skip = skip_special_tokens
+
+    def __missing__(self, id: int) -> _Entry:
+        found = self[id] = self.words.entry(id, skip_special_tokens=self.skip)
+        return found
+
+    def first(self, id: int) -> _Entry:
+        """The same at the beginning."""
+        return self.words.entry(id, skip_special_tokens=self.skip, first=True)
+
+
+class _PieceWords(TokenTable):
+    """Pieces are what the decoder itself makes of a token between two others."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, steps: Sequence[Mapping[str, Any]], *, has_bytes: bool, stripped: int
+    ) -> None:
+        super().__init__(tokenizer)
+        self.stripped = stripped
+        self._has_bytes = has_bytes
+        self._decoder = _decoder(steps) if tokenizer.decoder is not None else None
+        self._tables = {skip: _PieceTable(self, skip) for skip in (False, True)}
+
+    def entry(self, id: int, *, skip_special_tokens: bool, first: bool = False) -> _Entry:
+        token = self.written(id, skip_special_tokens=skip_special_tokens)
+        if token is None:
+            return None
+        before = [] if first else [_ANCHOR]
+        last = self._decode([*before, token])
+        if self._has_bytes and (byte := _BYTE.fullmatch(last if first else last[1:])):
+            return int(byte[1], 16)
+        behind = len(self._decode([_ANCHOR, _ANCHOR])) - 1
+        inside = self._decode([*before, token, _ANCHOR])
+        return _Piece(last[len(before) :], inside[len(last) : len(inside) - behind])
+
+    def bytes_of(self, id: int) -> bytes:
+        match self._tables[False][id]:
+            case None:
+                return b""
+            case _Piece(text, then):
+                return (text + then).encode()
+            case byte:
+                return bytes([byte])
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        return _PieceDetokenizer(self._tables[skip_special_tokens])
+
+    def _decode(self, tokens: list[str]) -> str:
+        text: str = " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
+        return text
+
+
+class _PieceDetokenizer(Detokenizer):
+    __slots__ = ("_begun", "_run", "_stripped", "_table", "_then")
+
+    def __init__(self, table: _PieceTable) -> None:
+        super().__init__()
+        self._table = table
+        self._begun = False
+        self._run = bytearray()
+        self._then = ""
+        self._stripped = table.words.stripped  # spaces that are still taken from the beginning
+
+    def add(self, ids: Sequence[int]) -> str:
+        text = "".join([self._next(id) for id in ids])
+        return self._whole(self._strip(text) if self._stripped else text)
+
+    def _last(self) -> str:
+        self._then = ""
+        return self._strip(self._take_run())
+
+    def _next(self, id: int) -> str:
+        entry = self._table[id] if self._begun else self._table.first(id)
+        if entry is None:
+            return ""
+        self._begun = True
+        if isinstance(entry, int):
+            self._run.append(entry)
+            return ""
+        before = self._take_run() if self._run else self._then
+        self._then = entry.then
+        return before + entry.text
+
+    def _take_run(self) -> str:
+        run, self._run = self._run, bytearray()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
+
+    def _strip(self, text: str) -> str:
+        """Without the spaces at the very beginning, as many as the decoder takes."""
+        for place, letter in enumerate(text):
+            if not self._stripped or letter != " ":
+                self._stripped = 0
+                return text[place:]
+            self._stripped -= 1
+        return ""
+
+
+# -------------------------------------------------------------------------------------- decoders, described
+
+
+def _described(decoder: Decoder | None) -> Any:
+    """A decoder as tokenizer.json has it."""
+    bare = Tokenizer(kinds.BPE())
+    if decoder is not None:
+        bare.decoder = decoder
+    return json.loads(bare.to_str())["decoder"]
+
+
+def _decoder(steps: Sequence[Mapping[str, Any]]) -> Decoder:
+    described = json.loads(Tokenizer(kinds.BPE()).to_str())
+    described["decoder"] = {"type": "Sequence", "decoders": [*steps, {"type": "Fuse"}]}
+    made: Decoder = Tokenizer.from_str(json.dumps(described)).decoder
+    return made
+
+
+def _steps(described: Any) -> Iterator[Mapping[str, Any]]:
+    if described is None:
+        return
+    if described["type"] == "Sequence":
+        for step in described["decoders"]:
+            yield from _steps(step)
+    else:
+        yield described
+
+
+def _stripped(steps: Sequence[Mapping[str, Any]]) -> int:
+    """How many spaces fall away at the beginning of the joined text."""
+    stripped = 0
+    for step in steps:
+        if step["type"] != "Strip" or step["content"] != " " or step["stop"]:
+            raise UnsupportedDecoder(f"a decoder with {step['type']} after Fuse can't be followed token by token")
+        stripped += step["start"]
+    return stripped

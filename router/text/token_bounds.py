@@ -1,0 +1,116 @@
+"""Lower bound of the tokens that a text becomes, from its length alone.
+
+    text --normalizer--> text --pre-tokenizer--> words --model--> tokens
+          up to 4 to 1         may drop spaces          up to the longest token's characters to 1
+
+A text whose bound exceeds the context length can be refused before it is tokenized. Whatever might join or drop an
+unlimited number of characters makes a bound impossible: then there is none, and every text is tokenized.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer, pre_tokenizers
+
+_COMPOSED = 4
+"""Code points that canonical composition joins into one, at most (the longest canonical decomposition, UAX #15)."""
+_KEEPS_LENGTH = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"})
+"""Normalizers after which a text has at least as many characters."""
+_KEEPS_ALL = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"})
+_DROPS_SPACES = frozenset({"Whitespace", "WhitespaceSplit", "BertPreTokenizer"})
+_SLICE = 1 << 16
+"""Characters whose spaces are counted in one call, which stops the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextBound:
+    """At most ``characters`` of a text become one token. With ``skips_spaces`` that is of those that are no spaces:
+    any number of spaces may be part of a token, or of none."""
+
+    characters: int
+    skips_spaces: bool
+
+    def growing(self, text: str) -> Iterator[int]:
+        """Lower bounds, each of a longer part of the text, the last of all of it; each takes some milliseconds."""
+        if not self.skips_spaces:
+            yield -(-len(text) // self.characters)
+            return
+        count = 0
+        for start in range(0, len(text), _SLICE):
+            count += sum(map(len, text[start : start + _SLICE].split()))
+            yield -(-count // self.characters)
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that the text becomes at least."""
+        return max(self.growing(text), default=0)
+
+
+def text_bound(tokenizer: Tokenizer) -> TextBound | None:
+    """None where a token may stand for any number of characters, as an unknown word does."""
+    described = json.loads(tokenizer.to_str())
+    decode_started = _joined(described["normalizer"])
+    splits = list(_steps(described["pre_tokenizer"], "pretokenizers"))
+    names = [step["type"] for step in splits]
+    if decode_started is None or not all(_keeps(step) for step in splits):
+        return None
+    by_bytes = "ByteLevel" in names or any(
+        step["type"] == "ByteLevel" for step in _steps(described["normalizer"], "normalizers")
+    )
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    if not _knows_all(described["model"], vocabulary, by_bytes=by_bytes):
+        return None
+    added = described["added_tokens"]
+    longest = max(map(len, [*vocabulary, *(token["content"] for token in added)]), default=1)
+    skips_spaces = not _DROPS_SPACES.isdisjoint(names) or any(token["lstrip"] or token["rstrip"] for token in added)
+    return TextBound(longest * decode_started, skips_spaces)
+
+
+def _joined(normalizer: Any) -> int | None:
+    """Characters that become one in normalization, at most; None where there is no such number."""
+    decode_started = 1
+    for step in _steps(normalizer, "normalizers"):
+        match step:
+            case {"type": "NFC" | "NFKC"}:
+                decode_started *= _COMPOSED
+            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if content:
+                decode_started *= -(-len(pattern) // len(content))
+            case {"type": name} if name not in _KEEPS_LENGTH:
+                return None
+    return decode_started
+
+
+def _keeps(step: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer drops nothing, or spaces alone."""
+    match step:
+        case {"type": "Split" | "Punctuation", "behavior": behavior}:
+            return bool(behavior != "Removed")
+        case {"type": name}:
+            return name in _KEEPS_ALL or name in _DROPS_SPACES
+    return False
+
+
+def _knows_all(model: Mapping[str, Any], vocabulary: Mapping[str, int], *, by_bytes: bool) -> bool:
+    """Whether no character is dropped, or joined with others because it is unknown."""
+    if model["type"] not in ("BPE", "Unigram"):
+        return False  # a word that WordPiece or WordLevel doesn't know is one token, however long
+    if model.get("byte_fallback"):
+        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    if model["type"] == "Unigram":
+        return False  # it joins unknown characters
+    if by_bytes:
+        return all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet())
+    return model.get("unk_token") is not None and not model.get("fuse_unk")
+
+
+def _steps(described: Any, key: str) -> Iterator[Mapping[str, Any]]:
+    if described is None:
+        return
+    if described["type"] == "Sequence":
+        for step in described[key]:
+            yield from _steps(step, key)
+    else:
+        yield described

@@ -1,0 +1,64 @@
+"""Reading the streams of workers: one error for a stream that broke."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import from_call
+
+
+class StreamBroken(Exception):
+    """A stream ended with an error, or fell silent. ``reason`` is what a worker's own status says, if it does.
+
+    ``is_of_dead_process``: the process that served the stream has ended. Its port refuses connections, or another
+    process starts there.
+    """
+
+    def __init__(self, words: str, reason: Reason = Reason.UNSPECIFIED, *, is_of_dead_process: bool = False) -> None:
+        super().__init__(words)
+        self.reason = reason
+        self.is_of_dead_process = is_of_dead_process
+
+
+async def read(call: Any) -> Any:
+    """The next message of a call, None at its end. Raises Broken."""
+    try:
+        message = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise _broken(error) from None
+    except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+        raise StreamBroken(str(error)) from None
+    except asyncio.CancelledError:
+        # gRPC raises it for a status CANCELLED too, as of a server that is being stopped.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() > 0:
+            raise
+        raise StreamBroken("CANCELLED by the worker") from None
+    return None if message is grpc.aio.EOF else message
+
+
+async def write(call: Any, message: Any) -> None:
+    """Raises Broken."""
+    try:
+        await call.write(message)
+    except grpc.aio.AioRpcError as error:
+        raise _broken(error) from None
+    except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+        raise StreamBroken(str(error)) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() > 0:
+            raise
+        raise StreamBroken("CANCELLED by the worker") from None
+
+
+def _broken(error: grpc.aio.AioRpcError) -> StreamBroken:
+    details, reason = error.details() or "", from_call(error).reason
+    # gRPC gives no errno: the system's own text is all that tells a refusal from a host that does not answer.
+    is_refused = error.code() is grpc.StatusCode.UNAVAILABLE and "Connection refused" in details
+    is_of_dead_process = is_refused or reason is Reason.NO_WORKER
+    return StreamBroken(f"{error.code().name}: {details}", reason, is_of_dead_process=is_of_dead_process)

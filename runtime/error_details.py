@@ -1,0 +1,241 @@
+"""What an error says on the wire: one frozen value, and its form as a google.rpc.Status. No gRPC, no logging.
+
+    Fault -> Status      code, message and details: ErrorInfo always, the others where the fault has them
+          -> trailers    the status as gRPC's trailing metadata, and `grpc-retry-pushback-ms` with a RetryInfo
+
+Reading is forgiving: a status without details, or of another service, gives a fault with what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, QuotaFailure, ResourceInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from decant.protos import inference_pb2 as pb
+
+DOMAIN = "decant"
+DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+
+MAX_PART = 80
+"""Characters of a name or value that an error repeats."""
+MAX_MESSAGE = 300
+"""Characters of a message. With its details it stays below the 8 KiB that gRPC allows for metadata."""
+
+_Detail = TypeVar("_Detail", bound=Message)
+
+
+class Reason(StrEnum):
+    """``ErrorInfo.reason``: the names of ``decant.v1.ErrorReason`` without their prefix, and two of the inside."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    """A status that brought no reason of ours: the transport's own, or another server's."""
+    INVALID_FIELD = "INVALID_FIELD"
+    EMPTY_PROMPT = "EMPTY_PROMPT"
+    PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
+    FIELD_NOT_SUPPORTED = "FIELD_NOT_SUPPORTED"
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    REQUEST_NOT_FOUND = "REQUEST_NOT_FOUND"
+    REQUEST_ID_REUSED = "REQUEST_ID_REUSED"
+    SEQ_NOT_KEPT = "SEQ_NOT_KEPT"
+    NO_CREDENTIALS = "NO_CREDENTIALS"
+    NOT_ALLOWED = "NOT_ALLOWED"
+    QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
+    QUEUE_FULL = "QUEUE_FULL"
+    NO_WORKER = "NO_WORKER"
+    DRAINING = "DRAINING"
+    WORKERS_LOST = "WORKERS_LOST"
+    STATE_STORE_AWAY = "STATE_STORE_AWAY"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    CANCELLED = "CANCELLED"
+    SUPERSEDED = "SUPERSEDED"
+    TAIL_UNCERTAIN = "TAIL_UNCERTAIN"
+    INTERNAL = "INTERNAL"
+    OWNER_CHANGED = "OWNER_CHANGED"
+    SLOW_READER = "SLOW_READER"
+    WRONG_PEER = "WRONG_PEER"  # between router and worker only, as in decant.internal.v1.Cause
+    WRONG_PROTOCOL = "WRONG_PROTOCOL"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A field that breaks a limit, as BadRequest; a quota that is used up, as QuotaFailure."""
+
+    field: str
+    limit: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """What is meant by a NOT_FOUND, as ResourceInfo."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a stream can go on, as decant.v1.ResumePoint: the earliest ``after_seq``, and how many are certain."""
+
+    first_seq: int
+    last_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorDetail:
+    """All that an error says to the other side. ``code`` is gRPC's number, ``retry_after`` seconds.
+
+    ``subject``: whose quota the violation is of; None where it is of a field.
+    """
+
+    code: int
+    message: str
+    reason: Reason = Reason.UNSPECIFIED
+    violation: Violation | None = None
+    resource: Resource | None = None
+    subject: str | None = None
+    retry_after: float | None = None
+    resume: ResumePoint | None = None
+
+
+def part(value: object) -> str:
+    """A name or value as an error repeats it: text as it is, what cannot be written escaped, never long."""
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    text = value if isinstance(value, str) else repr(value)
+    text = text.encode("utf-8", "backslashreplace").decode() or "''"
+    return text if len(text) <= MAX_PART else text[: MAX_PART - 3] + "..."
+
+
+def message_text(text: str) -> str:
+    """A message of at most ``MAX_MESSAGE`` characters."""
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+
+
+def to_status(fault: ErrorDetail) -> Status:
+    """The fault with all its details."""
+    status = Status(code=fault.code, message=fault.message)
+    for detail in _details(fault):
+        status.details.add().Pack(detail)
+    return status
+
+
+def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailing metadata that carries the fault; gRPC's own retries obey the pushback."""
+    pairs: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_status(fault).SerializeToString())]
+    if fault.retry_after is not None:
+        pairs.append((PUSHBACK_KEY, str(_milliseconds(fault.retry_after))))
+    return tuple(pairs)
+
+
+def from_trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]]) -> ErrorDetail:
+    """What a call that ended with `code` and `message` said; details that don't parse are passed over."""
+    for key, value in metadata:
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                status = Status.FromString(value)
+            except DecodeError:
+                break
+            if status.code == code:
+                return from_status(status)
+    return ErrorDetail(code, message)
+
+
+def from_status(status: Status) -> ErrorDetail:
+    """The fault that a status tells, the inverse of ``to_status``."""
+    info = _find(status, ErrorInfo)
+    bad = _find(status, BadRequest)
+    resource = _find(status, ResourceInfo)
+    quota = _find(status, QuotaFailure)
+    retry = _find(status, RetryInfo)
+    resume = _find(status, pb.ResumePoint)
+    return ErrorDetail(
+        code=status.code,
+        message=status.message,
+        reason=_reason(info),
+        violation=_violation(info, bad, quota),
+        resource=Resource(resource.resource_type, resource.resource_name) if resource else None,
+        subject=quota.violations[0].subject if quota and quota.violations else None,
+        retry_after=retry.retry_delay.ToMilliseconds() / 1000 if retry else None,
+        resume=ResumePoint(resume.first_seq, resume.last_seq) if resume else None,
+    )
+
+
+def _details(fault: ErrorDetail) -> list[Message]:
+    info = ErrorInfo(reason=fault.reason.value, domain=DOMAIN)
+    details: list[Message] = [info]
+    if fault.violation is not None:
+        bad = fault.violation
+        info.metadata.update({"field": bad.field, "limit": bad.limit, "value": bad.value})
+        details.append(_told(bad, fault))
+    if fault.resource is not None:
+        details.append(
+            ResourceInfo(
+                resource_type=fault.resource.kind, resource_name=fault.resource.name, description=fault.message
+            )
+        )
+    if fault.retry_after is not None:
+        delay = Duration()
+        delay.FromMilliseconds(_milliseconds(fault.retry_after))
+        details.append(RetryInfo(retry_delay=delay))
+    if fault.resume is not None:
+        details.append(pb.ResumePoint(first_seq=fault.resume.first_seq, last_seq=fault.resume.last_seq))
+    return details
+
+
+def _told(bad: Violation, fault: ErrorDetail) -> Message:
+    text = f"{bad.limit}, got {bad.value}"
+    field = BadRequest.FieldViolation(field=bad.field, description=text, reason=fault.reason.value)
+    told: Message = BadRequest(field_violations=[field])
+    if fault.subject is not None:
+        used = QuotaFailure.Violation(subject=fault.subject, description=f"{bad.field}: {text}")
+        told = QuotaFailure(violations=[used])
+    return told
+
+
+def _find(status: Status, kind: type[_Detail]) -> _Detail | None:
+    for detail in status.details:
+        found = kind()
+        if detail.Is(kind.DESCRIPTOR):
+            try:
+                detail.Unpack(found)
+            except DecodeError:
+                continue
+            return found
+    return None
+
+
+def _reason(info: ErrorInfo | None) -> Reason:
+    if info is None or info.domain != DOMAIN:
+        return Reason.UNSPECIFIED
+    try:
+        return Reason(info.reason)
+    except ValueError:  # of a newer build
+        return Reason.UNSPECIFIED
+
+
+def _violation(info: ErrorInfo | None, bad: BadRequest | None, quota: QuotaFailure | None) -> Violation | None:
+    """Field, limit and value apart stand in ErrorInfo; BadRequest or QuotaFailure say them to those who know only
+    google.rpc."""
+    if quota is not None and quota.violations:
+        about = info.metadata if info is not None else {}
+        limit = about.get("limit", quota.violations[0].description)
+        return Violation(about.get("field", ""), limit, about.get("value", ""))
+    if bad is None or not bad.field_violations:
+        return None
+    first = bad.field_violations[0]
+    if info is not None and info.metadata.get("field") == first.field:
+        return Violation(first.field, info.metadata["limit"], info.metadata["value"])
+    return Violation(first.field, first.description, "")
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1000))

@@ -1,0 +1,77 @@
+"""Where a server listens, and with which of gRPC's options."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+import grpc
+from pydantic import Field
+
+from decant.runtime.channel import MAX_MESSAGE_BYTES
+from decant.runtime.settings import SettingError
+from decant.runtime.tls import ServerTls, server_credentials
+
+MAX_PENDING_CALLS = 1_000_000
+MAX_PENDING_SECONDS = 86_400
+
+
+class ServerSettings(ServerTls):
+    """Where and how a process serves."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 or :: for all")
+    port: int = Field(default=50051, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    admin_port: int | None = Field(
+        default=None, ge=0, le=65535, description="plaintext HTTP port for /alive, /ready and /metrics; unset: none"
+    )
+    reuse_port: bool = Field(default=False, description="share the port with other processes (SO_REUSEPORT)")
+    max_message_bytes: int = Field(
+        default=MAX_MESSAGE_BYTES, ge=1024, lt=2**31, description="largest message, each way"
+    )
+    drain_seconds: float = Field(default=45.0, ge=0, description="after SIGTERM, for calls in flight to end")
+
+
+def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
+    """Adds the port; returns the one that was taken. Raises Refused, also for TLS files that can't be read."""
+    address = join_address(settings.host, settings.port)
+    credentials = server_credentials(settings)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:  # gRPC says no more than that
+        raise SettingError("port", "an address that can be listened on", address) from None
+
+
+def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
+    """What gRPC's own defaults get wrong for calls that are silent for long."""
+    return [
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.so_reuseport", int(settings.reuse_port)),
+        # Clients may ping every 10 s, also while a long prompt is read and nothing is sent; by default they are
+        # sent away (GOAWAY, too_many_pings). Half of that, since a ping that comes a little early counts against
+        # its sender. gRPC passes over names that it doesn't know: a test looks each up in its library.
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A call that the process has not got to yet waits until its own deadline: by default gRPC drops those beyond
+        # 1,000 and those older than 30 s as CANCELLED, without a word of why. The process refuses them by name.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_SECONDS),
+        # A client that vanished without a word is noticed.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes on this machine reach it. A name other than localhost may be any address."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,67 @@
+"""Names of things in the store: requests, lives of processes, states."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+from decant.protos import worker_pb2
+from decant.protos.inference_pb2 import Generation
+
+State = Generation.State  # the numbers are those in Redis, and ordered: a later state has a greater one
+ENDED = frozenset({Generation.STATE_SUCCEEDED, Generation.STATE_FAILED, Generation.STATE_CANCELLED})
+
+_FOLLOWS = {
+    Generation.STATE_QUEUED: {Generation.STATE_PREFILLING, Generation.STATE_DECODING},
+    Generation.STATE_PREFILLING: {Generation.STATE_HANDING_OFF},
+    Generation.STATE_HANDING_OFF: {Generation.STATE_DECODING},
+}
+
+
+def may_follow(new: State, old: State, *, new_attempt: bool) -> bool:
+    """Whether a request in state `old` may go to `new`; a new attempt begins QUEUED, and only it does."""
+    if old in ENDED:
+        return False
+    if new_attempt:
+        return new == Generation.STATE_QUEUED
+    return new in ENDED or new in _FOLLOWS.get(old, ())
+
+
+class RequestKey(NamedTuple):
+    """A request's name: ids are unique for their tenant only."""
+
+    tenant: str
+    id: str
+
+    def __str__(self) -> str:
+        """`tenant/id` with all else quoted, so that no two keys read alike and none breaks a hash tag."""
+        return f"{quote(self.tenant, safe='')}/{quote(self.id, safe='')}"
+
+    @classmethod
+    def parse(cls, text: str) -> RequestKey:
+        tenant, _, id_ = text.partition("/")
+        return cls(unquote(tenant), unquote(id_))
+
+
+class Incarnation(NamedTuple):
+    """One life of one process. A restarted one has another incarnation: it is another peer."""
+
+    id: str
+    incarnation: int  # 64 bits, drawn when the process starts
+
+    def __str__(self) -> str:
+        """Sixteen hexadecimal digits first: an id may hold anything."""
+        return f"{self.hex}/{self.id}"
+
+    @property
+    def hex(self) -> str:
+        return f"{self.incarnation:016x}"
+
+    @classmethod
+    def parse(cls, text: str) -> Incarnation:
+        incarnation, _, id_ = text.partition("/")
+        return cls(id_, int(incarnation, 16))
+
+    @classmethod
+    def of(cls, peer: worker_pb2.Peer) -> Incarnation:
+        return cls(peer.id, peer.incarnation)

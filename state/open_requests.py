@@ -1,0 +1,104 @@
+"""Per router the requests that it hasn't ended, so that those of a dead one are found, each by one router.
+
+A request leaves the open set of its owner when it ends, and that of the owner before when it is taken over. An entry
+promises nothing: where Redis was away just then one is left over, until `Requests.leftovers` finds it. Whoever takes
+entries over asks for each request by `Requests.adopt_orphan`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from decant.state import keys, scripts
+from decant.state.client import Client
+from decant.state.errors import OwnerAlive
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.keys import Ttls
+from decant.state.owned import OwnedRequest
+from decant.state.scripts import Command
+
+Name = TypeVar("Name", RequestKey, Incarnation)
+
+BATCH = 1000  # members in one command: Lua's stack holds about 8,000
+
+
+class OpenRequests:
+    def __init__(self, client: Client, lifetimes: Ttls) -> None:
+        self._client = client
+        self._open_ms = round(lifetimes.open_s * 1000)
+
+    def adding(self, router: Incarnation, requests: Sequence[RequestKey]) -> Command:
+        """The command that `add` sends, for a pipeline; at most BATCH requests."""
+        names = [keys.open_set(router), keys.OWNERS]
+        return scripts.OPEN_ADD.call(names, str(router), self._open_ms, *map(str, requests))
+
+    def adding_all(self, requests: Iterable[OwnedRequest]) -> list[Command]:
+        """Commands that enter all of these under their owners."""
+        return [self.adding(router, batch) for router, batch in _batches(requests)]
+
+    async def add(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
+        """Enter requests, those that are there already too. Raises StoreUnavailable."""
+        await self._client.run_all([self.adding(router, batch) for batch in cut(requests)])
+
+    async def remove(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
+        """Said again, nothing changes. Raises StoreUnavailable."""
+        await self._client.run_all([_removing(router, batch) for batch in cut(requests)])
+
+    async def remove_all(self, requests: Iterable[OwnedRequest]) -> None:
+        """Strike all of these off under their owners. Raises StoreUnavailable."""
+        await self._client.run_all([_removing(router, batch) for router, batch in _batches(requests)])
+
+    async def of(self, router: Incarnation) -> set[RequestKey]:
+        """Members that can't be read are passed over. Raises StoreUnavailable."""
+        return set(_readable(RequestKey.parse, await self._client.ask("SMEMBERS", keys.open_set(router))))
+
+    async def orphaned(self) -> set[Incarnation]:
+        """Routers that have entries and are not registered; names that can't be read are passed over.
+
+        Raises StoreUnavailable.
+        """
+        names = [keys.OWNERS, keys.expiry("routers"), keys.peers("routers")]
+        return set(_readable(Incarnation.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
+
+    async def take(self, dead: Incarnation, router: Incarnation, most: int = BATCH) -> list[RequestKey]:
+        """Move up to `most` entries of a router that isn't registered to `router`; of several takers one gets each.
+
+        Not to be repeated blindly: what was taken by a call whose answer was lost is in `of(router)`.
+        Raises OwnerAlive, StoreUnavailable.
+        """
+        names = [keys.expiry("routers"), keys.peers("routers"), keys.OWNERS, keys.open_set(dead), keys.open_set(router)]
+        reply = await self._client.run(
+            scripts.OPEN_TAKE.call(names, dead.id, dead.hex, str(dead), str(router), min(most, BATCH), self._open_ms)
+        )
+        if reply[0] == b"alive":
+            raise OwnerAlive(dead)
+        return list(_readable(RequestKey.parse, reply[1:]))
+
+
+def _readable(parse: Callable[[str], Name], members: Iterable[bytes]) -> Iterator[Name]:
+    """What no router writes concerns no other member: it is left where it is."""
+    for member in members:
+        with suppress(ValueError):
+            yield parse(member.decode())
+
+
+def _removing(router: Incarnation, requests: Sequence[RequestKey]) -> Command:
+    return Command(("SREM", keys.open_set(router), *map(str, requests)))
+
+
+def cut(requests: Sequence[RequestKey]) -> Iterator[Sequence[RequestKey]]:
+    """Parts of at most BATCH."""
+    for start in range(0, len(requests), BATCH):
+        yield requests[start : start + BATCH]
+
+
+def _batches(requests: Iterable[OwnedRequest]) -> Iterator[tuple[Incarnation, Sequence[RequestKey]]]:
+    by_owner = defaultdict[Incarnation, list[RequestKey]](list)
+    for request in requests:
+        by_owner[request.owner].append(request.key)
+    for router, found in by_owner.items():
+        for batch in cut(found):
+            yield router, batch

@@ -1,0 +1,39 @@
+"""The life of what Redis holds. It begins when a router finds none: at first use, or after Redis was emptied.
+
+Owners that see another era than before write theirs again. Until they had the time, an unknown id is not yet known.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from decant.state import keys, scripts
+from decant.state.client import Client
+from decant.state.errors import StoreRefilling, UnknownRequest
+from decant.state.ids import RequestKey
+from decant.state.keys import Ttls
+
+
+@dataclass(frozen=True)
+class EraNow:
+    id: str  # random; another one is another era
+    age_s: float
+    refill_left_s: float  # 0: owners have written theirs again, what is unknown now does not exist
+
+
+class StoreInstance:
+    def __init__(self, client: Client, lifetimes: Ttls) -> None:
+        self._client = client
+        self._refill_s = lifetimes.refill_s
+
+    async def current(self) -> EraNow:
+        """The present era, which begins with this call where there is none. Raises StoreUnavailable."""
+        id_, age_ms = await self._client.run(scripts.ERA.call([keys.ERA], secrets.token_hex(8)))
+        age_s = max(0, age_ms) / 1000
+        return EraNow(id_.decode(), age_s, max(0.0, self._refill_s - age_s))
+
+    async def unknown(self, key: RequestKey) -> UnknownRequest | StoreRefilling:
+        """The error for a request that Redis doesn't have. Raises StoreUnavailable."""
+        left_s = (await self.current()).refill_left_s
+        return StoreRefilling(key, left_s) if left_s > 0 else UnknownRequest(key)

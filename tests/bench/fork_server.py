@@ -1,0 +1,60 @@
+"""``bench.subprocess_runner.run`` by a fork of a process that has imported torch, at a tiny scale.
+
+An interpreter of its own for each measurement is left to test_engine.py and test_baselines.py. Job, progress and result
+are JSON here too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+from collections.abc import Mapping
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.subprocess_runner import ChildFailed, Job, Tell
+
+READ_BYTES = 1 << 24
+TRIES = 2
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.e2e.loaded"])
+
+
+def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[str, Any]:
+    """The result of ``job`` by a forked process. Raises ChildFailed."""
+    assert python is None
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_measure, args=(module, json.dumps(asdict(job)), sender))
+    process.start()
+    sender.close()
+    try:
+        message: Mapping[str, Any] = json.loads(receiver.recv_bytes())
+        while "result" not in message:
+            tell(message["progress"])
+            message = json.loads(receiver.recv_bytes())
+        return dict(message["result"])
+    except EOFError:
+        process.join()
+        raise ChildFailed(module, process.exitcode or 0, "") from None
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+
+
+def _measure(module: str, job: str, channel: Connection) -> None:
+    """In the fork."""
+    from bench import machine
+
+    machine.TRIES = TRIES
+    machine.read_bytes = lambda: READ_BYTES  # of the size of a cache: what is measured is not compared with a machine
+
+    def send(message: Mapping[str, Any]) -> None:
+        channel.send_bytes(json.dumps(message).encode())
+
+    result = importlib.import_module(module).measure(Job.from_json(job), lambda share: send({"progress": share}))
+    send({"result": result})

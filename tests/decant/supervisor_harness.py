@@ -1,0 +1,150 @@
+"""`decant up` with fakes: as a process, `python -m tests.decant.supervisor_harness JSON`, and as a handle on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from decant.command.errors import said_in_one_line
+from decant.command.up import supervise
+from decant.command.up.output import Output
+from decant.command.up.peers import OF_PEERS, OF_SERVERS
+from decant.command.up.plan import Plan, Spec
+
+PATIENCE_S = 150.0
+ROOT = Path(__file__).parents[2]
+
+
+def plan(workers: Mapping[str, str], routers: Mapping[str, str], redis_url: str, **limits: float) -> Plan:
+    """Stand-ins by name, and what each does."""
+
+    def spec(name: str, does: str) -> Spec:
+        arguments = ("--does", does, "--variables", *sorted(OF_PEERS | OF_SERVERS))
+        return Spec(name, "tests.decant.fake_process", arguments, os.environ | {"PYTHONPATH": str(ROOT)})
+
+    return Plan(
+        workers=tuple(spec(*one) for one in workers.items()),
+        routers=tuple(spec(*one) for one in routers.items()),
+        redis_url=redis_url,
+        reached_at="127.0.0.1",
+        ready_seconds=limits.get("ready_seconds", PATIENCE_S),
+        drain_seconds=limits.get("drain_seconds", PATIENCE_S),
+        facts={},
+    )
+
+
+class Up:
+    """A running `decant up`. Its temporary files lie in `folder`."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+        self.lines: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(json.loads(line))
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def until(self, process: str, event: str, count: int = 1, **fields: object) -> dict[str, Any]:
+        """The `count`-th line that says this. Raises AssertionError when it ends, or takes too long."""
+        wanted = {"process": process, "event": event, **fields}
+        ends = time.monotonic() + PATIENCE_S
+        with self._changed:
+            while True:
+                found = [line for line in self.lines if wanted.items() <= line.items()]
+                if len(found) >= count:
+                    return found[count - 1]
+                assert self._reader.is_alive(), f"ended before {wanted}: {self.lines}"
+                assert time.monotonic() < ends, f"never said {wanted}: {self.lines}"
+                self._changed.wait(1.0)
+
+    def said(self, process: str) -> list[str]:
+        return [line["event"] for line in self.lines if line["process"] == process]
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, port: int) -> psutil.Process:
+        """Whoever listens there."""
+        (found,) = [
+            one
+            for one in self.descendants()
+            if any(
+                connection.laddr.port == port for connection in one.net_connections() if connection.status == "LISTEN"
+            )
+        ]
+        return found
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Its exit status; all that it said has been read."""
+        self.process.send_signal(number)
+        return self.ended()
+
+    def ended(self) -> int:
+        status = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        return status
+
+    def stderr(self) -> str:
+        assert self.process.stderr
+        return self.process.stderr.read()
+
+
+def nothing_left(descendants: list[psutil.Process], ports: list[int], folder: Path) -> None:
+    """Waits, with a deadline: what the kernel or a keeper ends is gone a moment later. Raises AssertionError."""
+    _, alive = psutil.wait_procs(descendants, timeout=PATIENCE_S)
+    assert not alive
+    ends = time.monotonic() + PATIENCE_S
+    while left := list(folder.iterdir()):
+        assert time.monotonic() < ends, left
+        time.sleep(0.02)
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+@contextmanager
+def up(folder: Path, command: list[str], **variables: str) -> Iterator[Up]:
+    """Starts it with every temporary file in `folder`; whatever happens, it has ended afterwards."""
+    environment = os.environ | {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder)} | variables
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        yield Up(process, folder)
+    finally:
+        process.kill()
+        process.communicate(timeout=PATIENCE_S)
+
+
+def stand_ins(workers: Mapping[str, str], routers: Mapping[str, str], **limits: float) -> list[str]:
+    """The command that runs such a deployment."""
+    described = json.dumps({"workers": workers, "routers": routers, **limits})
+    return [sys.executable, "-m", "tests.decant.supervisor_harness", described]
+
+
+if __name__ == "__main__":
+    described = json.loads(sys.argv[1])
+    with said_in_one_line():
+        raise SystemExit(
+            supervise(lambda url: plan(redis_url=url, **described), None, Output(sys.stdout, console=False))
+        )

@@ -1,0 +1,123 @@
+"""Asks a deployment over the wire, checks the grammar of every stream, and knows what the answer must be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from decant import models
+from decant.engine.engine import Engine
+from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.output import Token
+from decant.engine.request import Request, SamplingParams, StopParams
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc
+from tests.e2e.deployment import PATIENCE_S
+
+TOKENIZER = Tokenizer.from_file(str(models.path() / "tokenizer.json"))
+
+
+@dataclass
+class Answer:
+    """A stream, joined."""
+
+    started: pb.Started
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    deltas: int = 0
+    finished: pb.Finished = field(default_factory=pb.Finished)
+    usage: pb.Usage = field(default_factory=pb.Usage)
+    receipt: pb.Receipt = field(default_factory=pb.Receipt)
+
+
+def asked(
+    prompt: str | Sequence[int], *, sampling: pb.SamplingParams | None = None, max_tokens: int | None = None
+) -> pb.GenerateRequest:
+    """A request that wants token ids; greedy unless it says otherwise."""
+    request = pb.GenerateRequest()
+    if isinstance(prompt, str):
+        request.prompt = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    request.sampling.CopyFrom(sampling or pb.SamplingParams(temperature=0))
+    if max_tokens is not None:
+        request.stopping.max_tokens = max_tokens
+    request.response.token_ids = True
+    return request
+
+
+async def ask(stub: inference_pb2_grpc.InferenceServiceStub, request: pb.GenerateRequest) -> Answer:
+    """The whole answer. Raises AioRpcError; AssertionError for a stream that is none."""
+    call = stub.GenerateStream(request, timeout=PATIENCE_S)
+    return decode_started([message async for message in call])
+
+
+def decode_started(messages: Iterable[pb.GenerateStreamResponse]) -> Answer:
+    """started delta* (delta* finished)+, usage and receipt on the very last message, seq never lower than before."""
+    first, *middle, last = messages
+    assert first.WhichOneof("event") == "started"
+    answer = Answer(first.started)
+    seq = first.seq
+    for message in middle:
+        assert message.WhichOneof("event") == "delta", message
+        assert not message.HasField("usage")
+        assert message.seq == seq + message.delta.num_tokens
+        seq = message.seq
+        answer.deltas += 1
+        answer.text += message.delta.text
+        answer.ids.extend(message.delta.token_ids)
+        answer.logprobs.extend(message.delta.logprobs)
+    assert last.WhichOneof("event") == "finished"
+    assert last.seq == seq == last.usage.completion_tokens
+    assert len({first.request_id, *(message.request_id for message in middle), last.request_id}) == 1
+    answer.finished, answer.usage, answer.receipt = last.finished, last.usage, last.receipt
+    return answer
+
+
+@functools.cache
+def plain_model() -> Any:
+    """transformers' own, untouched, in float32."""
+    return AutoModelForCausalLM.from_pretrained(models.path(), dtype=torch.float32).eval()
+
+
+def generated(ids: Sequence[int], max_tokens: int) -> list[int]:
+    """What transformers' greedy ``generate`` writes."""
+    model = plain_model()
+    given = torch.tensor([list(ids)])
+    with torch.inference_mode():
+        written = model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=max_tokens, do_sample=False
+        )
+    tokens: list[int] = written[0, len(ids) :].tolist()
+    return tokens
+
+
+@functools.cache
+def device(dtype: str) -> ModelDevice:
+    return load(ModelConfig(str(models.path()), dtype=dtype, kv_bytes=64 << 20))
+
+
+def alone(
+    dtype: str, ids: Sequence[int], sampling: SamplingParams, max_tokens: int, logprobs: int | None = None
+) -> list[Token]:
+    """What the engine writes when nothing else is there: no batch, no chunks, no handoff."""
+    engine = Engine(device(dtype))
+    stop = StopParams(max_tokens=max_tokens)
+    engine.add(Request("alone", tuple(ids), sampling=sampling, stop=stop, logprobs=logprobs, use_prefix_cache=False))
+    tokens: list[Token] = []
+    while engine.has_work:
+        tokens += engine.step().tokens
+    return tokens
+
+
+def open_stub(address: str) -> tuple[grpc.aio.Channel, inference_pb2_grpc.InferenceServiceStub]:
+    channel = grpc.aio.insecure_channel(address)
+    return channel, inference_pb2_grpc.InferenceServiceStub(channel)

@@ -1,0 +1,177 @@
+"""Routers and workers in one process, their engines fake and all between them real, each worker behind a proxy.
+
+router r ──┬──> proxy ──> prefill worker p
+router s ──┴──> proxy ──> decode worker d ──> p's proxy: fetches, releases
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, NamedTuple
+
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.router.execution.token_stream import Finish, ValidRequest
+from decant.router.execution.token_writer import pack
+from decant.state.owned import StoredRequest
+from decant.state.store import Store
+from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
+from tests.router.fake_worker import TOKENIZER
+from tests.router.harness import Core, core, make_request
+from tests.worker.harness import MODEL, Place, alone, tokens, worker
+
+LEASE_MS = 300
+STEP_S = 0.001
+PROMPT = 21
+WANTED = 7
+MOST = 100
+"""Messages of one kind that no request here takes."""
+
+GIVER, TAKER = "p", "d"
+
+
+class Line(NamedTuple):
+    """One direction of the calls of one method at one worker."""
+
+    worker: str
+    method: str
+    direction: Direction
+
+    def __str__(self) -> str:
+        return f"{self.method.rpartition('/')[2]} {self.direction} {self.worker}"
+
+
+LINES = tuple(
+    Line(worker, method, direction)
+    for worker, method in ((TAKER, SESSION), (GIVER, SESSION), (GIVER, PREFILL), (GIVER, FETCH), (GIVER, RELEASE))
+    for direction in (TO_WORKER, TO_CALLER)
+)
+
+
+class Spot(NamedTuple):
+    """A message of a line; of two spots the second is counted from when the first was reached."""
+
+    line: Line
+    number: int
+    arrives: bool = False
+    instead: Callable[[], None] | None = None
+
+
+@dataclass
+class Cutting:
+    """`one` and `other` share a store, so each can take over what the other runs."""
+
+    one: Core
+    other: Core
+    places: dict[str, Place]
+    proxies: dict[str, Proxy]
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def request(self) -> tuple[ValidRequest, list[int]]:
+        """One with a prompt of its own, and what it must write."""
+        number = next(self._numbers)
+        return _request(number), alone(_work(number))
+
+    def arm(self, *spots: Spot) -> list[Cut]:
+        """From now on these are waited for, and no others."""
+        cuts: list[Cut] = []
+        for proxy in self.proxies.values():
+            proxy.cuts = ()
+        for spot in spots:
+            line, before = spot.line, cuts[-1] if cuts else None
+            cut = Cut(line.method, line.direction, spot.number, spot.arrives, before, spot.instead)
+            self.proxies[line.worker].cuts += (cut,)
+            cuts.append(cut)
+        return cuts
+
+    async def answered(self, *spots: Spot) -> list[Cut]:
+        """Asks while calls are cut at these spots: the answer is right. Returns the cuts once all that belongs to the
+        request has been said, but for what a lease says."""
+        request, expected = self.request()
+        cuts = self.arm(*spots)
+        course = await self.one.answer(request)
+        assert isinstance(course.end, Finish), (spots, course.end)
+        assert course.tokens == expected, spots
+        await self.quiet()
+        return cuts
+
+    async def quiet(self) -> None:
+        """Until no request is at work any more: whatever is said from now on belongs to the next."""
+        await self.places[TAKER].until(lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.unretired))
+        await self.places[GIVER].until(lambda seen: not seen.fetches)
+
+    async def settle(self) -> None:
+        """Until nothing is left of anything at either worker, and every block is accounted for."""
+        self.arm()
+        for place in self.places.values():
+            seen = await place.emptied()
+            assert seen.free_blocks + seen.cached_blocks == seen.total_blocks
+            await place.until(lambda seen: not (seen.orphans or seen.unretired))
+
+
+def _request(number: int) -> ValidRequest:
+    return make_request(f"r{number}", tuple(tokens(PROMPT, number)), WANTED, engine_request=_work(number))
+
+
+def _work(number: int) -> wire.EngineRequest:
+    return wire.EngineRequest(
+        model=MODEL,
+        prompt=pack(tokens(PROMPT, number)),
+        outputs=[wire.OutputPrefix(output=0)],
+        sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=number),
+        stopping=wire.Stopping(max_tokens=WANTED),
+        salt=b"tenant",
+    )
+
+
+async def _revived(found: StoredRequest) -> ValidRequest:
+    return replace(_request(int(found.key.id[1:])), payload=found.payload)
+
+
+@dataclass
+class Registered:
+    facts: WorkerRegistration
+
+
+def _registered(place: Place) -> Any:
+    hub = place.hub
+    capacity = Capacity(
+        total_blocks=hub.total_blocks,
+        block_tokens=hub.block_size,
+        window_tokens=hub.window,
+        max_running=hub.max_running,
+    )
+    facts = WorkerRegistration(
+        peer=hub.peer,
+        address=hub.address,
+        role=hub.role,
+        model=MODEL,
+        layout=hub.layout,
+        tokenizer=TOKENIZER,
+        capacity=capacity,
+    )
+    return Registered(facts)
+
+
+@asynccontextmanager
+async def cutting(store: Store) -> AsyncIterator[Cutting]:
+    """Nothing may be left anywhere at its end."""
+    roles = {GIVER: wire.ROLE_PREFILL, TAKER: wire.ROLE_DECODE}
+    async with AsyncExitStack() as stack:
+        places, proxies = {}, {}
+        for name, role in roles.items():
+            between = proxies[name] = await stack.enter_async_context(serving())
+            terms: dict[str, Any] = {"budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S}
+            places[name] = place = await stack.enter_async_context(
+                worker(name, role=role, advertise=between.address, **terms)
+            )
+            between.target = place.address
+        known = [_registered(place) for place in places.values()]
+        one = await stack.enter_async_context(core(store, known, id="r", revive=_revived))
+        other = await stack.enter_async_context(core(store, [], id="s", revive=_revived))
+        made = Cutting(one, other, places, proxies)
+        yield made
+        await made.settle()

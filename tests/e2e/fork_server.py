@@ -1,0 +1,104 @@
+"""Processes that are forked from one in which everything is imported already.
+
+Importing torch and transformers takes a worker six seconds of processor time, and the rest of its start one. Which
+modules a process imports by itself, and how a whole interpreter begins and ends, is left to tests of single processes
+(tests/worker/test_process.py, tests/router/test_router_process.py) and of the command (tests/decant/test_up.py).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing import reduction
+from types import MappingProxyType
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.e2e.loaded"])
+
+
+class Forked:
+    """``python -m module arguments``, with methods of subprocess.Popen. ``environ``: beside this process's."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        stdout: int,
+        stderr: int,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        told = (module, tuple(arguments), {**os.environ, **environ}, (_Sent(stdout), _Sent(stderr)))
+        self._process = _CONTEXT.Process(target=_become, args=told)
+        self._process.start()
+        assert self._process.pid
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def completed(module: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """What ``python -m module arguments`` said, and its exit status. Raises subprocess.TimeoutExpired."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = Forked(module, arguments, output.fileno(), errors.fileno())
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess([module, *arguments], status, output.read(), errors.read())
+
+
+def _become(module: str, arguments: Sequence[str], environ: Mapping[str, str], written: Sequence[Any]) -> None:
+    """In the fork: the module's main program, writing where it was told to."""
+    for ours, theirs in enumerate(written, start=1):
+        number = theirs.detach()
+        os.dup2(number, ours)
+        os.close(number)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class _Sent:
+    """The number of an open file; it goes along when a process is started."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sent = reduction.DupFd(self._number)
+        return _itself, (sent,)
+
+
+def _itself(sent: Any) -> Any:
+    return sent

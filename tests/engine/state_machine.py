@@ -1,0 +1,298 @@
+"""Two engines whose pools are far too small, and everything that can be done to them, checked after each action.
+
+Both a hypothesis machine and plain random scripts drive it. An action that makes no sense right now does nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from decant.engine.costs import StepCostModel
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidRequest, OutOfBlocks
+from decant.engine.fake import FakeDevice
+from decant.engine.plan import StepPlan, StepResult
+from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
+from decant.engine.scheduler import Limits
+from decant.engine.transfer import IncomingSequence, KvExport, TransferCommit
+from tests.engine import properties
+from tests.engine.factories import BLOCK, Ear, Heard, plainly, ticking
+
+BLOCKS = 8
+WINDOW = BLOCKS * BLOCK
+VOCABULARY = 64
+EOS = frozenset({3, 5})
+COSTS = (StepCostModel(), StepCostModel(token=0.1, pair=0.002))
+"""Nothing is known of a step, so that the token budget rules alone; or a few tokens take all the time of one."""
+MEMORY: dict[str, Heard] = {}
+"""Texts of requests, for they are needed again and again."""
+
+
+class Watched(FakeDevice):
+    """Holds each plan to its properties before it runs."""
+
+    engine: Engine
+    ran: frozenset[str] = frozenset()  # before this step
+
+    def run(self, plan: StepPlan) -> StepResult:
+        properties.plan_keeps_the_limits(self.engine, plan)
+        properties.plan_is_in_order(self.engine, plan, self.ran)
+        properties.nobody_is_behind_one_that_was_cut(plan)
+        return super().run(plan)
+
+
+def _device(kind: type[FakeDevice], num_blocks: int) -> FakeDevice:
+    return kind(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCABULARY, window=WINDOW, eos_token_ids=EOS)
+
+
+def expected(request: Request) -> Heard:
+    """What a request is told that has no company, no cache and no engine."""
+    same = replace(request, id="alone", park_after=None, priority=0, salt=b"", use_prefix_cache=True)
+    if repr(same) not in MEMORY:
+        MEMORY[repr(same)] = plainly(_device(FakeDevice, BLOCKS + 1), same, WINDOW)
+    return MEMORY[repr(same)]
+
+
+@dataclass(slots=True)
+class Move:
+    """A sequence on its way from one engine to the other."""
+
+    giver: int
+    export: KvExport
+    arrival: IncomingSequence
+    sent: int = 0
+    seal: TransferCommit | None = None
+
+
+class World:
+    """The actions. ``n`` picks one of what can be acted on."""
+
+    def __init__(self, budget: int = 6, max_running: int = 4, costs: StepCostModel = COSTS[0]) -> None:
+        limits = Limits(token_budget=max(budget, max_running), max_running=max_running, window=WINDOW)
+        self.engines = [self._engine(limits, costs), self._engine(limits, costs)]
+        self.ear = Ear()
+        self.contents = [properties.Contents(), properties.Contents()]
+        self.requests: dict[str, Request] = {}
+        self.home: dict[str, int] = {}
+        self.moves: dict[str, Move] = {}
+        self.cancelled: set[str] = set()
+        self.joined = 0
+
+    @staticmethod
+    def _engine(limits: Limits, costs: StepCostModel) -> Engine:
+        device = _device(Watched, BLOCKS)
+        assert isinstance(device, Watched)
+        device.costs = costs
+        device.engine = Engine(device, limits, clock=ticking())
+        return device.engine
+
+    # -- actions ------------------------------------------------------------------------------------------------
+
+    def add(self, where: int, request: Request) -> None:
+        request = replace(request, id=f"s{len(self.requests)}")
+        self.engines[where].add(request)
+        self.requests[request.id] = request
+        self.home[request.id] = where
+
+    def step(self, where: int) -> None:
+        engine = self.engines[where]
+        assert isinstance(engine.device, Watched)
+        ran = tuple(engine.scheduler.running)
+        engine.device.ran = frozenset(sequence.id for sequence in ran)
+        output = self.ear.hear(engine.step())
+        alive = {*engine.scheduler.running, *engine.scheduler.waiting}
+        ended = {ended.id for ended in output.ended}
+        assert not ended & {sequence.id for sequence in alive}, "a sequence that ended is still there"
+        properties.changes_are_in_order(ran, engine.scheduler.running, engine.scheduler.waiting)
+
+    def cancel(self, n: int) -> None:
+        id = _pick(self._alive(), n)
+        if id:
+            assert self.engines[self.home[id]].cancel(id)
+            assert not self.engines[self.home[id]].cancel(id), "it was cancelled twice"
+            self.cancelled.add(id)
+
+    def park(self, n: int) -> None:
+        id = _pick([s.id for engine in self.engines for s in engine.scheduler.running], n)
+        if id:
+            self.engines[self.home[id]].park(id)
+
+    def resume(self, n: int) -> None:
+        """One of each engine that is not being handed over."""
+        for engine in self.engines:
+            id = _pick([id for id in properties.parked(engine) if id not in self.moves], n)
+            if id:
+                engine.resume(id)
+
+    def open(self, n: int) -> None:
+        """Reserve room in the other engine, and lease the blocks that it lacks."""
+        id = _pick([id for id in self._alive() if id not in self.moves], n)
+        if not id:
+            return
+        giver = self.home[id]
+        try:
+            arrival = self.engines[1 - giver].reserve(replace(self.requests[id], park_after=None))
+        except OutOfBlocks:
+            return
+        except InvalidRequest as error:
+            if error.field != "token_ids":
+                raise
+            return
+        self.moves[id] = Move(giver, self.engines[giver].export(id, arrival.have), arrival)
+
+    def push(self, n: int, most: int = 100) -> None:
+        """Some of the blocks that are leased and were not sent."""
+        move = self.moves.get(_pick(list(self.moves), n))
+        if move and not move.arrival.closed:
+            for run in move.export.runs[move.sent : move.sent + most]:
+                try:
+                    move.arrival.extend(BLOCK * (run.index + 1) - 1)
+                except OutOfBlocks:
+                    return
+                move.arrival.write(run.index, bytes(move.export.read(run.index)), run.checksum)
+                move.sent += 1
+
+    def seal(self, n: int) -> None:
+        """Of one that is parked; refused when it is still in its prompt."""
+        id = _pick([id for id, move in self.moves.items() if self._parked(id, move) and not move.seal], n)
+        if not id:
+            return
+        giver = self.engines[self.moves[id].giver]
+        try:
+            self.moves[id].seal = giver.seal(id)
+        except InvalidRequest as error:
+            if error.field != "computed":
+                raise
+            giver.resume(id)
+
+    def join(self, n: int) -> None:
+        """Send what is left, run on in the other engine, and let go of it here."""
+        id = _pick([id for id, move in self.moves.items() if move.seal and self._parked(id, move)], n)
+        if not id:
+            return
+        move = self.moves[id]
+        self.push(list(self.moves).index(id))
+        if move.seal is None or move.sent < len(move.export.runs):
+            return  # no room for what it wrote in the meantime
+        self.engines[1 - move.giver].join(move.arrival, move.seal)
+        self.engines[move.giver].release(id)
+        self.home[id] = 1 - move.giver
+        self.joined += 1
+        del self.moves[id]
+
+    def give_up(self, n: int, *, by_cancel: bool = False) -> None:
+        """End a handoff; the sequence goes on where it was, if it lives."""
+        id = _pick(list(self.moves), n)
+        if not id:
+            return
+        move = self.moves.pop(id)
+        if by_cancel:
+            assert self.engines[1 - move.giver].cancel(id)
+        move.arrival.abort()
+        if id in properties.parked(self.engines[move.giver]):
+            self.engines[move.giver].resume(id)
+        self.engines[move.giver].release(id)
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """After every action."""
+        for engine, contents in zip(self.engines, self.contents, strict=True):
+            engine.check_integrity()
+            properties.running_keeps_the_limit(engine)
+            properties.shared_blocks_are_published_prefixes(engine)
+            properties.published_blocks_are_filled(engine)
+            properties.leases_keep_their_bytes(engine)
+            contents.check(engine)
+
+    def finish(self) -> None:
+        """Give up all handoffs, let everything run to its end, and see that all was told and nothing is left."""
+        while self.moves:
+            self.give_up(0)
+            self.check()
+        steps = properties.steps_needed(list(self.requests.values()), WINDOW)
+        while any(engine.has_work or properties.parked(engine) for engine in self.engines):
+            assert steps, "somebody never finishes"
+            steps -= 1
+            self.resume(0)
+            for where in (0, 1):
+                self.step(where)
+            self.check()
+        for engine in self.engines:
+            properties.nothing_is_held(engine)
+        for id, request in self.requests.items():
+            properties.told_as_alone(self.ear[id], expected(request))
+            cancelled = self.ear[id].reason is FinishReason.CANCELLED
+            assert not cancelled or id in self.cancelled, f"{id} was cancelled by nobody"
+
+    def _alive(self) -> list[str]:
+        return [id for engine in self.engines for id in properties.live(engine)]
+
+    def _parked(self, id: str, move: Move) -> bool:
+        return id in properties.parked(self.engines[move.giver])
+
+
+def _pick(ids: Sequence[str], n: int) -> str:
+    return ids[n % len(ids)] if ids else ""
+
+
+# -- scripts ----------------------------------------------------------------------------------------------------
+
+
+def make_world_request(
+    family: int,
+    length: int,
+    *,
+    last: int = 0,
+    max_tokens: int | None = 6,
+    seed: int | None = None,
+    **more: object,
+) -> Request:
+    """Prompts of one family are prefixes of each other, but for a ``last`` token; families differ in one block."""
+    tokens = [((family * 29 if index < BLOCK else 0) + index * 7) % VOCABULARY for index in range(length)]
+    tokens[-1] = (tokens[-1] + last) % VOCABULARY
+    sampling = SamplingParams() if seed is None else SamplingParams(temperature=1.0, seed=seed)
+    request = Request("unnamed", tuple(tokens), sampling=sampling, stop=StopParams(max_tokens=max_tokens))
+    return replace(request, **more)  # type: ignore[arg-type]
+
+
+def random_request(rng: random.Random) -> Request:
+    return make_world_request(
+        rng.randrange(2),
+        rng.randint(1, WINDOW - 4),
+        last=rng.choice([0, 0, 1]),
+        max_tokens=rng.choice([1, 4, 8, None]),
+        seed=rng.choice([None, 1, 2]),
+        priority=rng.choice([-1, 0, 0, 1]),
+        salt=rng.choice([b"", b"", b"other"]),
+        use_prefix_cache=rng.random() < 0.9,
+        park_after=rng.choice([None, None, 1, 2]),
+        prompt_logprobs=rng.choice([None, None, None, 2]),
+        logprobs=rng.choice([None, 1]),
+    )
+
+
+def play(seed: int, actions: int = 80) -> World:
+    """A random script on a fresh world, checked after every action and at its end."""
+    rng = random.Random(seed)
+    world = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2])
+    choices: list[tuple[Callable[[], object], int]] = [
+        (lambda: world.add(rng.randrange(2), random_request(rng)), 4),
+        (lambda: world.step(rng.randrange(2)), 10),
+        (lambda: world.cancel(rng.randrange(99)), 1),
+        (lambda: world.park(rng.randrange(99)), 1),
+        (lambda: world.resume(rng.randrange(99)), 1),
+        (lambda: world.open(rng.randrange(99)), 3),
+        (lambda: world.push(rng.randrange(99), rng.randint(1, 3)), 3),
+        (lambda: world.seal(rng.randrange(99)), 3),
+        (lambda: world.join(rng.randrange(99)), 3),
+        (lambda: world.give_up(rng.randrange(99), by_cancel=rng.random() < 0.5), 1),
+    ]
+    weights = [weight for _, weight in choices]
+    for _ in range(actions):
+        rng.choices([action for action, _ in choices], weights)[0]()
+        world.check()
+    world.finish()
+    return world

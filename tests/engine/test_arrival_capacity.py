@@ -1,0 +1,57 @@
+"""Room for a cache that comes from elsewhere: what runs here keeps a block each, and who lost his comes first."""
+
+from __future__ import annotations
+
+import pytest
+
+from decant.engine.engine import Engine
+from decant.engine.errors import OutOfBlocks
+from decant.engine.request import Request
+from tests.engine.factories import BLOCK, make_engine, make_request, prompt, step_until
+
+
+def arrival(blocks: int) -> Request:
+    """One that needs so many with its next token."""
+    return make_request("arrives", prompt(blocks * BLOCK - 1, 9), 4)
+
+
+@pytest.mark.parametrize("running", [1, 2, 3])
+def test_a_block_is_left_for_each_sequence_that_runs(running: int) -> None:
+    engine = make_engine(24)
+    for number in range(running):
+        engine.add(make_request(f"r{number}", prompt(6, number + 1), 40))
+    step_until(engine, lambda: len(engine.scheduler.running) == running)
+    most = engine.pool.available - running
+    with pytest.raises(OutOfBlocks):
+        engine.reserve(arrival(most + 1))
+    engine.reserve(arrival(most)).abort()
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("running", [1, 2, 3])
+def test_nor_does_a_prompt_that_waits_take_the_last_blocks_of_those_that_run(running: int, beyond: int) -> None:
+    engine = make_engine(24)
+    for number in range(running):
+        engine.add(make_request(f"r{number}", prompt(6, number + 1), 40))
+    step_until(engine, lambda: len(engine.scheduler.running) == running)
+    most = engine.pool.available - running
+    engine.add(make_request("waits", prompt((most + beyond) * BLOCK, 9), 4))
+    engine.step()
+    assert engine.load().waiting == beyond
+
+
+def preempted(engine: Engine) -> bool:
+    return any(waiting.timeline.scheduled is not None for waiting in engine.scheduler.waiting)
+
+
+def test_who_was_preempted_comes_before_anybody_who_arrives() -> None:
+    engine = make_engine(12, max_running=4)
+    for number in range(3):
+        engine.add(make_request(f"r{number}", prompt(8, number + 1), 30))
+    ear = step_until(engine, lambda: preempted(engine) and engine.pool.available > len(engine.scheduler.running))
+    with pytest.raises(OutOfBlocks):
+        engine.reserve(arrival(1))
+    step_until(engine, lambda: not preempted(engine) and engine.pool.available > 4, ear)
+    engine.reserve(arrival(1)).abort()
+    engine.check_integrity()

@@ -1,0 +1,151 @@
+"""Compiled attention: what torch's products give, up to rounding; a row's bits its own; nothing swallowed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from decant.engine.cpu.attention import NativeAttention
+from decant.engine.cpu.kernels import KERNELS
+from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.model.attention import AttentionBackend, AttentionCall
+from decant.engine.model.attention.masks import AttentionWindow, Kind
+from decant.engine.model.attention.paged import PagedAttention
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.step_batch import FlatBatch, flatten
+from decant.engine.plan import Row
+from decant.engine.request import Request
+
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="this CPU has no AVX2, or no compiler was here")
+
+FULL = AttentionWindow()
+LENGTH = 300
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's heads, and what is special about it."""
+
+    kv_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    view: AttentionWindow = FULL
+    softcap: float | None = None
+    sinks: bool = False
+
+
+SHAPES = [
+    Shape(2, 14, 64, 64),
+    Shape(4, 4, 128, 128),
+    Shape(2, 6, 40, 48),
+    Shape(3, 3, 40, 24, AttentionWindow(Kind.SLIDING, 33)),
+    Shape(1, 8, 16, 16, AttentionWindow(Kind.CHUNKED, 32), softcap=20.0, sinks=True),
+    Shape(1, 160, 8, 8, sinks=True),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+class Scene:
+    """One sequence of LENGTH tokens whose queries, keys and values are drawn once, computed in any pieces."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.shape = shape
+        layout = KvLayout((LayerSpec(shape.kv_heads, shape.key_dim, shape.value_dim),) * 2, BLOCK, dtype.itemsize)
+        self.store = KvStore(layout, 64, dtype, torch.device("cpu"))
+        self.query, self.key, self.value = (
+            torch.randn(1, heads, LENGTH, dim, generator=generator).to(dtype)
+            for heads, dim in (
+                (shape.heads, shape.key_dim),
+                (shape.kv_heads, shape.key_dim),
+                (shape.kv_heads, shape.value_dim),
+            )
+        )
+        self.sinks = torch.randn(shape.heads, generator=generator) if shape.sinks else None
+
+    def step(self, kind: type, *pieces: tuple[int, int, int]) -> torch.Tensor:
+        """[T, heads, value dim] of (sequence, first, end), all sequences having the same tokens."""
+        rows = [
+            Row(Request(f"{name}", tuple(range(end))), list(range(end)), first, end, self._blocks(name, end), True)
+            for name, first, end in pieces
+        ]
+        flat = flatten(rows, BLOCK, self.store.blank)
+        at = torch.from_numpy(flat.positions)
+        call = AttentionCall(
+            layer=1,
+            query=self.query[:, :, at],
+            key=self.key[:, :, at],
+            value=self.value[:, :, at],
+            scaling=self.shape.key_dim**-0.5,
+            softcap=self.shape.softcap,
+            sinks=self.sinks,
+            mask=None,
+        )
+        return self._attender(kind, flat).attend(call)[0]
+
+    def _attender(self, kind: type, flat: FlatBatch) -> AttentionBackend:
+        views: Sequence[AttentionWindow] = [self.shape.view] * 2
+        if kind is PagedAttention:
+            # It reads whole blocks, so those that are begun are cleared before, as in every step.
+            self.store.clear(flat.begun)
+            return PagedAttention(self.store, views, flat)
+        assert KERNELS is not None
+        return NativeAttention(KERNELS, self.store, views, flat)
+
+    @staticmethod
+    def _blocks(sequence: int, end: int) -> array[int]:
+        """Sequences lie side by side, each backwards."""
+        most = -(-LENGTH // BLOCK)
+        return array("i", [sequence * most + most - 1 - index for index in range(-(-end // BLOCK))])
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_the_attention_of_plain_products_and_leaves_the_same_cache(shape: Shape, dtype: torch.dtype) -> None:
+    plain, native = Scene(shape, dtype), Scene(shape, dtype)
+    room = 2e-6 if dtype == torch.float32 else 2**-7
+    for pieces in ([(0, 0, 70), (1, 0, 1)], [(0, 70, 71), (1, 1, 200)], [(0, 71, LENGTH), (1, 200, 201)]):
+        expected, found = plain.step(PagedAttention, *pieces), native.step(NativeAttention, *pieces)
+        assert torch.allclose(found.float(), expected.float(), rtol=room, atol=room)
+    assert torch.equal(native.store.blocks, plain.store.blocks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", [NativeAttention, PagedAttention])
+def test_a_row_has_the_same_bits_in_any_pieces_beside_anyone_with_any_threads(
+    kind: type, shape: Shape, dtype: torch.dtype, threads: None
+) -> None:
+    torch.set_num_threads(1)
+    scene = Scene(shape, dtype)
+    whole = scene.step(kind, (0, 0, LENGTH))
+    for size in (1, 7, 48, 129):
+        torch.set_num_threads(1 + size % 3)
+        scene.store.blocks.fill_(float("nan"))  # nothing leans on what lay there
+        for first in range(0, LENGTH, size):
+            end = min(first + size, LENGTH)
+            both = scene.step(kind, (0, first, end), (1, 0, 5))
+            assert torch.equal(both[: end - first], whole[first:end]), (size, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_is_seen_by_those_who_see_it(dtype: torch.dtype) -> None:
+    scene = Scene(SHAPES[0], dtype)
+    scene.key[0, 0, 10, 3] = float("nan")
+    out = scene.step(NativeAttention, (0, 0, LENGTH))
+    assert not out[:10].isnan().any()
+    assert out[10:, :7].isnan().all()
+    assert not out[:, 7:].isnan().any()

@@ -1,0 +1,250 @@
+"""The pure half: it runs without torch, and its small functions are what they say."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from array import array
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from decant.engine.blocks import hash_blocks, root_hash
+from decant.engine.draw import uniform
+from decant.engine.fake import CANDIDATES, FakeDevice, candidates, slot_bytes
+from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.plan import Row, StepPlan
+from decant.engine.policy import STEPS_PER_PRIORITY, order_of
+from decant.engine.request import SamplingParams, StopParams
+from decant.engine.sequence import Sequence as EngineSequence
+from tests.engine.factories import make_device, make_engine, make_request, prompt, run, step_until
+
+ROOT = Path(__file__).parents[2]
+
+WITHOUT_TORCH = """
+import importlib, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "numpy"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+names = "blocks draw engine errors fake kv_layout loop output plan policy request sampler_state scheduler sequence"
+names += " transfer"
+for name in names.split():
+    importlib.import_module(f"decant.engine.{name}")
+
+import asyncio
+from decant.engine.engine import Engine
+from decant.engine.output import Token
+from decant.engine.fake import FakeDevice
+from decant.engine.request import Request, StopParams
+from tests.engine.streams import Streams
+
+async def main():
+    async with Streams(Engine(FakeDevice(num_blocks=8, block_size=4, vocab_size=512))) as streams:
+        request = Request("a", (1, 2, 3), stop=StopParams(max_tokens=8))
+        return [event.token async for event in streams.generate(request) if isinstance(event, Token)]
+
+print(*asyncio.run(main()))
+assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+"""
+
+
+def test_the_pure_half_runs_with_torch_blocked() -> None:
+    script = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    here = run(make_engine(), make_request("a", (1, 2, 3)))["a"].text
+    assert [int(token) for token in done.stdout.split()] == here, "and writes the same in another process"
+
+
+# -- draws ------------------------------------------------------------------------------------------------------
+
+PINNED = [0.7945189032113017, 0.9975377869352121, 0.13156292152188354, 0.016975158880435548, 0.8888740842899036]
+SEEDS, INDEXES, POSITIONS = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**40)
+
+
+@settings(deadline=None, max_examples=150)
+@given(SEEDS, INDEXES, POSITIONS)
+def test_a_draw_lies_strictly_between_0_and_1_and_is_always_the_same(seed: int, index: int, position: int) -> None:
+    assert 0.0 < uniform(seed, index, position) < 1.0
+    assert uniform(seed, index, position) == uniform(seed, index, position)
+
+
+def test_draws_are_pinned() -> None:
+    """A text that was begun by one release is continued by another."""
+    arguments = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 2**32 - 1, 2**40)]
+    assert [uniform(*each) for each in arguments] == PINNED
+
+
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_draws_are_uniform_and_uncorrelated_along_each_argument(argument: int) -> None:
+    def draw(n: int) -> float:
+        arguments = [11, 2, 5]
+        arguments[argument] = n
+        return uniform(*arguments)
+
+    numbers = [draw(n) for n in range(4000)]
+    assert stats.kstest(numbers, "uniform").pvalue > 1e-3
+    assert stats.pearsonr(numbers[:-1], numbers[1:]).pvalue > 1e-3
+
+
+def test_the_arguments_of_a_draw_are_not_confused_with_each_other() -> None:
+    grid = list(itertools.product(range(12), repeat=3))
+    assert len({uniform(*each) for each in grid}) == len(grid)
+
+
+# -- hashes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_hash_stands_for_all_tokens_before_it_and_the_salt() -> None:
+    chains = []
+    for salt, tokens in itertools.product((b"", b"a", b"b"), itertools.product((1, 2), repeat=4)):
+        first, second = hash_blocks(root_hash(salt), tokens, 2)
+        chains.append(((salt, tokens[:2]), first))
+        chains.append(((salt, tokens), second))
+        assert hash_blocks(first, tokens[2:], 2) == [second], "a chain goes on where it ended"
+    meanings = dict(chains)
+    assert len(set(meanings.values())) == len(meanings), "other tokens, another hash"
+    assert all(meanings[key] == digest for key, digest in chains), "the same tokens, the same hash"
+
+
+def test_a_block_is_not_confused_with_a_shorter_or_wider_one() -> None:
+    root = root_hash(b"")
+    blocks = [(0,), (1,), (1, 0), (0, 1), (1, 2), *((2**bits,) for bits in (8, 16, 31))]
+    assert len({hash_blocks(root, tokens, len(tokens))[0] for tokens in blocks}) == len(blocks)
+    assert hash_blocks(root, (1, 0, 1), 2) == hash_blocks(root, (1, 0), 2), "only full ones have a hash"
+
+
+def test_the_chain_of_a_sequence_grows_with_it() -> None:
+    sequence = EngineSequence(make_request("a", 10), (0.0, 1), 0.0)
+    early = sequence.hashes(range(2), 4)
+    assert len(early) == 2
+    sequence.tokens += [1, 2, 3]
+    assert sequence.hashes(range(3), 4)[:2] == early
+    assert sequence.hashes(range(1), 4) == early[:1], "never more than was asked for"
+    assert sequence.hashes(range(2, 3), 4) == sequence.hashes(range(3), 4)[2:]
+
+
+# -- policy -----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 10**6), st.integers(-1000, 1000), st.integers(-1000, 1000), st.integers(1, 10**6))
+def test_a_level_of_priority_is_worth_a_fixed_number_of_steps(step: int, mine: int, other: int, later: int) -> None:
+    """Who came ``later`` goes first only when its priority is worth more than the steps between."""
+    first, second = order_of(step, 1, mine), order_of(step + later, 2, other)
+    assert (second < first) is ((other - mine) * STEPS_PER_PRIORITY > later)
+
+
+def test_of_equal_urgency_who_came_first_goes_first() -> None:
+    orders = [order_of(5, arrival, 3) for arrival in range(10)]
+    assert orders == sorted(orders)
+
+
+# -- the fake ---------------------------------------------------------------------------------------------------
+
+
+def distribution(device: FakeDevice, **sampling: Any) -> Counter[int]:
+    """Tokens that many seeds draw after one prompt."""
+    requests = [make_request("a", 5, 1, sampling=SamplingParams(seed=seed, **sampling)) for seed in range(3000)]
+    rows = tuple(Row(request, request.token_ids, 0, 5, array("i", [0, 1]), True) for request in requests)
+    return Counter(token for token in device.run(StepPlan(rows, 5 * len(rows))).sampled if token is not None)
+
+
+def exact(temperature: float = 1.0, keep: int = CANDIDATES) -> list[float]:
+    """Shares of the ranks, the likeliest first: each has half the weight of the one before."""
+    weights = [math.exp(-rank * math.log(2) / temperature) for rank in range(keep)]
+    return [weight / sum(weights) for weight in weights]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "shares"),
+    [
+        ({"temperature": 1.0}, exact()),
+        ({"temperature": 3.0}, exact(3.0)),
+        ({"temperature": 1.0, "top_k": 3}, exact(keep=3)),
+        ({"temperature": 1.0, "top_p": 0.9}, exact(keep=4)),
+        ({"temperature": 1.0, "min_p": 0.2}, exact(keep=3)),
+        ({"temperature": 1.0, "output_index": 4}, exact()),
+    ],
+)
+def test_the_fake_draws_from_its_exact_distribution(sampling: dict[str, Any], shares: list[float]) -> None:
+    device = make_device(8)
+    found = distribution(device, **sampling)
+    ranked = run(make_engine(device=device), make_request("a", 5, 1, logprobs=CANDIDATES))["a"].logprobs[0]
+    assert ranked is not None
+    counts = [found.pop(token, 0) for token, _ in ranked.top[: len(shares)]]
+    assert not found, "tokens that were cut off were drawn"
+    common = [rank for rank, share in enumerate(shares) if share * sum(counts) >= 5]
+    rest = [sum(counts) - sum(counts[rank] for rank in common), 1 - sum(shares[rank] for rank in common)]
+    observed = [*(counts[rank] for rank in common), *([rest[0]] if rest[1] > 1e-9 else [])]
+    ideal = [*(shares[rank] for rank in common), *([rest[1]] if rest[1] > 1e-9 else [])]
+    assert stats.chisquare(observed, [share * sum(observed) for share in ideal]).pvalue > 1e-3
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**32 - 1), st.integers(CANDIDATES, 600))
+def test_a_fake_distribution_names_distinct_tokens_of_the_vocabulary(total: int, vocabulary: int) -> None:
+    seen = candidates(total, vocabulary)
+    assert len({candidate.token for candidate in seen}) == CANDIDATES
+    assert all(0 <= candidate.token < vocabulary for candidate in seen)
+    assert sum(math.exp(candidate.weight) for candidate in seen) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("slot", range(10))
+def test_a_flipped_byte_in_a_held_block_changes_the_fakes_next_tokens(slot: int) -> None:
+    """Whichever byte that the sequence can see."""
+    calm = run(make_engine(), make_request("a", 10))["a"].text
+    engine = make_engine()
+    engine.add(make_request("a", 10))
+    ear = step_until(engine, lambda: engine.steps == 2)
+    holding = engine.scheduler.running[0].holding
+    assert holding is not None
+    engine.device.read(holding.blocks[slot // 4])[slot % 4 * 8 + slot % 8] ^= 1
+    text = run(engine, ear=ear)["a"].text
+    assert text[:2] == calm[:2]
+    assert text[2] != calm[2]
+
+
+def test_a_slot_of_the_fake_tells_of_its_token_its_place_and_the_slot_before_it() -> None:
+    first, other = slot_bytes(1, 0, b""), slot_bytes(2, 0, b"")
+    slots = [slot_bytes(5, 3, first), slot_bytes(6, 3, first), slot_bytes(5, 4, first), slot_bytes(5, 3, other)]
+    assert len({first, other, *slots}) == 6
+
+
+def test_the_fakes_text_depends_on_every_token_and_its_place() -> None:
+    texts = {tuple(run(make_engine(), make_request("a", tokens, 4))["a"].text) for tokens in variants()}
+    assert len(texts) == len(variants())
+
+
+def variants() -> list[tuple[int, ...]]:
+    """One prompt, its neighbours by one token, and its rotations."""
+    base = prompt(6)
+    changed = [(*base[:at], base[at] + 1, *base[at + 1 :]) for at in range(6)]
+    return [base, *changed, *((*base[at:], *base[:at]) for at in range(1, 6)), base[:5]]
+
+
+def test_a_fake_vocabulary_of_which_one_token_may_be_drawn_kills_nobody() -> None:
+    stop = StopParams(max_tokens=4, min_tokens=2, stop_token_ids=frozenset(range(511)))
+    ear = run(make_engine(), make_request("one", stop=stop), make_request("other", 4))
+    assert ear["one"].ended is not None
+    assert ear["other"].text == run(make_engine(), make_request("other", 4))["other"].text
+
+
+# -- layout -----------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_one_run_across_all_layers() -> None:
+    layout = KvLayout((LayerSpec(2, 4, 4), LayerSpec(1, 8, 2)), block_size=16, itemsize=2)
+    assert layout.offsets == (0, 256)
+    assert (layout.block_elements, layout.block_bytes) == (416, 832)

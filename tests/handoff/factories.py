@@ -1,0 +1,134 @@
+"""Two workers' ends with torch-free engines, and what stands between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from dataclasses import replace
+
+from decant.engine.engine import Engine
+from decant.engine.fake import FakeDevice
+from decant.engine.loop import EngineLoop
+from decant.engine.output import SequenceFinished, StepOutput, Token
+from decant.engine.plan import StepPlan
+from decant.engine.request import Request, SamplingParams, StopParams
+from decant.engine.scheduler import Limits
+from decant.engine.transfer import IncomingSequence
+from decant.handoff.codec import Received, decode
+from decant.handoff.packing import TransferLayout, checksum
+from decant.handoff.receiver import KvReceiver
+from decant.handoff.sender import KvSender
+from decant.protos import worker_pb2 as wire
+
+BLOCK = 4
+LAYOUT = 0x1234
+
+
+Cost = Callable[[StepPlan], float] | None
+
+
+class Worker:
+    """An engine on its thread with both ends of a handoff; ``told`` keeps what its steps said."""
+
+    def __init__(
+        self, name: str, *, blocks: int = 64, budget: int = 8, lease_ms: int = 10_000, cost: Cost = None
+    ) -> None:
+        self.engine = Engine(
+            FakeDevice(num_blocks=blocks, block_size=BLOCK, vocab_size=64, cost=cost),
+            Limits(token_budget=budget, max_running=8, window=blocks * BLOCK),
+            checksum=checksum,
+        )
+        self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
+        self.shape = TransferLayout(BLOCK, self.engine.device.block_bytes, LAYOUT)
+        self.loop = EngineLoop(self.engine, self._on_step)
+        self.sender = KvSender(self.loop, self.shape, wire.Heartbeat, lease_ms)
+        self.receiver = KvReceiver(self.loop, self.shape, self.peer, wire.Heartbeat)
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, asyncio.Event] = {}
+
+    def _on_step(self, output: StepOutput) -> None:
+        self.sender.on_step(output)
+        for token in output.tokens:
+            self._hear(token)
+        for ended in output.ended:
+            self._hear(ended)
+
+    def _hear(self, event: Token | SequenceFinished) -> None:
+        if isinstance(event, Token):
+            self.tokens.setdefault(event.id, []).append(event.token)
+        else:
+            self.ended.setdefault(event.id, asyncio.Event()).set()
+
+    async def __aenter__(self) -> Worker:
+        self.loop.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.receiver.close()
+        await self.loop.stop()
+        self.engine.check_integrity()
+
+    async def finished(self, id: str) -> list[int]:
+        await asyncio.wait_for(self.ended.setdefault(id, asyncio.Event()).wait(), 20)
+        return self.tokens.get(id, [])
+
+    async def offer(self, request: Request) -> wire.Ticket:
+        """Take a prompt up as a prefill worker does, and give a ticket for its cache."""
+        run = wire.Run(request=request.id, epoch=1, attempt=1)
+        ticket = wire.Ticket(run=run, sender=self.peer, layout=LAYOUT, salt=request.salt, tokens=len(request.token_ids))
+        issued = self.sender.issue(ticket, request.id, request.prompt_len)
+        await self.loop.call(lambda engine: engine.add(replace(request, park_after=1)))
+        return issued
+
+    async def room(self, request: Request) -> IncomingSequence:
+        return await self.loop.call(lambda engine: engine.reserve(request), undo=lambda _, arrival: arrival.abort())
+
+    async def held(self) -> int:
+        return (await self.loop.call(lambda engine: engine.load())).held_blocks
+
+    async def emptied(self) -> None:
+        """Wait until no block is held; look ten times a second, for a lease ends without any event here."""
+        for _ in range(200):
+            if not await self.held():
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"{await self.held()} blocks are held: {self.engine.pool.held_by()}")
+
+
+def ask(id: str = "r", length: int = 30, wanted: int = 10, seed: int = 0) -> Request:
+    return Request(
+        id,
+        tuple((7 * position + seed) % 64 for position in range(length)),
+        sampling=SamplingParams(temperature=0.8, seed=seed),
+        stop=StopParams(max_tokens=wanted),
+        salt=b"tenant",
+    )
+
+
+Tamper = Callable[[wire.FetchResponse], list[wire.FetchResponse]]
+"""What becomes of a message on its way: itself, another, several or none."""
+
+
+class Wire:
+    """``KvSource`` in one process: a giver behind messages that are serialised, and tampered with on request."""
+
+    def __init__(self, sender: KvSender, tamper: Tamper = lambda message: [message]) -> None:
+        self._giver = sender
+        self._tamper = tamper
+        self.released: list[wire.ReleaseRequest] = []
+
+    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
+        async for message in self._giver.fetch(requests):
+            for response in self._tamper(wire.FetchResponse.FromString(message)):
+                yield decode(response.SerializeToString())
+
+    async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
+        self.released.append(request)
+        await self._giver.release(request)
+
+
+async def alone(request: Request) -> list[int]:
+    """What a request writes on one engine from beginning to end."""
+    async with Worker("alone") as worker:
+        await worker.loop.call(lambda engine: engine.add(request))
+        return await worker.finished(request.id)

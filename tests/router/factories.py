@@ -1,0 +1,128 @@
+"""Models, requests and their courses in a line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from decant import models as trained
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import RequestRecord
+from decant.router.api.auth import EVERYBODY
+from decant.router.api.get_generation import RequestSnapshot
+from decant.router.api.validation import validate
+from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.text.served_model import Models, ServedModel, served
+from decant.runtime.channel import Deadline
+from decant.runtime.errors import Cancelled, NotFound, ServiceError
+from decant.runtime.model_files import find
+from decant.state.ids import RequestKey
+
+
+@cache
+def tiny() -> ServedModel:
+    return served(find(str(trained.path())))
+
+
+def model(**changes: Any) -> ServedModel:
+    """The tiny model, with other limits."""
+    return replace(tiny(), **changes)
+
+
+def window(tokens: int | None) -> Any:
+    return lambda _: tokens
+
+
+async def valid(
+    *,
+    served: ServedModel | None = None,
+    workers_window: int | None = None,
+    deadline: Deadline = Deadline(),  # noqa: B008 - it has no state
+    **fields: Any,
+) -> ValidRequest:
+    """A valid request; a prompt of its own unless another input is named."""
+    if not {"token_ids", "messages", "prompt"} & fields.keys():
+        fields["prompt"] = "def f(x):"
+    request = pb.GenerateRequest(**fields)
+    return await validate(request, Models([served or tiny()]), window(workers_window), deadline, EVERYBODY)
+
+
+def write(course: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
+    """What dispatch does when tokens arrive."""
+    course.tokens += tokens
+    if course.request.wanted.logprobs is not None:
+        course.logprobs.extend(logprobs(course.request.wanted.logprobs, token) for token in tokens)
+    course.last_token_at = asyncio.get_running_loop().time()
+    course.end = course.end or end
+    course.told()
+
+
+def logprobs(alternatives: int, token: int) -> wire.TokenLogprobs:
+    ids = range(token, token + alternatives)
+    return wire.TokenLogprobs(
+        logprob=-0.5, rank=1, top_ids=ids, top_logprobs=[-0.5 - place for place in range(alternatives)]
+    )
+
+
+STOPPED = Finish(pb.FINISH_REASON_STOP, eos_token_id=1)
+AT_LENGTH = Finish(pb.FINISH_REASON_LENGTH)
+
+
+class ScriptedDispatcher:
+    """Begins what it is given, and writes what a test says."""
+
+    def __init__(self) -> None:
+        self.courses: asyncio.Queue[TokenStream] = asyncio.Queue()
+        self.lost: asyncio.Queue[TokenStream] = asyncio.Queue()
+        self.known: dict[RequestKey, TokenStream] = {}
+        self.window: int | None = None
+        self.refusal: ServiceError | None = None
+        self.booked_for: list[str] = []
+        """Tenants of calls that need no worker."""
+        self.plan: Callable[[TokenStream], Any] = lambda course: None
+
+    async def begin(self, request: ValidRequest) -> TokenStream:
+        if self.refusal is not None:
+            raise self.refusal
+        course = TokenStream(request)
+        self.known[request.key] = course
+        self.plan(course)
+        self.courses.put_nowait(course)
+        return course
+
+    async def resume(self, key: RequestKey) -> TokenStream:
+        try:
+            return self.known[key]
+        except KeyError:
+            raise NotFound("request", key.id) from None
+
+    async def look(self, key: RequestKey) -> RequestSnapshot:
+        course = await self.resume(key)
+        return RequestSnapshot(
+            course, pb.Generation.STATE_DECODING, RequestRecord(), None if course.end is None else 60.0
+        )
+
+    async def cancel(self, key: RequestKey) -> Finish | ServiceError:
+        course = await self.resume(key)
+        write(course, end=Cancelled())
+        assert course.end is not None
+        return course.end
+
+    def stream_lost(self, course: TokenStream) -> None:
+        self.lost.put_nowait(course)
+
+    def window_of(self, model: str) -> int | None:
+        return self.window
+
+    async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
+        pass
+
+    @asynccontextmanager
+    async def booked(self, tenant: str) -> AsyncIterator[None]:
+        self.booked_for.append(tenant)
+        yield

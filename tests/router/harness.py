@@ -1,0 +1,183 @@
+"""A router's core over fake workers and a real Redis, in a line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.admission.admission_queue import Admission
+from decant.router.admission.quota import QuotaLeases
+from decant.router.execution.execution import RouterServices
+from decant.router.execution.registry import RequestRegistry
+from decant.router.execution.token_stream import Finish, OutputOptions, TokenStream, ValidRequest
+from decant.router.execution.token_writer import pack
+from decant.router.recovery.journal_writer import JournalWriter
+from decant.router.recovery.restore import RestoreRequest
+from decant.router.settings import RouterSettings
+from decant.router.workers.pool import WorkerPool
+from decant.runtime.channel import Deadline
+from decant.runtime.peer import new_peer
+from decant.runtime.tls import PeerTls
+from decant.state.ids import RequestKey
+from decant.state.owned import OwnedRequest, StoredRequest
+from decant.state.quota import TenantLimits
+from decant.state.store import Store
+from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
+
+PATIENCE = 60.0
+"""Seconds until a test gives up: the machine may be busy."""
+
+
+def make_request(
+    id: str = "r",
+    prompt: tuple[int, ...] = (1, 2, 3),
+    max_tokens: int = 5,
+    *,
+    seconds: float | None = None,
+    **more: Any,
+) -> ValidRequest:
+    work = wire.EngineRequest(
+        model=MODEL,
+        prompt=pack(list(prompt)),
+        outputs=[wire.OutputPrefix(output=0)],
+        stopping=wire.Stopping(max_tokens=max_tokens, stop_token_ids=more.pop("stop_token_ids", ())),
+        sampling=wire.Sampling(seed=4),
+    )
+    if more.pop("cut_to_window", False):
+        work.stopping.cut_to_window = True
+    shown: pb.ResponseOptions = more.pop("shown", pb.ResponseOptions())
+    wanted = OutputOptions()
+    if shown.HasField("logprobs"):
+        work.logprobs = shown.logprobs
+        wanted = replace(wanted, logprobs=shown.logprobs)
+    if shown.HasField("prompt_logprobs"):
+        work.prompt_logprobs = shown.prompt_logprobs
+        wanted = replace(wanted, prompt_logprobs=shown.prompt_logprobs)
+    values: dict[str, Any] = {
+        "key": RequestKey("default", id),
+        "payload": pb.GenerateRequest(
+            request_id=id,
+            token_ids=pb.TokenIds(ids=prompt),
+            stopping=pb.StoppingParams(max_tokens=max_tokens),
+            response=shown,
+        ),
+        "engine_request": work,
+        "prompt_tokens": len(prompt),
+        "wanted": wanted,
+        "deadline": Deadline.after(seconds),
+        "id_made_up": False,
+        "accepted_at": asyncio.get_running_loop().time(),
+    }
+    return ValidRequest(**values | more)
+
+
+async def revived(found: StoredRequest) -> ValidRequest:
+    """The request that made_request makes, out of the store."""
+    payload, record = found.payload, found.record
+    left = record.deadline.ToDatetime(UTC) - datetime.now(UTC) if record.HasField("deadline") else None
+    made = make_request(
+        found.key.id,
+        tuple(payload.token_ids.ids),
+        payload.stopping.max_tokens,
+        seconds=None if left is None else left.total_seconds(),
+        shown=payload.response,
+    )
+    return replace(made, payload=payload)
+
+
+@dataclass
+class Core:
+    router: RouterServices
+    dispatcher: RequestRegistry
+
+    async def answer(self, request: ValidRequest) -> TokenStream:
+        return await ended(await self.dispatcher.begin(request))
+
+    def owned(self, id: str) -> OwnedRequest:
+        """As the router holds a request that is at work."""
+        return self.dispatcher._executions[RequestKey("default", id)].owned
+
+    @property
+    def store_is_done(self) -> bool:
+        return not self.router.flusher._running and not self.router.flusher._ended
+
+
+async def ended(course: TokenStream) -> TokenStream:
+    async with asyncio.timeout(PATIENCE):
+        while course.end is None:
+            await course.beyond(len(course.tokens))
+    return course
+
+
+async def written(course: TokenStream, count: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await course.beyond(count - 1)
+
+
+async def until(condition: Callable[[], object], *workers: FakeWorker) -> None:
+    """Until something holds that these workers' news, or a moment's time, may bring about."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110 - what tests look at has no event of its own
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def core(
+    store: Store,
+    workers: Sequence[FakeWorker],
+    *,
+    id: str = "router",
+    revive: RestoreRequest = revived,
+    quotas: Mapping[str, TenantLimits] = MappingProxyType({}),
+    **settings: Any,
+) -> AsyncIterator[Core]:
+    """Checks at its end that nothing is left anywhere. Workers that are registered already are found."""
+    registrations = [await store.workers.register(worker.facts) for worker in workers]
+    options = {"models": (MODEL,), "flush_ms": 10, "handoff_min_tokens": 0, **settings}
+    peer = new_peer(id)
+    pool = WorkerPool(peer, store.workers, {MODEL: TOKENIZER}, PeerTls(), options["handoff_min_tokens"])
+    flusher = JournalWriter(store.requests, options["flush_ms"])
+    checked = RouterSettings(**options)
+    admission = Admission(checked.max_active, checked.queue_limit)
+    bookings = QuotaLeases(store.quotas, quotas)
+    router = RouterServices(peer, checked, admission, pool, store.requests, flusher, bookings, revive, 3600.0)
+    dispatcher = RequestRegistry(router)
+    pool.start()
+    flusher.start()
+    bookings.start()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await pool.settled()
+        yield Core(router, dispatcher)
+        async with asyncio.timeout(PATIENCE):
+            await dispatcher.drain()
+        assert admission.active == 0
+        assert not bookings._held
+        assert not pool._givers
+        assert not any(pool.lines.values())
+        for worker in list(pool._workers.values()):
+            assert not worker.session.is_busy
+            assert not worker.session._slots
+            assert worker.view.work.ours == worker.view.sequences.ours == 0
+    finally:
+        await dispatcher.close()
+        await bookings.close()
+        await pool.close()
+        await flusher.close()
+    del registrations
+
+
+def tokens_of(course: TokenStream) -> list[int]:
+    assert isinstance(course.end, Finish), course.end
+    return course.tokens
+
+
+def ended_run() -> Finish:
+    return Finish(pb.FINISH_REASON_LENGTH)

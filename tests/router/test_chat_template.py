@@ -1,0 +1,268 @@
+"""Conversations become the prompts that transformers makes of them, and a template can do nothing else."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from decant.protos import inference_pb2 as pb
+from decant.router.text import chat_template as templates
+from decant.router.text import template_process as rendering
+from decant.router.text.chat_template import ChatTemplate
+from decant.router.text.served_model import ServedModel, served
+from decant.runtime.errors import InvalidArgument
+from decant.runtime.model_files import ModelUnreadable, find
+from tests.router.chat_templates import BARE, LIKE
+from tests.router.factories import valid
+from tests.router.test_validation import unpacked
+from tests.router.tokenizers_made import byte_level, folder
+
+HELLO = [pb.Message(role="user", content="hello")]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Ours and transformers' reading of the same folder."""
+    root = tmp_path_factory.mktemp("chat")
+
+    @cache
+    def pair(kind: str) -> tuple[ServedModel, Any]:
+        config = {"chat_template": LIKE[kind], "pad_token": {"content": "<pad>", "__type": "AddedToken"}}
+        place = folder(root / kind, byte_level(), config)
+        return served(find(str(place))), AutoTokenizer.from_pretrained(str(place))
+
+    return pair
+
+
+def template(text: str, **tokens: str) -> ChatTemplate:
+    return ChatTemplate(text, tokens)
+
+
+async def rendered(text: str, messages: list[pb.Message] = HELLO) -> str:
+    return await template(text).render(messages, add_generation_prompt=True)
+
+
+async def failure(text: str, messages: list[pb.Message] = HELLO) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as refused:
+        await rendered(text, messages)
+    assert refused.value.field == "messages"
+    return refused.value
+
+
+ROLES = st.sampled_from(["system", "user", "assistant", "tool"])
+TEXTS = st.text(max_size=12) | st.sampled_from(
+    [" the quick brown dog \n", "<think>x</think>y", "{{ 1 }}", "<|im_end|>"]
+)
+
+
+# ------------------------------------------------------------------------------------ as transformers does
+
+
+@pytest.mark.parametrize("kind", LIKE)
+@given(st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=6), st.booleans())
+@settings(max_examples=60, deadline=None)
+async def test_a_conversation_becomes_the_tokens_that_transformers_makes_of_it(both, kind, said, opens):
+    ours, theirs = both(kind)
+    messages = [pb.Message(role=role, content=text) for role, text in said]
+    plain = [{"role": role, "content": text} for role, text in said]
+    try:
+        expected = theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=opens)
+    except TemplateError:
+        with pytest.raises(InvalidArgument):
+            await ours.chat.render(messages, add_generation_prompt=opens)
+        return
+    text = await ours.chat.render(messages, add_generation_prompt=opens)
+    assert text == expected
+    ids = theirs.apply_chat_template(plain, add_generation_prompt=opens, return_dict=False)
+    assert await ours.encode(text, special=False) == ids
+
+
+async def test_messages_are_a_prompt_as_the_template_writes_it(both):
+    ours, theirs = both("chatml")
+    plain = [{"role": "user", "content": "the dog"}]
+    messages = [pb.Message(**message) for message in plain]
+    for asked, opens in (None, True), (True, True), (False, False):
+        given = pb.Messages(messages=messages, add_generation_prompt=asked)
+        made = await valid(
+            served=replace(ours, window=None),
+            messages=given,
+            workers_window=4096,
+            response=pb.ResponseOptions(echo=True),
+        )
+        expected = theirs.apply_chat_template(plain, add_generation_prompt=opens, return_dict=False)
+        assert unpacked(made.engine_request.prompt) == expected
+        assert made.wanted.echo == theirs.decode(expected, skip_special_tokens=True)
+
+
+async def test_a_prompt_of_messages_that_is_too_long_is_refused_by_its_field(both):
+    ours, _ = both("chatml")
+    with pytest.raises(InvalidArgument) as refused:
+        await valid(served=ours, messages=pb.Messages(messages=HELLO), workers_window=3)
+    assert refused.value.field == "messages"
+
+
+async def test_a_conversation_without_messages_is_refused(both):
+    ours, _ = both("chatml")
+    with pytest.raises(InvalidArgument) as refused:
+        await valid(served=ours, messages=pb.Messages())
+    assert refused.value.field == "messages.messages"
+
+
+async def test_a_templates_own_refusal_is_told_in_its_words(both):
+    ours, _ = both("mistral")
+    messages = [pb.Message(role="assistant", content="x")]
+    with pytest.raises(InvalidArgument) as refused:
+        await valid(served=ours, messages=pb.Messages(messages=messages))
+    assert refused.value.field == "messages"
+    assert "must alternate" in refused.value.value
+
+
+# ------------------------------------------------------------------------------------- which one it is
+
+
+def chat_of(place: Path) -> ChatTemplate | None:
+    return served(find(str(place))).chat
+
+
+async def test_of_several_the_one_called_default_is_taken(tmp_path):
+    named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "it"}]
+    for count, several in enumerate((named, {"rag": "rag", "default": "it"})):
+        chat = chat_of(folder(tmp_path / str(count), byte_level(), {"chat_template": several}))
+        assert chat is not None
+        assert await chat.render(HELLO, add_generation_prompt=True) == "it"
+    assert chat_of(folder(tmp_path / "none", byte_level(), {"chat_template": named[:1]})) is None
+    assert chat_of(folder(tmp_path / "bare", byte_level())) is None
+
+
+async def test_a_file_of_its_own_stands_over_the_configuration(tmp_path):
+    place = folder(tmp_path / "m", byte_level(), {"chat_template": "old"})
+    (place / "chat_template.jinja").write_text("new é")
+    chat = chat_of(place)
+    assert chat is not None
+    theirs = AutoTokenizer.from_pretrained(str(place))
+    plain = [{"role": "user", "content": "x"}]
+    assert await chat.render(HELLO, add_generation_prompt=True) == "new é"
+    assert theirs.apply_chat_template(plain, tokenize=False) == "new é"
+    (place / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelUnreadable, match="chat_template"):
+        chat_of(place)
+
+
+# -------------------------------------------------------------------------------------- hostile templates
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__globals__['json'] }}",
+        "{{ tojson.__globals__ }}",
+        "{{ self._TemplateReference__context.environment.from_string('x').render() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ 'x' | attr('__class__') | attr('__name__') }}",
+        "{{ ('{0.__class__}').format(messages) }}",
+    ],
+)
+async def test_a_template_reaches_nothing(text):
+    try:
+        shown = await rendered(text)
+    except InvalidArgument:
+        return
+    assert shown == ""  # what the sandbox hides is undefined
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 'x' * 10 ** 10 }}",
+        "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{{ '%2000000000d' % 1 }}",
+        "{% for i in range(100000000) %}x{% endfor %}",
+        "{{ undefined_function() }}",
+        "{{ 1 / 0 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% if %}",
+        "{{ messages[7].content.strip() }}",
+    ],
+)
+async def test_what_can_not_be_rendered_is_refused_and_the_next_is_served(text):
+    refusal = await failure(text)
+    assert refusal.value
+    either = template("{% if messages[0].content == 'x' %}" + text + "{% else %}fine{% endif %}")
+    if text == "{% if %}":
+        return
+    with pytest.raises(InvalidArgument):
+        await either.render([pb.Message(role="user", content="x")], add_generation_prompt=True)
+    assert await either.render(HELLO, add_generation_prompt=True) == "fine"
+
+
+async def test_one_that_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.5)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    either = template("{% if messages[0].content == 'x' %}" + loops + "{% else %}fine{% endif %}")
+    with pytest.raises(InvalidArgument) as refused:
+        await either.render([pb.Message(role="user", content="x")], add_generation_prompt=True)
+    assert "0.5 seconds" in refused.value.value
+    monkeypatch.setattr(templates, "RENDER_SECONDS", 60.0)
+    assert await either.render(HELLO, add_generation_prompt=True) == "fine"
+
+
+async def test_an_endless_text_is_cut_short(monkeypatch):
+    monkeypatch.setattr(templates, "MAX_RENDERED", 1000)
+    assert "1000" in (await failure("{% for i in range(2000) %}x{% endfor %}")).value
+    assert len(await rendered("{% for i in range(1000) %}x{% endfor %}")) == 1000
+
+
+async def test_a_conversation_larger_than_any_pipe_goes_through():
+    large = "日" * 300_000
+    assert await rendered(BARE, [pb.Message(role="user", content=large)]) == large
+
+
+async def test_a_process_that_died_is_replaced():
+    chat = template("{{ messages[0].content }}")
+    assert await chat.render(HELLO, add_generation_prompt=True) == "hello"
+    assert chat._process is not None
+    chat._process.kill()
+    chat._process.wait()
+    with pytest.raises(InvalidArgument):
+        await chat.render(HELLO, add_generation_prompt=True)
+    assert await chat.render(HELLO, add_generation_prompt=True) == "hello"
+
+
+async def test_its_process_ends_with_its_model():
+    chat = template("{{ messages[0].content }}")
+    await chat.render(HELLO, add_generation_prompt=True)
+    process = chat._process
+    assert process is not None
+    assert process.poll() is None
+    del chat
+    assert process.wait(60) != 0
+
+
+@pytest.mark.parametrize(("platform", "has_memory_limit"), [("linux", True), ("darwin", False)])
+def test_memory_is_limited_where_the_platform_accepts_it(
+    monkeypatch: pytest.MonkeyPatch, platform: str, has_memory_limit: bool
+) -> None:
+    limits: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, values: limits.update({kind: values}))
+    rendering.confine()
+    assert (resource.RLIMIT_AS in limits) == has_memory_limit
+    assert limits[resource.RLIMIT_NOFILE] == limits[resource.RLIMIT_NPROC] == (0, 0)

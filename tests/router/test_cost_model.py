@@ -1,0 +1,107 @@
+"""From what was measured follows which prompts are worth handing over; from nothing, that all are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from decant.router.placement.cost_model import NEVER, PrefillTransferCosts
+
+
+@dataclass
+class Scene:
+    now: float = 0.0
+    costs: PrefillTransferCosts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.costs = PrefillTransferCosts(lambda: self.now)
+
+    def read(self, per_token: float, times: int = 4, *, beside: bool = False) -> None:
+        for _ in range(times):
+            self.costs.read(100, 100 * per_token, beside_answers=beside)
+
+    def moved(self, fixed: float, per_token: float, sizes: tuple[int, ...] = (100, 200, 400, 800)) -> None:
+        for tokens in sizes:
+            self.costs.moved(tokens, fixed + per_token * tokens)
+
+    @property
+    def threshold(self) -> int:
+        return self.costs.handoff_min_tokens
+
+
+def test_nothing_measured_or_one_side_alone_hands_everything_over() -> None:
+    scene = Scene()
+    assert scene.threshold == 0
+    scene.moved(0.01, 0.0)
+    assert scene.threshold == 0
+    alone = Scene()
+    alone.read(0.001)
+    assert alone.threshold == 0
+
+
+def test_the_threshold_is_where_moving_and_computing_cost_the_same() -> None:
+    scene = Scene()
+    scene.read(0.001)
+    scene.moved(0.09, 0.0001)
+    assert scene.threshold == pytest.approx(100, abs=1)
+
+
+def test_prompts_of_one_length_tell_a_fixed_cost() -> None:
+    scene = Scene()
+    scene.read(0.001)
+    scene.moved(0.05, 0.0, sizes=(300, 300, 300))
+    assert scene.threshold == pytest.approx(50, abs=1)
+
+
+def test_where_a_token_moves_as_slowly_as_it_is_computed_nothing_is_handed_over() -> None:
+    scene = Scene()
+    scene.read(0.001)
+    scene.moved(0.01, 0.002)
+    assert scene.threshold == NEVER
+
+
+def test_where_nothing_stands_still_everything_is_handed_over() -> None:
+    scene = Scene()
+    scene.read(0.001)
+    scene.moved(0.0, 0.0)
+    assert scene.threshold == 0
+
+
+def test_the_cost_beside_answers_is_what_counts_once_it_is_known() -> None:
+    scene = Scene()
+    scene.read(0.001)
+    scene.moved(0.1, 0.0)
+    assert scene.threshold == pytest.approx(100, abs=1)
+    scene.read(0.01, beside=True)
+    assert scene.threshold == pytest.approx(10, abs=1)
+
+
+def test_it_follows_what_changes() -> None:
+    scene = Scene()
+    scene.read(0.001)
+    scene.moved(0.1, 0.0, sizes=(100,) * 100)
+    for _ in range(40):
+        scene.costs.moved(100, 0.02)
+    assert scene.threshold == pytest.approx(20, rel=0.5)
+
+
+def test_what_is_not_measured_any_more_is_forgotten_within_minutes_and_then_measured_again() -> None:
+    scene = Scene()
+    scene.read(0.001, times=100)
+    scene.moved(5.0, 0.0, sizes=(100,) * 100)
+    assert scene.threshold > 1000, "nobody hands anything over, so nobody measures it"
+    for _ in range(60):
+        scene.now += 10
+        scene.read(0.001, times=1, beside=True)
+    assert scene.threshold == 0
+    scene.moved(0.01, 0.0, sizes=(100,))
+    assert scene.threshold == pytest.approx(10, abs=1)
+
+
+def test_a_negative_slope_is_none() -> None:
+    scene = Scene()
+    scene.read(0.001)
+    scene.costs.moved(100, 0.03)
+    scene.costs.moved(1000, 0.01)
+    assert scene.threshold == pytest.approx(20, abs=1)

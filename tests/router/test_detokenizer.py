@@ -1,0 +1,154 @@
+"""Text while it is written: whole characters, nothing lost, the same text for any cut."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+
+from decant import models as trained
+from decant.router.text.detokenizer import Detokenizer, TokenTable, UnsupportedDecoder, words_of
+from tests.router.tokenizers_made import MADE
+
+KINDS = ["tiny-python", *MADE]
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    return Tokenizer.from_file(str(trained.path() / "tokenizer.json")) if kind == "tiny-python" else MADE[kind]()
+
+
+@cache
+def words(kind: str) -> TokenTable:
+    return words_of(tokenizer(kind))
+
+
+def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
+    size = tokenizer(kind).get_vocab_size()
+    texts = st.text(max_size=20) | st.text(alphabet="👨👩👧\u200d🇩🇪\ufe0f🏽é日a \U000e0067", max_size=12)
+    anything = st.integers(0, size + 3)  # some beyond the vocabulary, as a model's table may have
+    few = st.integers(0, min(size, 40))
+    written = texts.map(lambda text: list(tokenizer(kind).encode(text).ids))
+    return st.lists(st.one_of(written, st.lists(anything, max_size=6), st.lists(few, max_size=6)), max_size=6).map(
+        lambda parts: [id for part in parts for id in part]
+    )
+
+
+def whole(stream: Detokenizer, ids: list[int]) -> str:
+    return "".join([*(stream.add([id]) for id in ids), stream.end()])
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_it_is_what_the_tokenizer_makes_of_all_tokens(kind, skip):
+    @given(ids_of(kind))
+    @settings(max_examples=120, deadline=None)
+    def same(ids: list[int]) -> None:
+        expected = tokenizer(kind).decode(ids, skip_special_tokens=skip)
+        assert whole(words(kind).detokenizer(skip_special_tokens=skip), ids) == expected
+
+    same()
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_after_some_tokens_does_not_depend_on_how_they_were_cut(kind, skip):
+    @given(ids_of(kind), st.data())
+    @settings(max_examples=50, deadline=None)
+    def same(ids: list[int], data: st.DataObject) -> None:
+        one_by_one = words(kind).detokenizer(skip_special_tokens=skip)
+        texts = [""]
+        for id in ids:
+            texts.append(texts[-1] + one_by_one.add([id]))
+        cut = words(kind).detokenizer(skip_special_tokens=skip)
+        done, text = 0, ""
+        while done < len(ids):
+            more = data.draw(st.integers(1, len(ids) - done))
+            text += cut.add(ids[done : done + more])
+            done += more
+            assert text == texts[done]
+
+    same()
+
+
+@pytest.mark.parametrize("kind", ["tiny-python", "byte_level", "byte_fallback", "byte_fallback_unstripped"])
+@pytest.mark.parametrize("text", ["é", "日本", "😀", "👨‍👩‍👧", "👍🏽", "🇩🇪", "❤️‍🔥", "🏴󠁧󠁢󠁥󠁮󠁧󠁿"])
+def test_a_character_comes_out_whole(kind, text):
+    stream = words(kind).detokenizer(skip_special_tokens=True)
+    ids = tokenizer(kind).encode(text + "x" + text + "x", add_special_tokens=False).ids
+    parts = [part for part in [*(stream.add([id]) for id in ids), stream.end()] if part]
+    assert "".join(parts).lstrip(" ") == text + "x" + text + "x"
+    apart = [part for part in parts if part not in ("x", " ")]
+    for part in apart:
+        assert part.strip(" ").replace("x", "") in (text, text * 2, "日", "本")
+
+
+def test_of_a_row_of_flags_only_the_unfinished_one_is_held_back():
+    for count in range(1, 7):
+        ids = tokenizer("byte_level").encode("🇩" * count, add_special_tokens=False).ids
+        stream = words("byte_level").detokenizer(skip_special_tokens=True)
+        assert len(stream.add(ids)) == count - count % 2
+        assert len(stream.end()) == count % 2
+
+
+def test_letters_are_not_held_back():
+    stream = words("tiny-python").detokenizer(skip_special_tokens=True)
+    for id in tokenizer("tiny-python").encode("def f(x): # ü 日", add_special_tokens=False).ids[:-6]:
+        assert stream.add([id])
+
+
+@pytest.mark.parametrize("kind", ["tiny-python", "byte_fallback"])
+def test_an_incomplete_character_at_the_end_is_told_as_such(kind):
+    ids = tokenizer(kind).encode("x😀", add_special_tokens=False).ids[:-1]
+    stream = words(kind).detokenizer(skip_special_tokens=True)
+    assert stream.add(ids) == "x"
+    assert set(stream.end()) == {"\ufffd"}
+    assert stream.end() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_tokens_make_up_the_text(kind):
+    text = "the quick brown dog"
+    ids = tokenizer(kind).encode(text, add_special_tokens=False).ids
+    assert b"".join(map(words(kind).bytes_of, ids)).decode().strip() == text
+
+
+def test_a_piece_of_a_character_has_its_bytes_and_a_special_token_its_name():
+    ids = tokenizer("byte_fallback").encode("😀", add_special_tokens=False).ids
+    assert b"".join(map(words("byte_fallback").bytes_of, ids[1:])) == "😀".encode()
+    assert words("tiny-python").bytes_of(1) == b"<|end|>"
+    assert words("tiny-python").bytes_of(10**6) == b""
+    assert words("metaspace").bytes_of(10**6) == b""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_does_not_grow_with_the_text(kind):
+    """The cost of a token is that of what is held back, and of what it adds."""
+    stream = words(kind).detokenizer(skip_special_tokens=True)
+    size = tokenizer(kind).get_vocab_size()
+    ids = [id for id in range(size) if len(words(kind).bytes_of(id)) > 1]
+    for id in ids * 5:
+        stream.add([id])
+    kept = [getattr(stream, name) for slots in type(stream).__mro__ for name in getattr(slots, "__slots__", ())]
+    assert sum(len(part) for part in kept if isinstance(part, str | bytes | bytearray)) < 40
+
+
+@pytest.mark.parametrize(
+    ("decoder", "name"),
+    [
+        (decoders.CTC(), "CTC"),
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]), "Replace"),
+        (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]), "Strip"),
+        (decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]), "ByteFallback"),
+        (decoders.Sequence([decoders.Replace("a", "b"), decoders.ByteLevel()]), "ByteLevel"),
+        (decoders.Sequence([decoders.BPEDecoder(), decoders.ByteFallback()]), "BPEDecoder"),
+    ],
+)
+def test_a_decoder_that_can_not_be_followed_is_refused_by_name(decoder, name):
+    made = MADE["words"]()
+    made.decoder = decoder
+    with pytest.raises(UnsupportedDecoder, match=name):
+        words_of(made)

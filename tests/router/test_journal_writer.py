@@ -1,0 +1,168 @@
+"""Redis behind the tokens: everything gets there, few commands do it, and nothing stops while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis as sync_redis
+
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.protos.state_pb2 import RouterRegistration
+from decant.router.recovery.registration import RouterRegistrar
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, Unavailable
+from decant.runtime.peer import new_peer
+from decant.state.errors import StateError
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.router.fake_worker import answer, fleet
+from tests.router.harness import PATIENCE, core, ended, make_request, tokens_of, until, written
+from tests.router.test_registry import pass_on
+from tests.state.factories import make_store
+from tests.state.ports import free_port
+
+P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
+PROMPT = [1, 2, 3]
+KEY = RequestKey("default", "r")
+
+
+@pytest.fixture
+def own() -> Iterator[PrivateRedis]:
+    """A Redis that a test may stop."""
+    server = PrivateRedis(port=free_port())
+    server.start()
+    yield server
+    server.stop()
+
+
+def writes(bare: sync_redis.Redis) -> int:
+    """Commands so far that change or read a request."""
+    stats: Any = bare.info("commandstats")
+    return sum(int(each["calls"]) for name, each in stats.items() if name == "cmdstat_evalsha")
+
+
+async def test_what_runs_is_written_while_it_runs(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 3)
+        await until(lambda: scene.owned("r").stored == 3)
+        found = await store.requests.read(KEY)
+        assert found.length == 3
+        assert found.state == Generation.STATE_DECODING
+        workers[1].go.set()
+        await ended(course)
+
+
+async def test_an_end_is_written_long_before_the_next_tick(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
+        await scene.answer(make_request())
+        async with asyncio.timeout(5):
+            await scene.dispatcher.drain()
+        assert (await store.requests.read(KEY)).state == Generation.STATE_SUCCEEDED
+
+
+async def test_commands_do_not_grow_with_tokens(store: Store, bare: sync_redis.Redis) -> None:
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=5_000) as scene:
+        counts = []
+        for id, tokens in (("few", 3), ("many", 300)):
+            before = writes(bare)
+            await scene.answer(make_request(id, max_tokens=tokens))
+            await until(lambda: scene.store_is_done)
+            counts.append(writes(bare) - before)
+        assert counts[1] <= counts[0] + 4, "the directory's watch may add some"
+
+
+async def test_without_redis_requests_go_on_and_are_written_when_it_is_back(own: PrivateRedis) -> None:
+    store = make_store(own.url, 0.5)
+    async with store, fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 2
+        begun = await scene.dispatcher.begin(make_request())
+        await written(begun, 2)
+        own.stop()
+        await until(lambda: scene.router.flusher.is_away)
+        meanwhile = await scene.dispatcher.begin(make_request("meanwhile"))
+        assert begun.resumable
+        assert not meanwhile.resumable
+        workers[1].go.set()
+        for course in (begun, meanwhile):
+            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        own.start()
+        await until(lambda: scene.store_is_done)
+        for id in ("r", "meanwhile"):
+            found = await store.requests.read(RequestKey("default", id))
+            assert found.state == Generation.STATE_SUCCEEDED
+            assert [entry.token for entry in found.entries] == answer(PROMPT, 5)
+        assert (await scene.answer(make_request("after"))).resumable
+
+
+async def test_a_router_may_refuse_what_it_could_not_record(own: PrivateRedis) -> None:
+    store = make_store(own.url, 0.5)
+    async with store, fleet(P, D) as workers, core(store, workers, serve_without_redis=False) as scene:
+        own.stop()
+        with pytest.raises(Unavailable) as refused:
+            await scene.dispatcher.begin(make_request())
+        assert refused.value.reason is Reason.STATE_STORE_AWAY
+        own.start()
+
+
+async def test_a_request_that_another_router_owns_ends_here(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 2)
+        await store.requests.adopt(KEY, Incarnation("other", 1))
+        pass_on(workers[1], until=3)
+        end = (await ended(course)).end
+        assert isinstance(end, Aborted)
+        assert end.reason is Reason.SUPERSEDED
+        await until(lambda: workers[1].cancels)
+        assert (await store.requests.read(KEY)).owner == Incarnation("other", 1)
+
+
+async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis.Redis) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 2)
+        await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
+        facts = RouterRegistration(peer=new_peer("me"), address="x:1")
+        told: list[str] = []
+        replaced = lambda: told.append("replaced")  # noqa: E731
+        membership = RouterRegistrar(store, facts, scene.router.flusher.rewrite, replaced)
+        membership.start(0.02)
+        await until(lambda: membership._era and not scene.owned("r").unwritten)
+        bare.flushall()
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                try:
+                    found = await store.requests.read(KEY)
+                except StateError:  # unknown, or not yet known
+                    await asyncio.sleep(0.01)
+                else:
+                    break
+        assert found.state == Generation.STATE_DECODING
+        await store.routers.register(RouterRegistration(peer=new_peer("me"), address="x:2"))
+        await until(lambda: told)
+        await membership.close()
+        (present,) = (await store.routers.listing()).present
+        assert present.facts.address == "x:2"
+        workers[1].go.set()
+        await ended(course)
+
+
+async def test_a_token_that_is_none_harms_its_own_request_alone(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        course = await scene.dispatcher.begin(make_request(max_tokens=9))
+        await written(course, 3)
+        run = next(iter(workers[1].runs.values()))
+        workers[1]._frame(run, run.base + 3, [1 << 30])
+        workers[1].go.set()
+        assert tokens_of(await ended(course)) == answer(PROMPT, 9)
+        assert course.path.attempts == 2

@@ -1,0 +1,263 @@
+"""Flushes of many requests: in bounded round trips, each reply counts, and a faulty request holds up no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis as sync_redis
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+from decant.protos import worker_pb2 as wire
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.recovery import journal_writer as flush
+from decant.router.recovery.journal_writer import JournalWriter
+from decant.state import keys
+from decant.state.client import Client
+from decant.state.errors import StoreFault, StoreUnavailable
+from decant.state.ids import RequestKey
+from decant.state.owned import OwnedRequest
+from decant.state.requests import BATCH_BYTES, BATCH_WRITES, Displaced
+from decant.state.scripts import Command
+from decant.state.store import Store
+from tests.router.fake_worker import fleet
+from tests.router.harness import PATIENCE, core, ended, make_request, until, written
+from tests.state.factories import NOW, SUCCEEDED, router
+from tests.state.factories import make_request as make_owned
+from tests.state.factories import written as entries
+
+P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
+Patch = pytest.MonkeyPatch
+
+
+class Held:
+    """A request of which nothing is written by its course."""
+
+    def __init__(self, owned: OwnedRequest) -> None:
+        self.owned = owned
+        self.course = TokenStream(make_request())
+        self.is_settled = False
+
+    def superseded(self, error: Displaced) -> None:
+        raise AssertionError
+
+    def settled(self) -> None:
+        self.is_settled = True
+
+
+def many(count: int, prompt: str = "once") -> list[OwnedRequest]:
+    return [make_owned(RequestKey("t", str(n)), prompt=prompt, tokens=[n]) for n in range(count)]
+
+
+@asynccontextmanager
+async def flushing(store: Store, requests: Sequence[OwnedRequest]) -> AsyncIterator[tuple[JournalWriter, list[Held]]]:
+    flusher, held = JournalWriter(store.requests, flush_ms=10), [Held(request) for request in requests]
+    for each in held:
+        flusher.begin(each)
+    flusher.start()
+    try:
+        yield flusher, held
+    finally:
+        await flusher.close()
+
+
+class Trips:
+    """Bytes of each round trip; from trip `away_from` on nothing is answered."""
+
+    def __init__(self, patch: Patch, away_from: int | None = None) -> None:
+        self.sizes: list[int] = []
+        self.writes: list[int] = []
+        self.away_from = away_from
+        original = Client._send
+
+        async def send(client: Client, commands: Sequence[Command]) -> list[Any]:
+            if self.away_from is not None and len(self.sizes) >= self.away_from:
+                raise TimeoutError
+            self.sizes.append(
+                sum(len(word) for command in commands for word in command.words if isinstance(word, bytes))
+            )
+            self.writes.append(sum(command.script is not None for command in commands))
+            return await original(client, commands)
+
+        patch.setattr(Client, "_send", send)
+
+
+async def test_a_round_trip_has_a_bound_in_bytes_and_in_writes(store: Store, monkeypatch: Patch) -> None:
+    await store.requests.flush([make_owned(RequestKey("t", "first"))])  # loads the scripts
+    trips = Trips(monkeypatch)
+    large, small = many(30, "x" * 50_000), [make_owned(RequestKey("u", str(n))) for n in range(150)]
+    assert not await store.requests.flush([*large, *small])
+    assert len(trips.sizes) > 6
+    assert max(trips.sizes) < 1.2 * BATCH_BYTES
+    assert max(trips.writes) <= BATCH_WRITES + 2, "their entries in open sets beside them"
+    assert not any(request.unwritten for request in (*large, *small))
+
+
+async def test_a_request_larger_than_a_round_trip_is_written_by_itself(store: Store) -> None:
+    (large,) = many(1, "x" * 3 * BATCH_BYTES)
+    await store.requests.write(large)
+    assert (await store.requests.read(large.key)).payload.prompt == "x" * 3 * BATCH_BYTES
+
+
+async def test_what_was_answered_before_redis_went_away_is_not_sent_again(store: Store, monkeypatch: Patch) -> None:
+    await store.requests.flush([make_owned(RequestKey("t", "first"))])
+    requests = many(30, "x" * 50_000)
+    trips = Trips(monkeypatch, away_from=3)
+    with pytest.raises(StoreUnavailable):
+        await store.requests.flush(requests)
+    left = [request for request in requests if request.unwritten]
+    assert 0 < len(left) < len(requests)
+    trips.away_from = None
+    sent = sum(trips.sizes)
+    await store.requests.flush(left)
+    assert not any(request.unwritten for request in requests)
+    assert sum(trips.sizes) - sent <= 1.2 * sum(len(request.payload) for request in left)
+
+
+async def test_while_redis_is_away_a_try_costs_one_round_trip_and_tries_become_fewer(
+    store: Store, monkeypatch: Patch
+) -> None:
+    requests = many(60, "x" * 50_000)
+    tried: list[int] = []
+
+    async def send(client: Client, commands: Sequence[Command]) -> list[Any]:
+        tried.append(sum(len(word) for command in commands for word in command.words if isinstance(word, bytes)))
+        raise TimeoutError
+
+    monkeypatch.setattr(Client, "_send", send)
+    monkeypatch.setattr(flush, "AWAY_SECONDS", 0.01)
+    async with flushing(store, requests) as (flusher, _):
+        await until(lambda: len(tried) >= 3)
+        assert flusher.is_away
+        assert max(tried) < 1.2 * BATCH_BYTES, "not all that is unwritten"
+        monkeypatch.undo()
+        await until(lambda: not any(request.unwritten for request in requests))
+        assert not flusher.is_away
+
+
+async def test_pauses_grow_while_redis_is_away_and_differ_between_routers(store: Store) -> None:
+    flusher = JournalWriter(store.requests, flush_ms=50)
+    flusher.is_away = True
+    for failures, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (40, 4.0), (100_000, 4.0)):
+        flusher._failures = failures
+        pauses = [flusher._pause() for _ in range(50)]
+        assert all(longest / 2 <= pause <= longest for pause in pauses)
+        assert len(set(pauses)) > 40
+
+
+async def test_a_redis_that_refuses_a_request_for_days_does_not_end_the_flusher(store: Store) -> None:
+    flusher = JournalWriter(store.requests, flush_ms=50)
+    held = Held(make_owned(RequestKey("t", "refused")))
+    flusher.begin(held)
+    flusher._set_aside(held, StoreFault("WRONGTYPE"))
+    flusher._faults[held.owned].tries = 100_000
+    flusher._set_aside(held, StoreFault("WRONGTYPE"))
+    now = asyncio.get_running_loop().time()
+    assert 0 < flusher._faults[held.owned].again_at - now <= flush.FAULT_MOST_SECONDS
+
+
+async def test_the_interval_follows_how_long_flushes_take(store: Store) -> None:
+    flusher = JournalWriter(store.requests, flush_ms=50)
+    pauses = []
+    for seconds in (0.0, 0.01, 0.1, 0.2, 5.0):
+        flusher._took_seconds = seconds
+        pauses.append(round(flusher._pause(), 3))
+    assert pauses == [0.05, 0.05, 0.4, 0.8, 1.0]
+    slow = JournalWriter(store.requests, flush_ms=10_000)
+    slow._took_seconds = 5.0
+    assert slow._pause() == 10.0, "never more often than was asked for"
+
+
+def poison(bare: sync_redis.Redis, key: RequestKey) -> None:
+    """Its journal is of another type: whatever writes to it fails."""
+    bare.delete(keys.journal(key))
+    bare.hset(keys.journal(key), "x", "1")
+
+
+async def test_a_request_that_redis_refuses_concerns_no_other(store: Store, bare: sync_redis.Redis) -> None:
+    requests = many(5)
+    await store.requests.flush(requests)
+    for request in requests:
+        request.append(entries(9))
+    poison(bare, requests[2].key)
+    refused = await store.requests.flush(requests)
+    assert list(refused) == [requests[2]]
+    assert isinstance(refused[requests[2]], StoreFault)
+    assert [request.unwritten for request in requests] == [False, False, True, False, False]
+    with pytest.raises(StoreFault, match="WRONGTYPE"):
+        await store.requests.write(requests[2])
+
+
+async def test_a_key_of_another_type_does_not_mark_the_store_as_away(store: Store, bare: sync_redis.Redis) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        course = await scene.dispatcher.begin(make_request("a", max_tokens=50))
+        await written(course, 3)
+        await until(lambda: scene.owned("a").stored == 3)
+        poison(bare, RequestKey("default", "a"))
+        workers[1].script.pause_at = None
+        workers[1].go.set()
+        assert isinstance((await ended(course)).end, Finish)
+        await until(lambda: scene.router.flusher._faults)
+        other = await scene.answer(make_request("b"))
+        assert other.resumable
+        await until(lambda: bare.hget(keys.request(RequestKey("default", "b")), "state") == b"5")
+        assert not scene.router.flusher.is_away
+        bare.delete(keys.journal(RequestKey("default", "a")))
+        await until(lambda: scene.store_is_done)
+        assert (await store.requests.read(RequestKey("default", "a"))).length == 50, "it is tried again"
+
+
+async def test_an_ended_request_that_redis_refuses_is_given_up(
+    store: Store, bare: sync_redis.Redis, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(flush, "FAULT_SECONDS", 0.01)
+    requests = many(2)
+    await store.requests.flush(requests)
+    poison(bare, requests[0].key)
+    async with flushing(store, requests) as (flusher, held):
+        for each in held:
+            each.owned.move(SUCCEEDED, NOW)
+            flusher.end(each)
+        async with asyncio.timeout(PATIENCE):
+            await flusher.idle()
+        assert all(each.is_settled for each in held)
+        assert not flusher._faults
+    assert [request.unwritten for request in requests] == [True, False]
+
+
+@pytest.mark.parametrize("error", ["BUSY Redis is busy running a script", "MISCONF no snapshot", "OOM no memory"])
+async def test_what_concerns_every_write_is_a_store_that_is_away(store: Store, monkeypatch: Patch, error: str) -> None:
+    kind = OutOfMemoryError if error.startswith("OOM") else ResponseError
+    original = Client._send
+
+    async def send(client: Client, commands: Sequence[Command]) -> list[Any]:
+        replies = await original(client, commands)
+        return [*replies[:-1], kind(error)]
+
+    requests = many(3)
+    await store.requests.flush(many(1))
+    monkeypatch.setattr(Client, "_send", send)
+    with pytest.raises(StoreUnavailable):
+        await store.requests.flush(requests)
+    assert sum(request.unwritten for request in requests) == 1, "the others' replies count"
+
+
+async def test_an_end_leaves_the_open_set_though_redis_was_away_just_then(store: Store, monkeypatch: Patch) -> None:
+    requests = many(3)
+    await store.requests.flush(requests)
+    async with flushing(store, requests) as (flusher, held):
+        for each in held:
+            each.owned.move(SUCCEEDED, NOW)
+        trips = Trips(monkeypatch, away_from=1)  # the ends are written, and then Redis is away
+        for each in held:
+            flusher.end(each)
+        await until(lambda: flusher.is_away)
+        assert not any(request.has_news for request in requests)
+        trips.away_from = None
+        async with asyncio.timeout(PATIENCE):
+            await flusher.idle()
+    assert await store.open.of(router()) == set()

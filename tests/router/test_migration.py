@@ -1,0 +1,345 @@
+"""A worker that drains gives its live sequences to others: the text is the same at every instant, nothing is left.
+
+Routers, workers and what goes between them are real, the engines are fake, with real bytes: a cache that came over
+wrong would change the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+
+from decant.engine.engine import Engine
+from decant.engine.request import Request, StopParams
+from decant.engine.transfer import IncomingSequence
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.execution.token_writer import pack
+from decant.runtime.errors import Cancelled, DeadlineExceeded
+from decant.state.store import Store
+from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
+from tests.router.fake_worker import TOKENIZER
+from tests.router.harness import Core, core, ended, make_request, until, written
+from tests.worker.harness import MODEL, Place, alone, tokens, worker
+
+PROMPT = 21
+WANTED = 60
+STEP_S = 0.003
+
+
+@dataclass
+class Registered:
+    facts: WorkerRegistration
+
+
+def registered(place: Place) -> Any:
+    hub = place.hub
+    capacity = Capacity(
+        total_blocks=hub.total_blocks,
+        block_tokens=hub.block_size,
+        window_tokens=hub.window,
+        max_running=hub.max_running,
+    )
+    return Registered(
+        WorkerRegistration(
+            peer=hub.peer,
+            address=hub.address,
+            role=hub.role,
+            model=MODEL,
+            layout=hub.layout,
+            tokenizer=TOKENIZER,
+            capacity=capacity,
+            equal_bits=True,
+        )
+    )
+
+
+@dataclass
+class Scene:
+    core: Core
+    places: dict[str, Place]
+    proxies: dict[str, Proxy]
+    _servers: dict[str, AsyncExitStack]
+
+    async def lose(self, name: str) -> None:
+        """Nobody reaches that worker any more, nor hears of it."""
+        await self._servers[name].aclose()
+
+    def drain(self, name: str) -> None:
+        """As at SIGTERM: it takes nothing new, and says so with its next beat."""
+        self.places[name].hub.draining = True
+
+    def runs(self, name: str) -> int:
+        return len(list(self.places[name].decode.runs()))
+
+    async def emptied(self, name: str) -> None:
+        await until(lambda: not self.runs(name))
+
+    async def begin(self, number: int, **more: Any) -> tuple[TokenStream, list[int]]:
+        request = asked(number, **more)
+        return await self.core.dispatcher.begin(request), alone(request.engine_request)
+
+    def at(self, course: TokenStream) -> str:
+        return course.path.decode_worker
+
+    async def settled(self) -> None:
+        """Nothing is left anywhere, every block is accounted for."""
+        for place in self.places.values():
+            if place.hub.loop.healthy:
+                seen = await place.emptied()
+                assert seen.free_blocks + seen.cached_blocks == seen.total_blocks
+                await place.until(lambda seen: not (seen.orphans or seen.unretired))
+
+
+def asked(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) -> ValidRequest:
+    work = wire.EngineRequest(
+        model=MODEL,
+        prompt=pack(tokens(length, number)),
+        outputs=[wire.OutputPrefix(output=0)],
+        sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=number),
+        stopping=wire.Stopping(max_tokens=wanted),
+        salt=b"tenant",
+    )
+    return make_request(f"r{number}", tuple(tokens(length, number)), wanted, engine_request=work, **more)
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a drain is heard of at many instants of a short answer."""
+    monkeypatch.setattr("decant.worker.decode.session.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("decant.router.workers.outgoing.RETIRED_AT_ONCE", 1)
+
+
+@asynccontextmanager
+async def moving(store: Store, decode: str = "de", prefill: str = "", **terms: Any) -> AsyncIterator[Scene]:
+    """Nothing may be left anywhere at its end."""
+    async with AsyncExitStack() as stack:
+        roles = dict.fromkeys(prefill, wire.ROLE_PREFILL) | dict.fromkeys(decode, wire.ROLE_DECODE)
+        given: dict[str, Any] = {"blocks": 128, "budget": 8, "lease_ms": 500, "step_s": STEP_S, **terms}
+        places, proxies, servers = {}, {}, {}
+        for name, role in roles.items():
+            servers[name] = await stack.enter_async_context(AsyncExitStack())
+            between = proxies[name] = await servers[name].enter_async_context(serving())
+            there = worker(name, role=role, advertise=between.address, **given)
+            places[name] = await stack.enter_async_context(there)
+            between.target = places[name].address
+        made = await stack.enter_async_context(core(store, [registered(place) for place in places.values()]))
+        scene = Scene(made, places, proxies, servers)
+        yield scene
+        await scene.settled()
+
+
+async def checked(course: TokenStream, expected: list[int], attempts: int = 1) -> None:
+    await ended(course)
+    assert isinstance(course.end, Finish), course.end
+    assert course.tokens == expected
+    assert course.path.attempts == attempts
+
+
+async def test_a_drained_worker_is_empty_while_its_answers_go_on_elsewhere(store: Store) -> None:
+    async with moving(store) as scene:
+        begun = [await scene.begin(number, wanted=200) for number in range(4)]
+        for course, _ in begun:
+            await written(course, 3)
+        leaving = next(name for name in "de" if scene.runs(name))
+        other = "ed"["de".index(leaving)]
+        scene.drain(leaving)
+        await scene.emptied(leaving)
+        assert all(course.end is None for course, _ in begun)
+        assert {scene.at(course) for course, _ in begun} == {other}
+        for course, expected in begun:
+            await checked(course, expected)
+            assert len(course.tokens) == 200
+
+
+@pytest.mark.parametrize("prefill", ["", "p"], ids=["from tokens", "handed over"])
+async def test_the_text_is_the_same_at_any_instant_of_a_drain(store: Store, prefill: str) -> None:
+    rng = random.Random(5)
+    moved = 0
+    for at in range(0, WANTED, 12):
+        async with moving(store, prefill=prefill) as scene:
+            begun = [await scene.begin(4 * at + number, length=rng.randint(1, 90)) for number in range(4)]
+            await written(begun[0][0], at) if at else None
+            leaving = rng.choice("de")
+            there = [course for course, _ in begun if scene.at(course) == leaving]
+            scene.drain(leaving)
+            for course, expected in begun:
+                await checked(course, expected)
+            moved += sum(scene.at(course) != leaving for course in there)
+    assert moved
+
+
+async def test_with_nobody_to_take_over_it_ends_where_it_is(store: Store) -> None:
+    async with moving(store, decode="d") as scene:
+        course, expected = await scene.begin(1)
+        await written(course, 3)
+        scene.drain("d")
+        await checked(course, expected)
+        assert scene.at(course) == "d"
+
+
+async def test_two_that_drain_one_after_the_other_pass_it_on(store: Store) -> None:
+    async with moving(store, decode="def") as scene:
+        course, expected = await scene.begin(1, wanted=200)
+        await written(course, 3)
+        first = scene.at(course)
+        scene.drain(first)
+        await until(lambda: scene.at(course) != first)
+        second = scene.at(course)
+        scene.drain(second)
+        await scene.emptied(second)
+        (last,) = set("def") - {first, second}
+        assert course.end is None
+        await checked(course, expected)
+        assert scene.at(course) == last
+
+
+async def test_two_that_drain_at_once_do_not_pass_it_to_and_fro(store: Store) -> None:
+    async with moving(store) as scene:
+        course, expected = await scene.begin(1)
+        await written(course, 3)
+        for name in "de":
+            scene.drain(name)
+        await checked(course, expected)
+
+
+async def test_a_cancel_at_any_instant_of_a_drain_leaves_nothing(store: Store) -> None:
+    for steps in range(12):
+        async with moving(store) as scene:
+            course, expected = await scene.begin(steps, wanted=200)
+            await written(course, 3)
+            scene.drain(scene.at(course))
+            await asyncio.sleep(steps * 0.004)
+            await scene.core.dispatcher.cancel(course.request.key)
+            assert isinstance(course.end, Cancelled)
+            assert course.tokens == expected[: len(course.tokens)]
+
+
+async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store) -> None:
+    for steps in range(6):
+        async with moving(store) as scene:
+            course, expected = await scene.begin(steps, wanted=400, seconds=0.05 + steps * 0.02)
+            await until(partial(scene.at, course))
+            scene.drain(scene.at(course))
+            await ended(course)
+            assert isinstance(course.end, DeadlineExceeded)
+            assert course.tokens == expected[: len(course.tokens)]
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_lost_in_its_drain_costs_an_attempt_at_most(store: Store) -> None:
+    for steps in range(8):
+        async with moving(store, decode="def") as scene:
+            course, expected = await scene.begin(steps, wanted=120)
+            await written(course, 3)
+            first = scene.at(course)
+            scene.drain(first)
+            await asyncio.sleep(steps * 0.006)
+            await scene.lose(first)
+            await ended(course)
+            assert isinstance(course.end, Finish), course.end
+            assert course.tokens == expected
+            assert course.path.attempts <= 2
+            assert scene.at(course) != first
+
+
+@pytest.mark.slow
+async def test_a_taker_that_is_lost_leaves_it_where_it_was_or_costs_an_attempt(store: Store) -> None:
+    for steps in range(8):
+        async with moving(store, decode="def") as scene:
+            course, expected = await scene.begin(steps, wanted=300)
+            await written(course, 3)
+            first = scene.at(course)
+            others = sorted({*"def"} - {first})
+            scene.drain(first)
+            await asyncio.sleep(steps * 0.006)
+            taker = next((name for name in others if scene.runs(name)), others[0])
+            await scene.lose(taker)
+            await ended(course)
+            assert isinstance(course.end, Finish), course.end
+            assert course.tokens == expected
+            assert course.path.attempts <= 2
+            assert scene.at(course) not in (first, taker)
+
+
+def _reserve(engine: Engine, number: int) -> IncomingSequence:
+    """One of the places among the running of a worker, taken."""
+    return engine.reserve(Request(f"crowd-{number}", (1, 2, 3)))
+
+
+def _let_go(place: Place, crowd: list[IncomingSequence]) -> None:
+    def let_go(_: Engine) -> None:
+        for arrival in crowd:
+            arrival.abort()
+
+    place.hub.loop.post(let_go)
+
+
+async def test_a_taker_that_is_lost_before_the_seal_costs_no_attempt(store: Store) -> None:
+    """It has no room yet: the fetch is not open."""
+    async with moving(store) as scene:
+        course, expected = await scene.begin(1, wanted=200)
+        await written(course, 3)
+        first = scene.at(course)
+        (other,) = {*"de"} - {first}
+        place = scene.places[other]
+        crowd = [await place.hub.loop.call(partial(_reserve, number=number)) for number in range(8)]
+        scene.drain(first)
+        await until(lambda: scene.runs(other))
+        await scene.lose(other)
+        await checked(course, expected)
+        assert scene.at(course) == first
+        _let_go(place, crowd)
+
+
+async def test_a_ticket_outlives_its_lease_while_its_taker_waits_for_room(store: Store) -> None:
+    """Of a prompt that was read for a worker which is full for three leases: nothing is done twice."""
+    async with moving(store, decode="d", prefill="p") as scene:
+        place, prefill = scene.places["d"], scene.places["p"]
+        crowd = [await place.hub.loop.call(partial(_reserve, number=number)) for number in range(8)]
+        course, expected = await scene.begin(1)
+        await until(lambda: scene.runs("d"))
+        (lease,) = prefill.hub.sender.office.leases()
+        end = asyncio.get_running_loop().time() + 3 * prefill.hub.lease_s
+        await until(lambda: asyncio.get_running_loop().time() > end)
+        assert prefill.hub.sender.office.leases() == [lease]
+        _let_go(place, crowd)
+        place.hub.loop.post(lambda engine: engine.add(Request("nudge", (1,), stop=StopParams(1))))
+        await checked(course, expected)
+        assert course.path.prefill_worker == "p"
+
+
+LINES = [
+    *(("giver", FETCH, way) for way in (TO_WORKER, TO_CALLER)),
+    *(("giver", RELEASE, way) for way in (TO_WORKER, TO_CALLER)),
+    *((name, SESSION, way) for name in ("giver", "taker") for way in (TO_WORKER, TO_CALLER)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line[0]} {line[1].rpartition('/')[2]} {line[2]}")
+async def test_whatever_breaks_in_a_drain_the_text_is_the_same(store: Store, line: tuple[str, str, Direction]) -> None:
+    """Calls of that kind break at a message, counted from the drain on."""
+    who, method, direction = line
+    for number in range(12):
+        async with moving(store) as scene:
+            course, expected = await scene.begin(number)
+            await written(course, 3)
+            names = {"giver": scene.at(course)}
+            (names["taker"],) = {"d", "e"} - {names["giver"]}
+            cut = Cut(method, direction, number, arrives=number % 2 == 1)
+            scene.proxies[names[who]].cuts = (cut,)
+            scene.drain(names["giver"])
+            await ended(course)
+            assert isinstance(course.end, Finish), course.end
+            assert course.tokens == expected
+            if not cut.happened:
+                break

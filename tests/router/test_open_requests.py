@@ -1,0 +1,211 @@
+"""An open request is in its owner's open set, whatever happens, and in the end in no other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import redis as sync_redis
+
+from decant.protos import worker_pb2 as wire
+from decant.router.execution.token_stream import Finish
+from decant.router.recovery.open_requests import OpenEntries
+from decant.state import keys
+from decant.state.client import Client
+from decant.state.errors import StateError
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.owned import OwnedRequest, StoredRequest
+from decant.state.scripts import Command
+from decant.state.store import Store
+from tests.router.fake_worker import fleet
+from tests.router.harness import core, ended, until
+from tests.router.harness import make_request as asked
+from tests.router.harness import written as entries_written
+from tests.state.factories import CANCELLED, FAILED, KEY, NOW, SUCCEEDED, make_request, router, written
+
+Patch = pytest.MonkeyPatch
+
+
+def lose_removals(patch: Patch, lost: object) -> None:
+    """Redis is away for removals from open sets while ``lost`` is true."""
+    original = Client._send
+
+    async def send(client: Client, commands: Sequence[Command]) -> list[object]:
+        if lost and any(command.words[0] == "SREM" for command in commands):
+            raise TimeoutError
+        return await original(client, commands)
+
+    patch.setattr(Client, "_send", send)
+
+
+async def test_a_request_that_another_router_cancels_leaves_its_owners_open_set(store: Store) -> None:
+    await store.requests.accept(make_request())
+    taken = OwnedRequest.adopted(await store.requests.cancel(KEY, router(2)))
+    assert await store.open.of(router(1)) == set(), "its owner need not learn of it for that"
+    taken.move(CANCELLED, NOW)
+    await store.requests.write(taken)
+    assert await store.open.of(router(2)) == set()
+
+
+@pytest.mark.parametrize("epoch", [None, 1])
+async def test_a_request_that_is_taken_over_is_in_its_new_owners_open_set_alone(
+    store: Store, epoch: int | None
+) -> None:
+    await store.requests.accept(make_request())
+    await store.requests.adopt(KEY, router(2), epoch)
+    assert await store.open.of(router(1)) == set()
+    assert await store.open.of(router(2)) == {KEY}
+
+
+async def test_a_takeover_stands_where_the_former_entry_cannot_be_removed(store: Store, monkeypatch: Patch) -> None:
+    await store.requests.accept(make_request())
+    lose_removals(monkeypatch, lost=True)
+    assert (await store.requests.adopt(KEY, router(2))).owner == router(2)
+
+
+@pytest.mark.parametrize("ended_elsewhere", [True, False], ids=["ended elsewhere", "expired"])
+async def test_an_entry_that_was_left_over_is_removed_by_the_second_sweep(
+    store: Store, bare: sync_redis.Redis, ended_elsewhere: bool
+) -> None:
+    open_one, left = make_request(), RequestKey("t", "left")
+    await store.requests.accept(open_one)
+    if ended_elsewhere:
+        await store.requests.accept(make_request(left, owner=router(2)))
+    await store.open.add(router(1), [left])
+    entries = OpenEntries(store, router(1))
+    await entries.sweep()
+    assert await store.open.of(router(1)) == {KEY, left}, "its request may come a moment later"
+    await entries.sweep()
+    assert await store.open.of(router(1)) == {KEY}
+
+
+async def test_a_request_that_begins_anew_keeps_its_entry_when_the_failed_ones_removal_is_repeated(
+    store: Store, monkeypatch: Patch
+) -> None:
+    losing = [True]
+    lose_removals(monkeypatch, losing)
+    pools = (("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE))
+    async with fleet(*pools) as workers, core(store, workers, attempts=1) as scene:
+        workers[0].script.prefill_fails_before_ticket = 1
+        assert not isinstance((await scene.answer(asked())).end, Finish)
+        await until(lambda: scene.router.flusher.is_away)
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(asked())
+        await entries_written(course, 2)
+        losing.clear()
+        await until(lambda: not scene.router.flusher._ended and not scene.owned("r").unwritten)
+        assert await store.open.of(Incarnation.of(scene.router.peer)) == {RequestKey("default", "r")}
+        workers[1].go.set()
+        assert isinstance((await ended(course)).end, Finish)
+
+
+async def test_a_late_write_of_a_failed_request_leaves_the_entry_of_the_one_that_began_anew(store: Store) -> None:
+    failed = make_request()
+    await store.requests.accept(failed)
+    failed.move(FAILED, NOW)
+    failed.is_listed = False
+    await store.requests.flush([failed])
+    assert await store.open.of(router(1)) == {KEY}
+
+
+class Routers:
+    """Three routers with some requests, of which each does what it likes, and a Redis that loses removals."""
+
+    def __init__(self, store: Store, bare: sync_redis.Redis, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.store = store
+        self.bare: Any = bare
+        self.keys = [RequestKey("t", str(number)) for number in range(4)]
+        self.held: dict[Incarnation, dict[RequestKey, OwnedRequest]] = {router(number): {} for number in range(3)}
+        self.losing: list[bool] = []
+
+    async def play(self, steps: int) -> None:
+        actions = [self.accept, self.adopt, self.cancel, self.write, self.write, self.end, self.expire]
+        for action in self.random.choices(actions, k=steps):
+            self.losing[:] = [True] if self.random.random() < 0.3 else []
+            life, key = self.random.choice(list(self.held)), self.random.choice(self.keys)
+            with suppress(StateError):
+                await action(life, key)
+            self.losing.clear()
+            await self.each_open_request_is_found()
+
+    async def accept(self, life: Incarnation, key: RequestKey) -> None:
+        if key not in self.held[life]:
+            request = make_request(key, owner=life)
+            if await self.store.requests.accept(request) is None:
+                self.held[life][key] = request
+
+    async def adopt(self, life: Incarnation, key: RequestKey) -> None:
+        if key not in self.held[life]:
+            found = await self.store.requests.adopt(key, life)
+            if not found.ended:
+                self.take(life, found)
+
+    async def cancel(self, life: Incarnation, key: RequestKey) -> None:
+        if key not in self.held[life]:
+            found = await self.store.requests.cancel(key, life)
+            if not found.ended:
+                self.take(life, found)
+                self.held[life][key].move(CANCELLED, NOW)
+
+    def take(self, life: Incarnation, found: StoredRequest) -> None:
+        self.held[life][found.key] = OwnedRequest.adopted(found)
+
+    async def write(self, life: Incarnation, key: RequestKey) -> None:
+        """As a router's flusher does, all that it holds."""
+        for request in self.held[life].values():
+            if not request.ended:
+                request.append(written(7))
+        await self.flush(life)
+
+    async def end(self, life: Incarnation, key: RequestKey) -> None:
+        request = self.held[life].get(key)
+        if request is not None and not request.ended:
+            request.move(self.random.choice([SUCCEEDED, FAILED, CANCELLED]), NOW)
+        await self.flush(life)
+
+    async def expire(self, life: Incarnation, key: RequestKey) -> None:
+        if not any(key in held for held in self.held.values()):
+            self.bare.delete(keys.request(key), keys.journal(key))
+
+    async def flush(self, life: Incarnation) -> None:
+        held = self.held[life]
+        lost = await self.store.requests.flush([request for request in held.values() if request.unwritten])
+        for request in list(held.values()):
+            if request in lost or (request.ended and not request.unwritten):
+                del held[request.key]
+
+    async def open_requests(self) -> dict[Incarnation, set[RequestKey]]:
+        """By owner, as Redis has them."""
+        found: dict[Incarnation, set[RequestKey]] = {life: set() for life in self.held}
+        for key in self.keys:
+            state, owner = self.bare.hmget(keys.request(key), "state", "owner")
+            if state is not None and int(state) < SUCCEEDED:
+                found[Incarnation.parse(owner.decode())].add(key)
+        return found
+
+    async def each_open_request_is_found(self) -> None:
+        for life, owned in (await self.open_requests()).items():
+            assert owned <= await self.store.open.of(life), "nobody would find it were its owner lost"
+
+    async def open_sets_are_exact(self) -> None:
+        for life in self.held:
+            await self.flush(life)
+            entries = OpenEntries(self.store, life)
+            await entries.sweep()
+            await entries.sweep()
+        for life, owned in (await self.open_requests()).items():
+            assert await self.store.open.of(life) == owned
+
+
+@pytest.mark.parametrize("seed", range(15))
+async def test_an_open_request_is_always_found_and_nothing_else_in_the_end(
+    store: Store, bare: sync_redis.Redis, monkeypatch: Patch, seed: int
+) -> None:
+    routers = Routers(store, bare, seed)
+    lose_removals(monkeypatch, routers.losing)
+    await routers.play(60)
+    await routers.open_sets_are_exact()

@@ -1,0 +1,73 @@
+"""Real workers tell, a real router understands: it comes to know what their engines have cached, and goes by it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.router.execution.token_stream import ValidRequest
+from decant.router.placement.prefix_index import PromptBlocks
+from decant.state.store import Store
+from tests.router.fake_worker import TOKENIZER
+from tests.router.harness import core, make_request, tokens_of, until
+from tests.worker.decode_harness import BLOCK, Node
+
+SHARED = tuple(n % 60 for n in range(10 * BLOCK))
+
+
+@dataclass
+class Registered:
+    """A worker as the directory lists it."""
+
+    facts: WorkerRegistration
+
+
+@asynccontextmanager
+async def nodes(*names: str, blocks: int = 64) -> AsyncIterator[list[tuple[Node, Registered]]]:
+    if not names:
+        yield []
+        return
+    async with Node(names[0], blocks=blocks, lease_ms=1000) as node, nodes(*names[1:], blocks=blocks) as others:
+        capacity = Capacity(total_blocks=blocks, block_tokens=BLOCK, window_tokens=blocks * BLOCK, max_running=8)
+        facts = WorkerRegistration(
+            peer=node.peer,
+            role=wire.ROLE_DECODE,
+            model="m",
+            layout=node.hub.layout,
+            tokenizer=TOKENIZER,
+            capacity=capacity,
+            address=node.address,
+        )
+        yield [(node, Registered(facts)), *others]
+
+
+def asked(id: str, *tail: int) -> ValidRequest:
+    request = make_request(id, (*SHARED, *tail), max_tokens=3)
+    request.engine_request.salt = b"tenant"
+    request.engine_request.sampling.top_p = request.engine_request.sampling.repetition_penalty = 1
+    return request
+
+
+async def test_a_router_learns_what_engines_hold_and_forgets_what_they_gave_up(store: Store) -> None:
+    async with nodes("a", "b", blocks=32) as pair:
+        registered = [listed for _, listed in pair]
+        async with core(store, registered, id="first") as scene:  # type: ignore[arg-type]
+            course = await scene.answer(asked("r", 1))
+            assert len(tokens_of(course)) == 3
+            holder = course.path.decode_worker
+        async with core(store, registered, id="second") as scene:  # type: ignore[arg-type]
+            pool, prefix = scene.router.pool, PromptBlocks(asked("s", 2).engine_request)
+
+            def known() -> dict[str, int]:
+                return {seen.life.id: seen.cached_tokens for seen in pool.seen("m", set(), prefix)}
+
+            await until(lambda: known() == {holder: len(SHARED), "b" if holder == "a" else "a": 0})
+            course = await scene.answer(asked("s", 2))
+            assert course.path.decode_worker == holder
+            assert course.cached_tokens == len(SHARED)
+            node = next(node for node, _ in pair if node.peer.id == holder)
+            await node.hub.loop.call(lambda engine: engine.pool.drop_cache())
+            await until(lambda: set(known().values()) == {0})

@@ -1,0 +1,155 @@
+"""What a worker holds of a prompt: named as the engine names it, known from its beats and from what was sent."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decant.engine.blocks import hash_blocks, root_hash
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.router.execution.token_writer import pack
+from decant.router.placement.prefix_index import LONG_PROMPT, PromptBlocks, WorkerPrefixCache, block_names
+from decant.router.placement.worker_load import WorkerLoad
+
+BLOCK = 4
+
+
+def work(tokens: int = 20, salt: bytes = b"s", first: int = 0, **more: object) -> wire.EngineRequest:
+    return wire.EngineRequest(prompt=pack(list(range(first, first + tokens))), salt=salt, **more)  # type: ignore[arg-type]
+
+
+def told(published: object = (), dropped: object = ()) -> wire.Heartbeat:
+    """A beat with these names."""
+    news = wire.PrefixCacheUpdate(published=_packed(published), dropped=_packed(dropped))
+    return wire.Heartbeat(cache=news)
+
+
+def _packed(names: object) -> bytes:
+    return array("Q", names).tobytes()  # type: ignore[call-overload,no-any-return]
+
+
+def view() -> WorkerLoad:
+    return WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=100, block_tokens=BLOCK)))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.binary(max_size=20), st.integers(1, 7))
+def test_a_block_has_the_same_name_here_and_in_the_engine(tokens: list[int], salt: bytes, size: int) -> None:
+    expected = [int.from_bytes(digest[:8], "little") for digest in hash_blocks(root_hash(salt), tokens, size)]
+    assert list(block_names(pack(tokens), salt, size)) == expected
+
+
+def test_what_a_worker_told_is_found_up_to_the_first_block_that_it_lacks() -> None:
+    prefix = PromptBlocks(work())
+    names = prefix.names(BLOCK)
+    cache = WorkerPrefixCache()
+    cache.hear(told([names[0], names[1], names[3]]))
+    assert prefix.cached_tokens(cache, BLOCK) == 2 * BLOCK
+    cache.hear(told([names[2]], dropped=[names[1]]))
+    assert prefix.cached_tokens(cache, BLOCK) == BLOCK
+    assert PromptBlocks(work(salt=b"another")).cached_tokens(cache, BLOCK) == 0
+    assert PromptBlocks(work(first=1)).cached_tokens(cache, BLOCK) == 0
+
+
+def test_one_token_is_always_computed() -> None:
+    prefix, cache = PromptBlocks(work(5 * BLOCK)), WorkerPrefixCache()
+    cache.hear(told(prefix.names(BLOCK)))
+    assert prefix.cached_tokens(cache, BLOCK) == 4 * BLOCK
+
+
+def test_who_wants_no_hits_gets_none_and_who_shares_nothing_names_nothing() -> None:
+    explained, bypassing = PromptBlocks(work(prompt_logprobs=0)), PromptBlocks(work(bypass_prefix_cache=True))
+    cache = WorkerPrefixCache()
+    cache.hear(told(PromptBlocks(work()).names(BLOCK)))
+    assert explained.cached_tokens(cache, BLOCK) == bypassing.cached_tokens(cache, BLOCK) == 0
+    assert len(explained.names(BLOCK)) == 5, "others will find what it computes"
+    assert not bypassing.names(BLOCK)
+
+
+async def test_a_long_prompt_is_hashed_aside_to_the_same_names() -> None:
+    long = work(LONG_PROMPT + 100)
+    prefix = PromptBlocks(long)
+    await prefix.prepare(16)
+    assert list(prefix.names(16)) == list(block_names(long.prompt, long.salt, 16))
+
+
+def test_what_is_sent_counts_at_once_and_what_never_comes_up_is_forgotten() -> None:
+    known, prefix = view(), PromptBlocks(work())
+    sent = known.send(prefix, 20, computed=True)
+    assert known.cached_tokens(prefix) == 16
+    for _ in range(5):
+        known.hear(wire.Heartbeat())
+    assert known.cached_tokens(prefix) == 16, "it may be computed late"
+    known.hear(told(prefix.names(BLOCK)[:2]))
+    sent.over()
+    known.hear(wire.Heartbeat())
+    assert known.cached_tokens(prefix) == 16, "this beat may be older"
+    known.hear(wire.Heartbeat())
+    assert known.cached_tokens(prefix) == 8
+
+
+def test_of_two_that_sent_the_same_the_last_one_decides() -> None:
+    known, prefix = view(), PromptBlocks(work())
+    first = known.send(prefix, 20, computed=True)
+    second = known.send(prefix, 20, computed=True)
+    first.over()
+    for _ in range(3):
+        known.hear(wire.Heartbeat())
+    assert known.cached_tokens(prefix) == 16
+    second.over()
+    for _ in range(2):
+        known.hear(wire.Heartbeat())
+    assert known.cached_tokens(prefix) == 0
+
+
+def test_what_is_cached_is_neither_work_nor_room() -> None:
+    known, prefix = view(), PromptBlocks(work(100))
+    known.hear(told(prefix.names(BLOCK)[:20]))
+    known.send(prefix, 100, computed=True)
+    seen = known.seen(prefix)
+    assert (seen.queued_tokens, seen.free_blocks, seen.cached_tokens) == (20, 95, 96)
+
+
+def test_a_new_session_begins_with_nothing() -> None:
+    known, prefix = view(), PromptBlocks(work())
+    known.hear(told(prefix.names(BLOCK)))
+    sent = known.send(prefix, 20, computed=True)
+    known.forget()
+    assert known.cached_tokens(prefix) == 0
+    sent.over()
+    known.hear(told(prefix.names(BLOCK)))
+    assert known.cached_tokens(prefix) == 16
+
+
+names = st.lists(st.integers(0, 7), max_size=5, unique=True)
+events = st.one_of(
+    st.tuples(st.just("told"), names, names),
+    st.tuples(st.just("sent"), names, names),
+    st.tuples(st.just("over"), names, names),
+)
+
+
+@given(st.lists(events, max_size=30))
+def test_when_all_that_was_sent_is_over_what_was_told_is_left(
+    story: list[tuple[str, list[int], list[int]]],
+) -> None:
+    cache, held, here = WorkerPrefixCache(), set[int](), []
+    for kind, some, others in story:
+        if kind == "told":
+            dropped = [name for name in others if name not in some]
+            cache.hear(told(some, dropped))
+            held = (held | set(some)) - set(dropped)
+        elif kind == "sent":
+            here.append(cache.expect(some))
+        elif here:
+            here.pop(0).over()
+        assert all(cache.leading([name]) for name in held)
+    for sent in here:
+        sent.over()
+    cache.hear(wire.Heartbeat())
+    cache.hear(wire.Heartbeat())
+    assert {name for name in range(8) if cache.leading([name])} == held
+    assert not cache._expected
+    assert not cache.leaving

@@ -1,0 +1,294 @@
+"""A tenant has no more at work than its quota, over all routers, and whatever becomes of a request, its share is free.
+
+Leases are long here: what is free again was given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis as sync_redis
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import AlreadyExists, Cancelled, DeadlineExceeded, QueueFull, QuotaExceeded, Unavailable
+from decant.state import keys
+from decant.state.errors import StoreUnavailable
+from decant.state.ids import RequestKey
+from decant.state.private_redis import PrivateRedis
+from decant.state.quota import Quotas, TenantLimits
+from decant.state.store import Store
+from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.harness import Core, core, ended, make_request, tokens_of, until, written
+from tests.state.factories import make_store
+from tests.state.test_every_operation import Tape
+
+P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
+PROMPT = [1, 2, 3]
+KEY = RequestKey("default", "r")
+ONE = {"default": TenantLimits(in_flight=1)}
+
+Way = Callable[[Core, list[FakeWorker]], Awaitable[object]]
+
+
+@pytest.fixture
+async def store(server: PrivateRedis, bare: sync_redis.Redis) -> AsyncIterator[Store]:
+    async with make_store(server.url, quota_lease_s=600.0) as made:
+        yield made
+
+
+@pytest.fixture
+def at_work(bare: Any) -> Callable[[], set[str]]:
+    """Ids that Redis counts for the tenant "default"."""
+    return lambda: {id.decode() for id in bare.zrange(keys.quota("default")[0], 0, -1)}
+
+
+async def test_what_is_beyond_the_share_is_refused_until_something_ends(
+    store: Store, at_work: Callable[[], set[str]]
+) -> None:
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
+        workers[1].script.pause_at = 2
+        first = await scene.dispatcher.begin(make_request())
+        with pytest.raises(QuotaExceeded) as refusal:
+            await scene.dispatcher.begin(make_request("another"))
+        error = refusal.value
+        assert (error.field, error.limit, error.value) == ("in_flight", "at most 1", "2")
+        assert error.fault.subject == "default"
+        assert (error.retry_after or 0) > 0
+        assert await scene.dispatcher.begin(make_request()) is first, "it is the same request"
+        others = await scene.dispatcher.begin(make_request("r", key=RequestKey("other", "r")))
+        workers[1].go.set()
+        for course in (first, others):
+            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        await until(lambda: not at_work())
+        assert tokens_of(await scene.answer(make_request("another"))) == answer(PROMPT, 5)
+
+
+async def test_the_minute_is_charged_for_what_was_used(store: Store, at_work: Callable[[], set[str]]) -> None:
+    minute = {"default": TenantLimits(tokens_per_minute=100)}
+    async with fleet(P, D) as workers, core(store, workers, quotas=minute) as scene:
+        workers[1].script.pause_at = 2
+        first = await scene.dispatcher.begin(make_request(max_tokens=80))
+        await written(first, 2)
+        with pytest.raises(QuotaExceeded) as refusal:
+            await scene.dispatcher.begin(make_request("next", max_tokens=80))
+        assert refusal.value.field == "tokens_per_minute"
+        await scene.dispatcher.cancel(KEY)
+        await until(lambda: not at_work())
+        following = await scene.dispatcher.begin(make_request("next", max_tokens=80))
+        await scene.dispatcher.cancel(following.request.key)
+
+
+async def test_a_tenant_without_limits_costs_no_command(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(P, D) as workers, core(store, workers, quotas={"other": TenantLimits(in_flight=1)}) as scene:
+        tape = Tape(monkeypatch)
+        await scene.answer(make_request())
+        await until(lambda: scene.store_is_done)
+        sent = {command.script.name for trip in tape.take() for command in trip if command.script}
+        assert sent
+        assert not {name for name in sent if name.startswith("quota")}
+
+
+async def test_a_call_that_needs_no_worker_is_one_of_the_share_while_it_runs(
+    store: Store, at_work: Callable[[], set[str]]
+) -> None:
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
+        async with scene.dispatcher.booked("default"):
+            assert len(at_work()) == 1
+            with pytest.raises(QuotaExceeded):
+                await scene.dispatcher.begin(make_request())
+            with pytest.raises(QuotaExceeded):
+                async with scene.dispatcher.booked("default"):
+                    pytest.fail("it is beyond the share")
+            async with scene.dispatcher.booked("other"):
+                pass
+        assert not at_work(), "the tenant's next call finds its place free"
+        with pytest.raises(ZeroDivisionError):
+            async with scene.dispatcher.booked("default"):
+                raise ZeroDivisionError
+        assert not at_work()
+        assert tokens_of(await scene.answer(make_request())) == answer(PROMPT, 5)
+
+
+async def by_itself(scene: Core, workers: list[FakeWorker]) -> None:
+    workers[1].go.set()
+
+
+async def by_cancel(scene: Core, workers: list[FakeWorker]) -> None:
+    assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
+
+
+async def by_its_client(scene: Core, workers: list[FakeWorker]) -> None:
+    scene.dispatcher.stream_lost(await scene.dispatcher.resume(KEY))
+
+
+async def by_its_workers(scene: Core, workers: list[FakeWorker]) -> None:
+    workers[1].script.fails_at = [3] * 99
+    workers[1].go.set()
+
+
+@pytest.mark.parametrize("way", [by_itself, by_cancel, by_its_client, by_its_workers])
+async def test_however_it_ends_its_share_is_free(store: Store, at_work: Callable[[], set[str]], way: Way) -> None:
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE, resume_grace_ms=10) as scene:
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 2)
+        assert at_work() == {"r"}
+        await way(scene, workers)
+        await ended(course)
+        await until(lambda: not at_work())
+
+
+async def test_a_deadline_frees_its_share(store: Store, at_work: Callable[[], set[str]]) -> None:
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request(seconds=1.0))
+        assert at_work() == {"r"}
+        assert isinstance((await ended(course)).end, DeadlineExceeded)
+        await until(lambda: not at_work())
+
+
+async def test_what_is_refused_before_it_runs_takes_no_share(store: Store, at_work: Callable[[], set[str]]) -> None:
+    quotas = {"default": TenantLimits(in_flight=9)}
+    async with (
+        fleet(P, D) as workers,
+        core(store, workers, quotas=quotas, max_active=1, queue_limit=1, flush_ms=10) as scene,
+    ):
+        done = await scene.answer(make_request("done"))
+        await until(lambda: scene.store_is_done)
+        other = replace(make_request("done"), payload=pb.GenerateRequest(request_id="done", prompt="other"))
+        with pytest.raises(AlreadyExists):
+            await scene.dispatcher.begin(other)
+        assert (await scene.dispatcher.begin(make_request("done"))).tokens == done.tokens, "replayed"
+        workers[1].script.pause_at = 2
+        await scene.dispatcher.begin(make_request())
+        waiting = asyncio.ensure_future(scene.dispatcher.begin(make_request("waits")))
+        await until(lambda: scene.router.admission.waiting == 1)
+        assert at_work() == {"r", "waits"}, "who waits counts too"
+        with pytest.raises(QueueFull):
+            await scene.dispatcher.begin(make_request("one too many"))
+        waiting.cancel()
+        await until(lambda: at_work() == {"r"})
+        workers[1].go.set()
+        await until(lambda: not at_work())
+
+
+async def test_one_that_leaves_while_it_is_booked_takes_no_share(
+    store: Store, at_work: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire, booked = Quotas.acquire, asyncio.Event()
+
+    async def slow(*arguments: Any) -> bool:
+        await acquire(*arguments)
+        booked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(Quotas, "acquire", slow)
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
+        call = asyncio.ensure_future(scene.dispatcher.begin(make_request()))
+        await booked.wait()
+        assert at_work() == {"r"}
+        call.cancel()
+        await until(lambda: not at_work())
+
+
+async def test_a_request_counts_once_wherever_it_goes(store: Store, at_work: Callable[[], set[str]]) -> None:
+    """Asked for again and gone on with at another router, it is never refused, and free when it ends."""
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as one:
+        workers[1].script.pause_at = 2
+        first = await one.dispatcher.begin(make_request())
+        await written(first, 2)
+        await until(lambda: one.owned("r").stored == 2)
+        async with core(store, workers, id="two", quotas=ONE) as two:
+            second = await two.dispatcher.begin(make_request())
+            assert at_work() == {"r"}
+            await ended(first)
+            with pytest.raises(QuotaExceeded):
+                await one.dispatcher.begin(make_request("another"))
+            assert at_work() == {"r"}, "who lost it gave nothing back"
+            workers[1].go.set()
+            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            await until(lambda: not at_work())
+
+
+async def test_a_cancel_at_another_router_frees_its_share(store: Store, at_work: Callable[[], set[str]]) -> None:
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as one:
+        workers[1].script.pause_at = 2
+        first = await one.dispatcher.begin(make_request())
+        await written(first, 2)
+        async with core(store, workers, id="two", quotas=ONE) as two:
+            assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
+            await until(lambda: not at_work())
+        await ended(first)
+
+
+async def test_what_a_drain_leaves_to_others_goes_on_counting(store: Store, at_work: Callable[[], set[str]]) -> None:
+    async with fleet(P, D) as workers:
+        async with core(store, workers, quotas=ONE) as one:
+            workers[1].script.pause_at = 2
+            first = await one.dispatcher.begin(make_request())
+            await written(first, 2)
+            await one.dispatcher.drain(0)
+            assert (await ended(first)).end is not None
+        assert at_work() == {"r"}
+        async with core(store, workers, id="two", quotas=ONE, resume_grace_ms=60_000) as two:
+            await two.dispatcher.take_over(KEY)
+            assert at_work() == {"r"}
+            workers[1].go.set()
+            await until(lambda: not at_work())
+
+
+async def test_while_redis_is_away_nobody_is_refused_and_all_count_when_it_is_back(
+    store: Store, at_work: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: object) -> bool:
+        raise StoreUnavailable("away")
+
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
+        workers[1].script.pause_at = 2
+        await scene.dispatcher.begin(make_request())
+        with monkeypatch.context() as patch:
+            patch.setattr(Quotas, "acquire", away)
+            await scene.dispatcher.begin(make_request("second"))
+        scene.router.flusher.is_away = True
+        third = await scene.dispatcher.begin(make_request("third"))
+        assert not third.resumable
+        await until(lambda: at_work() == {"r", "second", "third"})
+        workers[1].go.set()
+        await until(lambda: not at_work())
+
+
+async def test_a_router_that_wants_redis_takes_nothing_without_it(
+    store: Store, at_work: Callable[[], set[str]]
+) -> None:
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE, serve_without_redis=False) as scene:
+        scene.router.flusher.is_away = True
+        with pytest.raises(Unavailable) as refusal:
+            await scene.dispatcher.begin(make_request())
+        assert refusal.value.reason is Reason.STATE_STORE_AWAY
+        assert not at_work()
+
+
+async def test_what_runs_is_renewed_and_comes_back_to_an_emptied_redis(
+    server: PrivateRedis, bare: sync_redis.Redis, at_work: Callable[[], set[str]]
+) -> None:
+    async with (
+        make_store(server.url, quota_lease_s=1.0) as store,
+        fleet(P, D) as workers,
+        core(store, workers, quotas=ONE) as scene,
+    ):
+        workers[1].script.pause_at = 2
+        course = await scene.dispatcher.begin(make_request())
+        await written(course, 2)
+        bare.delete(*keys.quota("default"))
+        await until(lambda: at_work() == {"r"})
+        lease = bare.zscore(keys.quota("default")[0], "r")
+        await until(lambda: bare.zscore(keys.quota("default")[0], "r") != lease)
+        workers[1].go.set()
+        await until(lambda: not at_work())

@@ -1,0 +1,406 @@
+"""A course becomes messages: nothing missing, nothing twice, the same text for any pace."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decant.protos import inference_pb2 as pb
+from decant.router.api.response_writer import ResponseWriter
+from decant.router.api.usage import RequestMeter
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.runtime.error_details import Reason, ResumePoint
+from decant.runtime.errors import Aborted, InvalidArgument
+from decant.runtime.metrics import Registry, RequestMetrics
+from tests.router.factories import AT_LENGTH, STOPPED, model, tiny, valid, write
+
+EOS = 1
+
+
+class Reader:
+    """Keeps copies of what is sent; `pace` is awaited before each message is taken."""
+
+    def __init__(self, course: TokenStream, pace: Any = None, after_seq: int = 0) -> None:
+        self.course = course
+        self.messages: list[pb.GenerateStreamResponse] = []
+        self.answer = ResponseWriter(course, tiny(), after_seq)
+        self.account = RequestMeter(course, RequestMetrics(Registry(process=False)).of("tiny-python"))
+        self._pace = pace
+
+    async def __call__(self, message: pb.GenerateStreamResponse) -> None:
+        self.messages.append(pb.GenerateStreamResponse.FromString(message.SerializeToString()))
+        if self._pace is not None:
+            await self._pace()
+
+    async def read(self) -> list[pb.GenerateStreamResponse]:
+        await self.answer.stream(self, self.account)
+        return self.messages
+
+    @property
+    def deltas(self) -> list[pb.Delta]:
+        return [message.delta for message in self.messages if message.HasField("delta")]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+async def read(tokens: list[int], end: Finish = AT_LENGTH, **fields: Any) -> Reader:
+    """All is there before it is read."""
+    reader = Reader(TokenStream(await valid(**fields)))
+    write(reader.course, *tokens, end=end)
+    await reader.read()
+    return reader
+
+
+def options(**fields: Any) -> dict[str, Any]:
+    return {"response": pb.ResponseOptions(**fields)}
+
+
+async def ids_of(text: str) -> list[int]:
+    return await tiny().encode(text, special=False)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_stream_reads_started_deltas_finished():
+    reader = Reader(TokenStream(await valid(request_id="r", sampling=pb.SamplingParams(seed=9))))
+    reader.course.cached_tokens = 2
+    task = asyncio.create_task(reader.read())
+    await settle()
+    assert not reader.messages  # nothing before the first token
+    for token in await ids_of("x = 1"):
+        write(reader.course, token)
+        await settle()
+    write(reader.course, EOS, end=STOPPED)
+    await task
+    kinds = [message.WhichOneof("event") for message in reader.messages]
+    count = len(reader.course.tokens)
+    assert kinds == ["started", *["delta"] * count, "finished"]
+    assert {message.request_id for message in reader.messages} == {"r"}
+    assert [message.seq for message in reader.messages] == [0, *range(1, count + 1), count]
+    started = reader.messages[0].started
+    assert (started.model, started.seed, started.cached_tokens, started.resumable) == ("tiny-python", 9, 2, True)
+    assert started.prompt_tokens == reader.course.request.prompt_tokens
+    assert reader.text == "x = 1"
+
+
+async def test_usage_and_receipt_stand_on_the_last_message_alone():
+    reader = await read([5, 6, EOS], STOPPED)
+    *others, last = reader.messages
+    assert last.finished == pb.Finished(finish_reason=pb.FINISH_REASON_STOP, eos_token_id=EOS)
+    assert last.usage.completion_tokens == 3
+    assert last.usage.total_tokens == last.usage.prompt_tokens + 3
+    assert last.HasField("receipt")
+    assert not any(message.HasField("usage") or message.HasField("receipt") for message in others)
+
+
+async def test_what_has_gathered_comes_in_one_delta():
+    gate = asyncio.Event()
+    reader = Reader(TokenStream(await valid(**options(token_ids=True))), gate.wait)
+    write(reader.course, 5)
+    task = asyncio.create_task(reader.read())
+    await settle()
+    write(reader.course, 6)
+    write(reader.course, 7, 8)
+    write(reader.course, EOS, end=STOPPED)
+    gate.set()
+    await task
+    assert [list(delta.token_ids) for delta in reader.deltas] == [[5, 6, 7, 8, EOS]]
+    assert reader.messages[-1].seq == 5
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+async def test_the_text_after_so_many_tokens_is_the_same_at_any_pace(data):
+    tokens = data.draw(st.lists(st.integers(0, 4095).filter(lambda id: id != EOS), min_size=1, max_size=30))
+    end = data.draw(st.sampled_from([AT_LENGTH, STOPPED]))
+    if end is STOPPED:
+        tokens = [*tokens, EOS]
+    wanted = {"skip_special_tokens": data.draw(st.booleans()), "token_ids": True, "logprobs": 1}
+    fields = {"request_id": "r", "sampling": pb.SamplingParams(seed=1), **options(**wanted)}
+    one_by_one = Reader(TokenStream(await valid(**fields)))
+    cut = Reader(TokenStream(await valid(**fields)))
+    for reader, sizes in ((one_by_one, st.just(1)), (cut, st.integers(1, 8))):
+        task = asyncio.create_task(reader.read())
+        done = 0
+        while done < len(tokens):
+            more = data.draw(sizes)
+            write(reader.course, *tokens[done : done + more])
+            done += more
+            await settle()
+        write(reader.course, end=end)
+        await task
+    after = {0: ""}
+    for message in one_by_one.messages:
+        after[message.seq] = after.get(message.seq, after.get(message.seq - 1, "")) + message.delta.text
+    text = ""
+    for message in cut.messages[:-1]:
+        text += message.delta.text
+        if message.seq < len(tokens):
+            assert text == after[message.seq]
+    shown = tokens[:-1] if end is STOPPED else tokens
+    assert text == tiny().tokenizer.decode(shown, skip_special_tokens=wanted["skip_special_tokens"])
+    for reader in (one_by_one, cut):
+        assert [id for delta in reader.deltas for id in delta.token_ids] == tokens
+        assert [found.token_id for delta in reader.deltas for found in delta.logprobs] == tokens
+        assert sum(delta.num_tokens for delta in reader.deltas) == len(tokens)
+        assert all(len(delta.logprobs) == len(delta.token_ids) == delta.num_tokens for delta in reader.deltas)
+
+
+async def test_no_message_is_larger_than_a_client_receives_by_default() -> None:
+    reader = Reader(TokenStream(await valid(response=pb.ResponseOptions(logprobs=20))))
+    write(reader.course, *[5] * 16_000, end=AT_LENGTH)
+    messages = await reader.read()
+    assert sum(delta.num_tokens for delta in reader.deltas) == 16_000
+    assert max(message.ByteSize() for message in messages) < 4 << 20
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("end_known", [True, False])
+async def test_a_token_that_stops_counts_and_has_no_text(skip, end_known):
+    """Neither the end of the model's own nor the client's, special or not, also where it comes before the end is
+    known."""
+    (colon,) = await ids_of(":")
+    for last, end in (EOS, STOPPED), (colon, Finish(pb.FINISH_REASON_STOP, stop_token_id=colon)):
+        stopping = pb.StoppingParams(stop_token_ids=[colon])
+        asked = options(skip_special_tokens=skip, token_ids=True)
+        reader = Reader(TokenStream(await valid(stopping=stopping, **asked)))
+        task = asyncio.create_task(reader.read())
+        write(reader.course, *await ids_of("return x"))
+        write(reader.course, last, end=end if end_known else None)
+        await settle()
+        write(reader.course, end=end)
+        await task
+        assert reader.text == "return x"
+        assert reader.deltas[-1].token_ids[-1] == last
+        assert reader.messages[-1].usage.completion_tokens == len(reader.course.tokens)
+        assert reader.messages[-1].finished.WhichOneof("stop_match") == (
+            "eos_token_id" if last == EOS else "stop_token_id"
+        )
+
+
+async def test_an_end_that_is_ignored_is_a_token_like_others():
+    stopping = pb.StoppingParams(ignore_eos=True)
+    x = await ids_of("x")
+    shown = await read([EOS, *x, EOS], stopping=stopping, **options(skip_special_tokens=False))
+    assert shown.text == "<|end|>x<|end|>"
+    assert (await read([EOS, *x, EOS], stopping=stopping)).text == "x"
+
+
+async def test_an_incomplete_character_comes_at_the_end_before_finished():
+    tokens = (await ids_of("x😀"))[:-1]
+    assert (await read(tokens)).text == "x\ufffd"
+    reader = Reader(TokenStream(await valid()))
+    task = asyncio.create_task(reader.read())
+    write(reader.course, *tokens)
+    await settle()
+    assert reader.text == "x"
+    write(reader.course, end=AT_LENGTH)
+    await task
+    assert reader.text == "x\ufffd"
+    assert sum(delta.num_tokens for delta in reader.deltas) == len(tokens)
+    assert reader.messages[-1].WhichOneof("event") == "finished"
+
+
+async def test_what_was_not_asked_for_is_not_there():
+    plain = await read([5, 6])
+    assert all(delta.text and not delta.token_ids and not delta.logprobs for delta in plain.deltas)
+    silent = await read([5, 6], **options(text=False, token_ids=True))
+    assert [list(delta.token_ids) for delta in silent.deltas] == [[5, 6]]
+    assert silent.text == ""
+
+
+async def test_log_probabilities_have_their_tokens_text_and_exact_bytes():
+    emoji = await ids_of("😀")
+    reader = await read([*emoji, EOS], STOPPED, **options(logprobs=2))
+    found = [entry for delta in reader.deltas for entry in delta.logprobs]
+    assert b"".join(entry.token_bytes for entry in found) == "😀<|end|>".encode()
+    assert found[0].token == "\ufffd"
+    assert all((entry.logprob, entry.rank) == (-0.5, 1) for entry in found)
+    for entry in found:
+        assert [top.token_id for top in entry.top] == [entry.token_id, entry.token_id + 1]
+        assert (entry.top[0].token, entry.top[0].token_bytes) == (entry.token, entry.token_bytes)
+        assert [top.logprob for top in entry.top] == [-0.5, -1.5]
+
+
+async def test_alternatives_are_none_where_none_were_asked_for():
+    (entry,) = (await read([5], **options(logprobs=0))).deltas[0].logprobs
+    assert not entry.top
+    assert entry.HasField("logprob")
+
+
+async def test_a_courses_error_is_raised_after_what_is_certain():
+    lost = Aborted(Reason.WORKERS_LOST, "no worker is left", resume=ResumePoint(0, 2))
+    reader = Reader(TokenStream(await valid()))
+    write(reader.course, 5, 6, end=lost)
+    with pytest.raises(Aborted):
+        await reader.read()
+    assert [message.WhichOneof("event") for message in reader.messages] == ["started", "delta"]
+    assert reader.deltas[0].num_tokens == 2
+
+
+async def test_an_error_before_the_first_token_comes_alone():
+    reader = Reader(TokenStream(await valid()))
+    write(reader.course, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    with pytest.raises(Aborted):
+        await reader.read()
+    assert reader.messages == []
+
+
+async def test_an_error_does_not_tell_what_was_held_back():
+    """A stream that goes on elsewhere tells it then, whole."""
+    reader = Reader(TokenStream(await valid()))
+    write(reader.course, *(await ids_of("x😀"))[:-1], end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    with pytest.raises(Aborted):
+        await reader.read()
+    assert reader.text == "x"
+
+
+@given(st.lists(st.integers(0, 4095).filter(lambda id: id != EOS), min_size=1, max_size=20), st.booleans())
+@settings(max_examples=60, deadline=None)
+async def test_the_whole_answer_is_the_stream_joined(tokens, stops):
+    end = STOPPED if stops else AT_LENGTH
+    tokens = [*tokens, EOS] if stops else tokens
+    asked = {"sampling": pb.SamplingParams(seed=3), **options(token_ids=True, logprobs=1)}
+    stream = await read(tokens, end, **asked)
+    reader = Reader(TokenStream(await valid(**asked)))
+    task = asyncio.create_task(reader.answer.whole(reader.account))
+    for token in tokens:
+        write(reader.course, token)
+    write(reader.course, end=end)
+    response, ended = await task
+    (output,) = response.outputs
+    assert ended is end
+    assert output.text == stream.text
+    assert list(output.token_ids) == tokens
+    assert list(output.logprobs) == [entry for delta in stream.deltas for entry in delta.logprobs]
+    assert output.finished == stream.messages[-1].finished
+    assert response.usage == stream.messages[-1].usage
+    assert (response.model, response.seed) == ("tiny-python", 3)
+    assert response.HasField("receipt")
+
+
+async def test_the_whole_answer_raises_the_courses_error():
+    reader = Reader(TokenStream(await valid()))
+    write(reader.course, 5, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    with pytest.raises(Aborted):
+        await reader.answer.whole(reader.account)
+
+
+async def test_what_a_stop_is_depends_on_the_models_own_ends():
+    course = TokenStream(await valid())
+    write(course, 5, 6, end=Finish(pb.FINISH_REASON_STOP, eos_token_id=6))
+    other = model(eos_token_ids=frozenset({6}))
+    response, _ = await ResponseWriter(course, other).whole(Reader(course).account)
+    assert response.outputs[0].text == tiny().tokenizer.decode([5])
+
+
+# ------------------------------------------------------------------------------------- beginning later
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+async def test_a_reader_who_begins_later_gets_the_rest_of_the_same_text(data):
+    """Whatever was cut off by a lost stream: what came before it and what comes now is the whole, once."""
+    some = st.lists(st.integers(0, 4095).filter(lambda id: id != EOS), min_size=1, max_size=20)
+    emoji = await ids_of("x😀👨‍👩‍👧")
+    tokens = data.draw(some) + emoji[: data.draw(st.integers(0, len(emoji)))]
+    end = data.draw(st.sampled_from([AT_LENGTH, STOPPED]))
+    tokens = [*tokens, EOS] if end is STOPPED else tokens
+    fields: dict[str, Any] = {
+        "stopping": pb.StoppingParams(max_tokens=len(tokens)),
+        "sampling": pb.SamplingParams(seed=1),
+    }
+    fields |= options(token_ids=True)
+    first = Reader(TokenStream(await valid(request_id="r", **fields)))
+    task = asyncio.create_task(first.read())
+    for token in tokens:
+        write(first.course, token)
+        await settle()
+    write(first.course, end=end)
+    await task
+    cut = data.draw(st.integers(0, len(first.messages) - 1))
+    seen = first.messages[: cut + 1]
+    later = Reader(first.course, after_seq=seen[-1].seq)
+    await later.read()
+    assert later.messages[0].started == first.messages[0].started
+    assert later.messages[0].seq == seen[-1].seq
+    assert [message.WhichOneof("event") for message in later.messages].count("finished") == 1
+    both = [message.delta for message in [*seen, *later.messages] if message.HasField("delta")]
+    assert "".join(delta.text for delta in both) == first.text
+    assert [id for delta in both for id in delta.token_ids] == tokens
+    assert later.messages[-1].seq == len(tokens)
+
+
+async def test_a_reader_who_has_more_than_is_written_waits_for_what_he_lacks():
+    """What a lost router wrote last may have to be computed once more."""
+    reader = Reader(TokenStream(await valid(**options(token_ids=True))), after_seq=3)
+    write(reader.course, 5, 6)
+    task = asyncio.create_task(reader.read())
+    await settle()
+    assert not reader.messages
+    write(reader.course, 7, 8, end=AT_LENGTH)
+    await task
+    assert [message.seq for message in reader.messages] == [3, 4, 4]
+    assert [list(delta.token_ids) for delta in reader.deltas] == [[8]]
+
+
+async def test_who_claims_more_than_was_ever_written_is_refused():
+    reader = Reader(TokenStream(await valid()), after_seq=3)
+    write(reader.course, 5, 6, end=AT_LENGTH)
+    with pytest.raises(InvalidArgument) as refused:
+        await reader.read()
+    assert (refused.value.field, refused.value.value) == ("after_seq", "3")
+    lost = Reader(TokenStream(await valid()), after_seq=3)
+    write(lost.course, 5, 6, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    with pytest.raises(Aborted):
+        await lost.read()
+    assert not reader.messages
+    assert not lost.messages
+
+
+# ------------------------------------------------------------------------------------- fewer, larger deltas
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+async def test_a_delta_waits_for_as_many_tokens_as_were_asked_for_and_the_end_for_none(data):
+    chunk = data.draw(st.integers(0, 6))
+    tokens = data.draw(st.lists(st.integers(2, 4095), min_size=1, max_size=20))
+    fields = {"stream": pb.StreamOptions(min_chunk_tokens=chunk), **options(token_ids=True)}
+    reader = Reader(TokenStream(await valid(**fields)))
+    task = asyncio.create_task(reader.read())
+    for done, token in enumerate(tokens, 1):
+        write(reader.course, token)
+        await settle()
+        least = max(1, chunk)
+        assert sum(delta.num_tokens for delta in reader.deltas) == done - done % least
+        assert bool(reader.messages) == (done >= least)
+    write(reader.course, end=AT_LENGTH)
+    await task
+    assert [id for delta in reader.deltas for id in delta.token_ids] == tokens
+    assert all(delta.num_tokens >= chunk for delta in reader.deltas[:-2])
+    after = data.draw(st.integers(0, len(tokens)))
+    later = Reader(reader.course, after_seq=after)
+    await later.read()
+    assert [id for delta in later.deltas for id in delta.token_ids] == tokens[after:]
+
+
+async def test_an_error_flushes_what_waits_for_more():
+    reader = Reader(TokenStream(await valid(stream=pb.StreamOptions(min_chunk_tokens=9))))
+    task = asyncio.create_task(reader.read())
+    write(reader.course, 5, 6)
+    await settle()
+    assert not reader.messages
+    write(reader.course, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    with pytest.raises(Aborted):
+        await task
+    assert [delta.num_tokens for delta in reader.deltas] == [2]

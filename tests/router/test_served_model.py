@@ -1,0 +1,178 @@
+"""Models by name, and prompts as the tokens that transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders
+from transformers import AutoTokenizer
+
+from decant import models as trained
+from decant.router.text.served_model import ENCODED_AT_ONCE, Models, load, served
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import NotFound
+from decant.runtime.model_files import ModelUnreadable, find
+from tests.router.tokenizers_made import MADE, SPECIAL, TEXT, byte_fallback, byte_level, folder
+
+TINY = str(trained.path())
+TEXTS = st.one_of(
+    st.text(max_size=40),
+    st.text(alphabet="the a日éx ▁\n<0x41>", max_size=30),
+    st.lists(st.sampled_from([*SPECIAL, *TEXT, "<tool call>", " odd ", "<|end|>", "x"]), max_size=5).map(" ".join),
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def both(root):
+    """Ours and transformers' reading of the same folder."""
+
+    @cache
+    def pair(kind: str, config: str = "{}") -> tuple[Any, Any]:
+        place = TINY
+        if kind != "tiny-python":
+            place = str(folder(root / f"{kind}-{abs(hash(config))}", MADE[kind](), json.loads(config)))
+        return served(find(place)), AutoTokenizer.from_pretrained(place)
+
+    return pair
+
+
+CONFIGS = [
+    "{}",
+    '{"split_special_tokens": true}',
+    '{"add_bos_token": true, "add_eos_token": true}',
+    '{"pad_token": "<pad>", "additional_special_tokens": ["<|tool|>", "<one more>"]}',
+    '{"added_tokens_decoder": {"9001": {"content": "<late>", "special": false, "lstrip": true, "normalized": false}}}',
+    '{"extra_special_tokens": {"image_token": "<image>"},'
+    ' "mask_token": {"__type": "AddedToken", "content": "<m>", "lstrip": true, "special": true}}',
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("kind", ["tiny-python", *MADE])
+def test_a_prompt_becomes_the_tokens_that_transformers_makes_of_it(both, kind, config):
+    ours, theirs = both(kind, config)
+
+    @given(TEXTS)
+    @settings(max_examples=30, deadline=None)
+    def same(text: str) -> None:
+        text += " <pad><one more> <late><image> <m>"
+        assert ours._encode(text, True) == theirs(text).input_ids
+        assert ours._encode(text, False) == theirs(text, add_special_tokens=False).input_ids
+
+    same()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("kind", ["tiny-python", *MADE])
+def test_the_same_tokens_are_special_as_in_transformers(both, kind, config):
+    ours, theirs = both(kind, config)
+    for id in range(len(theirs)):
+        mine = ours._decode([id], True)
+        assert mine == theirs.decode([id], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+async def test_a_long_text_gives_the_same_tokens_as_its_short_pieces():
+    model = load([TINY]).default
+    line = "def f(x):\n"
+    count = ENCODED_AT_ONCE // len(line) + 5
+    ids = await model.encode(line * count, special=False)
+    assert ids == await model.encode(line, special=False) * count
+    assert await model.decode(ids) == line * count
+
+
+def test_a_truncating_and_padding_file_does_neither_here(root):
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=16)
+    model = served(find(str(folder(root / "cutting", tokenizer))))
+    assert len(model._encode("x", True)) == 1
+    assert len(model._encode("x " * 20, True)) > 20
+
+
+def test_the_first_is_the_default_and_names_find_the_others(root):
+    models = load([TINY, f"other={folder(root / 'second', byte_level())}"])
+    assert list(models.by_id) == ["tiny-python", "other"]
+    assert models.find("") is models.default is models.by_id["tiny-python"]
+    assert models.find("other").id == "other"
+    with pytest.raises(NotFound) as missing:
+        models.find("second")
+    assert missing.value.reason is Reason.MODEL_NOT_FOUND
+
+
+def test_a_name_that_comes_twice_is_refused():
+    with pytest.raises(ModelUnreadable, match="tiny-python"):
+        load([TINY, TINY])
+    with pytest.raises(ValueError, match="each id once"):
+        Models([served(find(TINY))] * 2)
+
+
+def test_a_folder_whose_name_has_an_equals_sign_is_a_folder(root):
+    place = folder(root / "a=b", byte_level())
+    assert load([str(place)]).default.id == "a=b"
+    assert load([f"named={place}"]).default.id == "named"
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"version": "1.0"}'])
+def test_a_model_without_a_readable_tokenizer_is_refused_by_name(tmp_path, content):
+    place = folder(tmp_path / "mute", byte_level())
+    file = place / "tokenizer.json"
+    file.unlink() if content is None else file.write_text(content)
+    with pytest.raises(ModelUnreadable, match=r"mute.*tokenizer\.json"):
+        load([str(place)])
+
+
+def test_a_model_whose_text_can_not_be_followed_is_refused_by_name(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.CTC()
+    with pytest.raises(ModelUnreadable, match=r"odd.*CTC"):
+        load([str(folder(tmp_path / "odd", tokenizer))])
+
+
+@pytest.mark.parametrize("bad", [{"top_p": 0}, {"top_k": -1}, {"repetition_penalty": 11}])
+def test_a_model_whose_own_sampling_is_out_of_range_is_refused(tmp_path, bad):
+    place = folder(tmp_path / "m", byte_level())
+    (place / "generation_config.json").write_text(json.dumps(bad))
+    with pytest.raises(ModelUnreadable, match=next(iter(bad))):
+        load([str(place)])
+
+
+def test_special_tokens_of_an_older_model_are_found(tmp_path):
+    place = folder(tmp_path / "m", byte_level())
+    added = {"content": "<old>", "lstrip": False, "normalized": False, "rstrip": True, "single_word": False}
+    (place / "special_tokens_map.json").write_text(json.dumps({"pad_token": added}))
+    theirs = AutoTokenizer.from_pretrained(str(place))
+    ours = load([str(place)]).default
+    text = "x<old> y"
+    assert ours._encode(text, True) == theirs(text).input_ids
+    assert theirs.pad_token_id in ours._encode(text, True)
+
+
+def test_what_it_says_of_itself_is_what_its_files_say(tmp_path):
+    place = folder(tmp_path / "m", byte_fallback(), {"chat_template": "{{ messages }}"})
+    generation = {"do_sample": True, "temperature": 0.5, "top_k": 20, "eos_token_id": [2, 3]}
+    (place / "generation_config.json").write_text(json.dumps(generation))
+    model = load([str(place)]).default
+    assert (model.window, model.eos_token_ids, model.has_chat_template) == (64, frozenset({2, 3}), True)
+    assert model.vocab_size == byte_fallback().get_vocab_size()
+    assert (model.default_sampling.temperature, model.default_sampling.top_k) == (0.5, 20)
+    unset = {"seed", "logit_bias"}
+    names = {field.name for field in model.default_sampling.DESCRIPTOR.fields} - unset
+    assert {name for name in names if model.default_sampling.HasField(name)} == names
+
+
+def test_a_template_in_a_file_of_its_own_counts(tmp_path):
+    place: Path = folder(tmp_path / "m", byte_level())
+    assert not load([str(place)]).default.has_chat_template
+    (place / "chat_template.jinja").write_text("{{ messages }}")
+    assert load([str(place)]).default.has_chat_template

@@ -1,0 +1,315 @@
+"""Stop texts: found wherever tokens and messages are cut, by who writes a course and by who reads it alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.execution.token_writer import TokenWriter, WriteError
+from decant.router.text.output_text import begin_text
+from decant.router.text.stop_strings import StopStrings
+from decant.state.store import Store
+from tests.router.factories import tiny, valid
+from tests.router.fake_worker import answer, fleet
+from tests.router.harness import core, ended, make_request, until
+from tests.router.test_response_writer import Reader, settle
+
+EOS = 1
+P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
+STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+# ---------------------------------------------------------------------------------------- the search
+
+
+def plain_end(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """The first place after which a stop text is complete, and the longest of those there."""
+    for end in range(len(text) + 1):
+        if here := [stop for stop in stops if text[:end].endswith(stop)]:
+            return end, max(here, key=len)
+    return None
+
+
+def plain_held(text: str, stops: Sequence[str]) -> int:
+    begun = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+    return max(begun, default=0)
+
+
+@given(st.text("ab\n", max_size=30), STOPS, st.data())
+@settings(max_examples=400, deadline=None)
+def test_the_first_text_to_be_complete_is_found_in_any_pieces(text, stops, data):
+    search, state, done, found = StopStrings(stops), 0, 0, None
+    while done < len(text) and found is None:
+        piece = text[done : done + data.draw(st.integers(1, 6))]
+        state, place, stop = search.scan(state, piece)
+        done += place
+        found = None if stop is None else (done, stop)
+        if found is None:
+            assert search.held(state) == plain_held(text[:done], stops)
+    assert found == plain_end(text, stops)
+
+
+@given(st.text("ab", max_size=12), st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4)))
+@settings(max_examples=300, deadline=None)
+def test_what_does_not_count_may_still_begin_what_does(early, late, stops):
+    search = StopStrings(stops)
+    state = search.pass_over(0, early)
+    assert search.held(state) == plain_held(early, stops)
+    _, place, stop = search.scan(state, late)
+    ends = [end for end in range(len(early) + 1, len(early + late) + 1) if plain_end((early + late)[:end], stops)]
+    ends = [end for end in ends if any((early + late)[:end].endswith(each) for each in stops)]
+    assert (stop is not None) == bool(ends)
+    if ends:
+        assert len(early) + place == ends[0]
+
+
+# --------------------------------------------------------------------- one output, written and read
+
+
+class Plain:
+    """A reference: decodes everything again after each token, and looks at the whole text."""
+
+    def __init__(self, request: ValidRequest, stops: Sequence[str]) -> None:
+        self.request = request
+        self.stops = stops
+
+    def certain(self, tokens: list[int]) -> str:
+        """The text of these tokens without stop texts."""
+        stopping, wanted = self.request.engine_request.stopping, self.request.wanted
+        detokenizer = tiny().words.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
+        kept = tokens[-1] not in {EOS, *stopping.stop_token_ids}
+        kept |= tokens[-1] in stopping.stop_token_ids and wanted.include_stop
+        text = detokenizer.add(tokens if kept else tokens[:-1])
+        return text + detokenizer.end() if self.is_last(tokens) else text
+
+    def is_last(self, tokens: list[int]) -> bool:
+        stopping = self.request.engine_request.stopping
+        return len(tokens) == stopping.max_tokens or tokens[-1] in {EOS, *stopping.stop_token_ids}
+
+    def texts(self, tokens: list[int]) -> tuple[list[str], str | None]:
+        """What is shown after each token up to the last that counts, and the text that stopped it."""
+        shown: list[str] = []
+        seen = 0
+        for count in range(1, len(tokens) + 1):
+            text = self.certain(tokens[:count])
+            if count >= self.request.engine_request.stopping.min_tokens:
+                for end in range(seen + 1, len(text) + 1):
+                    if here := [stop for stop in self.stops if text[:end].endswith(stop)]:
+                        stop = max(here, key=len)
+                        return [*shown, text[: end if self.request.wanted.include_stop else end - len(stop)]], stop
+            seen = len(text)
+            held = 0 if self.is_last(tokens[:count]) else plain_held(text, self.stops)
+            shown.append(text[: len(text) - held])
+        return shown, None
+
+
+PIECES = ["def f", "(x)", ":\n", "    ", "return", "é", "日本", "👨‍👩‍👧", "😀", "\n\n"]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=8)
+
+
+async def scene(data: st.DataObject) -> tuple[dict[str, Any], list[int], list[str]]:
+    """The fields of a request, the tokens that a worker would write for it, and its stop texts."""
+    text = "".join(data.draw(TEXTS))
+    tokens = await tiny().encode(text, special=False) + data.draw(st.lists(st.integers(2, 4095), max_size=3))
+    tokens = [token for token in tokens if token != EOS] or [5]
+    pieces = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 6)).map(lambda at: text[at[0] : sum(at)])
+    stops = data.draw(st.lists(pieces.filter(bool) | st.sampled_from(["\n", "x", "zz", "\ufffd", "日"]), max_size=3))
+    min_tokens = data.draw(st.integers(0, len(tokens)))
+    ends_at = len(tokens) if data.draw(st.booleans()) else len(tokens) + 9
+    if ends_at > len(tokens) and data.draw(st.booleans()):
+        tokens.append(EOS)
+    stopping = pb.StoppingParams(
+        max_tokens=ends_at,
+        min_tokens=min_tokens,
+        stop=stops or ["\n"],
+        include_stop_in_output=data.draw(st.booleans()),
+        stop_token_ids=tokens[-1:] if data.draw(st.booleans()) and tokens[-1] not in tokens[:-1] else [],
+    )
+    response = pb.ResponseOptions(token_ids=True, skip_special_tokens=data.draw(st.booleans()))
+    return {"stopping": stopping, "response": response, "request_id": "r"}, tokens, stops or ["\n"]
+
+
+@given(st.data())
+@settings(max_examples=250, deadline=None)
+async def test_text_and_end_are_those_of_a_plain_look_at_the_whole_however_tokens_are_cut(data):
+    fields, tokens, stops = await scene(data)
+    request = await valid(**fields)
+    shown, stop = Plain(request, stops).texts(tokens)
+    course = TokenStream(request)
+    pen = TokenWriter(course)
+    for place, token in enumerate(tokens):
+        assert pen.put(request.prompt_tokens + place, token) is None
+    assert course.tokens == tokens[: len(shown)]
+    assert pen.stopped == (None if stop is None else Finish(pb.FINISH_REASON_STOP, stop_text=stop))
+    text, done = begin_text(tiny(), request.wanted, request.engine_request.stopping), 0
+    decode_started = ""
+    while done < len(course.tokens):
+        more = course.tokens[done : done + data.draw(st.integers(1, 5))]
+        decode_started += text.add(more)
+        done += len(more)
+        assert decode_started == shown[done - 1]
+    assert text.stop == stop
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+async def test_a_stream_is_stopped_wherever_it_is_cut_and_wherever_it_is_resumed(data):
+    fields, tokens, stops = await scene(data)
+    request = await valid(**fields)
+    shown, stop = Plain(request, stops).texts(tokens)
+    course = TokenStream(request)
+    pen = TokenWriter(course)
+    first = Reader(course)
+    task = asyncio.create_task(first.read())
+    for place, token in enumerate(tokens):
+        pen.put(request.prompt_tokens + place, token)
+        await settle()
+    course.end = pen.stopped or Finish(pb.FINISH_REASON_LENGTH)
+    course.told()
+    await task
+    whole = shown[-1]
+    if stop is None and not Plain(request, stops).is_last(tokens):
+        assert first.text.startswith(whole)  # a worker ended it early: what was held back is shown
+        return
+    assert first.text == whole
+    assert first.messages[-1].seq == first.messages[-1].usage.completion_tokens == len(shown)
+    assert (first.messages[-1].finished.stop_text or None) == stop
+    after = data.draw(st.integers(0, len(shown)))
+    later = Reader(course, after_seq=after)
+    await later.read()
+    assert (shown[after - 1] if after else "") + later.text == whole
+
+
+async def test_nothing_is_held_back_that_can_not_be_a_stop_text():
+    request = await valid(stopping=pb.StoppingParams(stop=["\nclass"]))
+    text = begin_text(tiny(), request.wanted, request.engine_request.stopping)
+    parts = [text.add([token]) for token in await tiny().encode("def f(x):\n    return\ncl", special=False)]
+    assert "".join(parts) == "def f(x):\n    return"
+    assert text.stop is None
+
+
+async def test_a_character_that_is_certain_only_at_the_end_stops_too():
+    smile = await tiny().encode("x😀", special=False)
+    stopping = pb.StoppingParams(stop=["😀"], max_tokens=len(smile))
+    request = await valid(stopping=stopping)
+    course = TokenStream(request)
+    pen = TokenWriter(course)
+    for place, token in enumerate(smile):
+        pen.put(request.prompt_tokens + place, token)
+    assert pen.stopped == Finish(pb.FINISH_REASON_STOP, stop_text="😀")
+    course.end = pen.stopped
+    reader = Reader(course)
+    await reader.read()
+    assert reader.text == "x"
+
+
+# -------------------------------------------------------------------------------------------- the pen
+
+
+async def stopped_pen() -> tuple[TokenWriter, TokenStream, list[int]]:
+    request = await valid(stopping=pb.StoppingParams(stop=["return"]))
+    tokens = await tiny().encode("x\nreturn x + 1", special=False)
+    return TokenWriter(TokenStream(request)), TokenStream(request), tokens
+
+
+async def test_what_comes_after_a_stop_is_dropped_and_never_missed():
+    pen, _, tokens = await stopped_pen()
+    told: list[Finish | None] = []
+    pen.tell_stopped = lambda: told.append(pen.stopped)
+    base = pen.position
+    for place, token in enumerate(tokens):
+        assert pen.put(base + place, token) is None
+    assert told == [Finish(pb.FINISH_REASON_STOP, stop_text="return")]
+    written = list(pen.course.tokens)
+    assert pen.put(base + len(tokens) + 5, 7) is None  # no gap: nothing is wanted any more
+    assert pen.put(base, tokens[0] + 1) is WriteError.CONFLICT
+    assert pen.course.tokens == written
+    assert len(written) < len(tokens)
+
+
+async def test_who_takes_over_a_course_knows_what_it_says():
+    pen, course, tokens = await stopped_pen()
+    base = pen.position
+    for place, token in enumerate(tokens):
+        pen.put(base + place, token)
+    written = pen.course.tokens
+    for known in range(len(written) + 1):
+        adopted = TokenStream(course.request, tokens=written[:known])
+        again = TokenWriter(adopted)
+        assert (again.stopped is not None) == (known == len(written))
+        for place, token in enumerate(tokens[known:], known):
+            again.put(base + place, token)
+        assert (adopted.tokens, again.stopped) == (written, pen.stopped)
+
+
+# ---------------------------------------------------------------------------------- what workers hear
+
+
+class AfterSome:
+    """Text that stops at a certain token."""
+
+    def __init__(self, count: int) -> None:
+        self.stop: str | None = None
+        self._left = count
+
+    def add(self, tokens: Sequence[int]) -> str:
+        self._left -= len(tokens)
+        self.stop = None if self._left > 0 else "stop"
+        return ""
+
+    def end(self) -> str:
+        return ""
+
+
+def stops_after(count: int, **more: Any) -> ValidRequest:
+    return make_request(begin_text=lambda: AfterSome(count), **more)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("pools", [(P, D), (D,)])
+async def test_workers_hear_what_stopped_and_where(store: Store, count: int, pools: Any) -> None:
+    async with fleet(*pools) as workers, core(store, workers) as scene:
+        for worker in workers:
+            worker.script.pause_at = count  # they would go on
+        course = await scene.answer(stops_after(count, max_tokens=9))
+        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert course.tokens == answer([1, 2, 3], count)
+        taker = workers[-1]
+        await until(lambda: taker.cancels or (count == 1 and not taker.starts))
+        for worker in workers:
+            for cancel in worker.cancels:
+                assert (cancel.reason, cancel.end_position) == (wire.Cancel.REASON_STOP_TEXT, 3 + count)
+            worker.go.set()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_stop_at_the_very_last_token_is_a_stop(store: Store, count: int) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        course = await scene.answer(stops_after(count, max_tokens=count))
+        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert course.tokens == answer([1, 2, 3], count)
+
+
+async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
+    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
+        decode.script.fails_at = [2]
+        course = await scene.answer(stops_after(4, max_tokens=9))
+        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert course.tokens == answer([1, 2, 3], 4)
+        assert course.path.attempts == 2
+
+
+async def test_tokens_after_a_stop_are_in_no_frame_that_is_still_read(store: Store) -> None:
+    """The worker goes on until it hears of it; all of that comes, and none of it counts."""
+    async with fleet(D) as (decode,), core(store, [decode]) as scene:
+        course = await ended(await scene.dispatcher.begin(stops_after(2, max_tokens=200)))
+        await until(lambda: decode.cancels)
+        assert course.tokens == answer([1, 2, 3], 2)

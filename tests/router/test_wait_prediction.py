@@ -1,0 +1,218 @@
+"""What can't be answered in time is refused at once, by what was measured and never by a guess."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc as services
+from decant.protos import worker_pb2 as wire
+from decant.router.admission.wait_prediction import LONG_SECONDS, Wait, Waits
+from decant.router.api.auth import NoAuthentication
+from decant.router.api.service import InferenceService, ServerInfoSource
+from decant.router.execution.token_stream import Finish
+from decant.router.text.served_model import Models
+from decant.runtime.channel import Deadline, open_channel
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import AlreadyExists, QueueFull, from_call
+from decant.runtime.health import Readiness
+from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.server import Server
+from decant.runtime.server_settings import ServerSettings
+from decant.runtime.tls import PeerTls
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.store import Store
+from tests.router.factories import model
+from tests.router.fake_worker import MODEL, fleet
+from tests.router.harness import Core, core, ended, make_request, until
+
+P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def queue(clock: Clock, each: float, arriving: int, begun: int) -> tuple[Waits, list[Wait]]:
+    """So many requests that came at once to a server that begins one every ``each`` seconds."""
+    waits = Waits(clock)
+    entered = [waits.enter(0) for _ in range(arriving)]
+    for wait in entered[:begun]:
+        clock.at += each
+        wait.begun()
+        wait.over()
+    return waits, entered[begun:]
+
+
+def test_a_wait_is_predicted_by_those_of_the_requests_before() -> None:
+    clock = Clock()
+    waits, left = queue(clock, 0.5, arriving=40, begun=20)
+    assert waits.predicted(0) == pytest.approx(0.5 + 0.5 * 20, rel=0.01)
+    for wait in left[10:]:
+        wait.over()
+    assert waits.predicted(0) == pytest.approx(0.5 + 0.5 * 10, rel=0.01)
+
+
+def test_it_counts_only_what_goes_before() -> None:
+    clock = Clock()
+    waits, _ = queue(clock, 0.5, arriving=40, begun=20)
+    assert waits.predicted(1000) == pytest.approx(0.5, rel=0.01)
+    assert waits.predicted(-1000) == waits.predicted(0)
+
+
+def test_it_follows_workers_that_became_faster() -> None:
+    clock = Clock()
+    waits, left = queue(clock, 1.0, arriving=200, begun=20)
+    before = waits.predicted(0)
+    for wait in left[:100]:
+        clock.at += 0.01
+        wait.begun()
+    assert waits.predicted(0) < before / 2
+
+
+def test_nothing_is_predicted_of_a_burst_that_has_only_begun() -> None:
+    clock = Clock()
+    waits, _ = queue(clock, 1.0, arriving=1, begun=1)
+    late = [waits.enter(0) for _ in range(1000)]
+    assert waits.predicted(0) == 0.0
+    clock.at += LONG_SECONDS
+    assert waits.predicted(0) > 0.0
+    for wait in late:
+        wait.over()
+    assert waits.predicted(0) == 0.0
+    assert len(waits) == 0
+
+
+def test_nothing_is_predicted_before_anything_was_measured() -> None:
+    clock = Clock()
+    waits, _ = queue(clock, 1.0, arriving=50, begun=0)
+    clock.at += 100
+    assert waits.predicted(0) == 0.0
+
+
+# ---------------------------------------------------------------------------------------- over scripted workers
+
+
+def predicting(scene: Core, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene.router.pool.waits[MODEL], "predicted", lambda priority: seconds)
+
+
+async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(P, D) as workers, core(store, workers, max_queue_seconds=30) as scene:
+        predicting(scene, 20.0, monkeypatch)
+        with pytest.raises(QueueFull) as refused:
+            await scene.dispatcher.begin(make_request(seconds=10))
+        assert refused.value.retry_after == 20.0
+        assert "20.0 s" in str(refused.value)
+        assert not workers[0].prefills
+        await ended(await scene.dispatcher.begin(make_request(seconds=60)))
+        running = await scene.dispatcher.begin(make_request("without a deadline"))
+        predicting(scene, 31.0, monkeypatch)
+        with pytest.raises(QueueFull, match="at most 30 s") as refused:
+            await scene.dispatcher.begin(make_request("another"))
+        assert refused.value.retry_after == 31.0
+        again = await scene.dispatcher.begin(make_request("without a deadline"))
+        assert again is running, "one that was accepted is answered, whatever is predicted now"
+        await ended(running)
+
+
+async def test_what_waits_for_a_place_counts_against_the_limit(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, queue_limit=2) as scene:
+        workers[0].load.takes_prompts = False
+        (view,) = [worker.view for worker in scene.router.pool.of(MODEL) if worker.view.role == wire.ROLE_PREFILL]
+        await until(lambda: not view.takes_prompts)
+        waiting = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(2)]
+        await until(lambda: len(scene.router.pool.lines[MODEL]) == 2)
+        with pytest.raises(QueueFull, match="2 requests"):
+            await scene.dispatcher.begin(make_request("another"))
+        workers[0].load.takes_prompts = True
+        for course in waiting:
+            await ended(course)
+        assert len(scene.router.pool.waits[MODEL]) == 0
+
+
+async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(store: Store) -> None:
+    """Far more at once than gRPC itself lets wait by default."""
+    calls = 1500
+    async with fleet(P, D) as workers, core(store, workers, max_active=8, queue_limit=16) as scene:
+        served = Models([model(id=MODEL)])
+        about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
+        service = InferenceService(served, scene.dispatcher, about, RequestMetrics(Registry(process=False)))
+        settings = ServerSettings(port=0, drain_seconds=1.0)
+        server = Server([service.service(NoAuthentication(served))], settings, Readiness(), Registry(process=False))
+        await server.start()
+        running = asyncio.create_task(server.run())
+        async with open_channel(server.address, PeerTls()) as channel:
+            stub = services.InferenceServiceStub(channel)
+            outcomes = await asyncio.gather(*(outcome(stub, place) for place in range(calls)))
+        server.shutdown.request("the test ends")
+        server.shutdown.request("the test ends")
+        await asyncio.wait([running])
+    assert set(outcomes) <= {"tokens", Reason.QUEUE_FULL}, {each: outcomes.count(each) for each in set(outcomes)}
+    assert outcomes.count("tokens") >= 16
+
+
+async def outcome(stub: Any, place: int) -> str:
+    request = pb.GenerateRequest(
+        request_id=f"burst-{place}",
+        token_ids=pb.TokenIds(ids=[1, 2, 3]),
+        stopping=pb.StoppingParams(max_tokens=2),
+    )
+    try:
+        answer = await stub.Generate(request, timeout=120)
+    except grpc.aio.AioRpcError as error:
+        refusal = from_call(error)
+        if refusal.reason is Reason.QUEUE_FULL:
+            assert refusal.retry_after
+            return Reason.QUEUE_FULL
+        return f"{error.code().name} {refusal.reason} {error.details()}"
+    assert answer.usage.completion_tokens == 2
+    return "tokens"
+
+
+async def test_a_known_request_is_not_refused_before_it_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 1
+        course = await scene.dispatcher.begin(make_request())
+        predicting(scene, 1e6, monkeypatch)
+        await scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
+        with pytest.raises(QueueFull):
+            await scene.dispatcher.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
+        with monkeypatch.context() as patch:
+            patch.setattr(scene.router.flusher, "is_away", True)
+            await scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
+        workers[1].go.set()
+        await ended(course)
+
+
+@pytest.mark.parametrize("is_ended", [True, False], ids=["ended", "open"])
+async def test_a_request_that_another_router_accepted_is_not_refused_for_its_wait(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_ended: bool
+) -> None:
+    async with fleet(P, D) as workers, core(store, workers, id="one") as one, core(store, workers, id="two") as two:
+        if not is_ended:
+            workers[1].script.pause_at = 2
+        course = await one.dispatcher.begin(make_request())
+        if is_ended:
+            await ended(course)
+            await until(lambda: one.store_is_done)
+        predicting(two, 1e6, monkeypatch)
+        key = course.request.key
+        await two.dispatcher.check_wait(key, MODEL, 0, Deadline())
+        again = await two.dispatcher.begin(make_request())
+        workers[1].go.set()
+        assert isinstance((await ended(again)).end, Finish)
+        with pytest.raises(AlreadyExists):
+            await two.dispatcher.begin(make_request(max_tokens=6))
+        with pytest.raises(QueueFull):
+            await two.dispatcher.begin(make_request("new"))

@@ -1,0 +1,214 @@
+"""What frees n places wakes n waiting requests, the first by order, and one more that finds none left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decant.protos import worker_pb2 as wire
+from decant.router.placement.policy import WorkerSnapshot
+from decant.router.workers.waiting_line import Kind, Waiter, WaitingLine, WaitsFor
+from decant.state.ids import Incarnation
+from decant.state.store import Store
+from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.harness import Core, core, ended, make_request, tokens_of, until, written
+
+P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)
+D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
+PREFILL, TOKENS = Kind(WaitsFor.PREFILL), Kind(WaitsFor.FROM_TOKENS)
+PROMPT = [1, 2, 3]
+
+
+@dataclass
+class Scene:
+    """A line whose waiters take places, as long as there are any."""
+
+    places: dict[Kind, int]
+    line: WaitingLine = field(default_factory=WaitingLine)
+    placed: list[str] = field(default_factory=list)
+    tries: int = 0
+
+    def join(self, name: str, order: float = 0.0, kind: Kind = PREFILL) -> Waiter:
+        turns: list[None] = []
+        waiter = Waiter(order, kind, lambda: turns.append(None))
+        waiter.name, waiter.turns = name, turns  # type: ignore[attr-defined]
+        self.line.join(waiter)
+        return waiter
+
+    def open(self, kind: Kind, places: int, *waiters: Waiter) -> None:
+        self.places[kind] = self.places.get(kind, 0) + places
+        self.line.open([kind])
+        while awake := [waiter for waiter in waiters if waiter.turns]:  # type: ignore[attr-defined]
+            (waiter,) = awake
+            waiter.turns.clear()  # type: ignore[attr-defined]
+            self.tries += 1
+            if self.places.get(waiter.kind):
+                self.places[waiter.kind] -= 1
+                self.placed.append(waiter.name)  # type: ignore[attr-defined]
+                self.line.placed(waiter)
+            else:
+                self.line.stays(waiter)
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.randoms(use_true_random=False))
+def test_n_places_wake_n_requests_and_one_that_finds_none(waiting: int, places: int, draw: random.Random) -> None:
+    scene = Scene({})
+    orders = [float(draw.randrange(5)) for _ in range(waiting)]
+    waiters = [scene.join(f"{place}", order) for place, order in enumerate(orders)]
+    scene.open(PREFILL, places, *waiters)
+    first = sorted(range(waiting), key=lambda place: (orders[place], place))
+    assert scene.placed == [str(place) for place in first[:places]]
+    assert scene.line.wake_ups == scene.tries == min(waiting, places + 1)
+    assert len(scene.line) == max(0, waiting - places)
+
+
+def test_what_waits_for_another_kind_of_place_keeps_nothing_waiting() -> None:
+    scene = Scene({})
+    first, second = scene.join("first", 1.0, TOKENS), scene.join("second", 2.0)
+    scene.open(PREFILL, 1, first, second)
+    assert scene.placed == ["second"]
+    assert scene.line.kinds == (TOKENS,)
+
+
+def test_of_several_open_kinds_the_first_by_order_goes_first() -> None:
+    scene = Scene({})
+    late, early = scene.join("late", 2.0), scene.join("early", 1.0, TOKENS)
+    scene.places = {PREFILL: 1, TOKENS: 1}
+    scene.line.open([PREFILL, TOKENS])
+    scene.open(PREFILL, 0, late, early)
+    assert scene.placed == ["early", "late"]
+
+
+def test_one_that_leaves_when_its_turn_has_come_passes_it_on() -> None:
+    scene = Scene({PREFILL: 1})
+    leaving, next = scene.join("leaving"), scene.join("next")
+    scene.line.open([PREFILL])
+    assert scene.line.is_turn_of(leaving)
+    scene.line.placed(leaving)
+    scene.line.placed(leaving)
+    assert scene.line.is_turn_of(next)
+    scene.open(PREFILL, 0, next)
+    assert scene.placed == ["next"]
+    assert not scene.line
+
+
+def test_one_that_leaves_before_its_turn_changes_no_turn() -> None:
+    scene = Scene({PREFILL: 1})
+    first, leaving = scene.join("first"), scene.join("leaving")
+    scene.line.open([PREFILL])
+    scene.line.placed(leaving)
+    assert scene.line.is_turn_of(first)
+    scene.line.stays(leaving)
+    assert scene.line.is_turn_of(first)
+
+
+# ------------------------------------------------------------------------------------ over scripted workers
+
+
+async def waiting(scene: Core, workers: list[FakeWorker], count: int) -> WaitingLine:
+    """So many requests wait, because the prefill workers are full."""
+    for worker in workers:
+        worker.load.takes_prompts = False
+    views = [worker.view for worker in scene.router.pool.of("m") if worker.view.role == wire.ROLE_PREFILL]
+    await until(lambda: not any(view.takes_prompts for view in views))
+    line = scene.router.pool.lines["m"]
+    for place in range(count):
+        await scene.dispatcher.begin(make_request(f"r{place}"))
+    await until(lambda: len(line) == count)
+    return line
+
+
+async def heartbeats(scene: Core, count: int) -> None:
+    """So many of each worker are received."""
+    received = dict.fromkeys((worker.life for worker in scene.router.pool.of("m")), 0)
+    for worker in scene.router.pool.of("m"):
+        hear = worker.view.hear
+
+        def counted(
+            beat: wire.Heartbeat, life: Incarnation = worker.life, hear: Callable[[wire.Heartbeat], None] = hear
+        ) -> None:
+            received[life] += 1
+            hear(beat)
+
+        worker.view.hear = counted  # type: ignore[method-assign]
+    await until(lambda: min(received.values()) >= count)
+
+
+async def test_a_heartbeat_of_a_worker_that_takes_nothing_wakes_no_request(store: Store) -> None:
+    async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
+        line = await waiting(scene, workers[:2], 20)
+        before = line.wake_ups
+        await heartbeats(scene, 4)
+        assert line.wake_ups == before
+        workers[0].load.takes_prompts = True
+        await until(lambda: not line)
+        assert line.wake_ups - before == 20
+
+
+async def test_a_refusal_ends_the_turns_and_the_refused_is_first_again(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        line = await waiting(scene, workers[:1], 5)
+        before = line.wake_ups
+        workers[0].script.refuse = [wire.CAUSE_BUSY]
+        workers[0].load.takes_prompts = True
+        await until(lambda: not line)
+        courses = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(5)]
+        for course in courses:
+            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert line.wake_ups - before <= 2 * 5 + 2
+
+
+async def test_the_urgent_are_placed_first_whenever_they_came(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        line = await waiting(scene, workers[:1], 3)
+        urgent = make_request("urgent")
+        urgent.engine_request.priority = 1000
+        await scene.dispatcher.begin(urgent)
+        await until(lambda: len(line) == 4)
+        workers[0].load.takes_prompts = True
+        await until(lambda: len(workers[0].prefills) == 4)
+        ids = [request.run.request.rpartition("/")[2] for request in workers[0].prefills]
+        assert ids == ["urgent", "r0", "r1", "r2"]
+
+
+async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(D) as workers, core(store, workers) as scene:
+        workers[0].script.pause_at = 2
+        courses = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(5)]
+        for course in courses:
+            await written(course, 2)
+        placements = 0
+
+        def seen(*_: object) -> list[WorkerSnapshot]:
+            nonlocal placements
+            placements += 1
+            return []
+
+        monkeypatch.setattr(scene.router.pool, "seen", seen)
+        workers[0].load.draining = True
+        await heartbeats(scene, 4)
+        assert not placements
+        monkeypatch.undo()
+        workers[0].load.draining = False
+        workers[0].go.set()
+        for course in courses:
+            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+
+
+async def test_one_that_is_cancelled_at_its_turn_keeps_nothing_waiting(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        line = await waiting(scene, workers[:1], 4)
+        line.open(line.kinds)
+        await asyncio.gather(*(scene.dispatcher.cancel(make_request(f"r{place}").key) for place in (0, 2)))
+        workers[0].load.takes_prompts = True
+        await until(lambda: not line)
+        for place in (1, 3):
+            assert tokens_of(await ended(await scene.dispatcher.begin(make_request(f"r{place}")))) == answer(PROMPT, 5)

@@ -1,0 +1,78 @@
+"""What a worker told, corrected by what this router has there."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.placement.worker_load import CorrectedCounter, LoadReservation, WorkerLoad
+
+ANY = PromptBlocks(wire.EngineRequest(prompt=bytes(4)))
+
+
+def view() -> WorkerLoad:
+    return WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=1000, block_tokens=16)))
+
+
+def figures(known: WorkerLoad) -> tuple[int, int, int]:
+    seen = known.seen()
+    return seen.sequences, seen.queued_tokens, seen.free_blocks
+
+
+def load(**fields: int) -> wire.Heartbeat:
+    return wire.Heartbeat(load=wire.Load(free_blocks=1000, **fields))  # type: ignore[arg-type]
+
+
+def test_what_was_just_sent_counts_until_it_is_over() -> None:
+    known = view()
+    sent = known.send(ANY, 160, computed=True)
+    assert figures(known) == (1, 160, 990)
+    fetched = known.send(ANY, 160, computed=False)
+    assert figures(known) == (2, 160, 980), "what is fetched is not computed"
+    sent.read()
+    assert figures(known) == (2, 0, 980)
+    sent.over()
+    sent.over()
+    fetched.over()
+    assert figures(known) == (0, 0, 980), "its blocks may be free: that is for the worker to say"
+
+
+def test_a_load_of_before_does_not_hide_what_is_there() -> None:
+    known = view()
+    sent = known.send(ANY, 160, computed=True)
+    known.hear(load())
+    assert figures(known)[:2] == (1, 160)
+    known.hear(load(waiting=3, queued_tokens=500))
+    assert figures(known)[:2] == (3, 500), "ours is in it"
+    sent.over()
+    assert figures(known)[:2] == (2, 340), "and no longer"
+    known.hear(load())
+    assert figures(known)[:2] == (0, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["come", "go", "tell"]), st.integers(0, 9)), max_size=30))
+def test_a_count_is_never_less_than_what_is_ours(story: list[tuple[str, int]]) -> None:
+    count, ours = CorrectedCounter(), list[int]()
+    for kind, amount in story:
+        if kind == "come":
+            count.add(amount)
+            ours.append(amount)
+        elif kind == "go" and ours:
+            count.add(-ours.pop())
+        elif kind == "tell":
+            count.tell(amount)
+            assert count.now == max(amount, sum(ours))
+        assert count.ours == sum(ours) <= count.now
+
+
+def test_nothing_of_ours_is_left_when_all_is_over() -> None:
+    known = view()
+    sent: list[LoadReservation] = [known.send(ANY, n, computed=n % 2 == 0) for n in range(1, 20)]
+    for each in sent[::2]:
+        each.read()
+    for each in sent:
+        each.over()
+    assert (known.work.ours, known.sequences.ours) == (0, 0)

@@ -1,0 +1,124 @@
+"""A real server on a free port whose methods do what a test says, and a channel to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from decant.runtime.channel import open_channel
+from decant.runtime.health import Readiness
+from decant.runtime.metrics import Registry
+from decant.runtime.server import Server, Service
+from decant.runtime.server_settings import ServerSettings
+from decant.runtime.tls import PeerTls
+
+INFERENCE = pb.DESCRIPTOR.services_by_name["InferenceService"]
+DECODE = worker_pb2.DESCRIPTOR.services_by_name["Decode"]
+
+
+async def _unscripted(*_: object) -> Any:
+    raise NotImplementedError
+
+
+@dataclass
+class Script:
+    """What the methods do; each gets the request (or their iterator) and the context."""
+
+    unary: Callable[[Any, Any], Awaitable[Any]] = _unscripted
+    stream: Callable[[Any, Any], AsyncIterator[Any]] | None = None
+    session: Callable[[Any, Any], AsyncIterator[Any]] | None = None
+
+
+class _Inference(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self.script.unary(request, context)
+
+    def GenerateStream(self, request: Any, context: Any) -> Any:  # noqa: N802
+        assert self.script.stream is not None
+        return self.script.stream(request, context)
+
+    async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pb.ServerInfo(version="1")
+
+
+class _Decode(worker_pb2_grpc.DecodeServicer):
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def Session(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        assert self.script.session is not None
+        return self.script.session(request_iterator, context)
+
+
+def services(script: Script) -> list[Service]:
+    return [
+        Service(
+            INFERENCE,
+            lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Inference(script), server),
+            entrances=frozenset({"Generate", "GenerateStream"}),
+        ),
+        Service(DECODE, lambda server: worker_pb2_grpc.add_DecodeServicer_to_server(_Decode(script), server)),
+    ]
+
+
+@dataclass
+class Scene:
+    server: Server
+    registry: Registry
+    channel: grpc.aio.Channel
+    script: Script
+    running: asyncio.Task[bool]
+    inference: Any = field(init=False)
+    decode: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.decode = worker_pb2_grpc.DecodeStub(self.channel)
+
+    def counted(self, **labels: str) -> float:
+        """Errors counted with these labels."""
+        return sum(
+            sample.value
+            for metric in self.registry.collectors.collect()
+            for sample in metric.samples
+            if sample.name == "decant_errors_total" and labels.items() <= sample.labels.items()
+        )
+
+
+@asynccontextmanager
+async def scene(
+    *,
+    drain: Callable[[], Awaitable[None]] | None = None,
+    warm_up: Callable[[Server], Awaitable[None]] | None = None,
+    peer: PeerTls | None = None,
+    options: tuple[tuple[str, int], ...] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Scene]:
+    script = Script()
+    registry = Registry(process=False)
+    listening = ServerSettings(**{"port": 0, "drain_seconds": 5.0, **settings})
+    server = Server(services(script), listening, Readiness(), registry)
+    await server.start()
+    running = asyncio.create_task(server.run(warm_up=warm_up, drain=drain))
+    if options is None:
+        channel = open_channel(server.address, peer or PeerTls())
+    else:
+        channel = grpc.aio.insecure_channel(server.address, options)
+    try:
+        yield Scene(server, registry, channel, script, running)
+    finally:
+        await channel.close()
+        if not running.done():
+            server.shutdown.request("the test ends")
+            server.shutdown.request("the test ends")
+        await asyncio.wait([running])

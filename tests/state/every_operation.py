@@ -1,0 +1,114 @@
+"""Every operation of the store once, each a coroutine that may be run again: what it does twice it does once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from decant.protos.inference_pb2 import ResponseOptions
+from decant.protos.worker_pb2 import Load
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.quota import TenantLimits
+from decant.state.store import Store
+from tests.state.factories import (
+    DECODING,
+    FAILED,
+    KEY,
+    NOW,
+    SUCCEEDED,
+    continued,
+    logprobs,
+    make_request,
+    packed,
+    router,
+    router_facts,
+    worker_facts,
+    written,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    run: Callable[[], Awaitable[object]]
+    scripts: int  # calls of scripts that it makes
+    trips: int = 1  # round trips to Redis
+
+
+async def walk(store: Store) -> list[Step]:
+    """Steps in an order in which they make sense; the scene they need is set here."""
+    request, doomed = make_request(), make_request(RequestKey("tenant", "doomed"))
+    shown = make_request(RequestKey("tenant", "shown"), shown=ResponseOptions(logprobs=1, prompt_logprobs=0))
+    failing = make_request(RequestKey("tenant", "failing"))
+    later, other = make_request(RequestKey("t}{", "later")), RequestKey("t2", "other")
+    limits = TenantLimits(in_flight=10, tokens_per_minute=20)
+    worker = await store.workers.register(worker_facts(Incarnation("w", 3)))
+    me = await store.routers.register(router_facts(router(1)))
+
+    async def write() -> None:
+        request.stored, request.told = 0, (1, request.state)  # as if nothing had been heard of the last write
+        await store.requests.write(request)
+
+    async def go_on() -> None:
+        if request.length == 2:
+            request.move(DECODING, NOW)
+            request.append(written(3, 4))
+        await write()
+
+    async def write_logprobs() -> None:
+        if not shown.length:
+            shown.record.prompt_tokens = 3
+            shown.explain(packed([logprobs(1, 0), logprobs(2, 0)], 0))
+            continued(shown, 1, 2)
+        shown.stored, shown.told = 0, (1, shown.state)
+        await store.requests.write(shown)
+
+    async def fail() -> None:
+        if not failing.ended:
+            failing.move(FAILED, NOW)
+        failing.told = None
+        await store.requests.write(failing)
+
+    async def end() -> None:
+        if not request.ended:
+            request.move(SUCCEEDED, NOW)
+        await write()
+
+    async def write_whole() -> None:
+        later.told = None
+        await store.requests.write(later)
+
+    request.append(written(1, 2))
+    return [
+        Step("era", store.era.current, 1),
+        Step("register", lambda: store.workers.register(worker_facts(Incarnation("w", 3))), 1),
+        Step("renew", lambda: worker.renew(Load(running=1)), 1),
+        Step("renew router", me.renew, 1),
+        Step("listing", store.workers.listing, 1),
+        Step("alive", lambda: store.routers.alive(router(1)), 1),
+        Step("quota", lambda: store.quotas.acquire(KEY, 10, limits), 1),
+        Step("quotas", lambda: store.quotas.renew([KEY, other]), 2),
+        Step("accept", lambda: store.requests.accept(request), 2),
+        Step("accept another", lambda: store.requests.accept(doomed), 2),
+        Step("write", write, 1),
+        Step("write on", go_on, 1),
+        Step("accept with logprobs", lambda: store.requests.accept(shown), 2),
+        Step("write logprobs", write_logprobs, 1),
+        Step("read logprobs", lambda: store.requests.read(shown.key), 1),
+        Step("fail", fail, 2, trips=2),
+        Step("accept anew", lambda: store.requests.accept(make_request(failing.key)), 2),
+        Step("cancel", lambda: store.requests.cancel(failing.key, router(2)), 1, trips=2),
+        Step("write whole", write_whole, 2),
+        Step("read", lambda: store.requests.read(KEY), 1),
+        Step("read journal", lambda: store.journal.read(KEY, 1, 2), 1),
+        Step("adopt", lambda: store.requests.adopt(doomed.key, router(2), epoch=1), 2, trips=2),
+        Step("adopt orphan", lambda: store.requests.adopt_orphan(doomed.key, router(2)), 2, trips=2),
+        Step("orphaned", store.open.orphaned, 1),
+        Step("take", lambda: store.open.take(router(2), router(3)), 1),
+        Step("open", lambda: store.open.of(router(3)), 0),
+        Step("add", lambda: store.open.add(router(3), [KEY]), 1),
+        Step("remove", lambda: store.open.remove(router(3), [KEY]), 0),
+        Step("end", end, 1, trips=2),
+        Step("release", lambda: store.quotas.release(KEY, 5, limits), 1),
+        Step("leave", worker.remove, 1),
+    ]

@@ -1,0 +1,244 @@
+"""Random lives of one request: owners that write, whose writes come twice, late, in any order or never, that are
+adopted from and don't notice, and a Redis that is emptied. After every step Redis holds what a simple model says. Some
+requests ask for logprobs, of the output, of the prompt or of both, which are then as whole as the journal.
+
+An owner's journal only grows, and each owner writes tokens of its own, so whose tokens lie where can be seen.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import redis as sync_redis
+
+from decant.protos.inference_pb2 import ResponseOptions
+from decant.state.errors import Superseded, UnknownRequest
+from decant.state.ids import ENDED, State
+from decant.state.owned import OwnedRequest
+from decant.state.scripts import Command
+from decant.state.store import Store
+from tests.state.factories import (
+    CANCELLED,
+    DECODING,
+    FAILED,
+    HANDING_OFF,
+    KEY,
+    NOW,
+    PREFILLING,
+    QUEUED,
+    SUCCEEDED,
+    continued,
+    logprobs,
+    make_request,
+    packed,
+    router,
+)
+
+SHOWN = [
+    None,
+    ResponseOptions(logprobs=2),
+    ResponseOptions(logprobs=0, prompt_logprobs=1),
+    ResponseOptions(prompt_logprobs=1),
+]
+PROMPT = [logprobs(place, 1) for place in range(3)]
+STATES = [None, QUEUED, PREFILLING, HANDING_OFF, DECODING, SUCCEEDED, FAILED, CANCELLED]
+
+
+@dataclass(frozen=True)
+class Write:
+    """One write as it was sent; when it arrives is another matter."""
+
+    command: Command
+    owner: OwnedRequest
+    attempt: int
+    state: State
+    base: int
+    end: int
+    whole: bool
+    serial: int  # of the record
+    explained: bool  # it brings the prompt's logprobs
+    explains: bool  # and Redis wasn't known to have them
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        return self.attempt, 5 if self.state in ENDED else self.state, self.end
+
+
+@dataclass
+class Model:
+    """What Redis holds: the greatest that arrived. None of it is looked up in Redis."""
+
+    owner: OwnedRequest
+    attempt: int
+    state: State
+    length: int
+    progress: tuple[int, int, int]
+    serial: int
+    explained: bool = False
+
+
+class Writers:
+    def __init__(self, store: Store, bare: sync_redis.Redis, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.store = store
+        self.bare = bare
+        self.shown = SHOWN[seed % len(SHOWN)]
+        self.owners = [make_request(owner=router(0), shown=self.shown)]
+        self.owners[0].record.prompt_tokens = 1  # counts the changes of the record
+        self.writes: list[Write] = []
+        self.model: Model | None = None
+        self.next_token = 0
+
+    async def play(self, steps: int) -> None:
+        self.bare.flushall()
+        first = self.owners[0]
+        await self.store.requests.accept(first)
+        self.model = Model(first, 1, first.state, 0, (1, 1, 0), 1)
+        takes = (self.adopt, self.ask_again)
+        writing = (self.go_on, self.explain, self.move, self.write, self.arrive_late_or_again)
+        actions = [*writing, *takes, self.empty_redis]
+        weights: list[float] = self.random.choice(
+            [[6, 1, 2, 9, 6, 1, 1, 0.4], [3, 1, 1, 9, 4, 4, 2, 1.5], [1, 1, 2, 9, 6, 1, 4, 1]]
+        )
+        for action in self.random.choices(actions, weights, k=steps):
+            await action()
+            await self.redis_holds_the_greatest()
+
+    def pick(self) -> OwnedRequest:
+        """Most often the newest."""
+        return self.owners[-min(len(self.owners), self.random.choice([1, 1, 1, 2, 2, 3]))]
+
+    async def go_on(self) -> None:
+        owner = self.pick()
+        if not owner.ended:
+            count = self.random.randint(1, 3)
+            self.next_token += count
+            continued(owner, *range(self.next_token - count, self.next_token))
+            owner.record.prompt_tokens += 1
+
+    async def explain(self) -> None:
+        owner = self.pick()
+        if not owner.is_explained:
+            owner.explain(packed(PROMPT, 1))
+
+    async def move(self) -> None:
+        owner, state = self.pick(), self.random.choice(STATES)
+        if state in ENDED and self.random.random() < 0.7:  # lives are long
+            return
+        try:
+            if state is None:
+                owner.start_over(NOW)
+            else:
+                owner.move(state, NOW)
+        except ValueError:
+            return
+        owner.record.prompt_tokens += 1
+
+    async def write(self) -> None:
+        owner = self.pick()
+        whole = owner.told is None
+        base = 0 if whole else owner.stored
+        explains = (bool(owner.packed_prompt_logprobs()), owner.unexplained)
+        said = (owner.attempt, owner.state, base, owner.length, whole, owner.record.prompt_tokens, *explains)
+        self.writes.append(Write(self.store.requests._writing(owner), owner, *said))
+        if self.random.random() < 0.7:
+            await self.deliver(self.writes[-1], heard=self.random.random() < 0.7)
+
+    async def arrive_late_or_again(self) -> None:
+        if self.writes:
+            await self.deliver(self.random.choice(self.writes[-12:]), heard=False)
+
+    async def deliver(self, write: Write, heard: bool) -> None:
+        answer, length = self.expect(write)
+        reply = await self.store.requests._client.run(write.command)
+        assert reply[0] == answer, f"{reply} where {answer!r} is right"
+        if answer == b"written":
+            assert reply[1] == length
+            if heard:
+                write.owner.stored, write.owner.told = length, (write.attempt, write.state)
+                write.owner.unexplained &= not write.explains
+        elif heard and answer != b"superseded":
+            write.owner.stored, write.owner.told = 0, None
+
+    def expect(self, write: Write) -> tuple[bytes, int]:
+        """Brings the model up to date; the answer and the length of the journal."""
+        now, owner = self.model, write.owner
+        if now is None or owner.epoch > now.owner.epoch:
+            if not write.whole:
+                return b"incomplete", 0
+            said = (write.attempt, write.state, write.end, write.progress, write.serial, write.explained)
+            self.model = Model(owner, *said)
+            return b"written", write.end
+        if owner is not now.owner or write.attempt < now.attempt:
+            return b"superseded", 0
+        if now.length < write.base:
+            return b"behind", now.length
+        now.length = max(now.length, write.end)
+        now.explained |= write.explained
+        if write.progress > now.progress:
+            now.attempt, now.state, now.serial = write.attempt, write.state, write.serial
+            now.progress = write.progress
+        return b"written", now.length
+
+    async def adopt(self) -> None:
+        life, now = router(self.random.randrange(4)), self.model
+        if now and any((old.owner, old.epoch) == (life, now.owner.epoch + 1) for old in self.owners):
+            return  # a router doesn't hold one request twice
+        behind = self.random.choice([None, 0, 1])  # takes over any epoch, this one, an earlier one
+        epoch = None if behind is None or now is None else now.owner.epoch - behind
+        try:
+            found = await self.store.requests.adopt(KEY, life, epoch)
+        except UnknownRequest:
+            assert now is None
+            return
+        except Superseded:
+            assert behind == 1
+            return
+        assert now
+        if life == now.owner.owner or now.state in ENDED:
+            assert found.epoch == now.owner.epoch
+        else:
+            assert behind != 1, "an epoch that is over was taken over"
+            new = OwnedRequest.adopted(found)
+            assert new.epoch == now.owner.epoch + 1
+            self.owners.append(new)
+            now.owner = new
+
+    async def ask_again(self) -> None:
+        """An equal request begins anew where nothing is left of the one before, and nothing was written of it."""
+        life, now = router(self.random.randrange(4)), self.model
+        begins = now is None or (now.state == FAILED and not now.length)
+        epoch = now.owner.epoch + 1 if now else 1
+        if begins and any((old.owner, old.epoch) == (life, epoch) for old in self.owners):
+            return  # a router doesn't hold one request twice
+        new = make_request(owner=life, shown=self.shown)
+        new.record.prompt_tokens = 1
+        found = await self.store.requests.accept(new)
+        assert (found is None) is begins
+        if begins:
+            assert new.epoch == epoch
+            self.owners.append(new)
+            self.model = Model(new, 1, new.state, 0, (1, 1, 0), 1)
+
+    async def empty_redis(self) -> None:
+        self.bare.flushall()
+        self.model = None
+
+    async def redis_holds_the_greatest(self) -> None:
+        now = self.model
+        try:
+            found = await self.store.requests.read(KEY)
+        except UnknownRequest:
+            assert now is None, "the request is lost"
+            return
+        assert now
+        assert (found.owner, found.epoch) == (now.owner.owner, now.owner.epoch), "another owner"
+        assert (found.attempt, found.state) == (now.attempt, now.state), "another state"
+        assert found.length == now.length, "another length"
+        assert found.entries == now.owner.entries()[: now.length], "the journal isn't its owner's"
+        assert found.record.prompt_tokens == now.serial, "an older record"
+        asked = now.owner.asked
+        if asked.output is not None:
+            assert found.logprobs.entries() == [logprobs(entry.token, asked.output) for entry in found.entries]
+        assert found.prompt_logprobs.entries() == (PROMPT if now.explained else []), "the prompt's logprobs"

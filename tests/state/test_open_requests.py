@@ -1,0 +1,78 @@
+"""What a dead router left is found, and each request goes to one other."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import redis as sync_redis
+
+from decant.state.errors import OwnerAlive, Superseded
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.owned import OwnedRequest
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.state.factories import NOW, SUCCEEDED, make_request, make_store, pass_time, router, router_facts
+
+
+def named(count: int) -> list[RequestKey]:
+    return [RequestKey("t", str(n)) for n in range(count)]
+
+
+async def test_a_living_router_keeps_its_requests(store: Store) -> None:
+    await store.routers.register(router_facts(router(1)))
+    await store.open.add(router(1), named(2))
+    assert await store.open.orphaned() == set()
+    with pytest.raises(OwnerAlive):
+        await store.open.take(router(1), router(2))
+    assert await store.open.of(router(1)) == set(named(2))
+
+
+async def test_an_earlier_life_of_a_living_router_is_dead(store: Store) -> None:
+    reborn = Incarnation(router(1).id, 5)
+    await store.open.add(router(1), named(2))
+    await store.routers.register(router_facts(router(1)))
+    await store.routers.register(router_facts(reborn))
+    assert await store.open.orphaned() == {router(1)}
+    assert set(await store.open.take(router(1), reborn)) == set(named(2))
+    assert await store.open.orphaned() == set()
+
+
+async def test_of_several_takers_each_request_goes_to_one(store: Store) -> None:
+    await store.open.add(router(1), named(50))
+    takers = [router(n) for n in range(2, 7)]
+    taken = await asyncio.gather(*(store.open.take(router(1), taker, most=7) for taker in takers * 2))
+    assert sorted(key for part in taken for key in part) == sorted(named(50))
+    assert await store.open.orphaned() == set(takers), "what its taker doesn't finish is found again"
+    kept = [await store.open.of(taker) for taker in takers]
+    assert sorted(key for keys in kept for key in keys) == sorted(named(50))
+
+
+async def test_more_than_one_command_holds(store: Store) -> None:
+    await store.open.add(router(1), named(2500))
+    assert len(await store.open.of(router(1))) == 2500
+    await store.open.remove(router(1), named(2499))
+    assert await store.open.of(router(1)) == {named(2500)[-1]}
+
+
+async def test_a_dead_routers_requests_go_on_elsewhere(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+    async with make_store(server.url, registration_s=60) as store:
+        await store.routers.register(router_facts(router(1)))
+        held = [make_request(key, tokens=[1]) for key in named(3)]
+        for request in held:
+            await store.requests.accept(request)
+        held[2].move(SUCCEEDED, NOW)
+        await store.requests.flush(held)
+        pass_time(bare, 60)
+
+        assert await store.open.orphaned() == {router(1)}
+        for key in await store.open.take(router(1), router(2)):
+            adopted = OwnedRequest.adopted(await store.requests.adopt_orphan(key, router(2)))
+            assert adopted.epoch == 2
+            adopted.start_over(NOW)
+            adopted.move(SUCCEEDED, NOW)
+            await store.requests.write(adopted)
+        assert await store.open.of(router(2)) == set()
+        lost = await store.requests.flush(held[:2])
+        owners = {request: error.owner for request, error in lost.items() if isinstance(error, Superseded)}
+        assert owners == dict.fromkeys(held[:2], router(2))

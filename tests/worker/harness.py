@@ -1,0 +1,264 @@
+"""Workers over torch-free engines, each behind a real gRPC server, and a router that calls their Prefill by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from decant.engine.engine import Engine
+from decant.engine.fake import FakeDevice
+from decant.engine.output import SequenceFinished, StepOutput, Token
+from decant.engine.plan import StepPlan, StepResult
+from decant.engine.request import Request
+from decant.engine.scheduler import Limits
+from decant.handoff.packing import checksum
+from decant.handoff.receiver import TransferResult
+from decant.handoff.service import KvSourceService
+from decant.handoff.transport import GrpcTransport
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.runtime.channel import open_channel
+from decant.runtime.interceptor import ErrorInterceptor
+from decant.runtime.tls import PeerTls
+from decant.worker.decode.service import DecodeService
+from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
+from decant.worker.prefill.service import PrefillService
+from decant.worker.report.audit import AuditService
+from decant.worker.wire_codec import pack_tokens, to_request
+
+BLOCK = 4
+VOCABULARY = 64
+PATIENCE_S = 60.0
+MODEL = "m"
+ROUTER = wire.Peer(id="router", incarnation=7, protocol=1)
+
+
+class Device(FakeDevice):
+    """A fake one whose steps wait while it is held, and that can be broken."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(block_size=BLOCK, vocab_size=VOCABULARY, **settings)
+        self.free = threading.Event()
+        self.free.set()
+        self.broken = False
+        self.steps = threading.Semaphore(0)  # that may run while it is held
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if not self.free.is_set():
+            self.steps.acquire(timeout=PATIENCE_S)
+        if self.broken:
+            raise ZeroDivisionError("the device is broken")
+        return super().run(plan)
+
+    def hold(self) -> None:
+        """No step ends from now on, unless ``let`` says how many do."""
+        self.free.clear()
+
+    def let(self, steps: int) -> None:
+        self.steps.release(steps)
+
+    def go_on(self) -> None:
+        self.free.set()
+        self.steps.release(1)
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    """Until that is true of something that tells nobody."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.005)
+
+
+class Place:
+    """One worker: its engine, hub and services on a port of their own."""
+
+    def __init__(
+        self, engine: Engine, server: grpc.aio.Server, port: int, identity: Identity, terms: WorkerLimits
+    ) -> None:
+        """``identity`` brings no address where its own port is the one under which others reach it."""
+        self.engine = engine
+        self.device: Device = engine.device  # type: ignore[assignment]
+        self.server = server
+        self.address = f"127.0.0.1:{port}"
+        self.channel = open_channel(self.address, PeerTls())
+        self.transport = GrpcTransport(lambda address: open_channel(address, PeerTls()))
+        identity = replace(identity, address=identity.address or self.address)
+        self.hub = EngineHost(engine, identity, self.transport, terms)
+        self.prefill = PrefillService(self.hub)
+        self.decode = DecodeService(self.hub)
+        self.auditor = AuditService(self.hub, self.prefill, self.decode)
+        self.heard: dict[str, list[int]] = {}
+        self.ends: dict[str, asyncio.Event] = {}
+        self.hub.step_listeners.append(self._hear)
+        services.add_PrefillServicer_to_server(self.prefill, server)
+        services.add_DecodeServicer_to_server(self.decode, server)
+        KvSourceService(self.hub.sender).add_to(server)
+        services.add_AuditServicer_to_server(self.auditor, server)
+
+    def _hear(self, output: StepOutput) -> None:
+        events: list[Token | SequenceFinished] = [*output.tokens, *output.ended]
+        for event in events:
+            if isinstance(event, Token):
+                self.heard.setdefault(event.id, []).append(event.token)
+            else:
+                self.ends.setdefault(event.id, asyncio.Event()).set()
+
+    async def written(self, id: str) -> list[int]:
+        """What the engine wrote under a name, once it has ended."""
+        async with asyncio.timeout(PATIENCE_S):
+            await self.ends.setdefault(id, asyncio.Event()).wait()
+        return self.heard.get(id, [])
+
+    def call(self, request: wire.PrefillRequest) -> Call:
+        return Call(services.PrefillStub(self.channel).Prefill(request))
+
+    def ask(self, work: wire.EngineRequest, *, handoff: bool = True, request: str = "t/a", epoch: int = 1) -> Call:
+        run = wire.Run(request=request, epoch=epoch, attempt=1)
+        return self.call(
+            wire.PrefillRequest(run=run, router=ROUTER, worker=self.hub.peer, engine_request=work, handoff=handoff)
+        )
+
+    async def audit(self) -> wire.AuditResponse:
+        """What the worker says of its blocks, over the wire; healthy, or this fails."""
+        answer: wire.AuditResponse = await services.AuditStub(self.channel).Audit(wire.AuditRequest())
+        assert not answer.violations, list(answer.violations)
+        return answer
+
+    async def until(self, holds: Callable[[wire.AuditResponse], bool]) -> wire.AuditResponse:
+        """The first audit of which that is true; a lease's end is no event here."""
+        answer = await self.audit()
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds(answer):
+                await asyncio.sleep(0.02)
+                answer = await self.audit()
+        return answer
+
+    async def runs(self, count: int) -> None:
+        """Until so many prompts are at work."""
+        await eventually(lambda: len(list(self.prefill.runs())) == count)
+
+    async def opened(self) -> None:
+        """Until a fetch is open, or was."""
+        leases = self.hub.sender.office.leases
+        await eventually(lambda: all(lease.opened for lease in leases()))
+
+    async def emptied(self) -> wire.AuditResponse:
+        """Once nothing is held for anyone."""
+        return await self.until(
+            lambda seen: not (seen.owned_blocks or seen.leased_blocks or seen.owners or seen.leases or seen.fetches)
+        )
+
+    async def take(self, ticket: wire.Ticket, request: Request) -> TransferResult:
+        """Fetch as a decode worker does; the sequence then runs here."""
+        loop = self.hub.loop
+        arrival = await loop.call(lambda engine: engine.reserve(request), undo=lambda _, made: made.abort())
+        return await self.hub.receiver.take(self.transport.source(ticket.address), ticket, arrival)
+
+
+class Call:
+    """A call of Prefill, read event by event."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self._early: wire.PrefillEvent | None = None
+
+    async def next(self) -> wire.PrefillEvent | None:
+        """None at an orderly end."""
+        async with asyncio.timeout(PATIENCE_S):
+            event = await self.call.read()
+        if event == grpc.aio.EOF:
+            assert await self.call.code() is grpc.StatusCode.OK
+            return None
+        assert isinstance(event, wire.PrefillEvent)
+        return event
+
+    async def expect(self, kind: str) -> Any:
+        """The content of the next event, which is one of that kind. A ticket may come behind the first token."""
+        event, self._early = self._early or await self.next(), None
+        assert event is not None, f"the call ended before {kind}"
+        if {kind, event.WhichOneof("event")} == {"ticket", "first"}:
+            self._early, event = event, await self.next()
+            assert event is not None, f"the call ended before {kind}"
+        assert event.WhichOneof("event") == kind, event
+        return getattr(event, kind)
+
+    async def ended(self) -> None:
+        assert (event := self._early or await self.next()) is None, event
+
+    async def break_off(self) -> None:
+        self.call.cancel()
+
+
+@asynccontextmanager
+async def worker(
+    name: str = "p",
+    *,
+    blocks: int = 64,
+    budget: int = 16,
+    eos: int | None = None,
+    lease_ms: int = 30_000,
+    max_waiting: int = 64,
+    role: wire.Role = wire.ROLE_PREFILL,
+    advertise: str = "",
+    step_s: float = 0.0,
+) -> AsyncIterator[Place]:
+    """A worker that must hold nothing when it is left, leases that nobody ends excepted."""
+    stops = frozenset(() if eos is None else (eos,))
+    device = Device(num_blocks=blocks, eos_token_ids=stops, cost=lambda _: step_s)
+    engine = Engine(device, Limits(budget, min(8, budget), blocks * BLOCK), checksum=checksum)
+    names = [services_.full_name for services_ in wire.DESCRIPTOR.services_by_name.values()]
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(lambda _: None, services=names)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=1)
+    place = Place(engine, server, port, Identity(peer, role, MODEL, advertise), WorkerLimits(lease_ms, max_waiting))
+    async with place.hub:
+        await server.start()
+        try:
+            yield place
+            device.go_on()
+            if place.hub.loop.healthy:
+                audit = await place.until(lambda seen: not seen.owned_blocks and not seen.owners)
+                assert audit.free_blocks + audit.cached_blocks + audit.leased_blocks == blocks
+        finally:
+            device.go_on()
+            await place.channel.close()
+            await place.transport.close()
+            await server.stop(None)
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return [(7 * position + 11 * seed + 1) % VOCABULARY for position in range(length)]
+
+
+def make_work(
+    length: int = 30, wanted: int = 10, *, seed: int = 0, written: list[int] | None = None
+) -> wire.EngineRequest:
+    """Sampled, so that a wrong position, seed or history shows in the text."""
+    return wire.EngineRequest(
+        model=MODEL,
+        prompt=pack_tokens(tokens(length, seed)),
+        outputs=[wire.OutputPrefix(output=0, tokens=pack_tokens(written or []))],
+        sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=seed),
+        stopping=wire.Stopping(max_tokens=wanted),
+        salt=b"tenant",
+    )
+
+
+def alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
+    """What an engine that has nothing else to do writes of it."""
+    stops = frozenset(() if eos is None else (eos,))
+    device = FakeDevice(num_blocks=256, block_size=BLOCK, vocab_size=VOCABULARY, eos_token_ids=stops)
+    engine = Engine(device)
+    engine.add(replace(to_request("alone", work, model=MODEL), park_after=None))
+    told: list[int] = []
+    while engine.has_work:
+        told.extend(token.token for token in engine.step().tokens)
+    return told

@@ -1,0 +1,93 @@
+"""What a worker says of how busy it is, and of each step."""
+
+from __future__ import annotations
+
+import asyncio
+
+from decant.engine.engine import Engine
+from decant.engine.fake import FakeDevice
+from decant.engine.output import StepOutput
+from decant.protos import worker_pb2 as wire
+from decant.worker.engine_host import layout_number
+from decant.worker.wire_codec import to_request
+from tests.worker.harness import MODEL, eventually, make_work, worker
+
+
+async def test_the_load_is_what_the_engine_has_and_what_waits_before_it() -> None:
+    async with worker(blocks=32) as place:
+        hub, loop = place.hub, place.hub.loop
+        idle = hub.load()
+        assert (idle.total_blocks, idle.free_blocks, idle.cached_blocks, idle.leased_blocks) == (32, 32, 0, 0)
+        assert (idle.running, idle.waiting, idle.queued_tokens) == (0, 0, 0)
+        assert (idle.takes_prompts, idle.draining, idle.role) == (True, False, wire.ROLE_PREFILL)
+        place.device.hold()
+
+        def add(engine: Engine) -> None:
+            for number in range(2):
+                engine.add(to_request(f"r{number}", make_work(40, 4, seed=number), model=MODEL))
+
+        loop.post(add)
+        looking = asyncio.create_task(hub.look())
+        await asyncio.sleep(0)
+        place.device.let(2)
+        await looking
+        hub.waiting_arrivals, hub.waiting_prompts, hub.waiting_tokens = 2, 3, 50
+        busy = hub.load()
+        assert busy.running + busy.waiting == 2 + 2 + 3
+        assert 50 < busy.queued_tokens <= 50 + 80
+        looking = asyncio.create_task(hub.look())
+        await asyncio.sleep(0)
+        place.device.let(2)
+        await looking
+        assert hub.load().free_blocks < 32
+        place.device.go_on()
+        while await loop.call(lambda engine: engine.has_work):  # they are no runs: an audit would ask whose they are
+            pass
+
+
+async def test_a_look_is_taken_again_and_again_without_anyone_asking() -> None:
+    async with worker() as place:
+        await place.hub.loop.call(lambda engine: engine.add(to_request("r", make_work(40, 1), model=MODEL)))
+        await place.written("r")
+        await eventually(lambda: place.hub.load().cached_blocks > 0)
+        assert place.hub.load().running == 0
+
+
+async def test_a_beat_tells_a_running_step_from_none() -> None:
+    async with worker() as place:
+        hub = place.hub
+        assert not hub.heartbeat().HasField("step_age_ms"), "idle"
+        assert not hub.pulse().HasField("load"), "a fetch needs none"
+        await hub.loop.call(lambda engine: engine.add(to_request("r", make_work(16, 3), model=MODEL)))
+        await place.written("r")
+        told = hub.heartbeat().step
+        place.device.hold()
+        hub.loop.post(lambda engine: engine.add(to_request("s", make_work(16, 3, seed=1), model=MODEL)))
+        await eventually(lambda: hub.heartbeat().step_age_ms >= 5)
+        stuck = hub.heartbeat()
+        assert stuck.step == told, "no step ended meanwhile"
+        assert stuck.load.total_blocks == 64
+        place.device.go_on()
+        await place.written("s")
+        assert hub.heartbeat().step > told
+
+
+async def test_listeners_hear_a_step_in_order_and_the_giver_last() -> None:
+    async with worker() as place:
+        heard: list[str] = []
+        place.hub.step_listeners[:0] = [lambda _: heard.append("first"), lambda _: heard.append("second")]
+        hears = place.hub.sender.on_step
+
+        def sender(output: StepOutput) -> None:
+            heard.append("sender")
+            hears(output)
+
+        place.hub.sender.on_step = sender  # type: ignore[method-assign]
+        await place.hub.look()
+        assert heard[:3] == ["first", "second", "sender"]
+
+
+def test_layouts_are_equal_as_numbers_when_they_are_equal() -> None:
+    one, same, other = (FakeDevice(block_size=size).layout for size in (8, 8, 16))
+    assert layout_number(one) == layout_number(same) != layout_number(other)
+    assert 0 <= layout_number(one) < 2**64

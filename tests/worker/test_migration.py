@@ -1,0 +1,208 @@
+"""A live sequence is given away: both workers write one text, and whatever the taker does, nothing is lost or left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from decant.protos import worker_pb2 as wire
+from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work
+
+RUN = make_run()
+
+
+@asynccontextmanager
+async def pair(**terms: int) -> AsyncIterator[tuple[Router, Router]]:
+    """A worker that gives and one that takes, each with a session of the same router."""
+    async with (
+        Node("d", **terms) as sender,
+        Node("e", **terms) as receiver,
+        Router(sender) as old,
+        Router(receiver) as new,
+    ):
+        sender.device.seconds = receiver.device.seconds = 0.002
+        yield old, new
+
+
+async def given(old: Router, run: wire.Run = RUN) -> wire.Ticket:
+    """What one more ``Give`` is answered with."""
+    heard = old.of(run)
+    before = heard.words.count("ticket")
+    await old.say(migrate=wire.Migrate(run=run, output=0))
+    await old.until(lambda: heard.words.count("ticket") > before)
+    ticket: wire.Ticket = heard.last["ticket"]
+    return ticket
+
+
+def with_written(work: wire.EngineRequest, old: Router, prompt: int) -> wire.EngineRequest:
+    """The work as a router says it to the taker, with what it has heard."""
+    text = old.of(RUN).text(prompt)
+    return make_work(prompt, work.stopping.max_tokens, seed=work.sampling.seed, written=text)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_both_write_one_text_wherever_it_is_given(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt, wanted = rng.randint(1, 60), 200
+    work = make_work(prompt, wanted, seed=seed)
+    async with pair(budget=rng.choice((8, 16))) as (old, new):
+        device = old.node.device
+        device.seconds = 0.005  # a busy machine must not finish the sequence before it is given
+        await old.start(RUN, work)
+        await old.wrote(RUN, rng.randint(0, 30))
+        if "scheduled" not in old.of(RUN).words:
+            await old.word(RUN, "scheduled")
+        ticket = await given(old)
+        device.seconds = 0.001
+        await new.start(RUN, with_written(work, old, prompt), ticket)
+        [heard] = await new.over(RUN)
+        assert "decode_started" in heard.words
+        told = old.of(RUN).tokens | heard.tokens
+        assert [told[place] for place in sorted(told)] == alone(work)
+        assert "ended" not in old.of(RUN).last
+        await old.forget(RUN)
+        await eventually(lambda: not list(old.node.decode.runs()))
+        await old.node.audit()
+        await new.node.audit()
+
+
+async def test_it_is_given_with_its_logprobs() -> None:
+    work = make_work(10, 40, logprobs=2)
+    async with pair() as (old, new):
+        await old.start(RUN, work)
+        await old.wrote(RUN, 5)
+        ticket = await given(old)
+        await new.start(RUN, work, ticket)  # of a router that lacks all of it
+        [heard] = await new.over(RUN)
+        assert heard.text(10) == alone(work)
+        assert sorted(heard.logprobs) == sorted(heard.tokens)
+        assert all(old.of(RUN).logprobs[place] == heard.logprobs[place] for place in old.of(RUN).logprobs)
+
+
+async def test_one_that_nobody_fetches_goes_on() -> None:
+    work = make_work(10, 60)
+    async with pair(lease_ms=100) as (old, _):
+        await old.start(RUN, work)
+        await old.wrote(RUN, 2)
+        await given(old)
+        await eventually(lambda: old.node.hub.sender.expired == 1)
+        [heard] = await old.over(RUN)
+        assert heard.text(10) == alone(work)
+        await old.node.audit()
+
+
+async def test_the_ticket_is_the_same_until_it_is_withdrawn() -> None:
+    work = make_work(10, 200)
+    async with pair() as (old, new):
+        await old.start(RUN, work)
+        await old.wrote(RUN, 2)
+        first = await given(old)
+        assert await given(old) == first
+        await old.say(migrate=wire.Migrate(run=RUN, output=0, withdrawn=True))
+        second = await given(old)
+        assert second.id != first.id
+        await new.start(RUN, work, first)
+        assert (await new.word(RUN, "failed")).failure.cause == wire.CAUSE_LEASE_OVER
+        [heard] = await old.over(RUN)
+        assert heard.text(10) == alone(work)
+
+
+async def test_its_lease_is_kept_by_the_beats_of_whoever_waits_for_room() -> None:
+    work = make_work(10, 400)
+    async with pair(lease_ms=1000) as (old, _):
+        await old.start(RUN, work)
+        await old.wrote(RUN, 2)
+        ticket = await given(old)
+        lease = old.node.hub.sender.office.find(ticket.id)
+        assert lease is not None
+        before = lease.timer.when()
+        await old.say(heartbeat=wire.Heartbeat(renew=[ticket.id]))
+        await eventually(lambda: lease.timer.when() > before)
+        await old.cancel(RUN)
+        await old.over(RUN)
+
+
+async def test_after_the_seal_a_taker_that_does_not_keep_it_fails_it() -> None:
+    """The seal is the giver's last word, whoever loses it."""
+    work = make_work(10, 300)
+    async with pair() as (old, new):
+        await old.start(RUN, work)
+        await old.wrote(RUN, 2)
+        await new.start(RUN, work, await given(old))
+        await new.word(RUN, "decode_started")
+        await old.say(migrate=wire.Migrate(run=RUN, output=0, withdrawn=True))
+        assert (await old.word(RUN, "failed")).failure.cause == wire.CAUSE_OWNER_LOST
+        await new.cancel(RUN)
+        await new.over(RUN)
+        await old.node.audit()
+        await new.node.audit()
+
+
+async def test_a_run_that_has_not_begun_is_sent_elsewhere_and_leaves_its_ticket() -> None:
+    """From tokens, or waiting for room: its cache is there for whoever is asked next."""
+    async with Node("p") as prefill, pair(running=1) as (old, new):
+        first, waits = make_run("t/first"), make_run("t/waits")
+        old.node.device.seconds = 0.05  # the first is at work until it is cancelled
+        await old.start(first, make_work(10, 300))
+        await old.wrote(first, 1)
+        work = make_work(30, 8, seed=3)
+        ticket = await prefill.offer(waits, work)
+        await old.start(waits, work, ticket)
+        await eventually(lambda: old.node.hub.waiting_arrivals == 1)
+        await old.say(migrate=wire.Migrate(run=waits, output=0))
+        assert (await old.word(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
+        await new.start(waits, work, ticket)
+        [heard] = await new.over(waits)
+        assert heard.text(30) == alone(work)
+        await old.cancel(first)
+        await old.over(first)
+        await prefill.audit()
+
+
+async def test_one_that_is_arriving_is_given_when_it_has_joined() -> None:
+    work = make_work(60, 100)
+    async with Node("p") as prefill, pair() as (old, new):
+        prefill.device.seconds = 0.02
+        await old.start(RUN, work, await prefill.offer(RUN, work))
+        await old.word(RUN, "scheduled")
+        ticket = await given(old)
+        assert "decode_started" in old.of(RUN).words
+        await new.start(RUN, with_written(work, old, 60), ticket)
+        [heard] = await new.over(RUN)
+        told = old.of(RUN).tokens | heard.tokens
+        assert [told[place] for place in sorted(told)] == alone(work)
+        await old.forget(RUN)
+        await old.node.audit()
+        await prefill.audit()
+
+
+async def test_a_new_owner_gets_it_back_where_it_runs() -> None:
+    """He knows of no taker: whoever takes it for the earlier owner takes nothing."""
+    work = make_work(10, 200)
+    async with pair() as (old, _), Router(old.node, "another") as other:
+        await old.start(RUN, work)
+        await old.wrote(RUN, 2)
+        await given(old)
+        mine = make_run(epoch=2)
+        await other.say(adopt=wire.Adopt(run=mine, resume=[wire.ResumePosition(output=0, position=10)]))
+        [heard] = await other.over(mine)
+        assert heard.text(10) == alone(work)
+        assert not old.node.hub.sender.office.leases()
+
+
+@pytest.mark.parametrize("end", ["by itself", "cancelled"])
+async def test_one_that_ends_while_it_is_given_leaves_nothing(end: str) -> None:
+    work = make_work(10, 20)
+    async with pair() as (old, _):
+        await old.start(RUN, work)
+        await old.wrote(RUN, 2)
+        await given(old)
+        if end == "cancelled":
+            await old.cancel(RUN)
+        [heard] = await old.over(RUN)
+        assert "ended" in heard.last
+        assert not old.node.hub.sender.office.leases()
+        await old.node.audit()

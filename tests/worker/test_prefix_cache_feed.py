@@ -1,0 +1,150 @@
+"""What routers are told of a prefix cache is what it holds, however late and in however many pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decant.engine.blocks import BlockPool, BlockTable, hash_blocks, root_hash
+from decant.protos import worker_pb2 as wire
+from decant.worker.report import prefix_cache_feed as cache_news
+from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
+from tests.worker.decode_harness import BLOCK, Node, Router, eventually, make_run, make_work, routed
+
+
+def digest(number: int) -> bytes:
+    return hash_blocks(root_hash(b""), [number], 1)[0]
+
+
+class Listener:
+    """A session, and what it knows from what it was told."""
+
+    def __init__(self, news: PrefixCacheFeed) -> None:
+        self.known: set[bytes] = set()
+        self._news = news
+        news.begin(self)
+
+    def take(self) -> bool:
+        told = self._news.take(self)
+        if told is not None:
+            listen(self.known, told)
+        return told is not None
+
+
+def listen(known: set[bytes], told: wire.PrefixCacheUpdate) -> None:
+    published, dropped = split(told.published), split(told.dropped)
+    assert not known.intersection(published), "told twice"
+    assert known.issuperset(dropped), "dropped, and never published"
+    known.update(published)
+    known.difference_update(dropped)
+
+
+def split(names: bytes) -> list[bytes]:
+    return [names[start : start + 8] for start in range(0, len(names), 8)]
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("publish"), st.integers(0, 12)),
+        st.tuples(st.sampled_from(["release", "evict", "look", "begin", "take"]), st.integers(0, 5)),
+    ),
+    max_size=60,
+)
+
+
+@given(steps)
+def test_every_listener_comes_to_know_exactly_what_is_cached(story: Sequence[tuple[str, int]]) -> None:
+    pool, news = BlockPool(6, 4), PrefixCacheFeed()
+    holdings: list[BlockTable] = []
+    listeners: list[Listener] = []
+    for what, number in story:
+        if what == "publish" and pool.available:
+            holdings.append(pool.allocate("o", 1))
+            pool.publish(holdings[-1].blocks, [digest(number)])
+        elif what == "release" and holdings:
+            holdings.pop(number % len(holdings)).release()
+        elif what == "evict":
+            pool.drop_cache()
+        elif what == "look":
+            news.note(pool.changed())
+            news.hear()
+        elif what == "begin":
+            listeners.append(Listener(news))
+        elif what == "take" and listeners:
+            listeners[number % len(listeners)].take()
+        assert len(pool._changed) <= 2 * pool.num_blocks
+    news.note(pool.changed())
+    news.hear()
+    cached = {each[:8] for each in pool._block_of}
+    for listener in [*listeners, Listener(news)]:
+        listener.take()
+        assert listener.known == cached
+        assert not listener.take(), "nothing is told twice"
+
+
+def test_much_news_takes_several_beats_and_a_prefix_comes_before_what_follows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_news, "AT_ONCE", 3)
+    news, digests = PrefixCacheFeed(), [digest(number) for number in range(8)]
+    news.note(digests)
+    news.hear()
+    news.begin("s")
+    told = []
+    while (part := news.take("s")) is not None:
+        assert len(part.published) <= 3 * 8
+        told += split(part.published)
+    assert told == [each[:8] for each in digests]
+
+
+def test_nothing_is_kept_for_a_session_that_ended() -> None:
+    news = PrefixCacheFeed()
+    news.begin("s")
+    news.end("s")
+    news.end("s")
+    news.note([digest(1)])
+    news.hear()
+    assert news.take("s") is None
+    assert not news._untold
+
+
+def known_to(router: Router) -> set[bytes]:
+    known = set[bytes]()
+    for beat in router.beats:
+        listen(known, beat.cache)
+    return known
+
+
+async def cached_at(node: Node) -> set[bytes]:
+    digests = await node.hub.loop.call(lambda engine: list(engine.pool._block_of))
+    return {each[:8] for each in digests}
+
+
+async def test_a_session_hears_of_what_is_published_and_of_what_goes() -> None:
+    async with routed(blocks=16) as (node, router):
+        work = make_work(10 * BLOCK, 1)
+        await router.start(make_run(), work)
+        await eventually(lambda: len(known_to(router)) == 10)
+        assert known_to(router) == await cached_at(node)
+        await router.start(make_run("t/other"), make_work(14 * BLOCK, 1, seed=1))
+
+        async def agreed() -> bool:
+            return len(known_to(router)) >= 14 and known_to(router) == await cached_at(node)
+
+        await eventually(agreed)
+        assert any(beat.cache.dropped for beat in router.beats)
+
+
+async def test_a_new_session_hears_everything_again() -> None:
+    async with routed() as (node, first):
+        await first.start(make_run(), make_work(10 * BLOCK, 1))
+        await eventually(lambda: len(known_to(first)) == 10)
+        async with Router(node, "second") as second:
+            await eventually(lambda: known_to(second) == known_to(first))
+        await eventually(lambda: node.decode.sessions == 1)
+        await asyncio.sleep(0)
+        assert len(node.hub.cache._untold) == 1

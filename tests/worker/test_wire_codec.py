@@ -1,0 +1,157 @@
+"""What a router asks of an engine, and by which name it is refused."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.message import Message
+
+from decant.engine.errors import InvalidRequest
+from decant.engine.plan import TokenLogprobs
+from decant.engine.request import FinishReason, SamplingParams, StopParams
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import (
+    RequestRejected,
+    end_reason,
+    pack_tokens,
+    to_request,
+    token_logprobs,
+    unpack_tokens,
+    urgency,
+)
+
+
+def whole_work() -> wire.EngineRequest:
+    """Every field that this build honours, none at its neutral value."""
+    return wire.EngineRequest(
+        model="m",
+        prompt=pack_tokens([5, 6, 7]),
+        outputs=[wire.OutputPrefix(output=3, tokens=pack_tokens([8, 9]))],
+        sampling=wire.Sampling(
+            temperature=0.5, top_p=0.25, top_k=40, min_p=0.125, frequency_penalty=1, presence_penalty=-1,
+            repetition_penalty=1.5, seed=2**64 - 1, logit_bias={4: -2.0},
+        ),
+        stopping=wire.Stopping(max_tokens=20, min_tokens=4, stop_token_ids=[1, 2], ignore_eos=True),
+        logprobs=2, prompt_logprobs=0, priority=-7, salt=b"tenant", bypass_prefix_cache=True, traceparent="00-1-2-03",
+    )  # fmt: skip
+
+
+def refused(**changed: object) -> wire.Failure:
+    work = whole_work()
+    for field, value in changed.items():
+        name, _, inner = field.partition("__")
+        if isinstance(value, Message):
+            getattr(work, name).CopyFrom(value)
+        elif inner:
+            setattr(getattr(work, name), inner, value)
+        else:
+            setattr(work, name, value)
+    with pytest.raises(RequestRejected) as caught:
+        to_request("r", work, model="m")
+    return caught.value.failure
+
+
+def test_every_field_reaches_the_engine() -> None:
+    request = to_request("r", whole_work(), model="m")
+    assert (request.id, request.token_ids, request.prompt_len) == ("r", (5, 6, 7, 8, 9), 3)
+    assert request.sampling == SamplingParams(
+        temperature=0.5, top_p=0.25, top_k=40, min_p=0.125, frequency_penalty=1, presence_penalty=-1,
+        repetition_penalty=1.5, seed=2**64 - 1, logit_bias={4: -2.0}, output_index=3,
+    )  # fmt: skip
+    assert request.stop == StopParams(20, 4, frozenset({1, 2}), True)
+    assert (request.logprobs, request.prompt_logprobs, request.priority) == (2, 0, -7)
+    assert (request.salt, request.use_prefix_cache, request.park_after) == (b"tenant", False, None)
+
+
+def test_unset_is_not_zero() -> None:
+    work = whole_work()
+    work.ClearField("logprobs")
+    work.ClearField("prompt_logprobs")
+    work.bypass_prefix_cache = False
+    request = to_request("r", work, model="m")
+    assert (request.logprobs, request.prompt_logprobs, request.use_prefix_cache) == (None, None, True)
+
+
+def test_the_giving_end_parks_after_the_first_token_written_here() -> None:
+    assert to_request("r", whole_work(), model="m", park_after=True).park_after == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"prompt": b""}, "prompt"),
+        ({"prompt": b"12345"}, "prompt"),
+        ({"sampling__top_p": 0.0}, "sampling.top_p"),
+        ({"sampling__temperature": float("nan")}, "sampling.temperature"),
+        ({"sampling__repetition_penalty": 0.0}, "sampling.repetition_penalty"),
+        ({"sampling": wire.Sampling(top_p=1, repetition_penalty=1, logit_bias={3: 101})}, "sampling.logit_bias[3]"),
+        ({"stopping__max_tokens": 0}, "stopping.max_tokens"),
+        ({"stopping__min_tokens": 21}, "stopping.min_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"priority": 1001}, "priority"),
+    ],
+)
+def test_what_is_out_of_range_is_the_clients_mistake_by_name(changed: dict[str, object], field: str) -> None:
+    failure = refused(**changed)
+    assert failure.cause == wire.CAUSE_INVALID
+    assert failure.violation.field == field
+    assert failure.violation.limit
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"adapter": "lora"}, "adapter"),
+        ({"guide": wire.Guide(regex="a*")}, "guide"),
+        ({"guide": wire.Guide(json_object=False)}, "guide"),
+    ],
+)
+def test_what_this_build_can_not_do_is_unsupported_by_name(changed: dict[str, object], field: str) -> None:
+    failure = refused(**changed)
+    assert (failure.cause, failure.violation.field) == (wire.CAUSE_UNSUPPORTED, field)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_exactly_one_output_is_supported(count: int) -> None:
+    work = whole_work()
+    del work.outputs[:]
+    work.outputs.extend(wire.OutputPrefix(output=index) for index in range(count))
+    with pytest.raises(RequestRejected) as caught:
+        to_request("r", work, model="m")
+    failure = caught.value.failure
+    assert (failure.cause, failure.violation.field) == (wire.CAUSE_UNSUPPORTED, "outputs")
+
+
+def test_another_model_is_unknown() -> None:
+    assert refused(model="other").cause == wire.CAUSE_UNKNOWN_MODEL
+
+
+def test_what_the_engine_refuses_has_the_name_that_the_wire_gives_it() -> None:
+    names = {"token_ids": "prompt", "stop_token_ids": "stopping.stop_token_ids", "logit_bias": "sampling.logit_bias"}
+    for engines, wires in names.items():
+        assert RequestRejected.of(InvalidRequest(engines, "token ids below 8", 9)).failure.violation.field == wires
+
+
+def test_tokens_survive_the_wire() -> None:
+    ids = (0, 1, 255, 2**32 - 1)
+    assert pack_tokens(ids)[:8] == b"\0\0\0\0\1\0\0\0"
+    assert unpack_tokens(pack_tokens(ids)) == ids
+
+
+def test_logprobs_go_over_in_order() -> None:
+    told = token_logprobs(4, TokenLogprobs(9, -0.5, 2, ((7, -0.25), (9, -0.5))))
+    assert (told.entry, told.logprob, told.rank) == (4, -0.5, 2)
+    assert (list(told.top_ids), list(told.top_logprobs)) == ([7, 9], [-0.25, -0.5])
+    assert not token_logprobs(0, TokenLogprobs(9, -0.5, 1)).top_ids
+
+
+def test_max_tokens_that_the_window_cut_end_with_the_window() -> None:
+    assert end_reason(FinishReason.LENGTH, wire.Stopping()) == wire.OutputEnd.REASON_LENGTH
+    assert end_reason(FinishReason.LENGTH, wire.Stopping(cut_to_window=True)) == wire.OutputEnd.REASON_CONTEXT_LENGTH
+    assert end_reason(FinishReason.STOP, wire.Stopping(cut_to_window=True)) == wire.OutputEnd.REASON_STOP
+
+
+def test_priority_and_age_go_first() -> None:
+    plain = urgency(wire.EngineRequest(), 100.0)
+    assert urgency(wire.EngineRequest(), 101.0) > plain
+    assert urgency(wire.EngineRequest(priority=1), 100.0) < plain
+    assert urgency(wire.EngineRequest(age_ms=5000), 101.0) < plain

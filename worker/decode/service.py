@@ -1,0 +1,224 @@
+"""``Decode`` as a gRPC service: who may open a session, and which of its words goes where.
+
+hello ──> this life, this protocol? ──> the same router's older session ends ──> welcome ──> words each way
+                                                end, break, cancel ──> its runs are orphans <──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc
+
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.runtime import logs
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable
+from decant.runtime.heartbeat import loop_timeout
+from decant.runtime.peer import same_life, speaks
+from decant.worker.decode.run_manager import DecodeRunManager
+from decant.worker.decode.session import RouterSession
+from decant.worker.engine_host import EngineHost
+from decant.worker.wire_codec import other_request
+
+HELLO_SECONDS = 5.0
+"""How long a call may say nothing before it is a session."""
+RETRY_SECONDS = 0.1
+
+_Context = grpc.aio.ServicerContext[wire.RouterMessage, wire.WorkerMessage]
+_log = logs.get(__name__)
+
+
+class DecodeService(services.DecodeServicer):
+    """The sessions of one worker."""
+
+    def __init__(self, hub: EngineHost) -> None:
+        self._hub = hub
+        self._decoding = DecodeRunManager(hub)
+        self._sessions: dict[str, RouterSession] = {}  # by the router's id
+        self._drained = False
+        self._commands: dict[str, Callable[[RouterSession, Any], None]] = {
+            "start": self._decoding.start,
+            "cancel": self._decoding.cancel,
+            "adopt": self._decoding.adopt,
+            "resend": self._decoding.resend,
+            "migrate": self._decoding.migrate,
+        }
+
+    async def Session(  # noqa: N802 - the name on the wire
+        self, requests: AsyncIterator[wire.RouterMessage], context: _Context
+    ) -> None:
+        """One session, for as long as both sides live."""
+        hello = await _hello(requests)
+        if hello is None:
+            return
+        self._check(hello)
+        session = self._open(hello)
+        try:
+            self._welcome(session, hello)
+            await session.serve(requests, context.write, self._hear)
+        finally:
+            self._leave(session)
+
+    # -- audit and drain ----------------------------------------------------------------------------------------
+
+    def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
+        """Of every run that is held: the run, its output, its phase, the engine's name of its sequence."""
+        for held in dict.fromkeys((*self._decoding.runs, *self._decoding.runs.leaving)):
+            yield held.run, held.output, held.phase, held.request.id
+
+    @property
+    def sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def fetches_taking(self) -> int:
+        """Fetches that are open."""
+        return sum(held.phase == wire.RunStatus.PHASE_ARRIVING for held in self._decoding.runs)
+
+    @property
+    def orphans(self) -> int:
+        """Runs that go on and whose owner has no session."""
+        return sum(held.session is None and held.end is None for held in self._decoding.runs)
+
+    @property
+    def cancel_marks(self) -> int:
+        return len(self._decoding.runs.marks)
+
+    @property
+    def unretired(self) -> int:
+        """Runs that ended and whose tokens are still kept."""
+        return sum(held.end is not None for held in self._decoding.runs)
+
+    async def drain(self) -> None:
+        """Take up nothing new, wait until no run is left, then end the sessions."""
+        self._hub.draining = True
+        await self._decoding.runs.emptied()
+        self._drained = True
+        for session in self._sessions.values():
+            session.end()
+
+    async def close(self) -> None:
+        """End every run and every session at once; the engine still steps."""
+        self._drained = True
+        for session in self._sessions.values():
+            session.end(_leaving())
+        await self._decoding.close()
+
+    # -- a session begins and ends ------------------------------------------------------------------------------
+
+    def _check(self, hello: wire.Hello) -> None:
+        if self._drained:
+            raise _leaving()
+        if not same_life(hello.worker, self._hub.peer):
+            raise FailedPrecondition(Reason.WRONG_PEER, f"this is another life than {hello.worker.incarnation:x}")
+        if not speaks(hello.router.protocol):
+            raise FailedPrecondition(Reason.WRONG_PROTOCOL, f"protocol {hello.router.protocol} is not spoken here")
+        if not hello.router.id:
+            raise InvalidArgument("hello.router.id", "not empty", "")
+
+    def _open(self, hello: wire.Hello) -> RouterSession:
+        """In place of the router's older session: that one ends, and its runs have no owner for the moment."""
+        session = RouterSession(hello.router, self._beat)
+        older = self._sessions.get(hello.router.id)
+        self._sessions[hello.router.id] = session
+        self._hub.cache.begin(session)
+        if older is not None:
+            older.end(Aborted(Reason.SUPERSEDED, "a newer session of this router is open"))
+            self._decoding.detach(older)
+        return session
+
+    def _leave(self, session: RouterSession) -> None:
+        self._hub.cache.end(session)
+        if self._sessions.get(session.router.id) is session:
+            del self._sessions[session.router.id]
+        self._decoding.detach(session)
+
+    def _welcome(self, session: RouterSession, hello: wire.Hello) -> None:
+        """Say what is held of what the router names, then bring each up to date."""
+        hub, decoding = self._hub, self._decoding
+        welcome = wire.Welcome(worker=hub.peer, role=hub.role, model=hub.model, layout=hub.layout)
+        found, refused = [], []
+        for owned in hello.owned:
+            if refusal := self._refusal(owned.run):
+                refused.append(refusal)
+            elif held := decoding.runs.get(owned.run):
+                welcome.runs.append(decoding.attach(held, session, owned.run, owned.resume))
+                found.append((held, owned.resume))
+            else:
+                welcome.unknown_runs.append(owned.run)
+        welcome.orphans.extend(held.run for held in decoding.orphans_of(session.router))
+        session.tell(wire.WorkerMessage(welcome=welcome))
+        for refusal in refused:
+            session.tell(refusal)
+        for held, next in found:
+            decoding.catch_up(held, next)
+        _log.info("session opened", router=session.router.id, held=len(found), orphans=len(welcome.orphans))
+
+    # -- what a router says -------------------------------------------------------------------------------------
+
+    def _hear(self, session: RouterSession, message: wire.RouterMessage) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "forget":
+            for run in message.forget.runs:
+                if self._owns(session, run):
+                    self._decoding.forget(run)
+        elif kind == "heartbeat":
+            for ticket in message.heartbeat.renew:
+                self._hub.sender.office.hold(ticket)
+        elif kind in self._commands:
+            command = getattr(message, kind)
+            if self._owns(session, command.run):
+                self._commands[kind](session, command)
+        elif kind is None:
+            session.unknown.ignore()
+        else:
+            raise InvalidArgument("message", "hello once, as the first", kind)
+
+    def _owns(self, session: RouterSession, run: wire.Run) -> bool:
+        """Whether the sender owns the request; it is notified when not."""
+        refusal = self._refusal(run)
+        if refusal is not None:
+            session.tell(refusal)
+        return refusal is None
+
+    def _refusal(self, run: wire.Run) -> wire.WorkerMessage | None:
+        """What a router is answered that doesn't own the request which it names."""
+        epochs = self._hub.epochs
+        if epochs.is_other_request(run):
+            return wire.WorkerMessage(refused=wire.Refused(run=run, failure=other_request()))
+        superseded = epochs.check(run)
+        return None if superseded is None else wire.WorkerMessage(superseded=superseded)
+
+    def _beat(self, session: RouterSession) -> wire.Heartbeat:
+        beat = self._hub.heartbeat()
+        beat.renew.extend(self._decoding.renewals_of(session))
+        news = self._hub.cache.take(session)
+        if news is not None:
+            beat.cache.CopyFrom(news)
+        routers = [each.router for each in self._sessions.values() if not each.is_lost]
+        names = frozenset((router.id, router.incarnation) for router in routers)
+        if names != session.routers_sent:
+            session.routers_sent = names
+            beat.routers.extend(routers)
+        return beat
+
+
+async def _hello(requests: AsyncIterator[wire.RouterMessage]) -> wire.Hello | None:
+    """The first word; None of a caller who left without one."""
+    try:
+        async with loop_timeout(HELLO_SECONDS):
+            message = await anext(requests)
+    except StopAsyncIteration:
+        return None
+    except TimeoutError:
+        raise InvalidArgument("hello", f"within {HELLO_SECONDS:g} s", "nothing") from None
+    if not message.HasField("hello"):
+        raise InvalidArgument("hello", "the first message", message.WhichOneof("message"))
+    return message.hello
+
+
+def _leaving() -> Unavailable:
+    return Unavailable(Reason.DRAINING, "this worker is draining", retry_after=RETRY_SECONDS)

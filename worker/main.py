@@ -1,0 +1,281 @@
+"""A worker's process, of either role, from its settings to its end.
+
+listen ── load and measure the model ── engine, hub, services ── one warm-up ── register ── ready
+   (a thread: the loop turns, and calls are refused by name)                                  │
+end <── leave the directory <── runs are gone, sessions end <── draining <────────────── SIGTERM
+end with 1 <── an engine that crashed, another life under this name
+
+SIGTERM while it loads or warms up ends the process at once: no other process knows of it yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from decant.engine.engine import Engine
+from decant.engine.errors import EngineStopped, InvalidConfig, ModelRefused
+from decant.engine.output import StepOutput
+from decant.engine.plan import Device
+from decant.engine.request import FinishReason, Request, StopParams
+from decant.engine.scheduler import Limits
+from decant.handoff.packing import checksum
+from decant.handoff.service import KvSourceService
+from decant.handoff.transport import GrpcTransport
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.runtime import logs, model_files, shutdown
+from decant.runtime.channel import Connector
+from decant.runtime.health import Readiness
+from decant.runtime.metrics import Registry
+from decant.runtime.model_files import ModelFiles, ModelUnreadable
+from decant.runtime.peer import default_id, new_peer
+from decant.runtime.server import Server, Service, serve
+from decant.runtime.settings import SettingError, flag_name
+from decant.runtime.settings_sources import load_or_exit
+from decant.state.errors import StoreFault
+from decant.state.keys import Ttls
+from decant.state.store import Store, StoreSettings
+from decant.worker.decode.service import DecodeService
+from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
+from decant.worker.prefill.service import PrefillService
+from decant.worker.report.audit import AuditService
+from decant.worker.report.metrics import WorkerMetrics
+from decant.worker.settings import WorkerSettings
+from decant.worker.startup.deferred_service import DeferredService
+from decant.worker.startup.load_model import limits_of, load_model
+from decant.worker.startup.registration import Registrar
+
+LAST_WORDS_S = 0.25
+"""For the answers that a crash leaves behind to go out, before the server ends."""
+
+SWITCH_S = 0.0005
+"""How soon the interpreter gives way to the other thread: the engine's waits for the event loop's at every call."""
+
+EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
+
+LoadDevice = Callable[[WorkerSettings], Device]
+
+_log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRole:
+    """What a role is: how its processes are called and what they are told."""
+
+    role: wire.Role
+    program: str
+    settings: type[WorkerSettings]
+
+
+def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
+    """Runs one worker to its end: 0 in order, 1 after a failure, 2 for settings or a model that can't be served."""
+    given = sys.argv[1:] if arguments is None else arguments
+    settings = load_or_exit(kind.settings, given, program=kind.program)
+    logs.start(kind.program, settings)
+    try:
+        orderly = shutdown.run(run(settings, kind.role, load_device or load_model))
+    except (InvalidConfig, SettingError) as error:
+        return _refused(kind, f"{flag_name(error.field)}: {error.limit}, got {error.value}")
+    except (ModelRefused, ModelUnreadable) as error:
+        return _refused(kind, f"--model: {error}")
+    except StoreFault as error:
+        return _refused(kind, f"--redis-url: {error}")
+    except EngineStopped as error:
+        _log.error("warm-up failed", reason=str(error))
+        return 1
+    return 0 if orderly else 1
+
+
+def _refused(kind: WorkerRole, words: str) -> int:
+    print(f"{kind.program}: {words}", file=sys.stderr)
+    return 2
+
+
+async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice) -> bool:
+    """Serves until asked to end; returns whether every call ended by itself.
+
+    Raises Refused, InvalidConfig, ModelRefused, ModelUnreadable and StoreFault for what can't be honoured, and
+    EngineStopped when the very first step fails.
+    """
+    sys.setswitchinterval(SWITCH_S)
+    _check(settings)
+    if settings.is_open:
+        _log.warning("callers are not authenticated: any of them can read and take any request", host=settings.host)
+    async with AsyncExitStack() as stack:
+        worker = Worker(settings, role, load_device, stack)
+        orderly = await serve(
+            worker.services(),
+            settings,
+            worker.readiness,
+            worker.registry,
+            warm_up=worker.warm_up,
+            drain=worker.drain,
+        )
+        if not worker.is_announced:
+            # Asked to end while the model loads: the thread that loads, or runs the first step, cannot be interrupted.
+            shutdown.end_process(0 if orderly else 1)
+        return orderly
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a drain has to do with."""
+
+    hub: EngineHost
+    prefill: PrefillService
+    decode: DecodeService
+    registrar: Registrar
+
+
+class Worker:
+    """One worker's parts, put together while it warms up. ``stack`` ends them, the last one first."""
+
+    def __init__(
+        self, settings: WorkerSettings, role: wire.Role, load_device: LoadDevice, stack: AsyncExitStack
+    ) -> None:
+        self.readiness = Readiness()
+        self.registry = Registry()
+        self.is_announced = False
+        """Whether others may know of it: it has begun to register."""
+        self._settings = settings
+        self._role = role
+        self._load_device = load_device
+        self._stack = stack
+        self._parts: _Parts | None = None  # once there are any
+        self._late = {
+            name: DeferredService(descriptor) for name, descriptor in wire.DESCRIPTOR.services_by_name.items()
+        }
+
+    def services(self) -> list[Service]:
+        """None of their methods is an entrance that closes in a drain: a prompt that comes then is refused in the
+        protocol's own words, and routers may come back to runs that are still here."""
+        descriptors = wire.DESCRIPTOR.services_by_name
+        return [Service(descriptors[name], late.add_to) for name, late in self._late.items()]
+
+    # -- beginning -----------------------------------------------------------------------------------------------
+
+    async def warm_up(self, server: Server) -> None:
+        """From a server that listens to a worker that is registered and can serve."""
+        settings = self._settings
+        server.shutdown.ends_process = True
+        files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
+        device = await asyncio.to_thread(self._load_device, settings)
+        engine = Engine(device, limits_of(settings, device), checksum=checksum)
+        hub = await self._make_hub(engine, files, server)
+        await _first_steps(hub)
+        hub.crash_listeners.append(self._crashed)
+        WorkerMetrics(self.registry, hub)
+        prefill, decode = self._open(hub)
+        server.shutdown.ends_process = False
+        self._parts = _Parts(hub, prefill, decode, await self._register(hub, files))
+
+    async def _make_hub(self, engine: Engine, files: ModelFiles, server: Server) -> EngineHost:
+        settings = self._settings
+        name = wire.Role.Name(self._role).removeprefix("ROLE_").lower()
+        transport = GrpcTransport(Connector(settings).open)
+        self._stack.push_async_callback(transport.close)
+        identity = Identity(
+            peer=new_peer(settings.id or default_id(name)),
+            role=self._role,
+            model=files.id,
+            address=settings.advertise or server.address,
+        )
+        hub = EngineHost(engine, identity, transport, WorkerLimits(settings.lease_ms, settings.max_waiting))
+        return await self._stack.enter_async_context(hub)
+
+    def _open(self, hub: EngineHost) -> tuple[PrefillService, DecodeService]:
+        """Calls are answered from now on."""
+        prefill, decode = PrefillService(hub), DecodeService(hub)
+        self._stack.push_async_callback(decode.close)
+        audit = AuditService(hub, prefill, decode)
+        self._late["Prefill"].arrive(partial(services.add_PrefillServicer_to_server, prefill))
+        self._late["Decode"].arrive(partial(services.add_DecodeServicer_to_server, decode))
+        self._late["KvSource"].arrive(KvSourceService(hub.sender).add_to)
+        self._late["Audit"].arrive(partial(services.add_AuditServicer_to_server, audit))
+        return prefill, decode
+
+    async def _register(self, hub: EngineHost, files: ModelFiles) -> Registrar:
+        facts = WorkerRegistration(
+            peer=hub.peer,
+            address=hub.address,
+            role=hub.role,
+            model=hub.model,
+            layout=hub.layout,
+            tokenizer=files.tokenizer,
+            capacity=Capacity(
+                total_blocks=hub.total_blocks,
+                block_tokens=hub.block_size,
+                window_tokens=hub.window,
+                max_running=hub.max_running,
+            ),
+            equal_bits=hub.equal_bits,
+        )
+        self.is_announced = True
+        lifetimes = Ttls()
+        store = await self._stack.enter_async_context(Store(StoreSettings(self._settings.redis_url)))
+        registrar = Registrar(
+            store.workers,
+            facts,
+            hub.load,
+            lifetimes.renew_every_s,
+            lambda replaced: self.readiness.failed(str(replaced)),
+        )
+        return await self._stack.enter_async_context(registrar)
+
+    # -- ending --------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Nothing new; what is here goes on to its end; then nobody looks here any more."""
+        parts = self._parts
+        if parts is None:
+            return  # it was asked to end before it had begun
+        parts.hub.draining = True
+        parts.registrar.renew_now()
+        # The router renews the tickets of prompts over its session: those end last.
+        await parts.prefill.drain()
+        await parts.decode.drain()
+        await parts.registrar.leave()
+
+    def _crashed(self, stopped: EngineStopped) -> None:
+        """Not ready at once; the end follows when those who wait have been told."""
+        _log.error("engine crashed", reason=str(stopped), exc_info=stopped.__cause__)
+        self.readiness.draining()
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self.readiness.failed, str(stopped))
+
+
+def _check(settings: WorkerSettings) -> None:
+    """What can be refused before the model is loaded. Raises Refused, InvalidConfig."""
+    Limits(settings.token_budget or settings.max_running, settings.max_running)
+    if settings.advertise is None and settings.host in EVERY_ADDRESS:
+        raise SettingError("advertise", "needed where host is every address", "nothing")
+    if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():
+        raise SettingError("advertise", "host:port", settings.advertise)
+
+
+async def _first_steps(hub: EngineHost) -> None:
+    """The largest step and the smallest, before anyone waits for them: memory is laid out, and how long they take is
+    known. Raises EngineStopped, ModelRefused."""
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def hear(output: StepOutput) -> None:
+        for end in output.ended:
+            ended.set_result(end.detail if end.reason is FinishReason.FAILED else "")
+
+    def begin(engine: Engine) -> None:
+        prompt = (0,) * max(1, min(engine.scheduler.longest_chunk, hub.window - 1))
+        engine.add(Request("warm-up", prompt, stop=StopParams(2, ignore_eos=True), use_prefix_cache=False))
+
+    hub.step_listeners.append(hear)
+    hub.crash_listeners.append(ended.set_exception)
+    _log.info("first steps")
+    await hub.loop.call(begin)
+    if detail := await ended:
+        raise ModelRefused(hub.model, f"its first step failed: {detail}")
+    hub.step_listeners.remove(hear)
+    hub.crash_listeners.remove(ended.set_exception)

@@ -1,0 +1,136 @@
+"""The prompts that a worker reads for others, and whose turn it is.
+
+    waiting ──> entered ──> begun ──> told ──> gone
+       │      (engine)    (ticket)  (first token)
+       └──────────┴───────────┴── ended, cancelled, lost ──^
+
+A cache that waits for its taker holds blocks and does nothing. So that those never choke the worker, a prompt enters
+only while those that have entered hold at most half of the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from decant.engine.output import SequenceStarted, Token
+from decant.engine.request import Request
+from decant.protos import worker_pb2 as wire
+from decant.worker.epochs import Epochs
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRun:
+    """One prompt on its way through the engine. ``events`` are what its caller is still to be told; None: no more."""
+
+    run: wire.Run
+    request: Request  # for the engine, whose name of the sequence is ``request.id``
+    stopping: wire.Stopping
+    handoff: bool
+    received: float  # time.monotonic
+    order: float  # the smallest goes first
+    entered: bool = False
+    begun: SequenceStarted | None = None
+    ticket: wire.Ticket | None = None
+    first: Token | None = None
+    told: bool = False  # the first token
+    deadline: asyncio.TimerHandle | None = None
+    events: asyncio.Queue[wire.PrefillEvent | None] = field(default_factory=asyncio.Queue)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def output(self) -> int:
+        """Index of its output."""
+        return self.request.sampling.output_index
+
+    @property
+    def phase(self) -> wire.RunStatus.Phase:
+        return wire.RunStatus.PHASE_RUNNING if self.begun else wire.RunStatus.PHASE_WAITING
+
+    def tell(self, **event: object) -> None:
+        self.events.put_nowait(wire.PrefillEvent(**event))  # type: ignore[arg-type]
+
+
+class PrefillQueue:
+    """All prompts that are alive, by the engine's name for them. Those that wait are kept in order."""
+
+    def __init__(self, block_size: int, total_blocks: int, epochs: Epochs) -> None:
+        self.waiting: list[PrefillRun] = []
+        self.waiting_tokens = 0
+        self._block_size = block_size
+        self._total_blocks = total_blocks
+        self._epochs = epochs
+        self._alive: dict[str, PrefillRun] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __iter__(self) -> Iterator[PrefillRun]:
+        return iter(tuple(self._alive.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._alive)
+
+    def get(self, id: str) -> PrefillRun | None:
+        return self._alive.get(id)
+
+    async def emptied(self) -> None:
+        """Wait until none is alive."""
+        await self._empty.wait()
+
+    @property
+    def not_begun(self) -> int:
+        """Those that wait, here or in the engine."""
+        return sum(prompt.begun is None for prompt in self._alive.values())
+
+    @property
+    def full(self) -> bool:
+        """Whether those that have entered hold, or will hold, more than half of the pool."""
+        held = sum(self._blocks(prompt) for prompt in self._alive.values() if prompt.entered)
+        return 2 * held > self._total_blocks
+
+    def add(self, prompt: PrefillRun) -> None:
+        """One more that waits."""
+        self._alive[prompt.id] = prompt
+        self._epochs.hold(prompt.run)
+        self._empty.clear()
+        insort(self.waiting, prompt, key=_order)
+        self.waiting_tokens += len(prompt.request.token_ids)
+
+    def admit(self) -> Iterator[PrefillRun]:
+        """Those whose turn it is, most urgent first; they have entered when they are given."""
+        while self.waiting and not self.full:
+            prompt = self.waiting[0]
+            self._leave_queue(prompt)
+            prompt.entered = True
+            yield prompt
+
+    def remove(self, prompt: PrefillRun) -> bool:
+        """Forget one that is over, whatever it was doing; False when that was said before."""
+        if self._alive.pop(prompt.id, None) is None:
+            return False
+        self._epochs.release(prompt.run)
+        if not prompt.entered:
+            self._leave_queue(prompt)
+        if prompt.deadline is not None:
+            prompt.deadline.cancel()
+        if not self._alive:
+            self._empty.set()
+        return True
+
+    def _leave_queue(self, prompt: PrefillRun) -> None:
+        self.waiting.remove(prompt)
+        self.waiting_tokens -= len(prompt.request.token_ids)
+
+    def _blocks(self, prompt: PrefillRun) -> int:
+        """What it takes of the pool, without what it found there."""
+        blocks = -(-(len(prompt.request.token_ids) + 1) // self._block_size)
+        return blocks if prompt.begun is None else blocks - prompt.begun.cached // self._block_size
+
+
+def _order(prompt: PrefillRun) -> float:
+    return prompt.order

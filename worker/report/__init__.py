@@ -1,0 +1,1 @@
+"""What a worker reports of itself: audit, metrics, contents of its prefix cache."""

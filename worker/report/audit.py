@@ -1,0 +1,146 @@
+"""The Audit service: every block of a worker, accounted for from the store's own map.
+
+The engine is looked at between two steps, on its thread; the services' tables on the event loop, before and after.
+A run that comes or goes meanwhile is in one of the two, so a block that nobody there owns is a fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import grpc
+
+from decant.engine.engine import Engine, lease_owner
+from decant.handoff.leases import Lease
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.worker.engine_host import EngineHost
+
+RunRow = tuple[wire.Run, int, wire.RunStatus.Phase, str]
+"""Run, output, phase, and the engine's name of its sequence."""
+
+
+class HasRuns(Protocol):
+    """A service that owns sequences."""
+
+    def runs(self) -> Iterable[RunRow]: ...
+
+
+class Decodes(HasRuns, Protocol):
+    """The Decode service, as far as it is counted here."""
+
+    @property
+    def sessions(self) -> int: ...
+    @property
+    def fetches_taking(self) -> int: ...
+    @property
+    def orphans(self) -> int: ...
+    @property
+    def cancel_marks(self) -> int: ...
+    @property
+    def unretired(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """The store between two steps: blocks by owner, how many nobody holds, and what does not add up."""
+
+    held: Mapping[str, list[int]]
+    free: int
+    cached: int
+    violations: list[str]
+
+    def blocks(self, *owners: str) -> set[int]:
+        return {block for owner in owners for block in self.held.get(owner, ())}
+
+
+class _Tables(NamedTuple):
+    """What the services say they own."""
+
+    runs: dict[str, RunRow]
+    leases: list[Lease]
+
+
+class AuditService(services.AuditServicer):
+    """Answers for one hub and the services over it."""
+
+    def __init__(self, hub: EngineHost, prefill: HasRuns, decode: Decodes) -> None:
+        self._hub = hub
+        self._prefill = prefill
+        self._decode = decode
+
+    async def Audit(  # noqa: N802 - the name on the wire
+        self, _: wire.AuditRequest, __: grpc.aio.ServicerContext[wire.AuditRequest, wire.AuditResponse]
+    ) -> wire.AuditResponse:
+        return await self.audit()
+
+    async def audit(self) -> wire.AuditResponse:
+        """The account now. Raises EngineStopped."""
+        before = self._tables()
+        found = await self._hub.loop.call(_look)
+        after = self._tables()
+        answer = self._account(before, after, found)
+        answer.violations.extend([*found.violations, *_unaccounted(answer, found, {**before.runs, **after.runs})])
+        return answer
+
+    def _tables(self) -> _Tables:
+        rows = (*self._prefill.runs(), *self._decode.runs())
+        return _Tables({row[3]: row for row in rows}, self._hub.sender.office.leases())
+
+    def _account(self, before: _Tables, after: _Tables, found: _Map) -> wire.AuditResponse:
+        hub, now = self._hub, asyncio.get_running_loop().time()
+        ticketed = {lease.sequence for lease in (*before.leases, *after.leases)}
+        exported = {owner for owner in found.held if owner.startswith(lease_owner(""))}
+        leased = found.blocks(*ticketed, *exported)
+        answer = wire.AuditResponse(
+            worker=hub.peer,
+            role=hub.role,
+            block_bytes=hub.shape.block_bytes,
+            total_blocks=hub.total_blocks,
+            free_blocks=found.free,
+            cached_blocks=found.cached,
+            leased_blocks=len(leased),
+            owned_blocks=len(found.blocks(*found.held) - leased),
+            sessions=self._decode.sessions,
+            fetches=self._decode.fetches_taking + sum(lease.opened for lease in after.leases),
+            orphans=self._decode.orphans,
+            cancel_marks=self._decode.cancel_marks,
+            unretired=self._decode.unretired,
+        )
+        for name, (run, output, phase, _) in {**before.runs, **after.runs}.items():
+            blocks = len(found.blocks(name))
+            if blocks or (name in after.runs and phase != wire.RunStatus.PHASE_ENDED):
+                answer.owners.add(run=run, output=output, phase=phase, blocks=blocks)
+        for lease in after.leases:
+            ticket, holders = lease.ticket, (lease.sequence, lease_owner(lease.sequence))
+            answer.leases.add(
+                ticket=ticket.id,
+                run=ticket.run,
+                receiver=lease.receiver,
+                blocks=len(found.blocks(*holders)),
+                remaining_ms=lease.remaining_ms(now),
+            )
+        return answer
+
+
+def _look(engine: Engine) -> _Map:
+    violations = []
+    try:
+        engine.check_integrity()
+    except AssertionError as error:
+        violations.append(str(error))
+    pool = engine.pool
+    return _Map(pool.held_by(), pool.free, pool.cached, violations)
+
+
+def _unaccounted(answer: wire.AuditResponse, found: _Map, runs: Mapping[str, RunRow]) -> Iterable[str]:
+    """What the engine and the services disagree on."""
+    parts = answer.free_blocks + answer.cached_blocks + answer.owned_blocks + answer.leased_blocks
+    if parts != answer.total_blocks:
+        yield f"{parts} of {answer.total_blocks} blocks are accounted for"
+    for owner, blocks in found.held.items():
+        if owner not in runs and not owner.startswith(lease_owner("")):
+            yield f"{len(blocks)} blocks are held for {owner}, which is no run's sequence"

@@ -1,0 +1,64 @@
+"""What a worker counts: its cache and batch when they are asked for, tokens and handoffs as they come."""
+
+from __future__ import annotations
+
+from decant.engine.output import StepOutput
+from decant.engine.transfer import IncomingSequence
+from decant.handoff.errors import HandoffFailed
+from decant.handoff.receiver import TransferResult
+from decant.protos import worker_pb2 as wire
+from decant.runtime.metrics import EngineMetrics, PromptSource, Registry
+from decant.worker.engine_host import EngineHost
+
+
+class WorkerMetrics:
+    """Hears one hub, from when it is made."""
+
+    def __init__(self, registry: Registry, hub: EngineHost) -> None:
+        self._metrics = metrics = EngineMetrics(
+            registry, [_label(wire.Cause.Name(cause)) for cause in wire.Cause.values()]
+        )
+        self._hub = hub
+        self._preemptions = 0
+        self._arriving: set[str] = set()  # sequences whose cache comes from elsewhere
+        metrics.running.set_function(lambda: hub.load().running)
+        metrics.waiting.set_function(lambda: hub.load().waiting)
+        metrics.cache_usage.set_function(lambda: hub.seen.held_blocks / hub.total_blocks)
+        hub.step_listeners.append(self._on_step)
+        hub.receiver.began.append(self._on_fetch)
+        hub.receiver.ended.append(self._on_fetched)
+
+    def _on_step(self, output: StepOutput) -> None:
+        if output.tokens:
+            self._metrics.generated.inc(len(output.tokens))
+        for begun in output.begun:
+            if begun.id in self._arriving:
+                self._arriving.remove(begun.id)
+            else:
+                self._metrics.prompt[PromptSource.CACHED].inc(begun.cached)
+                self._metrics.prompt[PromptSource.COMPUTED].inc(begun.tokens - begun.cached)
+        if self._hub.seen.preemptions > self._preemptions:
+            self._metrics.preemptions.inc(self._hub.seen.preemptions - self._preemptions)
+            self._preemptions = self._hub.seen.preemptions
+
+    def _on_fetch(self, arrival: IncomingSequence) -> None:
+        self._arriving.add(arrival.id)
+
+    def _on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
+        if isinstance(outcome, TransferResult):
+            cached = arrival.have * self._hub.block_size
+            self._metrics.prompt[PromptSource.CACHED].inc(cached)
+            self._metrics.prompt[PromptSource.HANDED_OVER].inc(len(arrival.sequence.request.token_ids) - cached)
+            self._metrics.handoff_seconds.observe(outcome.owned - outcome.opened)
+            self._metrics.handoff_bytes.observe(outcome.received)
+            return
+        self._arriving.discard(arrival.id)
+        if outcome is not None:
+            known = outcome.cause in wire.Cause.values()  # a sender of a newer build may name others
+            cause = wire.Cause.Name(outcome.cause if known else wire.CAUSE_UNSPECIFIED)
+            self._metrics.handoff_failures[_label(cause)].inc()
+
+
+def _label(cause: str) -> str:
+    """As "peer_lost" for CAUSE_PEER_LOST."""
+    return cause.removeprefix("CAUSE_").lower()

@@ -1,0 +1,122 @@
+"""The model on its device, measured: the one place that brings torch into a worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from decant.engine.costs import StepCostModel
+from decant.engine.plan import Device
+from decant.engine.scheduler import Limits, choose_token_budget
+from decant.runtime import logs
+from decant.runtime.cores import usable_cores
+from decant.worker.settings import WorkerSettings
+from decant.worker.startup import cpu_build
+
+_T = TypeVar("_T")
+
+_WEIGHTS = "Loading weights"
+"""What transformers calls its loop over the tensors of a checkpoint."""
+_REPORT_S = 1.0
+
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+_log = logs.get(__name__)
+
+
+def load_model(settings: WorkerSettings) -> Device:
+    """Loads the model, then measures what its steps take. Raises ModelRefused, InvalidConfig."""
+    cpu_build.choose(settings.kernels)
+    import torch
+    from transformers.utils import logging
+
+    from decant.engine.cpu import kernels as native
+    from decant.engine.cpu.fused_layer import joined
+    from decant.engine.model import calibration as warm_start
+    from decant.engine.model.model import HASHED, READ, ModelConfig, load
+
+    logging.disable_progress_bar()
+    threads = settings.threads or own_cores()
+    torch.set_num_threads(threads)  # for this thread, and for all that begin later
+    cpu_build.check(settings.kernels, native.kind())
+    _log.info("loading", model=settings.model, kernels=native.kind(), threads=threads)
+    config = ModelConfig(
+        model=settings.model,
+        revision=settings.model_revision,
+        dtype=settings.dtype,
+        device=settings.device,
+        window=settings.window,
+        kv_bytes=settings.kv_bytes,
+        block_size=settings.block_size,
+    )
+    with _reporting(logging.set_tqdm_hook, HASHED, READ):
+        device = load(config, _report)
+    _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=len(joined(device.model)))
+    if settings.threads is None and device.store.blocks.device.type == "cpu":
+        threads = warm_start.choose_threads(device, threads, torch.set_num_threads)
+    device.costs = warm_start.measure(device)
+    _tell(device.costs, threads=threads, token_budget=limits_of(settings, device).token_budget)
+    return device
+
+
+def _report(percent: int) -> None:
+    """`decant up` shows it."""
+    _log.info("loading steps", percent=percent)
+
+
+@contextmanager
+def _reporting(set_hook: Callable[[Any], Any], first: int, last: int) -> Iterator[None]:
+    """Reports the reading of tensors, about every ``_REPORT_S``, as `first` to `last` percent."""
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and kwargs.get("desc") == _WEIGHTS:
+            return _reported(args[0], first, last)
+        return factory(*args, **kwargs)
+
+    before = set_hook(hook)
+    try:
+        yield
+    finally:
+        set_hook(before)
+
+
+def _reported(tensors: Collection[_T], first: int, last: int) -> Iterator[_T]:
+    next_at = time.monotonic() + _REPORT_S
+    for index, tensor in enumerate(tensors):
+        if time.monotonic() >= next_at:
+            _report(first + (last - first) * index // len(tensors))
+            next_at = time.monotonic() + _REPORT_S
+        yield tensor
+
+
+def limits_of(settings: WorkerSettings, device: Device) -> Limits:
+    """What was asked for, else: the model's window or what the KV memory holds, whichever is less; as many tokens as
+    fit in a step's time, and at least one for each sequence in a batch."""
+    window = settings.window or min(device.window, device.num_blocks * device.block_size)
+    seconds = settings.step_ms / 1000
+    budget = settings.token_budget or max(settings.max_running, choose_token_budget(device.costs, seconds))
+    return Limits(budget, settings.max_running, window, seconds)
+
+
+def own_cores(quota: Path = _CPU_QUOTA) -> int:
+    """Cores that this process may run on, no more than its control group has time for."""
+    cores = len(usable_cores())
+    try:
+        share, period = (int(word) for word in quota.read_text().split())
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return cores
+    return max(1, min(cores, share // period))
+
+
+def _tell(costs: StepCostModel, **chosen: int) -> None:
+    _log.info(
+        "measured",
+        **chosen,
+        step_ms=round(costs.fixed * 1e3, 2),
+        token_ms=round(costs.token * 1e3, 3),
+        logits_ms=round(costs.logits * 1e3, 3),
+        pair_us=round(costs.pair * 1e6, 4),
+    )

@@ -1,0 +1,108 @@
+"""A worker's place in the directory: taken once it can serve, renewed with its load, left when it drains.
+
+register ── renew, renew ... ── renew at once: draining ── renew ... ── remove
+    └── Redis is away: said once, tried again at the next turn; the worker serves on
+                 └── another life of this worker registered: this one is over
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from decant.protos.state_pb2 import WorkerRegistration
+from decant.protos.worker_pb2 import Load
+from decant.runtime import logs
+from decant.state.directory import Registration, Workers
+from decant.state.errors import IncarnationReplaced, StoreFault, StoreUnavailable
+
+_log = logs.get(__name__)
+
+
+class Registrar:
+    """Keeps one worker registered inside its ``async with``. ``on_replaced`` hears that another life took its place.
+
+    ``load`` is asked at each renewal.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        facts: WorkerRegistration,
+        load: Callable[[], Load],
+        every_s: float,
+        on_replaced: Callable[[IncarnationReplaced], None],
+    ) -> None:
+        self._workers = workers
+        self._facts = facts
+        self._load = load
+        self._every_s = every_s
+        self._on_replaced = on_replaced
+        self._registration: Registration[WorkerRegistration] | None = None
+        self._away = False
+        self._now = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        """Tries once. Raises StoreFault for a Redis that will never do; one that is away is tried again."""
+        try:
+            await self._renew()
+        except StoreUnavailable as error:
+            self._said(error)
+        self._renewing = asyncio.create_task(self._renew_always())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Renew no more, and be no longer in the directory where it can be reached. May be repeated."""
+        self._renewing.cancel()
+        await asyncio.wait([self._renewing])
+        registration, self._registration = self._registration, None
+        if registration is not None:
+            with contextlib.suppress(StoreUnavailable, StoreFault):
+                await registration.remove()
+
+    def renew_now(self) -> None:
+        """The load has changed in a way that others should know of at once."""
+        self._now.set()
+
+    async def _renew_always(self) -> None:
+        """Until it is cancelled or replaced."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._every_s):
+                    await self._now.wait()
+            self._now.clear()
+            try:
+                await self._renew()
+            except (StoreUnavailable, StoreFault) as error:
+                self._said(error)
+            except IncarnationReplaced as replaced:
+                _log.error("replaced", reason=str(replaced))
+                self._registration = None
+                self._on_replaced(replaced)
+                return
+            else:
+                self._said(None)
+
+    async def _renew(self) -> None:
+        """Raises Replaced, StoreUnavailable, StoreFault."""
+        if self._registration is None:
+            self._registration = await self._workers.register(self._facts, self._load())
+            _log.info("registered", peer=self._facts.peer.id, address=self._facts.address)
+        else:
+            await self._registration.renew(self._load())
+
+    def _said(self, error: Exception | None) -> None:
+        """That Redis went away, and that it came back, is logged once each."""
+        if error is not None and not self._away:
+            _log.warning("the directory is away; this worker serves on", reason=str(error))
+        elif error is None and self._away:
+            _log.info("the directory is back")
+        self._away = error is not None
