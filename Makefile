@@ -2,7 +2,9 @@
 # make test       the whole test suite
 # make test-fast  the suite without what is marked slow
 # make test-builds  the engine's tests with each other build of the CPU kernels that this machine has
-# make check      ruff, mypy, import-linter
+# make check      ruff, mypy, import-linter, length of commit subjects
+# make docs       the documentation site in build/site; broken links fail
+# make docs-reference  the pages of docs/reference that are generated from the code
 # make sanitize   the kernels' tests with kernels that are built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 # make demo       a whole deployment with the small model: one question, what each worker did, the end
 # make lock       resolve requirements.lock anew from pyproject.toml
@@ -28,7 +30,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/worker_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast test-builds check demo lock format clean
+.PHONY: help setup test test-fast test-builds check docs docs-reference demo lock format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -75,6 +77,14 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/commit_subjects.py
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "Open build/site/index.html, or for the search: python3 -m http.server --directory build/site"
+
+docs-reference: setup
+	$(BIN)/python -m docs.generate
 
 SANITIZED := build/sanitized
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
@@ -97,7 +107,7 @@ demo: setup
 
 # CUDA's libraries follow from torch's own metadata, for a build of torch that has them.
 lock: setup
-	$(BIN)/python -m uv pip compile --quiet --universal --python-version 3.11 --extra all --extra dev --no-annotate \
+	$(BIN)/python -m uv pip compile --quiet --universal --python-version 3.11 --extra all --extra dev --extra docs --no-annotate \
 	    --custom-compile-command 'make lock' $(foreach name,$(CUDA_PACKAGES),--no-emit-package $(name)) \
 	    --output-file requirements.lock pyproject.toml
 

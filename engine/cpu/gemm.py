@@ -4,7 +4,7 @@ and among others, for every number of rows and of threads.
 A general matrix product picks its kernel by the number of rows, and then a row's last bits depend on its neighbours.
 Three kinds of product do not::
 
-    panels    with kernels of our own (engine/native). bfloat16 stays bfloat16 in memory, in twelve bits a number where
+    panels    with our kernels (engine/cpu/kernels). bfloat16 stays bfloat16 in memory, in twelve bits a number where
               the CPU multiplies it; sums are float32.
     oneDNN    without, and where a CPU multiplies whole tiles (AMX), which ours don't use: oneDNN's on packed weights.
               bfloat16 where the CPU multiplies it, else as float32.

@@ -1,0 +1,265 @@
+"""One request between scripted workers, driven step by step and checked after each."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.admission.admission_queue import Admission
+from decant.router.execution.execution import Execution, RouterServices
+from decant.router.execution.token_stream import Finish, ValidRequest
+from decant.router.settings import RouterSettings
+from decant.router.workers.pool import WorkerPool
+from decant.runtime.peer import new_peer
+from decant.runtime.tls import PeerTls
+from decant.state.directory import DirectoryEntry, Listing
+from decant.state.errors import StoreUnavailable
+from decant.state.ids import Incarnation
+from decant.state.owned import OwnedRequest, StoredRequest
+from tests.router.fake_worker import MODEL, TOKENIZER
+from tests.router.harness import make_request
+from tests.router.scripted_runs import EOS, PROMPT, token_at
+from tests.router.scripted_workers import Channel, ScriptedWorker, World
+from tests.router.virtual_time import settle
+
+RunStatus = wire.RunStatus
+FAULT = 256 - 8
+"""Bytes of a schedule from here on are faults, as long as there are any left."""
+ROUNDS = 200
+"""Heartbeats until a request must have ended, once nothing goes wrong any more."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked for, and how much may go wrong with it."""
+
+    schedule: bytes
+    max_tokens: int = 4
+    stops_at: int | None = None  # the end-of-sequence token is output token number so many
+    stop_text_at: int | None = None  # a stop text is complete with that one
+    has_prompt_logprobs: bool = False
+    faults: int = 2
+    full_rounds: int = 0  # heartbeats for which decode workers have no free blocks, once nothing goes wrong any more
+    dies: str = ""  # a worker that dies with the first fault
+    is_cancelled: bool = False  # with the last step
+
+
+@dataclass
+class Listener:
+    """Stands for the registry, the store and the quotas: counts what it is told of the request's end."""
+
+    is_away: bool = False
+    ends: int = 0
+    persisted: int = 0
+
+    def ended(self, execution: Execution) -> None:
+        self.ends += 1
+
+    def settled(self, execution: Execution) -> None:
+        self.persisted += 1
+
+    async def book(self, *_: Any) -> None: ...
+
+    def hold(self, *_: Any) -> None: ...
+
+    def release(self, *_: Any) -> None: ...
+
+    def begin(self, execution: Execution) -> None: ...
+
+    def end(self, execution: Execution) -> None:
+        execution.settled()
+
+    def forget(self, execution: Any) -> None:
+        if isinstance(execution, Execution):
+            execution.settled()
+
+    async def accept(self, owned: OwnedRequest) -> None: ...
+
+    async def read(self, *_: Any, **__: Any) -> StoredRequest:
+        raise StoreUnavailable("not in this test")
+
+
+class Directory:
+    def __init__(self, world: World) -> None:
+        self._present = tuple(DirectoryEntry(worker.facts, wire.Load()) for worker in world.workers.values())
+
+    async def listing(self) -> Listing[Any]:
+        return Listing(b"1", None, self._present)
+
+    async def change(self, listing: Listing[Any], seconds: float) -> Listing[Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Connector:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def open(self, address: str) -> Channel:
+        return Channel(self._world.workers[address])
+
+    def generation(self) -> int:
+        return 0
+
+
+class StopText:
+    """An output text that is complete with its token number `at`."""
+
+    def __init__(self, at: int) -> None:
+        self.stop: str | None = None
+        self._left = at
+
+    def add(self, tokens: tuple[int, ...]) -> None:
+        self._left -= len(tokens)
+        if self._left < 0:
+            self.stop = "stop"
+
+
+class Trial:
+    """One request, followed through one schedule."""
+
+    def __init__(self, case: Case, roles: dict[str, wire.Role]) -> None:
+        self.case = case
+        self.world = World(roles, case.max_tokens, case.stops_at)
+        self.listener: Any = Listener()
+        self.pool = WorkerPool(new_peer("router"), Directory(self.world), {MODEL: TOKENIZER}, PeerTls(), 0)  # type: ignore[arg-type]
+        self.pool._connector = Connector(self.world)  # type: ignore[assignment]
+        checked = RouterSettings(models=(MODEL,), attempts=5)
+        parts: Any = {"requests": self.listener, "flusher": self.listener, "bookings": self.listener, "revive": None}
+        peer = new_peer("router")
+        self.router = RouterServices(peer, checked, Admission(10, 10), self.pool, ended_s=60.0, **parts)
+        self.faults_left = case.faults
+        self.faults_done = 0
+        self.known: list[int] = []
+
+    def request(self) -> ValidRequest:
+        shown = pb.ResponseOptions(prompt_logprobs=0) if self.case.has_prompt_logprobs else pb.ResponseOptions()
+        request = make_request(
+            prompt=PROMPT, max_tokens=self.case.max_tokens, shown=shown, eos_token_ids=frozenset({EOS})
+        )
+        at = self.case.stop_text_at
+        return request if at is None else replace(request, begin_text=lambda: StopText(at))  # type: ignore[arg-type,return-value]
+
+    async def connect(self) -> None:
+        self.pool.start()
+        for _ in range(2):
+            await settle()
+            while steps := self.world.steps():
+                steps[0]()
+                await settle()
+            self.world.beat()
+
+    def begin(self, adopted: StoredRequest | None = None) -> None:
+        self.execution = Execution(self.request(), self.router, self.listener, adopted)
+        self.course = self.execution.course
+        self.execution.task = asyncio.create_task(self.execution.run())
+
+    async def finish(self) -> None:
+        """From here on nothing goes wrong: every worker can be reached, and does all that it can."""
+        for worker in self.world.workers.values():
+            worker.is_reachable = True
+        for number in range(ROUNDS):
+            for worker in self.world.workers.values():
+                worker.is_full = worker.facts.role == wire.ROLE_DECODE and number < self.case.full_rounds
+            await self.round()
+            if number < self.case.full_rounds and number % 8 == 7:
+                self.check_tickets()
+            if self.course.end is not None and not any(worker.attached for worker in self.world.workers.values()):
+                break
+        for _ in range(10):
+            await self.round()
+        await asyncio.wait([self.execution.task] if self.execution.task else [])
+
+    async def round(self) -> None:
+        self.world.beat()
+        await self.drain_steps()
+        await asyncio.sleep(0.25)
+        await settle()
+        self.check()
+
+    async def drain_steps(self) -> None:
+        while steps := self.world.steps():
+            for step in steps:
+                step()
+                await settle()
+                self.check()
+                break
+
+    async def act(self, number: int, choice: int) -> None:
+        faults = self.world.faults() if choice >= FAULT and self.faults_left else []
+        if faults:
+            self.faults_left -= 1
+            self.faults_done += 1
+            if (dying := self.world.workers.get(self.case.dies)) is not None and dying.is_alive:
+                dying.die()
+            else:
+                faults[(number + choice) % len(faults)]()
+        elif choice % 11 == 10 or not (steps := self.world.steps()):
+            self.world.beat()
+            await asyncio.sleep(0.25)
+        else:
+            steps[choice % len(steps)]()
+        await settle()
+        self.check()
+
+    # ------------------------------------------------------------------------------------------- what must hold
+
+    def check(self) -> None:
+        tokens = self.course.tokens
+        assert tokens[: len(self.known)] == self.known
+        assert tokens == [token_at(k, self.case.stops_at) for k in range(len(tokens))]
+        self.known = list(tokens)
+        assert self.listener.ends == (self.course.end is not None)
+        assert self.listener.persisted <= 1
+        self._check_migrations()
+
+    def _check_migrations(self) -> None:
+        """A run that another worker took over is followed there alone."""
+        delivered, self.world.delivered = self.world.delivered, []
+        for worker, message in delivered:
+            if message.HasField("decode_started") and worker in self.decode_workers and self.session(worker).is_busy:
+                assert [each for each in self.decode_workers if self.session(each).is_busy] == [worker]
+
+    @property
+    def decode_workers(self) -> list[ScriptedWorker]:
+        return [each for each in self.world.workers.values() if each.facts.role == wire.ROLE_DECODE]
+
+    def session(self, worker: ScriptedWorker) -> Any:
+        return self.pool.worker(Incarnation.of(worker.facts.peer)).session
+
+    def check_tickets(self) -> None:
+        """No ticket that waits for free blocks is left to run out."""
+        for worker in self.decode_workers:
+            for waiting in worker.runs.values():
+                if waiting.phase == RunStatus.PHASE_WAITING and waiting.start.HasField("ticket"):
+                    export = self.world.exports[waiting.start.ticket.id]
+                    assert export.is_closed or self.world.now() - export.renewed_at < 1.0
+
+    def check_end(self) -> None:
+        end = self.course.end
+        assert end is not None
+        assert self.listener.ends == self.listener.persisted == 1
+        expected = self.world.answer
+        if self.case.stop_text_at is not None:
+            expected = expected[: self.case.stop_text_at + 1]
+        if isinstance(end, Finish):
+            assert self.course.tokens == expected
+        if not self.faults_done and not self.case.is_cancelled:
+            assert isinstance(end, Finish), end
+            assert self.course.is_explained
+            assert self.execution.owned.attempt == 1
+        self._check_released()
+
+    def _check_released(self) -> None:
+        assert not any(self.pool.lines.values())
+        for worker in self.world.workers.values():
+            assert not any(prefill.connection.is_open for prefill in worker.prefills)
+            if worker.is_alive:
+                assert not worker.attached, "a run was neither cancelled nor retired"
+                assert not worker.renewed, "a ticket is renewed though its request has ended"
+            known = self.pool.worker(Incarnation.of(worker.facts.peer))
+            assert not known.session.is_busy
+            assert known.view.work.ours == known.view.sequences.ours == 0

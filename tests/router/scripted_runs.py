@@ -1,0 +1,367 @@
+"""What scripted workers have of a request: prefill calls, runs, and the KV caches that their tickets offer.
+
+Nothing here computes: output token k is `token_at(k)` everywhere. What may happen now is a step or, where it harms the
+request, a fault; a schedule chooses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from decant.protos import worker_pb2 as wire
+from decant.router.execution.token_writer import pack, unpack
+from decant.runtime.error_details import Reason, trailers
+from decant.runtime.errors import Unavailable
+
+if TYPE_CHECKING:
+    from tests.router.scripted_workers import ScriptedWorker
+
+PROMPT = (1, 2, 3)
+EOS = 2
+RunStatus = wire.RunStatus
+Step = Callable[[], object]
+
+
+def token_at(k: int, stops_at: int | None) -> int:
+    return EOS if k == stops_at else 10 + k
+
+
+def rpc_error(code: grpc.StatusCode, details: str, metadata: Any = ()) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*metadata), details)
+
+
+class Connection:
+    """One call as the router sees it: what `grpc.aio` returns for a stream."""
+
+    def __init__(self, on_write: Callable[[Any], None], on_cancel: Callable[[], None]) -> None:
+        self.is_open = True
+        self._on_write = on_write
+        self._on_cancel = on_cancel
+        self._to_router = asyncio.Queue[Any]()
+
+    async def read(self) -> Any:
+        message = await self._to_router.get()
+        if isinstance(message, grpc.aio.AioRpcError):
+            raise message
+        return message
+
+    async def write(self, message: Any) -> None:
+        if not self.is_open:
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "the stream is broken")
+        self._on_write(type(message).FromString(message.SerializeToString()))
+
+    def cancel(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._on_cancel()
+
+    def deliver(self, message: Any) -> None:
+        self._to_router.put_nowait(message)
+        self.is_open = self.is_open and message is not grpc.aio.EOF
+
+    def break_off(self, error: grpc.aio.AioRpcError) -> None:
+        self.is_open = False
+        self._to_router.put_nowait(error)
+
+
+@dataclass(eq=False)
+class Export:
+    """The KV cache that a ticket offers. `tokens` are sealed: its source decodes no more. It is closed when the target
+    owns the sequence or abandoned it, or when there will be no seal: `cause` says why."""
+
+    ticket: wire.Ticket
+    is_fetching: bool = False
+    is_closed: bool = False
+    tokens: list[int] | None = None
+    cause: wire.Cause | None = None
+    renewed_at: float = 0.0
+
+    def fail(self, cause: wire.Cause) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.cause = cause
+
+
+@dataclass(eq=False)
+class ScriptedPrefill:
+    """One call of the Prefill service."""
+
+    worker: ScriptedWorker
+    request: wire.PrefillRequest
+    connection: Connection = field(init=False)
+    outbox: deque[Any] = field(default_factory=deque)
+    export: Export | None = None
+    has_logprobs: bool = False
+    has_first: bool = False
+    is_last: bool = False  # the first token ended the output
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.connection = Connection(lambda _: None, self.on_cancel)
+        self.written = list(unpack(self.request.engine_request.outputs[0].tokens))
+
+    @property
+    def is_begun(self) -> bool:
+        return self.export is not None or self.has_logprobs or self.has_first
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the work goes on without the call."""
+        return self.export is not None and self.export.is_fetching and not self.export.is_closed
+
+    def steps(self) -> Iterator[Step]:
+        if self.outbox and self.connection.is_open:
+            yield self.deliver
+        if self.is_over:
+            return
+        wants_logprobs = self.request.engine_request.HasField("prompt_logprobs") and not self.has_logprobs
+        if self.request.handoff and self.export is None and not self.is_last:
+            yield self.issue
+        if wants_logprobs:
+            yield self.explain
+        elif not self.has_first:
+            yield self.sample
+        elif self.is_last or not self.request.handoff or (self.export is not None and self.export.is_closed):
+            yield self.finish
+
+    def faults(self) -> Iterator[Step]:
+        if self.is_over or not self.connection.is_open:
+            return
+        yield from (self.fail, partial(self.break_off, grpc.StatusCode.INTERNAL))
+        if not self.is_begun:
+            yield from (partial(self.refuse, cause) for cause in (wire.CAUSE_BUSY, wire.CAUSE_DRAINING))
+            yield self.refuse_as_draining
+
+    def deliver(self) -> None:
+        self.connection.deliver(self.outbox.popleft())
+
+    def issue(self) -> None:
+        tokens = len(PROMPT) + len(self.written)
+        self.export = self.worker.offer(self.request.run, tokens)
+        self.outbox.append(wire.PrefillEvent(ticket=self.export.ticket))
+        if self.has_first:
+            self._seal()
+
+    def explain(self) -> None:
+        self.has_logprobs = True
+        self.outbox.append(wire.PrefillEvent(prompt_logprobs=self.worker.world.prompt_logprobs(self.request.run)))
+
+    def sample(self) -> None:
+        self.has_first = True
+        token, end = self.worker.world.next_token(len(self.written))
+        first = wire.FirstTokens.First(output=0, token=token, finished=end)
+        self.written.append(token)
+        self.is_last = end is not None or not self.request.handoff
+        self.outbox.append(wire.PrefillEvent(first=wire.FirstTokens(tokens=[first])))
+        self._seal()
+
+    def _seal(self) -> None:
+        if self.export is not None and self.is_last:
+            self.export.fail(wire.CAUSE_CANCELLED)
+        elif self.export is not None:
+            self.export.tokens = list(self.written)
+
+    def finish(self) -> None:
+        self.is_over = True
+        self.outbox.append(grpc.aio.EOF)
+
+    def fail(self) -> None:
+        self._end_with(wire.PrefillEvent(failed=wire.Failed(run=self.request.run, failure=failure(wire.CAUSE_ENGINE))))
+
+    def refuse(self, cause: wire.Cause) -> None:
+        refused = wire.Refused(run=self.request.run, failure=failure(cause))
+        self._end_with(wire.PrefillEvent(refused=refused))
+
+    def _end_with(self, event: wire.PrefillEvent) -> None:
+        self.outbox.append(event)
+        self.finish()
+        if self.export is not None:
+            self.export.fail(wire.CAUSE_PEER_LOST)
+
+    def refuse_as_draining(self) -> None:
+        error = Unavailable(Reason.DRAINING, "this worker drains", retry_after=1.0)
+        self.break_off(grpc.StatusCode.UNAVAILABLE, trailers(error.fault))
+
+    def break_off(self, code: grpc.StatusCode, metadata: Any = ()) -> None:
+        self.outbox.clear()
+        self.connection.break_off(rpc_error(code, "the prefill call broke", metadata))
+        self.on_cancel()
+
+    def on_cancel(self) -> None:
+        if not self.is_kept:
+            self.lose()
+
+    def lose(self) -> None:
+        self.is_over = True
+        if self.export is not None:
+            self.export.fail(wire.CAUSE_PEER_LOST)
+
+
+@dataclass(eq=False)
+class ScriptedRun:
+    """One run at the worker that decodes it."""
+
+    worker: ScriptedWorker
+    start: wire.Start
+    slot: int
+    run: wire.Run = field(init=False)
+    phase: wire.RunStatus.Phase = RunStatus.PHASE_WAITING
+    tokens: list[int] = field(init=False)
+    end: wire.OutputEnd | None = None
+    source: Export | None = None  # what it fetches
+    export: Export | None = None  # what it gives away
+    is_attached: bool = True  # to this router's session; an earlier owner's run is, once it is adopted
+    is_joined: bool = False
+    is_to_migrate: bool = False  # asked for before it had joined
+
+    def __post_init__(self) -> None:
+        self.run = wire.Run.FromString(self.start.run.SerializeToString())
+        self.tokens = list(unpack(self.start.engine_request.outputs[0].tokens))
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.export is not None and self.export.tokens is not None
+
+    @property
+    def held(self) -> wire.RunStatus:
+        slots = [wire.Slot(slot=self.slot, output=0, position=len(PROMPT) + len(self.tokens))] if self.is_joined else []
+        return RunStatus(run=self.run, phase=self.phase, slots=slots, ended=[self.end] if self.end else [])
+
+    def steps(self) -> Iterator[Step]:
+        if self.phase == RunStatus.PHASE_WAITING and not self.worker.is_full:
+            yield self.schedule
+        elif self.phase == RunStatus.PHASE_ARRIVING and self.source is not None:
+            if self.source.cause is not None:
+                yield partial(self.fail, self.source.cause, self.source.ticket.sender)
+            elif self.source.tokens is not None:
+                yield self.join
+        elif self.phase == RunStatus.PHASE_RUNNING and not self.is_joined:
+            yield self.join
+        elif self.phase == RunStatus.PHASE_RUNNING and not self.is_sealed:
+            yield self.decode
+            if self.export is not None and self.export.is_fetching and not self.export.is_closed:
+                yield self.seal
+
+    def faults(self) -> Iterator[Step]:
+        if self.phase == RunStatus.PHASE_WAITING:
+            yield partial(self.refuse, wire.CAUSE_BUSY)
+        if self.phase != RunStatus.PHASE_ENDED and not self.is_sealed:
+            yield partial(self.fail, wire.CAUSE_ENGINE)
+        if self.phase == RunStatus.PHASE_ARRIVING and self.source is not None:
+            yield partial(self.fail, wire.CAUSE_CORRUPT, self.source.ticket.sender)
+        if self.phase == RunStatus.PHASE_RUNNING and self.is_joined and not self.is_sealed:
+            yield partial(self.decode, is_lost=True)
+        if self.phase != RunStatus.PHASE_ENDED:
+            yield self.supersede
+
+    def schedule(self) -> None:
+        if self.start.HasField("ticket"):
+            self.source = self.worker.world.exports.get(self.start.ticket.id)
+            if self.source is None or (self.source.is_closed and self.source.cause != wire.CAUSE_CANCELLED):
+                self.source = None
+                self.fail(wire.CAUSE_LEASE_OVER)
+                return
+            self.source.is_fetching = True
+            self.phase = RunStatus.PHASE_ARRIVING
+        else:
+            self.phase = RunStatus.PHASE_RUNNING
+        self.send(scheduled=wire.Scheduled(run=self.run))
+        self.send_prompt_logprobs()
+
+    def join(self) -> None:
+        joined = wire.DecodeStarted(run=self.run, slots=[wire.Slot(slot=self.slot, output=0)])
+        if self.source is not None:
+            assert self.source.tokens is not None
+            self.tokens = list(self.source.tokens)
+            self.source.is_closed = True
+            joined.handoff.SetInParent()
+        else:
+            joined.from_tokens.SetInParent()
+        self.phase, self.is_joined = RunStatus.PHASE_RUNNING, True
+        self.send(decode_started=joined)
+        self.send_tokens(0)
+        if self.is_to_migrate:
+            self.offer()
+
+    def decode(self, *, is_lost: bool = False) -> None:
+        k = len(self.tokens)
+        token, end = self.worker.world.next_token(k)
+        self.tokens.append(token)
+        if not is_lost:
+            self.send_tokens(k)
+        if end is not None:
+            self.finish(end.reason)
+
+    def seal(self) -> None:
+        assert self.export is not None
+        self.export.tokens = list(self.tokens)
+
+    def offer(self) -> None:
+        if self.export is None or self.export.is_closed:
+            self.export = self.worker.offer(self.run, len(PROMPT) + len(self.tokens))
+        self.send(ticket=self.export.ticket)
+
+    def finish(self, reason: wire.OutputEnd.Reason) -> None:
+        self.phase = RunStatus.PHASE_ENDED
+        self.end = wire.OutputEnd(output=0, reason=reason, end_position=len(PROMPT) + len(self.tokens))
+        self.release(wire.CAUSE_CANCELLED)
+        self.send(ended=wire.Ended(run=self.run, end=self.end))
+
+    def fail(self, cause: wire.Cause, peer: wire.Peer | None = None) -> None:
+        self.release(wire.CAUSE_PEER_LOST)
+        self.worker.forget(self)
+        self.send(failed=wire.Failed(run=self.run, failure=failure(cause, peer)))
+
+    def refuse(self, cause: wire.Cause) -> None:
+        self.worker.forget(self)
+        self.send(refused=wire.Refused(run=self.run, failure=failure(cause)))
+
+    def supersede(self) -> None:
+        self.release(wire.CAUSE_PEER_LOST)
+        self.worker.forget(self)
+        self.send(superseded=wire.Superseded(run=self.run, epoch=self.run.epoch + 1))
+
+    def release(self, cause: wire.Cause) -> None:
+        if self.source is not None:
+            self.source.fail(wire.CAUSE_PEER_LOST)
+        if self.export is not None and not self.is_sealed:
+            self.export.fail(cause)
+
+    def send(self, **message: Any) -> None:
+        if self.is_attached:
+            self.worker.send(**message)
+
+    def catch_up(self, position: int) -> None:
+        """What a session may have lost."""
+        self.send_prompt_logprobs()
+        self.send_tokens(position - len(PROMPT))
+
+    def send_prompt_logprobs(self) -> None:
+        is_computed_here = self.source is None and self.phase != RunStatus.PHASE_WAITING
+        if is_computed_here and self.start.engine_request.HasField("prompt_logprobs"):
+            self.send(prompt_logprobs=self.worker.world.prompt_logprobs(self.run))
+
+    def send_tokens(self, k: int) -> None:
+        tokens = self.tokens[k:]
+        if tokens and self.is_joined:
+            positions = range(len(PROMPT) + k, len(PROMPT) + len(self.tokens))
+            slots = pack([self.slot] * len(tokens))
+            self.send(frame=wire.Frame(slots=slots, positions=pack(list(positions)), tokens=pack(tokens)))
+
+
+RunKey = tuple[str, int, int]
+
+
+def key_of(run: wire.Run) -> RunKey:
+    return run.request, run.epoch, run.attempt
+
+
+def failure(cause: wire.Cause, peer: wire.Peer | None = None) -> wire.Failure:
+    return wire.Failure(cause=cause, detail="scripted", peer=peer)

@@ -1,0 +1,172 @@
+"""One request between scripted workers, in every order of messages, losses and breaks that the protocol allows.
+
+Whatever the order: each position is written once, the end is reported once, no worker keeps anything of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.protos.state_pb2 import RequestRecord
+from decant.router.execution.token_stream import Finish
+from decant.runtime.errors import Cancelled, ServiceError
+from decant.state.ids import Incarnation
+from decant.state.journal import Entry
+from decant.state.owned import StoredRequest
+from tests.router.attempt_harness import Case, Trial
+from tests.router.fake_worker import LAYOUT, MODEL
+from tests.router.scripted_runs import PROMPT, ScriptedRun
+from tests.router.virtual_time import run, settle
+
+RunStatus = wire.RunStatus
+STEPS = 160
+UNSHRUNK = (Phase.reuse, Phase.generate)
+"""One byte less changes the meaning of all that follow: a schedule that fails shrinks for minutes, and by little."""
+
+
+async def follow(case: Case, roles: dict[str, wire.Role], *, drains: int | None = None) -> Trial:
+    trial = Trial(case, roles)
+    await trial.connect()
+    trial.begin()
+    await play(trial, drains)
+    return trial
+
+
+async def play(trial: Trial, drains: int | None = None) -> None:
+    """The schedule, then what is left to do; workers begin to drain at step `drains`."""
+    await settle()
+    trial.check()
+    for number, choice in enumerate(trial.case.schedule):
+        if number == drains:
+            begin_drain(trial)
+        await trial.act(number, choice)
+    if drains is not None and drains >= len(trial.case.schedule):
+        begin_drain(trial)
+    if trial.case.is_cancelled:
+        trial.execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
+    await trial.finish()
+    trial.check_end()
+    await trial.pool.close()
+
+
+def begin_drain(trial: Trial) -> None:
+    """The decode worker that has the run drains; before one has it, the first."""
+    busy = [worker for worker in trial.decode_workers if worker.runs]
+    (busy or trial.decode_workers)[0].is_draining = True
+
+
+SPLIT = {"p": wire.ROLE_PREFILL, "q": wire.ROLE_PREFILL, "d": wire.ROLE_DECODE, "e": wire.ROLE_DECODE}
+DECODE = {"d": wire.ROLE_DECODE, "e": wire.ROLE_DECODE, "f": wire.ROLE_DECODE}
+
+
+def cases(names: str) -> st.SearchStrategy[Case]:
+    return st.builds(
+        Case,
+        schedule=st.binary(min_size=STEPS, max_size=STEPS) | st.binary(max_size=STEPS),
+        max_tokens=st.integers(1, 6),
+        stops_at=st.none() | st.integers(0, 4),
+        stop_text_at=st.none() | st.integers(0, 3),
+        has_prompt_logprobs=st.booleans(),
+        faults=st.integers(0, 3),
+        full_rounds=st.sampled_from([0, 0, 24]),
+        dies=st.sampled_from(["", *names]),
+        is_cancelled=st.sampled_from([False, False, False, True]),
+    )
+
+
+@settings(max_examples=100, phases=UNSHRUNK)
+@given(cases("pd"))
+def test_a_split_request_survives_any_schedule(case: Case) -> None:
+    run(follow(case, SPLIT))
+
+
+@settings(max_examples=50, phases=UNSHRUNK)
+@given(cases("d"))
+def test_a_request_that_one_worker_runs_survives_any_schedule(case: Case) -> None:
+    run(follow(case, DECODE))
+
+
+@settings(max_examples=100, phases=UNSHRUNK)
+@given(cases("de"), st.sampled_from([SPLIT, DECODE]), st.integers(0, STEPS))
+def test_a_request_that_migrates_survives_any_schedule(case: Case, roles: dict[str, wire.Role], drains: int) -> None:
+    run(follow(replace(case, max_tokens=6 + case.max_tokens), roles, drains=drains))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet_log() -> Iterator[None]:
+    """Thousands of schedules log thousands of breaks."""
+    with capture_logs():
+        yield
+
+
+PHASES = [None, RunStatus.PHASE_WAITING, RunStatus.PHASE_RUNNING, RunStatus.PHASE_ENDED]
+
+
+@settings(max_examples=50, phases=UNSHRUNK)
+@given(cases("d"), st.sampled_from(PHASES), st.integers(0, 4), st.none() | st.integers(0, STEPS))
+def test_an_adopted_request_survives_any_schedule(
+    case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None
+) -> None:
+    run(follow_adopted(case, phase, written, drains))
+
+
+async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None) -> None:
+    """`phase` is that of the run at its worker, None where it is unknown there; `written` tokens are stored of it."""
+    trial = Trial(replace(case, stop_text_at=None), DECODE)
+    await trial.connect()
+    world = trial.world
+    written = min(written, len(world.answer) - 1)
+    before = place_run(trial, phase, written)
+    record = RequestRecord(model=MODEL, prompt_tokens=len(PROMPT))
+    holder = world.workers["d"].facts.peer
+    record.attempts.add(attempt=1, decode_worker=holder, layout=LAYOUT)
+    entries = [Entry(0, token) for token in world.answer[:written]]
+    request = trial.request()
+    stored = StoredRequest(
+        key=request.key,
+        epoch=2,
+        attempt=1,
+        state=Generation.STATE_DECODING,
+        owner=Incarnation.of(trial.router.peer),
+        stream_epoch=0,
+        record=record,
+        payload=request.payload,
+        entries=entries,
+        length=written,
+        expires_in_s=60.0,
+    )
+    trial.begin(stored)
+    if before is None or case.has_prompt_logprobs:
+        trial.faults_done = 1  # another attempt may be needed: the run is lost, or brings what it brought before
+    await play(trial, drains)
+    assert isinstance(trial.course.end, Finish | ServiceError)
+
+
+def place_run(trial: Trial, phase: wire.RunStatus.Phase | None, written: int) -> ScriptedRun | None:
+    """What an earlier owner began."""
+    if phase is None:
+        return None
+    request, world = trial.request(), trial.world
+    before = wire.Run(request=str(request.key), epoch=1, attempt=1)
+    found = world.workers["d"].begin(wire.Start(run=before, engine_request=request.engine_request))
+    found.is_attached = False
+    if phase != RunStatus.PHASE_WAITING:
+        found.phase, found.is_joined = RunStatus.PHASE_RUNNING, True
+        found.tokens = world.answer[:written]
+    while phase == RunStatus.PHASE_ENDED and found.end is None:
+        found.decode()
+    return found
+
+
+@pytest.mark.parametrize("roles", [SPLIT, DECODE], ids=["split", "one worker"])
+def test_without_faults_one_attempt_is_enough(roles: dict[str, wire.Role]) -> None:
+    trial = run(follow(Case(b""), roles))
+    assert trial.course.tokens == trial.world.answer

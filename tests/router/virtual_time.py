@@ -1,0 +1,44 @@
+"""An event loop whose clock jumps to the next timer: seconds of a test's schedule take no time."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class _Selector(selectors.SelectSelector):
+    """Waits for nothing: what it would have waited is added to the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("every task waits for something that no timer and no task brings")
+        self.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+
+def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """As `asyncio.run`, in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(coroutine)
+
+
+async def settle() -> None:
+    """Until no task can go on without a message or a timer. Timers of the code under test are longer than this one."""
+    await asyncio.sleep(1e-6)
