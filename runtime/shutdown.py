@@ -19,12 +19,18 @@ class Shutdown:
     """Asked once, a process drains; asked again, it ends at once."""
 
     def __init__(self) -> None:
+        self.ends_process = False
+        """Whether a request ends the process at once, with status 0: for a time in which another thread holds the
+        interpreter's lock for long, and each turn of the event loop waits for it."""
         self._asked = asyncio.Event()
         self._insisted = asyncio.Event()
 
     def request(self, why: str) -> None:
         """Asks, or insists when it was asked before; `why` is for the log."""
-        _log.info("shutdown", why=why, at_once=self._asked.is_set())
+        _log.info("shutdown", why=why, at_once=self.ends_process or self._asked.is_set())
+        if self.ends_process:
+            _log.info("ended")
+            end_process(0)
         (self._insisted if self._asked.is_set() else self._asked).set()
 
     def on_signals(self) -> None:

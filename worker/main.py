@@ -163,6 +163,7 @@ class Worker:
     async def warm_up(self, server: Server) -> None:
         """From a server that listens to a worker that is registered and can serve."""
         settings = self._settings
+        server.shutdown.ends_process = True
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
         device = await asyncio.to_thread(self._load_device, settings)
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
@@ -171,6 +172,7 @@ class Worker:
         hub.crash_listeners.append(self._crashed)
         WorkerMetrics(self.registry, hub)
         prefill, decode = self._open(hub)
+        server.shutdown.ends_process = False
         self._parts = _Parts(hub, prefill, decode, await self._register(hub, files))
 
     async def _make_hub(self, engine: Engine, files: ModelFiles, server: Server) -> EngineHost:

@@ -22,7 +22,7 @@ class Outgoing:
 
     def __init__(self) -> None:
         self.is_open = False
-        self._queue = asyncio.Queue[wire.RouterMessage]()
+        self._queue = asyncio.Queue[wire.RouterMessage | None]()  # None: nothing more is sent
         self._retired: list[wire.Run] = []
         self._cancels: dict[RunKey, wire.Cancel] = {}
 
@@ -43,6 +43,11 @@ class Outgoing:
     def close(self) -> None:
         """The session broke."""
         self.is_open = False
+
+    def finish(self) -> None:
+        """Send what is queued, the retired runs too, and nothing more."""
+        self._send_retired()
+        self._queue.put_nowait(None)
 
     def send(self, message: wire.RouterMessage) -> None:
         self._queue.put_nowait(message)
@@ -65,10 +70,13 @@ class Outgoing:
         self.send(wire.RouterMessage(heartbeat=beat))
 
     async def write(self, call: Any) -> None:
-        """Write the session's messages until cancelled. Raises Broken."""
+        """Write the session's messages until cancelled, or until the worker has ended the session that `finish`
+        half-closed. Raises Broken."""
         queue = self._queue
-        while True:
-            await write(call, await queue.get())
+        while (message := await queue.get()) is not None:
+            await write(call, message)
+        await call.done_writing()
+        await call.code()
 
     def _send_retired(self) -> None:
         if self._retired:

@@ -37,6 +37,8 @@ WATCH_SECONDS = 30.0
 RETRY_SECONDS = 1.0
 BLAMED_SECONDS = 0.5
 BLAMED_MOST_SECONDS = 8.0
+FINISH_SECONDS = 1.0
+"""For the workers to end their sessions when the router leaves."""
 
 _log = logs.get(__name__)
 
@@ -134,6 +136,15 @@ class WorkerPool:
             await worker.session.tried.wait()
 
     async def close(self) -> None:
+        """End all sessions. A worker keeps an ended run for a lease unless it hears that the run is retired."""
+        if self._watching is not None:
+            self._watching.cancel()
+        open_sessions = [worker for worker in self._workers.values() if worker.session.is_open]
+        finishing = [self._tasks[worker.incarnation] for worker in open_sessions]
+        for worker in open_sessions:
+            worker.session.finish()
+        if finishing:
+            await asyncio.wait(finishing, timeout=FINISH_SECONDS)
         tasks = [*self._tasks.values(), *([self._watching] if self._watching else [])]
         for task in tasks:
             task.cancel()

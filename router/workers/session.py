@@ -65,7 +65,7 @@ class WorkerSession:
     ) -> None:
         self.worker = worker
         self.over = False
-        """The worker is another incarnation by now, or speaks another protocol: never open again."""
+        """The worker is another incarnation by now, speaks another protocol, or the router leaves: never open again."""
         self.tried = asyncio.Event()
         """Set once it was opened, or could not be."""
         self.guests: set[SessionDependent] = set()
@@ -134,6 +134,11 @@ class WorkerSession:
     def cancel(self, cancel: wire.Cancel) -> None:
         """End whatever is there of a run."""
         self._outgoing.cancel(cancel)
+
+    def finish(self) -> None:
+        """End the session once the worker has what was said. It is not opened again."""
+        self.over = True
+        self._outgoing.finish()
 
     def _say(self, message: wire.RouterMessage) -> None:
         self._outgoing.send(message)

@@ -60,6 +60,25 @@ def test_a_deployment_that_starts_is_waited_for_and_said(here: Here) -> None:
     assert said == ["`decant up` (process 7) is starting: decode-1 (loading 40 %)"]
 
 
+@pytest.mark.parametrize("command", ["audit", "status"])
+def test_audit_and_status_wait_as_long_as_they_are_told_to(
+    here: Here, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    asked: list[str] = []
+
+    def answer(redis_url: str, *_: object, **__: object) -> bool:
+        asked.append(redis_url)
+        return True
+
+    monkeypatch.setattr(f"decant.command.{command}.run", answer)
+    starting = deployment(has_started=False, decode_1=LOADING)
+    here.states = [starting, starting, deployment(decode_1=READY)]
+    done = CliRunner().invoke(app, [command, "--wait", "60"])
+    assert (done.exit_code, asked) == (0, ["unix:///r"])
+    assert "is starting: decode-1 (loading 40 %)" in done.stderr
+    assert len(here.states) == 1, "the deployment has started"
+
+
 def test_a_deployment_that_starts_is_an_error_without_patience(here: Here) -> None:
     here.states = [deployment(has_started=False, decode_1=LOADING)]
     with pytest.raises(CommandFailed, match=r"decode-1 \(loading 40 %\); --wait SECONDS waits for it"):

@@ -78,6 +78,8 @@ class Script:
     """Sessions are refused as by a process that still loads its model."""
     welcome_pause: bool = False
     """A session waits before its welcome until `go` is set."""
+    stays: bool = False
+    """A session goes on when the router has said its last message."""
     wrong_token_at: int | None = None
     """Sends another token for that output token a second time."""
 
@@ -373,6 +375,8 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
                 case "heartbeat":
                     self.renewed.extend(message.heartbeat.renew)
             self.news.set()
+        if not self.script.stays:
+            out.put_nowait(None)
 
     def _begin(self, start: wire.Start) -> None:
         self.starts.append(start)

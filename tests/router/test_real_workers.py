@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -152,6 +153,17 @@ async def test_a_decode_worker_that_is_ended_hands_its_answers_on(server: Privat
         assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]
         assert {(receipt.decode_worker, receipt.attempts) for _, receipt in answers} == {("e", 1)}
         await scene.until_clean("p", "e")
+
+
+async def test_a_worker_drains_at_once_when_its_router_left_after_an_answer(server: PrivateRedis, store: Store) -> None:
+    async with deployment(server, store, d="decode") as scene:
+        await scene.answer(20, 10)
+        scene.router.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(scene.router.process.wait, PATIENCE) == 0
+        left = time.monotonic()
+        scene.workers["d"].send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(scene.workers["d"].wait, PATIENCE) == 0
+        assert time.monotonic() - left < 5, "an ended run that is not retired is kept for a lease of 10 s"
 
 
 async def test_when_the_only_decode_worker_is_lost_the_prefill_worker_decodes(

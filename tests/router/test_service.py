@@ -351,15 +351,16 @@ async def test_a_finished_request_whose_client_reads_nothing_is_let_go_and_can_b
 async def test_a_client_that_reads_slowly_keeps_its_stream():
     course = TokenStream(make_request())
     course.end = AT_LENGTH
-    now = 0.0
+    now = 1.0
 
     async def slow(_: pb.GenerateStreamResponse) -> None:
         nonlocal now
         now += 0.9 * reading.UNREAD_SECONDS
         reader._look()
 
-    with reading.ReaderLease(course) as reader:
-        reader._now = lambda: now
+    reader = reading.ReaderLease(course)
+    reader._now = lambda: now
+    with reader:
         send = reader.watched(slow)
         for _ in range(5):
             await send(pb.GenerateStreamResponse())

@@ -118,8 +118,9 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
         await ended(await scene.dispatcher.begin(make_request(seconds=60)))
         running = await scene.dispatcher.begin(make_request("without a deadline"))
         predicting(scene, 31.0, monkeypatch)
-        with pytest.raises(QueueFull, match="at most 30 s"):
+        with pytest.raises(QueueFull, match="at most 30 s") as refused:
             await scene.dispatcher.begin(make_request("another"))
+        assert refused.value.retry_after == 31.0
         again = await scene.dispatcher.begin(make_request("without a deadline"))
         assert again is running, "one that was accepted is answered, whatever is predicted now"
         await ended(running)
@@ -187,6 +188,9 @@ async def test_a_known_request_is_not_refused_before_it_is_read(store: Store, mo
         await scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
         with pytest.raises(QueueFull):
             await scene.dispatcher.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
+        with monkeypatch.context() as patch:
+            patch.setattr(scene.router.flusher, "is_unavailable", True)
+            await scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
         workers[1].go.set()
         await ended(course)
 

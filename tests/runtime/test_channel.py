@@ -196,6 +196,11 @@ def test_every_option_is_one_that_grpc_knows() -> None:
         assert name.encode() in library, f"{name} would be passed over in silence"
 
 
+def test_a_call_waits_in_grpc_for_longer_than_its_default_of_30_s() -> None:
+    options = dict(server_options(ServerSettings()))
+    assert options["grpc.server_max_unrequested_time_in_server"] > 3600
+
+
 @pytest.mark.slow
 async def test_pings_during_a_long_silence_do_not_end_the_connection() -> None:
     """Pings more often than the 10 s of eager clients; a server with gRPC's defaults sends them away, and at the ping

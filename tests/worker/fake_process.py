@@ -2,7 +2,8 @@
 
 It ends with 3 when torch or transformers were imported all the same; not where it is the fork of a process that has
 them. With CRASH set its engine breaks in the step after the first that somebody else than the warm-up asks for.
-SLOW_LOAD and SLOW_STEP are seconds that the load and each step take, in a call that cannot be interrupted.
+SLOW_LOAD and SLOW_STEP are seconds that the load and each step take, in a call that cannot be interrupted. With
+GREEDY_LOAD set the load never ends, and holds the interpreter's lock for 50 ms or more at a time, as imports do.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def load(settings: WorkerSettings) -> Device:
     if slow := os.environ.get("SLOW_LOAD"):
         logs.get(__name__).info("loading slowly")
         time.sleep(float(slow))
+    while os.environ.get("GREEDY_LOAD"):
+        logs.get(__name__).info("loading greedily")
+        sum(range(4_000_000))
     blocks = settings.kv_bytes // (settings.block_size * 8)
     return Device(num_blocks=blocks, block_size=settings.block_size, vocab_size=4096, window=settings.window)
 

@@ -196,6 +196,15 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_without_finishing_the_load
     assert worker.lines[-1]["event"] == "ended"
 
 
+def test_a_worker_that_is_stopped_while_it_imports_ends_at_the_first_turn_of_its_event_loop(run: Run) -> None:
+    worker = run(GREEDY_LOAD="1")
+    worker.until("loading greedily")
+    assert worker.terminate() == (0, "")
+    events = [line["event"] for line in worker.lines]
+    assert events[-1] == "ended"
+    assert events[events.index("shutdown") :].count("loading greedily") <= 1
+
+
 def test_a_drain_waits_for_what_is_at_work_and_refuses_the_rest(run: Run) -> None:
     worker = run(FAKE, *SMALL, "--lease-ms", "3000")
     with channel_to(worker.ready()) as channel:
