@@ -33,7 +33,6 @@ from decant.router.workers.subscription import (
     RunSubscription,
     SessionDependent,
     SessionObserver,
-    WorkerDraining,
     key_of,
 )
 from decant.runtime import logs
@@ -109,7 +108,7 @@ class WorkerSession:
         """Begin a run, or take it over; while the session is down that is done with the next one."""
         self._runs[following.key] = following
         if self.is_open:
-            self._say(following.first_word())
+            self._say(following.opening_message())
         else:
             self._hope()
 
@@ -197,7 +196,7 @@ class WorkerSession:
             raise StreamBroken("the welcome is of another life", Reason.WRONG_PEER)
         self._welcomed(answer.welcome)
         for following in [each for key, each in self._runs.items() if key not in named]:
-            self._say(following.first_word())  # begun while the worker was greeted
+            self._say(following.opening_message())  # begun while the worker was greeted
 
     def _welcomed(self, welcome: wire.Welcome) -> None:
         self._outgoing.open(list(welcome.orphans))
@@ -226,7 +225,7 @@ class WorkerSession:
         self._slots.clear()
         for following in self._runs.values():
             following.slots.clear()
-            following.asked = None
+            following.last_resend_position = None
         if self.is_busy:
             self._hope()
 
@@ -244,7 +243,7 @@ class WorkerSession:
             self.cancel(wire.Cancel(run=following.run, reason=wire.Cancel.REASON_ATTEMPT))
             self._fail(following, wire.CAUSE_PEER_LOST, detail)
         for guest in list(self.guests):
-            guest.lost(self)
+            guest.on_session_lost()
 
     def _note(self, error: Exception) -> None:
         if isinstance(error, StreamBroken) and error.reason in (Reason.WRONG_PEER, Reason.WRONG_PROTOCOL):
@@ -281,12 +280,23 @@ class WorkerSession:
                 self._join(message.decode_started)
             case "ended":
                 self._ended(message.ended)
-            case "scheduled" | "ticket":
-                self._pass_on(getattr(message, kind))
+            case "scheduled":
+                if (following := self._reported(message.scheduled.run)) is not None:
+                    following.listener.on_scheduled(message.scheduled)
+            case "ticket":
+                if (following := self._reported(message.ticket.run)) is not None:
+                    following.listener.on_offer(message.ticket)
             case "prompt_logprobs":
                 self._explain(message.prompt_logprobs)
-            case "refused" | "failed" | "superseded":
-                self._pass_on(getattr(message, kind), last=True)
+            case "refused":
+                if (following := self._removed(message.refused.run)) is not None:
+                    following.listener.on_refused(message.refused)
+            case "failed":
+                if (following := self._removed(message.failed.run)) is not None:
+                    following.listener.on_failed(message.failed)
+            case "superseded":
+                if (following := self._removed(message.superseded.run)) is not None:
+                    following.listener.on_superseded(message.superseded)
             case None:
                 self.unknown.ignore()
 
@@ -299,7 +309,7 @@ class WorkerSession:
         for entry, (slot, position, token) in enumerate(entries):
             following = slots.get(slot)
             if following is not None:
-                trouble = following.put(position, token, logprobs.get(entry) if logprobs else None)
+                trouble = following.sink.put(position, token, logprobs.get(entry) if logprobs else None)
                 if trouble is not None:
                     self._troubled(following, trouble)
         if self._incomplete:
@@ -308,7 +318,7 @@ class WorkerSession:
 
     def _explain(self, told: wire.PromptLogprobs) -> None:
         following = self._runs.get(key_of(told.run))
-        if following is not None and (trouble := following.explain(told)) is not None:
+        if following is not None and (trouble := following.sink.explain(told)) is not None:
             self._troubled(following, trouble)
 
     def _troubled(self, following: RunSubscription, trouble: WriteError) -> None:
@@ -329,10 +339,10 @@ class WorkerSession:
 
     def _ask_again(self, following: RunSubscription) -> None:
         """Once for each place: the stream loses nothing."""
-        if following.asked != following.position:
-            following.asked = following.position
-            lacking = wire.ResumePosition(output=0, position=following.position)
-            self._say(wire.RouterMessage(resend=wire.Resend(run=following.run, resume=lacking)))
+        if following.last_resend_position != following.position:
+            following.last_resend_position = following.position
+            resend = wire.Resend(run=following.run, resume=following.resume_position)
+            self._say(wire.RouterMessage(resend=resend))
 
     def _hear_beat(self, beat: wire.Heartbeat) -> None:
         self._beat = beat
@@ -342,23 +352,23 @@ class WorkerSession:
         self._watcher.heard(self, beat)
         if beat.load.draining:
             for following in list(self._runs.values()):
-                following.tell(WorkerDraining())
+                following.listener.on_draining()
 
     def _step_older_than(self, ms: int) -> bool:
         beat = self._beat
         return beat.HasField("step_age_ms") and beat.step_age_ms > max(ms, STUCK_STEPS * beat.longest_step_ms)
 
     def _join(self, decode_started: wire.DecodeStarted) -> None:
-        following = self._runs.get(key_of(decode_started.run))
+        following = self._reported(decode_started.run)
         if following is not None:
             self._number(following, decode_started.slots)
-            self._pass_on(decode_started)
+            following.listener.on_decode_started(decode_started)
 
     def _held(self, held: wire.RunStatus) -> None:
-        following = self._runs.get(key_of(held.run))
+        following = self._reported(held.run)
         if following is not None:
             self._number(following, held.slots)
-            self._pass_on(held)
+            following.listener.on_run_status(held)
             for end in held.ended:
                 self._ended(wire.Ended(run=held.run, end=end))
 
@@ -383,18 +393,25 @@ class WorkerSession:
             self._ask_again(following)
 
     def _finish(self, following: RunSubscription) -> None:
+        assert following.ended is not None
         self._forget(following)
         self._outgoing.forget(following.run)
-        following.tell(following.ended)
+        following.listener.on_ended(following.ended)
 
     def _fail(self, following: RunSubscription, cause: wire.Cause, detail: str) -> None:
         self._forget(following)
-        following.tell(wire.Failed(run=following.run, failure=wire.Failure(cause=cause, detail=detail)))
+        failure = wire.Failure(cause=cause, detail=detail)
+        following.listener.on_failed(wire.Failed(run=following.run, failure=failure))
 
-    def _pass_on(self, event: Any, *, last: bool = False) -> None:
-        following = self._runs.get(key_of(event.run))
+    def _reported(self, run: wire.Run) -> RunSubscription | None:
+        """The run, of which the worker has reported something."""
+        following = self._runs.get(key_of(run))
         if following is not None:
             following.start = None
-            if last:
-                self._forget(following)
-            following.tell(event)
+        return following
+
+    def _removed(self, run: wire.Run) -> RunSubscription | None:
+        following = self._runs.get(key_of(run))
+        if following is not None:
+            self._forget(following)
+        return following

@@ -23,6 +23,7 @@ from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from tests.router.fake_worker import FakeWorker, answer, fleet
 from tests.router.harness import PATIENCE, ended_run, make_request, until
+from tests.router.run_recorder import RunRecorder
 
 D = ("d", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
@@ -43,26 +44,26 @@ class Watcher:
 
 @dataclass
 class Run:
-    """A run at a worker, and all that is told of it."""
+    """A run at a worker, and what is reported of it."""
 
     following: RunSubscription
     course: TokenStream
-    told: list[Any]
+    events: list[Any]
 
     @property
     def kinds(self) -> list[type]:
-        return [type(event) for event in self.told]
+        return [type(event) for event in self.events]
 
 
 def make_run(max_tokens: int = 5, attempt: int = 1) -> Run:
     request = make_request(max_tokens=max_tokens)
     course = TokenStream(request)
-    told: list[Any] = []
+    recorder = RunRecorder()
     run = wire.Run(request="t/r", epoch=1, attempt=attempt)
     following = RunSubscription(
-        wire.Start(run=run, engine_request=request.engine_request), TokenWriter(course), told.append
+        wire.Start(run=run, engine_request=request.engine_request), TokenWriter(course), recorder
     )
-    return Run(following, course, told)
+    return Run(following, course, recorder.events)
 
 
 @asynccontextmanager
@@ -133,7 +134,7 @@ async def test_what_another_session_left_there_is_ended() -> None:
             run = make_run()
             opened.start(run.following)
             await until(lambda: len(run.course.tokens) == 2)
-        assert isinstance(run.told[-1], wire.Failed)
+        assert isinstance(run.events[-1], wire.Failed)
         async with session(worker, router):
             await until(lambda: worker.cancels)
             assert worker.cancels[0].run == run.following.run
@@ -152,8 +153,8 @@ async def test_a_start_that_never_arrived_is_said_again_and_one_that_did_is_lost
         opened.start(unheard.following)
         worker.runs.clear()  # it has forgotten what it had
         await until(lambda: len(unheard.course.tokens) == 2)
-        await until(lambda: known.told and isinstance(known.told[-1], wire.Failed))
-        assert known.told[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
+        await until(lambda: known.events and isinstance(known.events[-1], wire.Failed))
+        assert known.events[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
         opened.leave(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
 
 
@@ -259,7 +260,7 @@ async def test_a_session_that_does_not_come_back_loses_its_runs_once() -> None:
         await until(lambda: len(run.course.tokens) == 2)
         await worker.stop()
         await until(lambda: wire.Failed in run.kinds)
-        assert run.told[-1].failure.cause == wire.CAUSE_PEER_LOST
+        assert run.events[-1].failure.cause == wire.CAUSE_PEER_LOST
         assert not opened.is_busy
         assert run.kinds.count(wire.Failed) == 1
 
@@ -280,7 +281,7 @@ async def test_the_runs_of_a_killed_worker_are_lost_at_once(
         else:
             await worker.stop()
         await until(lambda: wire.Failed in run.kinds)
-        assert run.told[-1].failure.cause == wire.CAUSE_PEER_LOST
+        assert run.events[-1].failure.cause == wire.CAUSE_PEER_LOST
         assert not opened.is_busy
 
 

@@ -33,6 +33,7 @@ from decant.state.store import Store
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker, fleet, logprobs_of
 from tests.router.harness import Core, core, ended, make_request, until, written
+from tests.router.run_recorder import RunRecorder
 
 P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 SHOWN = pb.ResponseOptions(logprobs=1)
@@ -63,12 +64,12 @@ def follow(
 ) -> tuple[TokenStream, list[Any]]:
     """A running sequence of that session: its tokens, and the events that its attempt gets."""
     shown = pb.ResponseOptions() if logprobs is None else pb.ResponseOptions(logprobs=logprobs)
-    course, events = TokenStream(make_request(request, max_tokens=1000, shown=shown)), list[Any]()
+    course, recorder = TokenStream(make_request(request, max_tokens=1000, shown=shown)), RunRecorder()
     run = wire.Run(request=request, epoch=1, attempt=1)
-    following = RunSubscription(wire.Start(run=run), TokenWriter(course), events.append)
+    following = RunSubscription(wire.Start(run=run), TokenWriter(course), recorder)
     session._runs[following.key] = session._slots[slot] = following
     following.slots.add(slot)
-    return course, events
+    return course, recorder.events
 
 
 def more_ids_than_logprobs(found: wire.TokenLogprobs) -> None:
