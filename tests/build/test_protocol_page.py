@@ -11,8 +11,8 @@ RULES = re.split(r"^- ", PAGE, flags=re.MULTILINE)[1:]
 
 
 def names(label: str, rule: str) -> list[str]:
-    """What stands in backticks behind `label`, up to the full stop that ends the line."""
-    match = re.search(rf"^  {label}:\s(.+?)\.$", rule, re.MULTILINE | re.DOTALL)
+    """What stands in backticks in the entry of that label below the rule."""
+    match = re.search(rf"^    - {label}: *((?:[^\n]|\n      )+)", rule, re.MULTILINE)
     return re.findall(r"`([^`]+)`", match[1]) if match else []
 
 
