@@ -284,7 +284,7 @@ class DecodeLeg(Leg):
         """Another worker has the run, with all its tokens."""
         self._is_closed = True
         self._release()
-        self.worker.session.forget(self._subscription)
+        self.worker.session.retire(self._subscription)
 
     def _release(self) -> None:
         self._drop_ticket()
@@ -293,7 +293,7 @@ class DecodeLeg(Leg):
 
     def _leave(self, cancel: wire.Cancel | None) -> None:
         if cancel is not None:
-            self.worker.session.leave(self._subscription, cancel)
+            self.worker.session.abandon(self._subscription, cancel)
 
     def _drop_ticket(self) -> None:
         if self._ticket is not None:

@@ -155,7 +155,7 @@ async def test_a_start_that_never_arrived_is_said_again_and_one_that_did_is_lost
         await until(lambda: len(unheard.course.tokens) == 2)
         await until(lambda: known.events and isinstance(known.events[-1], wire.Failed))
         assert known.events[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
-        opened.leave(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
+        opened.abandon(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
 
 
 async def test_a_start_while_the_worker_is_greeted_is_said_after_the_welcome() -> None:
@@ -182,7 +182,7 @@ async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_nex
         worker.break_session()
         await until(lambda: len(worker.hellos) == 2 if is_greeted else not opened.is_open)
         cancel = wire.Cancel(run=run.following.run, reason=wire.Cancel.REASON_STOP_TEXT, end_position=4)
-        opened.leave(run.following, cancel)
+        opened.abandon(run.following, cancel)
         worker.script.refuse_sessions = False
         worker.go.set()
         await until(lambda: worker.cancels)
@@ -338,7 +338,7 @@ async def test_a_stuck_step_is_one_far_older_than_its_like() -> None:
         await until(lambda: opened.is_stuck)
         worker.script.stuck_ms = 1_900
         await until(lambda: not opened.is_stuck)
-        opened._hear_beat(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
+        opened._on_heartbeat(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
         assert not opened.is_stuck, "its like take as long"
         assert watcher.loads > 0
 
