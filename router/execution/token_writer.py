@@ -12,13 +12,19 @@ anybody reads it, and only where there are such texts. This is the path of every
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Protocol
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.workers.token_sink import WriteError
 from decant.state.logprobs import Logprobs
+
+
+class StopListener(Protocol):
+    """Is notified when a token completes a stop string: the attempt that runs."""
+
+    def on_stop_string(self) -> None: ...
 
 
 class TokenWriter:
@@ -28,8 +34,7 @@ class TokenWriter:
         self.course = course
         self.stopped: Finish | None = None
         """Set by the token that completed a stop text."""
-        self.tell_stopped: Callable[[], None] | None = None
-        """Called when that is."""
+        self.listener: StopListener | None = None
         begin = course.request.new_output_text
         self._text = begin() if begin is not None else None
         self._tokens = course.tokens
@@ -90,8 +95,8 @@ class TokenWriter:
         if self._text.stop is not None:
             self.stopped = Finish(pb.FINISH_REASON_STOP, stop_text=self._text.stop)
             self._text = None
-            if self.tell_stopped is not None:
-                self.tell_stopped()
+            if self.listener is not None:
+                self.listener.on_stop_string()
 
 
 def _copied(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:

@@ -166,7 +166,7 @@ async def core(
         assert not any(pool.waiting_lines.values())
         for worker in list(pool._workers.values()):
             assert not worker.session.is_busy
-            assert not worker.session._slots
+            assert not worker.session._runs.has_slots
             assert worker.load.work.ours == worker.load.sequences.ours == 0
     finally:
         await dispatcher.close()
