@@ -114,16 +114,16 @@ class Execution:
         self._request = request
         self._home = home
         self._router = router
-        self._job = AttemptContext(self.course, self.owned, TokenWriter(self.course))
+        self._context = AttemptContext(self.course, self.owned, TokenWriter(self.course))
         self._admitted: AdmissionSlot | None = None
         self._attempt: Attempt | None = None
         self.is_recorded = adopted is not None  # or may be
         if adopted is None:
-            self._job.wait = router.pool.waits[request.engine_request.model].enter(request.engine_request.priority)
+            self._context.wait = router.pool.waits[request.engine_request.model].enter(request.engine_request.priority)
         else:
-            self._job.holder = _holder(adopted) if self.owned.is_explained else None
-            self._job.from_tokens = bool(adopted.entries)
-            self._job.layout = _layout(adopted, router.pool)
+            self._context.current_decode_worker = _holder(adopted) if self.owned.is_explained else None
+            self._context.local_prefill = bool(adopted.entries)
+            self._context.layout = _layout(adopted, router.pool)
             router.bookings.hold(request.key)
             self.accepted.set_result(None)
 
@@ -152,15 +152,15 @@ class Execution:
         if self.course.end is not None:
             return
         self.course.end = end
-        if self._job.wait is not None:
-            self._job.wait.over()
+        if self._context.wait is not None:
+            self._context.wait.over()
         self.course.told()
         self._home.ended(self)
         self.come_back()
         if self._attempt is not None:
             self._attempt.close(reason)
-        elif self._job.holder is not None:
-            self._router.pool.cancel(self._job.holder, self._run(), reason)
+        elif self._context.current_decode_worker is not None:
+            self._router.pool.cancel(self._context.current_decode_worker, self._run(), reason)
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
         if self._admitted is not None:
@@ -209,7 +209,7 @@ class Execution:
         self.end(Cancelled() if cancelled else self._moved(is_resumed=error.stream_epoch > self.owned.epoch))
 
     def _run(self) -> wire.Run:
-        return self._job.run()
+        return self._context.run()
 
     @property
     def is_void(self) -> bool:
@@ -224,7 +224,7 @@ class Execution:
         router, request = self._router, self._request
         if self.is_recorded:
             self._admitted = router.admission.enter_at_once()
-            if self._job.holder is None:
+            if self._context.current_decode_worker is None:
                 self.owned.start_over(datetime.now(UTC))
             router.flusher.begin(self)
             return
@@ -265,11 +265,11 @@ class Execution:
         self.course.resumable = False
 
     async def _answer(self) -> Finish:
-        router, job = self._router, self._job
+        router, context = self._router, self._context
         for block_tokens in router.pool.block_sizes(self._request.engine_request.model):
-            await job.prefix.prepare(block_tokens)
+            await context.prefix.prepare(block_tokens)
         while True:
-            self._attempt = attempt = Attempt(job, router.pool, router.peer)
+            self._attempt = attempt = Attempt(context, router.pool, router.peer)
             try:
                 end = await attempt.run()
             except AttemptFailed as failed:
@@ -277,25 +277,25 @@ class Execution:
             except OwnedElsewhere as superseded:
                 raise await self._superseded_by(superseded) from None
             except NoWorker:
-                job.note(attempt.giver, attempt.taker, wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
+                attempt.record(wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
                 raise self._lost(Reason.NO_WORKER, "no worker can take the request now") from None
             else:
-                job.note(attempt.giver, attempt.taker)
+                attempt.record()
                 return end
 
     def _failed(self, attempt: Attempt, failed: AttemptFailed) -> None:
         """The next attempt is prepared. Raises what the client learns when there is none."""
-        job, failure = self._job, failed.failure
+        context, failure = self._context, failed.failure
         attempt.close(wire.Cancel.REASON_ATTEMPT)
-        job.note(attempt.giver, attempt.taker, failure)
-        job.holder = None
+        attempt.record(failure)
+        context.current_decode_worker = None
         _log.warning("attempt failed", attempt=self.owned.attempt, why=str(failed))
         if failure.cause == wire.CAUSE_ID_REUSED:
             self._avoid_other_request(attempt)
         if failed.blamed is not None:
-            job.avoid.add(failed.blamed)
+            context.excluded_workers.add(failed.blamed)
             self._router.pool.blame(failed.blamed)
-        job.from_tokens |= attempt.had_ticket or bool(self.course.tokens)
+        context.local_prefill |= attempt.had_ticket or bool(self.course.tokens)
         if self.owned.attempt >= self._router.settings.attempts and written_out(self.course) is None:
             raise self._lost(Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
         append_new(self.owned, self.course)
@@ -306,7 +306,7 @@ class Execution:
         if self.owned.told is None:
             self.is_superseded = True
             raise AlreadyExists(self.owned.key.id)
-        self._job.avoid.update(worker.life for worker in (attempt.giver, attempt.taker) if worker is not None)
+        self._context.excluded_workers.update(worker.life for worker in attempt.workers)
 
     async def _superseded_by(self, error: OwnedElsewhere) -> ServiceError:
         """What the store says of the owner that a worker knows of.

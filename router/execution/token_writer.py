@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
-from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
@@ -31,6 +31,12 @@ class WriteError(Enum):
     MALFORMED = "malformed"  # no token of this output, or not with the logprobs that were asked for
 
 
+class StopListener(Protocol):
+    """Is notified when a token completes a stop string: the attempt that runs."""
+
+    def on_stop_string(self) -> None: ...
+
+
 class TokenWriter:
     """The one writer of a course's tokens. A course that has ended, or is stopped, is written no more."""
 
@@ -38,8 +44,7 @@ class TokenWriter:
         self.course = course
         self.stopped: Finish | None = None
         """Set by the token that completed a stop text."""
-        self.tell_stopped: Callable[[], None] | None = None
-        """Called when that is."""
+        self.listener: StopListener | None = None
         begin = course.request.begin_text
         self._text = begin() if begin is not None else None
         self._tokens = course.tokens
@@ -100,8 +105,8 @@ class TokenWriter:
         if self._text.stop is not None:
             self.stopped = Finish(pb.FINISH_REASON_STOP, stop_text=self._text.stop)
             self._text = None
-            if self.tell_stopped is not None:
-                self.tell_stopped()
+            if self.listener is not None:
+                self.listener.on_stop_string()
 
 
 def _copied(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:

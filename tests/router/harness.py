@@ -164,7 +164,7 @@ async def core(
         assert not any(pool.lines.values())
         for worker in list(pool._workers.values()):
             assert not worker.session.is_busy
-            assert not worker.session._slots
+            assert not worker.session._runs.has_slots
             assert worker.view.work.ours == worker.view.sequences.ours == 0
     finally:
         await dispatcher.close()

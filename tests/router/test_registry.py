@@ -425,7 +425,7 @@ async def test_without_any_worker_a_request_is_refused_at_once(store: Store) -> 
 async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hanging(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decant.router.execution.assignment.GONE_SECONDS", 0.5)
+    monkeypatch.setattr("decant.router.execution.placement_search.NO_WORKER_PATIENCE_S", 0.5)
     async with fleet(D) as workers, core(store, workers) as scene:
         workers[0].script.pause_at = 2
         course = await scene.dispatcher.begin(make_request())
@@ -634,7 +634,7 @@ async def test_a_bug_ends_the_course_too(store: Store, monkeypatch: pytest.Monke
         def broken(*_: object) -> None:
             raise KeyError("a bug")
 
-        monkeypatch.setattr("decant.router.execution.assignment.WorkerAssignment._place", broken)
+        monkeypatch.setattr("decant.router.execution.placement_search.PromptSearch.choose", broken)
         course = await scene.answer(make_request())
         assert error_of(course).reason is Reason.INTERNAL
         assert (await stored(store, scene)).state == FAILED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -220,14 +221,22 @@ async def stopped_pen() -> tuple[TokenWriter, TokenStream, list[int]]:
     return TokenWriter(TokenStream(request)), TokenStream(request), tokens
 
 
+@dataclass
+class StopRecorder:
+    writer: TokenWriter
+    stops: list[Finish | None] = field(default_factory=list)
+
+    def on_stop_string(self) -> None:
+        self.stops.append(self.writer.stopped)
+
+
 async def test_what_comes_after_a_stop_is_dropped_and_never_missed():
     pen, _, tokens = await stopped_pen()
-    told: list[Finish | None] = []
-    pen.tell_stopped = lambda: told.append(pen.stopped)
+    pen.listener = recorder = StopRecorder(pen)
     base = pen.position
     for place, token in enumerate(tokens):
         assert pen.put(base + place, token) is None
-    assert told == [Finish(pb.FINISH_REASON_STOP, stop_text="return")]
+    assert recorder.stops == [Finish(pb.FINISH_REASON_STOP, stop_text="return")]
     written = list(pen.course.tokens)
     assert pen.put(base + len(tokens) + 5, 7) is None  # no gap: nothing is wanted any more
     assert pen.put(base, tokens[0] + 1) is WriteError.CONFLICT

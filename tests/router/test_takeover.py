@@ -79,7 +79,7 @@ async def test_every_router_may_be_alive_until_a_reopened_session_names_those_th
         pool = scene.router.pool
         await until(lambda: not pool.is_connected(GONE))
         (worker,) = pool.of(MODEL)
-        worker.session._watcher.opened(worker.session)
+        worker.session._observer.opened(worker.session)
         assert pool.is_connected(GONE)
         await until(lambda: not pool.is_connected(GONE))
 
