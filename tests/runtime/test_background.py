@@ -1,0 +1,112 @@
+"""A background task runs while its owner lives, reports a crash, and ends within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from decant.runtime.background import BackgroundTask
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def crash() -> None:
+    raise ValueError("broken")
+
+
+async def test_runs_inside_the_block_only() -> None:
+    async with BackgroundTask("forever", forever) as task:
+        await asyncio.sleep(0)
+        assert task.is_running
+    assert not task.is_running
+
+
+async def test_close_waits_for_the_clean_up() -> None:
+    steps = []
+
+    async def clean_up_slowly() -> None:
+        try:
+            await forever()
+        finally:
+            await asyncio.sleep(0.01)
+            steps.append("cleaned up")
+
+    task = BackgroundTask("slow", clean_up_slowly)
+    task.start()
+    await asyncio.sleep(0)
+    await task.close()
+    assert steps == ["cleaned up"]
+
+
+async def test_a_crash_is_reported_at_once() -> None:
+    crashes = asyncio.Queue[tuple[str, BaseException]]()
+    async with BackgroundTask("part", crash, lambda *report: crashes.put_nowait(report)) as task:
+        name, error = await crashes.get()
+        assert (name, str(error)) == ("part", "broken")
+        assert not task.is_running
+
+
+async def test_close_raises_a_crash_that_has_no_other_reader() -> None:
+    task = BackgroundTask("part", crash)
+    task.start()
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="broken"):
+        await task.close()
+
+
+async def test_a_crash_while_it_is_cancelled_is_reported() -> None:
+    crashes = []
+
+    async def crash_at_the_end() -> None:
+        try:
+            await forever()
+        finally:
+            await crash()
+
+    async with BackgroundTask("part", crash_at_the_end, lambda name, error: crashes.append(error)):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [str(error) for error in crashes] == ["broken"]
+
+
+async def test_close_leaves_a_task_behind_that_does_not_end() -> None:
+    let_go = asyncio.Event()
+
+    async def ignore_cancellation() -> None:
+        while not let_go.is_set():
+            try:
+                await let_go.wait()
+            except asyncio.CancelledError:
+                continue
+
+    task = BackgroundTask("stubborn", ignore_cancellation, close_seconds=0.01)
+    task.start()
+    await asyncio.sleep(0)
+    await task.close()
+    assert task.is_running
+    let_go.set()
+    await task.close()
+    assert not task.is_running
+
+
+async def test_a_task_may_return_by_itself_and_be_closed_twice() -> None:
+    async def return_at_once() -> None:
+        pass
+
+    crashes = []
+    task = BackgroundTask("short", return_at_once, lambda *report: crashes.append(report))
+    await task.close()
+    task.start()
+    await asyncio.sleep(0)
+    await task.close()
+    await task.close()
+    assert not crashes
+
+
+async def test_starts_once() -> None:
+    async with BackgroundTask("forever", forever) as task:
+        with pytest.raises(RuntimeError, match="forever was started before"):
+            task.start()
