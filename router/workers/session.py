@@ -53,7 +53,7 @@ class WorkerSession:
     ) -> None:
         self.worker = worker
         self.over = False
-        """The worker is another incarnation, speaks another protocol, or the router leaves: never open again."""
+        """The worker is another incarnation or speaks another protocol, or the router leaves: never open again."""
         self.tried = asyncio.Event()
         """Set once the session was opened, or could not be."""
         self.guests: set[SessionDependent] = set()

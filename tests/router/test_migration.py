@@ -273,7 +273,7 @@ async def test_a_taker_that_is_lost_leaves_it_where_it_was_or_costs_an_attempt(s
 
 def _reserve(engine: Engine, number: int) -> IncomingSequence:
     """One of the places among the running of a worker, taken."""
-    return engine.reserve(Request(f"crowd-{number}", (1, 2, 3)))
+    return engine.transfers.reserve(Request(f"crowd-{number}", (1, 2, 3)))
 
 
 def _let_go(place: Place, crowd: list[IncomingSequence]) -> None:
