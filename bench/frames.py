@@ -19,8 +19,10 @@ import grpc
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
-from decant.router.execution.token_stream import OutputOptions, TokenStream, ValidRequest
+from decant.router.execution.token_stream import TokenStream
 from decant.router.execution.token_writer import TokenWriter
+from decant.router.execution.valid_request import ValidRequest
+from decant.router.text.output_text import OutputOptions
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
 from decant.runtime.channel import Deadline, open_channel
@@ -141,9 +143,9 @@ def _course(number: int) -> TokenStream:
         payload=pb.GenerateRequest(),
         engine_request=wire.EngineRequest(stopping=wire.Stopping(max_tokens=MAX_TOKENS)),
         prompt_tokens=PROMPT,
-        wanted=OutputOptions(),
+        output_options=OutputOptions(),
         deadline=Deadline(),
-        id_made_up=False,
+        id_generated=False,
         accepted_at=0.0,
     )
     return TokenStream(request)

@@ -54,7 +54,7 @@ class Attempt:
         except Complete:
             await self._until_prompt_logprobs()
         for worker in self._recorder.workers:
-            worker.praise()
+            worker.record_success()
         finish = self._legs.finish
         assert finish is not None
         return finish
@@ -113,7 +113,7 @@ class Attempt:
                 if holder is not None:
                     return await self._until_joined(self._adopt(holder))
                 placement = await self._legs.until_search_ends(PromptSearch(self._context, self._pool))
-                worker = self._pool.worker(placement.life)
+                worker = self._pool.worker(placement.incarnation)
                 return await (self._split(worker) if placement.prefill else self._until_joined(self._start(worker)))
             except NoCapacity as refusal:
                 holder = None
@@ -207,7 +207,7 @@ class Attempt:
         choice = choose_migration_target(self._context, self._pool, source.worker, self._failed_targets)
         if choice is None:
             return None
-        self._pool.hold(ticket, source.worker)
+        self._pool.renew_ticket(ticket, source.worker)
         request = self._context.engine_request(len(self._context.stream.tokens))
         opening = wire.Start(run=self._run, engine_request=request, ticket=ticket)
         leg = DecodeLeg(self._context, self._pool, self._pool.worker(choice), opening, self)
@@ -231,7 +231,7 @@ class Attempt:
 
     def _drop_refused(self, leg: Leg) -> None:
         """Its worker has no capacity: it holds nothing of the run."""
-        leg.worker.view.refused()
+        leg.worker.load.mark_full()
         if self._decode is not None:
             self._drop_decode(self._decode)
         if leg is self._prefill:
@@ -251,17 +251,19 @@ class Attempt:
         leg.close(wire.Cancel(run=self._run, reason=wire.Cancel.REASON_ATTEMPT))
         failure, worker = leg.failure, leg.worker
         if isinstance(failure, NoCapacity):
-            worker.view.refused()
+            worker.load.mark_full()
             return
-        self._failed_targets.add(worker.life)
-        if isinstance(failure, AttemptFailed) and failure.blamed == worker.life:
-            worker.blame()
+        self._failed_targets.add(worker.incarnation)
+        if isinstance(failure, AttemptFailed) and failure.blamed == worker.incarnation:
+            worker.record_failure()
 
     async def _until_prompt_logprobs(self) -> None:
         """The prefill call is a stream of its own: it may be slower than the answer."""
         prefill, stream = self._prefill, self._context.stream
         if prefill is not None:
-            await self._legs.until_over(lambda: stream.is_explained or prefill.is_over or prefill.failure is not None)
+            await self._legs.until_over(
+                lambda: stream.has_prompt_logprobs or prefill.is_over or prefill.failure is not None
+            )
 
 
 def _never() -> bool:

@@ -65,7 +65,7 @@ class NoCapacity(Exception):
     """A worker refused its part of an attempt for now: the same attempt goes elsewhere."""
 
     def __init__(self, leg: Leg) -> None:
-        super().__init__(f"{leg.worker.life.id} has no capacity")
+        super().__init__(f"{leg.worker.incarnation.id} has no capacity")
         self.leg = leg
 
 

@@ -26,12 +26,12 @@ from decant.router.execution.failures import (
 from decant.router.execution.finish import ended_by
 from decant.router.execution.recorder import AttemptRecorder
 from decant.router.execution.token_stream import Finish
-from decant.router.execution.token_writer import WriteError
 from decant.router.placement.worker_load import LoadReservation
 from decant.router.workers.pool import WorkerHandle, WorkerPool
 from decant.router.workers.prefill_call import PrefillCall
 from decant.router.workers.stream_io import StreamBroken
 from decant.router.workers.subscription import RunSubscription
+from decant.router.workers.token_sink import WriteError
 from decant.runtime import logs
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import DeadlineExceeded
@@ -92,7 +92,7 @@ class Leg(ABC):
         if refused.failure.cause in NO_ROOM:
             self._fail(NoCapacity(self))
         else:
-            self._fail(raised_by(refused.failure, self.worker.life))
+            self._fail(raised_by(refused.failure, self.worker.incarnation))
 
     def on_superseded(self, superseded: wire.Superseded) -> None:
         self._fail_attempt(OwnedElsewhere(superseded.epoch))
@@ -108,7 +108,7 @@ class Leg(ABC):
 
     def _error(self, cause: wire.Cause, detail: str) -> AttemptFailed:
         """For which this leg's worker is to blame."""
-        return AttemptFailed(wire.Failure(cause=cause, detail=detail), self.worker.life)
+        return AttemptFailed(wire.Failure(cause=cause, detail=detail), self.worker.incarnation)
 
     def _finish_with(self, end: wire.OutputEnd) -> None:
         stream = self._context.stream
@@ -117,7 +117,7 @@ class Leg(ABC):
         except DeadlineExceeded as error:
             self._fail(error)
         if self.finish is None:  # the worker cancelled it, and not for this router
-            detail = f"{self.worker.life.id} ended it: {end.reason}"
+            detail = f"{self.worker.incarnation.id} ended it: {end.reason}"
             self._fail(AttemptFailed(wire.Failure(cause=wire.CAUSE_CANCELLED, detail=detail), None))
         self._owner.wake()
 
@@ -141,7 +141,7 @@ class PrefillLeg(Leg):
         self._recorder = recorder
         self._has_first_tokens = False
         self._position = context.writer.position  # of the first output token
-        self._reservation = worker.view.send(context.prefix, self._position, computed=True)
+        self._reservation = worker.load.reserve(context.prefix, self._position, computed=True)
         worker.session.guests.add(self)
         self._call = PrefillCall(worker.prefill, request, self)
 
@@ -161,15 +161,15 @@ class PrefillLeg(Leg):
     def renew_ticket(self) -> None:
         """From now until a decode worker has it."""
         if self.ticket is not None:
-            self._pool.hold(self.ticket, self.worker)
+            self._pool.renew_ticket(self.ticket, self.worker)
 
     def _release(self) -> None:
-        self._reservation.over()
+        self._reservation.release()
         self.worker.session.guests.discard(self)
 
     def _leave(self, cancel: wire.Cancel | None) -> None:
         if self.ticket is not None:
-            self._pool.drop(self.ticket)
+            self._pool.drop_ticket(self.ticket)
         self._call.close()
         if cancel is not None and not self.is_over:
             self.worker.session.cancel(cancel)
@@ -181,7 +181,7 @@ class PrefillLeg(Leg):
 
     def on_first_tokens(self, message: wire.FirstTokens) -> None:
         self._has_first_tokens = True
-        self._reservation.read()
+        self._reservation.mark_prefilled()
         self._recorder.on_first_tokens(message, self.started_at)
         for first in message.tokens:
             self._append(first)
@@ -194,7 +194,7 @@ class PrefillLeg(Leg):
         logprobs = first.logprobs if first.HasField("logprobs") else None
         error = self._context.writer.put(self._position, first.token, logprobs)
         if error is WriteError.CONFLICT:
-            _log.error("a first token differs from the known one", worker=self.worker.life.id)
+            _log.error("a first token differs from the known one", worker=self.worker.incarnation.id)
         elif error is WriteError.MALFORMED:
             self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "its first token or the logprobs are malformed"))
 
@@ -204,7 +204,7 @@ class PrefillLeg(Leg):
         self._owner.wake()
 
     def on_failed(self, failed: wire.Failed) -> None:
-        self._fail(raised_by(failed.failure, self.worker.life))
+        self._fail(raised_by(failed.failure, self.worker.incarnation))
 
     def on_over(self, broken: StreamBroken | None) -> None:
         self.is_over = True
@@ -243,10 +243,10 @@ class DecodeLeg(Leg):
         self._reservation: LoadReservation | None = None
         if isinstance(opening, wire.Start):
             has_ticket = opening.HasField("ticket")
-            self._reservation = worker.view.send(context.prefix, context.writer.position, computed=not has_ticket)
+            self._reservation = worker.load.reserve(context.prefix, context.writer.position, computed=not has_ticket)
             if has_ticket:
                 self._ticket = opening.ticket
-                pool.claimed(opening.ticket)
+                pool.stop_renewing(opening.ticket)
         self._subscription = RunSubscription(opening, context.writer, self)
         worker.session.start(self._subscription)
 
@@ -289,7 +289,7 @@ class DecodeLeg(Leg):
     def _release(self) -> None:
         self._drop_ticket()
         if self._reservation is not None:
-            self._reservation.over()
+            self._reservation.release()
 
     def _leave(self, cancel: wire.Cancel | None) -> None:
         if cancel is not None:
@@ -297,7 +297,7 @@ class DecodeLeg(Leg):
 
     def _drop_ticket(self) -> None:
         if self._ticket is not None:
-            self._pool.drop(self._ticket)
+            self._pool.drop_ticket(self._ticket)
 
     def _set_scheduled(self) -> None:
         self._is_scheduled = True
@@ -307,7 +307,7 @@ class DecodeLeg(Leg):
         self._set_scheduled()
         self._is_joined = True
         if self._reservation is not None:
-            self._reservation.read()
+            self._reservation.mark_prefilled()
 
     def on_scheduled(self, message: wire.Scheduled) -> None:
         self.scheduled = message
@@ -344,4 +344,4 @@ class DecodeLeg(Leg):
         if failed.failure.cause == wire.CAUSE_CANCELLED and self._ticket is not None:
             self._fail(NothingToFetch(failed.failure, None))
         else:
-            self._fail(raised_by(failed.failure, self.worker.life))
+            self._fail(raised_by(failed.failure, self.worker.incarnation))

@@ -6,11 +6,17 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from decant.protos import worker_pb2 as wire
-from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY
 from decant.router.execution.attempt_context import AttemptContext
-from decant.router.placement.policy import Placement, PlacementRequest, WorkerSnapshot, first_place, taker
+from decant.router.placement.policy import (
+    Placement,
+    PlacementRequest,
+    WorkerSnapshot,
+    choose_decode_worker,
+    choose_first_worker,
+)
 from decant.router.workers.pool import WorkerHandle, WorkerPool
 from decant.router.workers.waiting_line import Kind, WaitsFor
+from decant.runtime.admission import SECONDS_PER_PRIORITY
 from decant.state.ids import Incarnation
 
 NO_WORKER_PATIENCE_S = 5.0
@@ -28,7 +34,7 @@ class Search(ABC, Generic[_T]):
         request = context.stream.request
         self._context = context
         self._pool = pool
-        self.line = pool.lines[context.model]
+        self.line = pool.waiting_lines[context.model]
         self.order = request.accepted_at - request.engine_request.priority * SECONDS_PER_PRIORITY
         self.kind = self._kind()
 
@@ -46,7 +52,7 @@ class Search(ABC, Generic[_T]):
 
     def _workers(self) -> list[WorkerSnapshot]:
         context = self._context
-        return self._pool.seen(context.model, context.excluded_workers, context.prefix)
+        return self._pool.snapshot(context.model, context.excluded_workers, context.prefix)
 
     def _request(self) -> PlacementRequest:
         context = self._context
@@ -63,7 +69,7 @@ class PromptSearch(Search[Placement]):
     """For the first worker: one that prefills for another, or one that also decodes."""
 
     def choose(self) -> Placement | None:
-        return first_place(self._workers(), self._request())
+        return choose_first_worker(self._workers(), self._request())
 
     def _kind(self) -> Kind:
         request = self._request()
@@ -80,11 +86,11 @@ class CacheSearch(Search[Incarnation]):
         self, context: AttemptContext, pool: WorkerPool, ticket: wire.Ticket, prefill_worker: WorkerHandle
     ) -> None:
         self._ticket = ticket
-        self._prefill_worker = prefill_worker.life
+        self._prefill_worker = prefill_worker.incarnation
         super().__init__(context, pool)
 
     def choose(self) -> Incarnation | None:
-        return taker(self._workers(), self._request(), self._ticket.layout, self._prefill_worker)
+        return choose_decode_worker(self._workers(), self._request(), self._ticket.layout, self._prefill_worker)
 
     def _kind(self) -> Kind:
         return Kind(WaitsFor.CACHE, self._ticket.layout, self._prefill_worker)
@@ -94,6 +100,8 @@ def choose_migration_target(
     context: AttemptContext, pool: WorkerPool, source: WorkerHandle, excluded: set[Incarnation]
 ) -> Incarnation | None:
     """A worker that can go on with a sequence of ``source`` now; none that failed of late."""
-    workers = pool.seen(context.model, context.excluded_workers | excluded, context.prefix)
+    workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix)
     candidates = [worker for worker in workers if not worker.avoided]
-    return taker(candidates, PlacementRequest(tokens=context.writer.position), source.facts.layout, source.life)
+    return choose_decode_worker(
+        candidates, PlacementRequest(tokens=context.writer.position), source.facts.layout, source.incarnation
+    )

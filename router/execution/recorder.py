@@ -41,11 +41,11 @@ class AttemptRecorder:
     def assign_prefill(self, worker: WorkerHandle | None) -> None:
         """None: the worker refused it."""
         self.prefill_worker = worker
-        self._trace.prefill_worker = "" if worker is None else worker.life.id
+        self._trace.prefill_worker = "" if worker is None else worker.incarnation.id
 
     def assign_decode(self, worker: WorkerHandle | None) -> None:
         self.decode_worker = worker
-        self._trace.decode_worker = "" if worker is None else worker.life.id
+        self._trace.decode_worker = "" if worker is None else worker.incarnation.id
 
     def record(self, failure: wire.Failure | None = None) -> None:
         self._context.record_workers(self.prefill_worker, self.decode_worker, failure)
@@ -54,7 +54,7 @@ class AttemptRecorder:
         owned = self._context.owned
         for stage in _SPLIT if self.is_split else _LOCAL:
             if owned.state < stage <= state:
-                owned.move(stage, datetime.now(UTC))
+                owned.transition(stage, datetime.now(UTC))
                 self.record()
 
     # A prefill worker's reports
@@ -68,7 +68,7 @@ class AttemptRecorder:
         """The prefill worker was called at ``called_at``."""
         self._first_token_at = self._now()
         self._trace.prefill_s = message.prefill_us / 1e6
-        self._costs.read(self._tokens - message.cached_tokens, self._trace.prefill_s, beside_answers=False)
+        self._costs.add_prefill(self._tokens - message.cached_tokens, self._trace.prefill_s, on_decode_worker=False)
         self._context.stream.cached_tokens = message.cached_tokens
         self._set_scheduled(called_at + message.queued_us / 1e6)
         self.advance(Generation.STATE_PREFILLING)
@@ -104,16 +104,16 @@ class AttemptRecorder:
             self._add_transfer_cost(trace.handoff_s + trace.decode_wait_s, cached_tokens)
         else:
             trace.prefill_s = message.from_tokens.prefill_us / 1e6
-            self._costs.read(self._tokens - cached_tokens, trace.prefill_s, beside_answers=True)
+            self._costs.add_prefill(self._tokens - cached_tokens, trace.prefill_s, on_decode_worker=True)
 
     def _add_transfer_cost(self, seconds: float, cached_tokens: int) -> None:
         """At most the time since the first token. Blocks are also sent while the prompt is computed, and the fetch may
         have waited for free blocks: neither is a cost of the transfer."""
         paused = 0.0 if self._first_token_at is None else self._now() - self._first_token_at
-        self._costs.moved(self._tokens - cached_tokens, min(seconds, paused))
+        self._costs.add_transfer(self._tokens - cached_tokens, min(seconds, paused))
 
     def _set_scheduled(self, at: float) -> None:
         if self._context.wait is not None:
-            self._context.wait.begun()
+            self._context.wait.mark_scheduled()
         self._trace.taken_up_at = at
         self._trace.queue_s = max(0.0, at - self._began_at)

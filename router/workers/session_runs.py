@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_writer import WriteError, unpack
 from decant.router.workers.outgoing import Outgoing
 from decant.router.workers.subscription import RunKey, RunSubscription, key_of
+from decant.router.workers.token_sink import WriteError
 from decant.runtime import logs
+from decant.runtime.packed import unpack
 
 _log = logs.get(__name__)
 

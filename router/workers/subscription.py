@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_writer import TokenWriter
+from decant.router.workers.token_sink import TokenSink
 
 if TYPE_CHECKING:
     from decant.router.workers.session import WorkerSession
@@ -63,7 +63,7 @@ class RunListener(Protocol):
 class RunSubscription:
     """A run at one worker, with one output, as its session knows it."""
 
-    def __init__(self, opening: wire.Start | wire.Adopt, sink: TokenWriter, listener: RunListener) -> None:
+    def __init__(self, opening: wire.Start | wire.Adopt, sink: TokenSink, listener: RunListener) -> None:
         self.run = opening.run
         self.key = key_of(opening.run)
         self.sink = sink

@@ -15,10 +15,12 @@ from structlog.testing import capture_logs
 
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.token_stream import TokenStream
-from decant.router.execution.token_writer import TokenWriter, WriteError, pack, unpack
+from decant.router.execution.token_writer import TokenWriter
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
+from decant.router.workers.token_sink import WriteError
 from decant.runtime.channel import open_channel
+from decant.runtime.packed import pack, unpack
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from tests.router.fake_worker import FakeWorker, answer, fleet

@@ -22,12 +22,13 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.execution.failures import AttemptFailed, raised_by
 from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.token_writer import TokenWriter, pack
+from decant.router.execution.token_writer import TokenWriter
 from decant.router.placement.worker_load import WorkerLoad
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, ServiceError, Unavailable
+from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router import fake_worker
@@ -44,13 +45,13 @@ class Views:
     """What a pool does with the heartbeats of one worker."""
 
     def __init__(self) -> None:
-        self.view = WorkerLoad(WorkerRegistration())
+        self.load = WorkerLoad(WorkerRegistration())
 
     def opened(self, session: WorkerSession) -> None:
-        self.view.forget()
+        self.load.forget()
 
     def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
-        self.view.hear(beat)
+        self.load.apply_heartbeat(beat)
 
 
 def make_session() -> WorkerSession:
