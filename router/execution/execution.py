@@ -378,7 +378,7 @@ def _layout(found: StoredRequest, pool: WorkerPool) -> int:
     return 0 if found.entries else pool.layout_of(found.record.model)
 
 
-def _owned(request: ValidRequest, incarnation: Incarnation) -> OwnedRequest:
+def _owned(request: ValidRequest, life: Incarnation) -> OwnedRequest:
     now = datetime.now(UTC)
     record = RequestRecord(
         model=request.engine_request.model,
@@ -388,4 +388,4 @@ def _owned(request: ValidRequest, incarnation: Incarnation) -> OwnedRequest:
     left = request.deadline.remaining()
     if left is not None:
         record.deadline.FromDatetime(now + timedelta(seconds=min(left, 10 * 365 * 86400)))
-    return OwnedRequest.begin(request.key, incarnation, request.payload, record, now)
+    return OwnedRequest.begin(request.key, life, request.payload, record, now)
