@@ -14,12 +14,15 @@ from collections.abc import Mapping
 from typing import Any
 from xml.sax.saxutils import escape
 
-from bench.contenders import OURS, title_of
+from bench.contenders import CONTENDERS, OURS, title_of
 from bench.table import workloads_of
 
 WIDTH, MARGIN = 780, 24
 LABELS, FIGURES = 240, 60
 """Room left of the bars for names, and right of them, and of the limit, for figures."""
+
+ORDER = (OURS, *reversed([name for name in CONTENDERS if name != OURS]))
+"""The same in each workload, whichever ran first."""
 
 BARS = WIDTH - 2 * MARGIN - LABELS - FIGURES
 BAR, ROW, LINE = 20, 28, 20
@@ -66,7 +69,7 @@ class Drawing:
 def svg(result: Mapping[str, Any]) -> str:
     """The picture of a result of ``bench.engine``, as the text of an SVG file."""
     drawing = Drawing()
-    drawing.line(f"Output tokens a second: {result['model_id']}, {result['dtype']}", 16, font_weight="bold")
+    drawing.line(f"Output tokens per second: {result['model_id']}, {result['dtype']}", 16, font_weight="bold")
     drawing.line(f"{result['machine']['cpu']}, {result['threads']} threads, {result['date'][:10]}")
     for name, workload in workloads_of(result).items():
         _panel(drawing, name, workload)
@@ -77,7 +80,8 @@ def svg(result: Mapping[str, Any]) -> str:
 
 def _panel(drawing: Drawing, name: str, workload: Mapping[str, Any]) -> None:
     """One workload: a bar for each contender, and the limit across them."""
-    rates = {who: figures["output_throughput"] for who, figures in workload["contenders"].items()}
+    measured = workload["contenders"]
+    rates = {who: measured[who]["output_throughput"] for who in ORDER if who in measured}
     limit = workload["allowed"] and workload["allowed"]["output_throughput"]
     scale = BARS / max(*rates.values(), limit or 0.0)
     drawing.y += LINE // 2

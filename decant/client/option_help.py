@@ -53,7 +53,7 @@ OPTION_HELP = {
     "detach_ttl_ms": "how long a detached request goes on without a reader; unset: the server's limit",
     "min_chunk_tokens": "least tokens of a delta, the last one aside; 1",
 }
-"""Meaning, range and default of each option; docs/api.md says more."""
+"""Meaning, range and default of each option; docs/reference/api.md says more."""
 
 _WIDTH = max(map(len, OPTION_HELP))
 

@@ -24,7 +24,7 @@ def test_every_contender_has_a_bar_to_scale_and_the_limit_stands_beyond_ours() -
     start = float(ours.attrib["x"])
     assert abs((float(limit.attrib["x1"]) - start) / float(ours.attrib["width"]) - 40 / 30) < 0.01
     texts = [text.text or "" for text in drawn.iter(f"{SVG}text")]
-    assert "Output tokens a second: a < b & c, bfloat16" in texts
+    assert "Output tokens per second: a < b & c, bfloat16" in texts
     assert any("vLLM was left out: ERROR: <no> wheel & more" in text for text in texts)
 
 

@@ -176,6 +176,37 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
 CPU = torch.device("cpu")
 
 
+@every_build
+@pytest.mark.parametrize(
+    ("part", "shape", "dtype"),
+    [
+        ("query", (1, 4, 2, 8), torch.float32),
+        ("query", (1, 3, 3, 8), torch.float32),
+        ("query", (1, 4, 3, 9), torch.float32),
+        ("query", (1, 4, 3, 8), torch.float16),
+        ("key", (1, 1, 3, 8), torch.float32),
+        ("key", (1, 2, 2, 8), torch.float32),
+        ("value", (1, 2, 3, 4), torch.float32),
+        ("sinks", (3,), torch.float32),
+    ],
+)
+def test_attention_names_the_operand_that_does_not_fit(
+    kernels: str, part: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Of a step of 3 tokens with 4 heads, over 2 heads of keys and values, all of width 8."""
+    store = KvStore(KvLayout((LayerSpec(2, 8, 8),), BLOCK, 4), BLOCKS, torch.float32, CPU)
+    row = Row(Request("r", (1,)), [1, 2, 3], 0, 3, array("i", [0]), True)
+    attention = NativeAttention(build(kernels), store, [AttentionWindow()], _compiled(build(kernels), [row], BLOCK, 99))
+    parts = {"query": torch.zeros(1, 4, 3, 8), "key": torch.zeros(1, 2, 3, 8), "value": torch.zeros(1, 2, 3, 8)}
+    parts["sinks"] = torch.zeros(4)
+    fitting = AttentionCall(0, parts["query"], parts["key"], parts["value"], 1.0, None, parts["sinks"], None)
+    assert attention.attend(fitting).shape == (1, 3, 4, 8)
+    parts[part] = torch.zeros(shape, dtype=dtype)
+    call = AttentionCall(0, parts["query"], parts["key"], parts["value"], 1.0, None, parts["sinks"], None)
+    with pytest.raises(ValueError, match=part):
+        attention.attend(call)
+
+
 @given(data=st.data())
 def test_drawing_is_right_or_refused(data: st.DataObject) -> None:
     """A row's token has a finite score; logits that are no numbers are refused, or drawn from as if they were."""
@@ -246,12 +277,12 @@ def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> N
         import decant.engine.model.sampler
         from decant.engine.model.attention import AttentionCall
         from decant.engine.cpu.attention import NativeAttention
-        from decant.engine.model.attention.masks import View
+        from decant.engine.model.attention.masks import AttentionWindow
         from decant.engine.model.step_batch import flatten
         from decant.engine.kv_layout import KvLayout, LayerSpec
         from decant.engine.model.kv_store import KvStore
         from decant.engine.plan import Row
-        from decant.engine.cpu.gemm import Panels
+        from decant.engine.cpu.gemm import PackedWeight
         from decant.engine.request import Request, SamplingParams
         import importlib
         kernels = importlib.import_module("decant.engine.cpu.kernels.{kernels}")
@@ -268,14 +299,14 @@ def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> N
             store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))
             tokens = list(range(256))
             rows = [Row(Request("r", (0,)), tokens, 0, 256, array("i", range(16)), True)]
-            attention = NativeAttention(kernels, store, [View()], flatten(rows, 16, store.blank))
+            attention = NativeAttention(kernels, store, [AttentionWindow()], flatten(rows, 16, store.blank))
             query, key = torch.zeros(1, 4, 256, 16), torch.zeros(1, 1, 256, 16)
             value = torch.zeros(1, 1, 1, width).expand(1, 1, 256, width)
             call = AttentionCall(0, query, key, value, 1.0, None, None, None)
             return lambda: attention.attend(call)
 
         def multiplying(rows):
-            product = Panels(kernels, torch.zeros(16, 1), None)
+            product = PackedWeight(kernels, torch.zeros(16, 1), None)
             x = torch.zeros(rows, 1)
             return lambda: product(x)
 

@@ -1,7 +1,8 @@
-"""docs/api.md says all of the public surface, and nothing that is not in it.
+"""docs/reference says all of the public surface, and nothing that is not in it.
 
-A table defines what its first header names, in code: a message, an enum, or the service. Its rows are compared with the
-descriptors, so a field that is added without a word about it fails here.
+The generated pages are those that the generators make now. A table of the API page defines what its first header names,
+in code: a message, an enum, or the service. Its rows are compared with the descriptors, and none lacks a meaning, so a
+field that is added without a comment fails here.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.router.settings import RouterSettings
 from decant.runtime.error_details import Reason
 from decant.state.keys import Ttls
+from docs.generate.__main__ import PAGES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGE = (DOCS / "api.md").read_text()
+REFERENCE = DOCS / "reference"
+API, ERRORS, CLIENTS = ((REFERENCE / f"{name}.md").read_text() for name in ("api", "errors", "clients"))
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 STATUSES = {code.name for code in grpc.StatusCode}
 DETAILS = {*error_details_pb2.DESCRIPTOR.message_types_by_name, "ResumePoint"}
 TYPES = {number: name[5:].lower() for name, number in vars(FieldDescriptor).items() if name.startswith("TYPE_")}
+PREFIX = "ERROR_REASON_"
 
 
 def messages() -> Iterator[Descriptor]:
@@ -62,14 +66,14 @@ def type_of(field: FieldDescriptor) -> str:
     return ("repeated " if field.is_repeated else "") + (named.name if named else TYPES[field.type])
 
 
-def tables() -> Iterator[tuple[str, list[list[str]]]]:
+def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
     """The first header of each table, and the cells of its rows."""
-    for block in re.findall(r"(?:^\|.*\n)+", PAGE, re.MULTILINE):
+    for block in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines()]
         yield header[0], rows
 
 
-DEFINED = [(header.strip("`"), rows) for header, rows in tables() if header.startswith("`")]
+DEFINED = [(header.strip("`"), rows) for page in (API, ERRORS) for header, rows in tables(page) if header[0] == "`"]
 ROWS = dict(DEFINED)
 
 
@@ -77,8 +81,18 @@ def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+def plain(cell: str) -> str:
+    """A cell without code marks and links."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).replace("`", "")
+
+
 def column(table: str, number: int) -> list[str]:
-    return [cell[number].strip("`") for cell in ROWS[table]]
+    return [plain(cell[number]) for cell in ROWS[table]]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_what_its_generator_makes(name: str) -> None:
+    assert (REFERENCE / name).read_text() == PAGES[name](), "run `make docs-reference`"
 
 
 def test_every_table_defines_something_once() -> None:
@@ -91,7 +105,7 @@ def test_every_table_defines_something_once() -> None:
 @pytest.mark.parametrize("message", MESSAGES.values(), ids=list(MESSAGES))
 def test_every_field_of_a_message_is_documented(message: Descriptor) -> None:
     if not message.fields:
-        assert f"`{message.name}` has no fields." in PAGE
+        assert f"`{message.name}` has no fields." in API
         return
     documented = list(zip(column(message.name, 0), column(message.name, 1), strict=True))
     assert documented == [(field.name, type_of(field)) for field in message.fields]
@@ -99,62 +113,69 @@ def test_every_field_of_a_message_is_documented(message: Descriptor) -> None:
 
 @pytest.mark.parametrize("enum", ENUMS.values(), ids=list(ENUMS))
 def test_every_value_of_an_enum_is_documented(enum: EnumDescriptor) -> None:
-    assert column(enum.name, 0) == [value.name for value in enum.values]
+    prefix = PREFIX if enum.name == "ErrorReason" else ""
+    assert [prefix + name for name in column(enum.name, 0)] == [value.name for value in enum.values]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_has_a_meaning(name: str) -> None:
+    meanings = [meaning.partition("Example: ")[0].strip() for meaning in column(name, -1)]
+    assert all(meaning.endswith((".", ":", ",")) for meaning in meanings), meanings
 
 
 def test_every_method_is_documented() -> None:
-    assert [row[:3] for row in ROWS[SERVICE.name]] == [
-        [
-            f"`{method.name}`",
-            f"`{method.input_type.name}`",
-            ("stream of " if method.server_streaming else "") + f"`{method.output_type.name}`",
-        ]
+    assert [[plain(cell) for cell in row[:2]] for row in ROWS[SERVICE.name]] == [
+        [method.name, f"{method.input_type.name} → {'stream of ' * method.server_streaming}{method.output_type.name}"]
         for method in SERVICE.methods
     ]
 
 
 def test_every_method_has_an_example_that_says_so() -> None:
-    for method, *_, example in ROWS[SERVICE.name]:
-        linked = re.search(r"\]\((.+)\)", example)
+    for method, _, meaning in ROWS[SERVICE.name]:
+        linked = re.search(r"Example: \[.+\]\((.+)\)", meaning)
         assert linked, f"{method} has no example"
-        first_line = (DOCS / linked[1]).read_text().splitlines()[0]
+        first_line = (REFERENCE / linked[1]).read_text().splitlines()[0]
         assert method.strip("`") in re.findall(r"\w+", first_line.partition(":")[0]), linked[1]
 
 
-def test_errors_come_as_the_proto_says() -> None:
-    """Statuses and details of each reason, from the comment beside it."""
+def test_every_reason_has_its_statuses_and_details_and_says_whether_to_call_again() -> None:
+    """Those of the comment beside it in the proto."""
     proto = (ROOT / "protos" / "inference.proto").read_text()
-    said = dict(re.findall(r"(ERROR_REASON_\w+) = \d+;  // (.*)", proto))
-    assert len(said) == len(ENUMS["ErrorReason"].values) - 1
-    for reason, status, details, _ in ROWS["ErrorReason"]:
-        words = re.findall(r"\w+", said.get(reason.strip("`"), ""))
-        assert set(code(status)) == STATUSES & set(words), reason
-        assert set(re.findall(r"\w+", details)) == DETAILS & set(words), reason
+    comments = dict(re.findall(rf"{PREFIX}(\w+) = [1-9]\d*;  // (.*)", proto))
+    assert len(comments) == len(ENUMS["ErrorReason"].values) - 1
+    for reason, status, again, meaning in ROWS["ErrorReason"]:
+        words = set(re.findall(r"\w+", comments.get(reason.strip("`"), "")))
+        assert set(code(status)) == words & (STATUSES | DETAILS), reason
+        assert len(again.split(", then ")) == len(words & STATUSES) or not words
+        assert set(again.split(", then ")) <= {"no retry", "call again", "resume"} or not words
+        assert meaning
 
 
 def test_limits_are_those_of_a_router_as_it_comes() -> None:
     settings = {name: RouterSettings.model_fields[name].default for name in ("queue_limit", "resume_grace_ms")}
-    told = limits(
+    message = limits(
         max_queued_requests=settings["queue_limit"],
         resume_grace_ms=settings["resume_grace_ms"],
         result_ttl_ms=round(Ttls().ended_s * 1000),
     )
     assert {row[0].strip("`"): row[2] for row in ROWS["Limits"]} == {
-        field.name: str(value) for field, value in told.ListFields()
+        field.name: str(value) for field, value in message.ListFields()
     }
 
 
 def test_what_is_not_implemented_is_what_a_server_lists() -> None:
-    (rows,) = [rows for header, rows in tables() if header == "field"]
-    assert tuple(row[0].strip("`") for row in rows) == UNIMPLEMENTED_FIELDS
+    section = API.partition("## Not implemented")[2]
+    assert tuple(re.findall(r"^- `(.+)`$", section, re.MULTILINE)) == UNIMPLEMENTED_FIELDS
 
 
-def test_nothing_is_mentioned_that_does_not_exist() -> None:
-    prose = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
+@pytest.mark.parametrize("page", [API, ERRORS, CLIENTS], ids=["api", "errors", "clients"])
+def test_nothing_is_mentioned_that_does_not_exist(page: str) -> None:
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     values = {value.name for enum in ENUMS.values() for value in enum.values}
     fields = {field.name for message in MESSAGES.values() for field in message.fields}
     methods = {method.name for method in SERVICE.methods}
     kinds = {**MESSAGES, **error_details_pb2.DESCRIPTOR.message_types_by_name}
+    attributes = {name for name in dir(decant.InvalidArgument) if not name.startswith("_")} | {"resume_seconds"}
     for span in code(prose):
         if match := re.fullmatch(r"([A-Z]\w*)\.(\w+)", span):
             assert match[1] in kinds and match[2] in kinds[match[1]].fields_by_name, span  # noqa: PT018
@@ -165,19 +186,20 @@ def test_nothing_is_mentioned_that_does_not_exist() -> None:
         elif re.fullmatch(r"[A-Z]+(_[A-Z]+)+", span):
             assert span in STATUSES | values | {reason.value for reason in Reason}, span
         elif re.fullmatch(r"[a-z]+(_[a-z]+)+", span):
-            assert span in fields, span
+            assert span in fields | attributes, span
         elif re.fullmatch(r"[A-Z][a-z]+([A-Z][a-z]+)+", span):
             assert span in {*MESSAGES, *ENUMS, *methods, *DETAILS, SERVICE.name}, span
 
 
 def test_every_example_is_linked() -> None:
-    linked = {(DOCS / target).name for target in re.findall(r"\]\((examples/python/[^)]+)\)", PAGE)}
-    assert linked == {path.name for path in (DOCS / "examples" / "python").glob("*.py")}
+    targets = re.findall(r"\]\(\.\./examples/python/([^)]+)\)", API + ERRORS + CLIENTS)
+    assert set(targets) == {path.name for path in (DOCS / "examples" / "python").glob("*.py")}
 
 
-def test_shown_code_is_that_of_the_examples() -> None:
-    shown = re.findall(r"\[(examples/[^\]]+)\]\(\1\):\n\n```(python|javascript)\n(.*?)```", PAGE, re.DOTALL)
-    assert len(shown) == len(re.findall(r"^```\w", PAGE, re.MULTILINE)) > 0
-    for path, _, block in shown:
+@pytest.mark.parametrize("page", [ERRORS, CLIENTS], ids=["errors", "clients"])
+def test_shown_code_is_that_of_the_examples(page: str) -> None:
+    shown = re.findall(r"\[(examples/[^\]]+)\]\(\.\./\1\):\n\n```(?:python|javascript)\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == len(re.findall(r"^```\w", page, re.MULTILINE)) > 0
+    for path, block in shown:
         text = (DOCS / path).read_text()
         assert any(textwrap.indent(block, " " * depth) in text for depth in (0, 2, 4, 8)), f"{path} lacks:\n{block}"
