@@ -127,7 +127,7 @@ def _changed(logits: Callable[[Sequence[Row]], torch.Tensor], rows: Sequence[Row
 def run(shape: str, dtype: str, runs: int) -> dict[str, Any]:
     """All cases of one shape."""
     folder = str(shapes.make(shape))
-    device = load(ModelConfig(folder, dtype=dtype, device="cpu", window=2048, kv_bytes=1 << 30))
+    device = load(ModelConfig(folder, dtype=dtype, device="cpu", context_length=2048, kv_bytes=1 << 30))
     source = checkpoint.open(folder)
     model = source.read(getattr(torch, dtype), torch.device("cpu"))
     learn(model, source.name, 2048)

@@ -36,7 +36,7 @@ def main(role: str, told: str, first_ms: float, step_ms: float, arguments: list[
 
     def load(settings: WorkerSettings) -> FakeDevice:
         return FakeDevice(
-            num_blocks=1 << 14, block_size=settings.block_size, vocab_size=VOCABULARY, window=2048, cost=cost
+            num_blocks=1 << 14, block_size=settings.block_size, vocab_size=VOCABULARY, context_length=2048, cost=cost
         )
 
     class Watched(PrefillService):

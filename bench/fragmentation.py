@@ -43,8 +43,11 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
         if round_ < ROUNDS // 4:
             continue
         for sequence in engine.scheduler.running:
-            assert sequence.holding is not None
-            slots, used = len(sequence.holding.blocks) * block_size, max(sequence.computed, sequence.request.prompt_len)
+            assert sequence.block_table is not None
+            slots, used = (
+                len(sequence.block_table.blocks) * block_size,
+                max(sequence.computed, sequence.request.prompt_len),
+            )
             held, lost, context, sequences = held + slots, lost + slots - used, context + used, sequences + 1
         if round_ % 100 == 0:
             tell(round_ / ROUNDS)

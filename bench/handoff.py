@@ -164,7 +164,7 @@ class Pair:
         name = next(self._names)
         ticket = wire.Ticket.FromString(await self.ask("offer", name=name, tokens=tokens, computed=computed))
         request = self.end.request(name, tokens, park=False)
-        arrival = await self.end.loop.call(lambda engine: engine.reserve(request))
+        arrival = await self.end.loop.call(lambda engine: engine.transfers.reserve(request))
         began = time.monotonic()
         await self.end.receiver.take(source, ticket, arrival)
         took = Span(began, time.monotonic())

@@ -81,12 +81,12 @@ class End:
         size = (mib << 20) + DECODE_BYTES
         device = load(ModelConfig(str(model), dtype="bfloat16", device="cpu", kv_bytes=size))
         self.tokens = (mib << 20) // device.block_bytes * device.block_size
-        if self.tokens + 2 > device.window:
-            most = device.window // device.block_size * device.block_bytes / (1 << 20)
+        if self.tokens + 2 > device.context_length:
+            most = device.context_length // device.block_size * device.block_bytes / (1 << 20)
             raise InvalidConfig("mib", f"less than the {most:.1f} of this model's longest sequence", mib)
         device.store.blocks.fill_(1)  # memory that was never written costs nothing to read
         self.device = Watched(device)
-        limits = Limits(CHUNK_TOKENS, max_running=2 * DECODES, window=device.window)
+        limits = Limits(CHUNK_TOKENS, max_running=2 * DECODES, context_length=device.context_length)
         self.engine = Engine(self.device, limits, checksum=checksum)
         self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
         shape = TransferLayout(device.block_size, device.block_bytes, LAYOUT)

@@ -16,7 +16,7 @@ from bench.subprocess_runner import Job, Tell
 from bench.workloads import Item
 from decant.engine.cpu.linear import FixedRows, PackedExperts, PackedLinear
 from decant.engine.engine import Engine
-from decant.engine.model import calibration as warm_start
+from decant.engine.model import calibration
 from decant.engine.model.model import ModelConfig, load
 from decant.engine.output import StepOutput
 from decant.engine.plan import Device
@@ -121,7 +121,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     torch.set_num_threads(job.threads)
     began = time.perf_counter()
     device = load(ModelConfig(job.model, dtype=job.dtype, device="cpu", kv_bytes=job.kv_bytes))
-    device.costs = warm_start.measure(device)
+    device.costs = calibration.measure(device)
     engine = make_engine(device, job.token_budget)
     meter = Meter(engine, device.model)
     loaded = time.perf_counter() - began
@@ -156,8 +156,8 @@ def weights(model: Any) -> Weights | None:
 
 def make_engine(device: Device, token_budget: int) -> Engine:
     """An engine that serves as long sequences as model and memory allow."""
-    window = min(device.window, device.num_blocks * device.block_size)
-    return Engine(device, Limits(token_budget, min(256, token_budget), window))
+    context_length = min(device.context_length, device.num_blocks * device.block_size)
+    return Engine(device, Limits(token_budget, min(256, token_budget), context_length))
 
 
 def request(item: Item) -> Request:

@@ -62,7 +62,7 @@ class NullDevice:
     def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.window = num_blocks * block_size
+        self.context_length = num_blocks * block_size
 
     def run(self, plan: StepPlan) -> StepResult:
         return StepResult([7 if row.sample else None for row in plan.rows])

@@ -1,13 +1,13 @@
-"""Who holds which block: ids, holdings, hashes, least-recently-used order. Bookkeeping only, never bytes.
+"""Block accounting: block tables, reference counts, prefix hashes, LRU eviction. No bytes are touched here.
 
-A block is in exactly one of three places::
+A block is in exactly one of three states::
 
-    free     no holder, no hash                    <-- allocate takes from here first
-    cached   no holder, a published hash           <-- then the least recently used of these is evicted
-    held     one or more holdings count it         <-- release: to cached if published, else to free
+    free     no reference, no hash                 <-- allocate takes these first
+    cached   no reference, a published hash        <-- then it evicts the least recently used of these
+    held     listed by one or more block tables    <-- release: to cached if published, else to free
 
-An allocation is a ``BlockTable``: it has an owner, and ``release`` is the one way out. The reference count of a
-block is the number of live holdings that list it; ``check_integrity`` counts again from the holdings.
+An allocation is a ``BlockTable`` with an owner; ``release`` is the only way to return it. The reference count of a
+block is the number of live tables that list it; ``check_integrity`` recounts from the tables.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ BlockHash = bytes
 
 
 def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[BlockHash]:
-    """Digests of the full blocks of ``size`` tokens among these, each chained to the one before and the first one to
-    ``parent``: a prefix is equal exactly when its last hash is."""
+    """Digests of the full blocks of ``size`` tokens, each chained to the previous one and the first to ``parent``.
+
+    Two prefixes are equal exactly when their last digests are.
+    """
     words = array("Q", tokens)
     data, stride = words.tobytes(), words.itemsize * size
     digests = []
@@ -36,12 +38,12 @@ def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[Blo
 
 
 def root_hash(salt: bytes) -> BlockHash:
-    """Where a chain starts: other salts never meet."""
+    """Start of a hash chain: chains of different salts never match."""
     return hashlib.blake2b(salt, digest_size=16, person=b"decant-kv").digest()
 
 
-def toggle(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:
-    """Those of ``changed`` that are in go out, the others come in, at the end."""
+def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:
+    """Remove the hashes that ``digests`` has, append the others."""
     for digest in changed:
         if digest in digests:
             del digests[digest]
@@ -50,7 +52,7 @@ def toggle(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None
 
 
 class BlockTable:
-    """Blocks that one owner holds, in the order of the tokens they carry. Made by ``BlockPool`` alone."""
+    """Blocks of one owner, in the order of the tokens they carry. Only ``BlockPool`` makes one."""
 
     __slots__ = ("blocks", "live", "owner", "pool")
 
@@ -61,16 +63,16 @@ class BlockTable:
         self.live = True
 
     def grow(self, count: int) -> None:
-        """Append ``count`` fresh blocks, all or none. Raises NoRoom. ``BlockPool.grow`` is for many holdings."""
+        """Append ``count`` fresh blocks, all or none. Raises OutOfBlocks. For many tables use ``BlockPool.grow``."""
         self.blocks.extend(self.pool.take(count))
 
     def share(self, block: int) -> None:
-        """Append a block that another holding keeps alive right now."""
+        """Append a block that another table lists now."""
         self.pool.acquire(block)
         self.blocks.append(block)
 
     def release(self) -> None:
-        """Give every block back; safe to call twice."""
+        """Return all blocks to the pool; a second call does nothing."""
         if self.live:
             self.live = False
             self.pool.give_back(self)
@@ -78,7 +80,7 @@ class BlockTable:
 
 
 class BlockPool:
-    """The map of ``num_blocks`` blocks of ``block_size`` tokens each."""
+    """Accounting of ``num_blocks`` blocks of ``block_size`` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -88,12 +90,12 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
-        self._holdings: dict[int, BlockTable] = {}  # by id(holding)
-        self._changed: dict[BlockHash, None] = {}  # published now and not when it was last told, or the reverse
+        self._tables: dict[int, BlockTable] = {}  # by id(table)
+        self._changed: dict[BlockHash, None] = {}  # published now and not at the last ``changed``, or the reverse
 
     @property
     def available(self) -> int:
-        """Blocks that an allocation could get now: free and cached."""
+        """Free and cached blocks: what an allocation can get now."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -105,53 +107,53 @@ class BlockPool:
         return len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks ``tokens`` tokens fill, the last one perhaps in part."""
+        """Number of blocks that ``tokens`` tokens need; the last one may be partial."""
         return -(-tokens // self.block_size)
 
     def allocate(self, owner: str, count: int, prefix: Sequence[int] = (), spare: int = 0) -> BlockTable:
-        """A holding of the published blocks ``prefix`` and ``count`` fresh ones, all or none.
+        """A table of the held or cached blocks ``prefix``, then ``count`` fresh ones, all or none.
 
-        ``spare`` blocks must stay available after it. Raises NoRoom.
+        ``spare`` blocks must stay available after it. Raises OutOfBlocks.
         """
         unheld = sum(1 for block in prefix if self._refs[block] == 0)
         if count + unheld + spare > self.available:
             raise OutOfBlocks(count + unheld + spare, self.available)
         for block in prefix:
             self.acquire(block)
-        holding = BlockTable(self, owner, prefix)
-        holding.blocks.extend(self.take(count))
-        self._holdings[id(holding)] = holding
-        return holding
+        table = BlockTable(self, owner, prefix)
+        table.blocks.extend(self.take(count))
+        self._tables[id(table)] = table
+        return table
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The longest run of published blocks that carries this chain from its start."""
-        found = []
+        """Published blocks of the longest prefix of this hash chain."""
+        blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def publish(self, blocks: Iterable[int], digests: Iterable[BlockHash]) -> None:
-        """Let others find held blocks whose KV is filled, each by its digest. The first block of a content wins."""
-        block_of, hash_of, news = self._block_of, self._hash_of, []
+        """Make held, filled blocks findable by their digests. The first block published with a digest keeps it."""
+        block_of, hash_of, published = self._block_of, self._hash_of, []
         for block, digest in zip(blocks, digests, strict=True):
             if self._refs[block] == 0:
-                raise AssertionError(f"block {block} is published by nobody")
+                raise AssertionError(f"block {block} is published without a reference")
             if digest not in block_of and block not in hash_of:
                 block_of[digest] = block
                 hash_of[block] = digest
-                news.append(digest)
-        toggle(self._changed, news)
+                published.append(digest)
+        apply_changes(self._changed, published)
 
-    def grow(self, holdings: Sequence[BlockTable]) -> None:
-        """Append one fresh block to each of them, all or none. Raises NoRoom."""
-        for holding, block in zip(holdings, self.take(len(holdings)), strict=True):
-            holding.blocks.append(block)
+    def grow(self, tables: Sequence[BlockTable]) -> None:
+        """Append one fresh block to each table, all or none. Raises OutOfBlocks."""
+        for table, block in zip(tables, self.take(len(tables)), strict=True):
+            table.blocks.append(block)
 
     def take(self, count: int) -> list[int]:
-        """``count`` fresh blocks with one reference each. Raises NoRoom. For ``BlockTable`` alone."""
+        """``count`` fresh blocks with one reference each. Raises OutOfBlocks. Internal to this module."""
         if count > self.available:
             raise OutOfBlocks(count, self.available)
         taken = self._free[: -count - 1 : -1]
@@ -163,16 +165,16 @@ class BlockPool:
         return taken
 
     def acquire(self, block: int) -> None:
-        """One more reference on a block that is held or cached. For ``BlockTable`` alone."""
+        """Add a reference to a held or cached block. Internal to this module."""
         if self._refs[block] == 0:
             del self._cached[block]
         self._refs[block] += 1
 
-    def give_back(self, holding: BlockTable) -> None:
-        """Drop a holding's references, its last blocks first, so that prefixes outlive what follows them."""
-        del self._holdings[id(holding)]
+    def give_back(self, table: BlockTable) -> None:
+        """Drop a table's references, last blocks first, so that a prefix is evicted after what follows it."""
+        del self._tables[id(table)]
         refs, hash_of = self._refs, self._hash_of
-        for block in reversed(holding.blocks):
+        for block in reversed(table.blocks):
             refs[block] -= 1
             if refs[block] == 0:
                 if block in hash_of:
@@ -181,7 +183,7 @@ class BlockPool:
                     self._free.append(block)
 
     def forget(self, digests: Iterable[BlockHash]) -> None:
-        """Nobody finds these contents any more, unless somebody holds them."""
+        """Evict the cached blocks of these hashes; held ones stay published."""
         for digest in digests:
             block = self._block_of.get(digest)
             if block is not None and block in self._cached:
@@ -189,49 +191,51 @@ class BlockPool:
                 self._free += self._evict(1)
 
     def drop_cache(self) -> int:
-        """Forget every unheld published block; returns how many."""
+        """Evict all cached blocks; returns how many."""
         dropped = len(self._cached)
         self._free += self._evict(dropped)
         return dropped
 
     def _evict(self, count: int) -> list[int]:
-        """Of the cached blocks, the ``count`` that were used least recently; they are nowhere now."""
+        """Unpublish the ``count`` least recently used cached blocks; the caller puts them elsewhere."""
         evicted = [self._cached.popitem(last=False)[0] for _ in range(count)]
         digests = [self._hash_of.pop(block) for block in evicted]
         for digest in digests:
             del self._block_of[digest]
-        toggle(self._changed, digests)
+        apply_changes(self._changed, digests)
         return evicted
 
     def changed(self) -> list[BlockHash]:
-        """Hashes that are published now and were not at the last call, or the reverse; those published first come
-        first. Never more than two for each block, however long ago that call was."""
+        """Hashes whose publication changed since the last call, in order of publication.
+
+        At most two for each block, however long ago that call was.
+        """
         changed, self._changed = self._changed, {}
         return list(changed)
 
     def held_by(self) -> dict[str, list[int]]:
-        """Blocks of each owner, from the live holdings (an owner with several holdings has them joined)."""
+        """Blocks of each owner; several tables of one owner are concatenated."""
         owners: dict[str, list[int]] = {}
-        for holding in self._holdings.values():
-            owners.setdefault(holding.owner, []).extend(holding.blocks)
+        for table in self._tables.values():
+            owners.setdefault(table.owner, []).extend(table.blocks)
         return owners
 
     def check_integrity(self, live_owners: Iterable[str]) -> None:
-        """Count everything again from the holdings. Raises AssertionError with what does not add up."""
+        """Recount everything from the tables. Raises AssertionError with what does not add up."""
         counted = [0] * self.num_blocks
-        for holding in self._holdings.values():
-            _require(holding.live, f"{holding.owner} was released and is still listed")
-            _require(len(set(holding.blocks)) == len(holding.blocks), f"{holding.owner} lists a block twice")
-            for block in holding.blocks:
+        for table in self._tables.values():
+            _require(table.live, f"{table.owner} was released and is still listed")
+            _require(len(set(table.blocks)) == len(table.blocks), f"{table.owner} lists a block twice")
+            for block in table.blocks:
                 counted[block] += 1
-        _require(counted == self._refs, "reference counts differ from the live holdings")
+        _require(counted == self._refs, "reference counts differ from the live block tables")
         dead = set(self.held_by()) - set(live_owners)
         _require(not dead, f"blocks are held for {sorted(dead)}, which are not alive")
         free, cached = set(self._free), set(self._cached)
         held = {block for block, refs in enumerate(counted) if refs}
         _require(len(free) == len(self._free), "a block is free twice")
-        _require(not (free & cached or free & held or cached & held), "a block is in two places")
-        _require(len(free) + len(cached) + len(held) == self.num_blocks, "a block is nowhere")
+        _require(not (free & cached or free & held or cached & held), "a block is in two states")
+        _require(len(free) + len(cached) + len(held) == self.num_blocks, "a block is in no state")
         _require(cached <= set(self._hash_of), "a cached block has no hash")
         _require(not free & set(self._hash_of), "a free block has a hash")
         _require({b: h for h, b in self._block_of.items()} == self._hash_of, "hashes and blocks disagree")

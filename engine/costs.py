@@ -1,13 +1,13 @@
-"""What a step takes in seconds, said before it is run, and how much of a prompt fits in what is left of one.
+"""Step cost model: predicts a step's seconds, and how much of a prompt fits into the rest of a step.
 
     seconds = fixed + token x tokens + logits x rows of logits + pair x (query, key) pairs
 
                   keys: context      chunk
     queries of   [############## | #         ]     A chunk of n tokens behind c computed ones has
-    the chunk    [############## | # #       ]     n c + n (n + 1) / 2 pairs: the same seconds hold
-                 [############## | # # #     ]     fewer tokens, the longer the context.
+    the chunk    [############## | # #       ]     n c + n (n + 1) / 2 pairs: a longer context
+                 [############## | # # #     ]     leaves fewer tokens for the same seconds.
 
-Plain numbers: no clock, no device. ``calibration`` measures the costs of a device, ``StepTimePredictor`` corrects them.
+Plain arithmetic: no clock, no device. ``model.calibration`` measures a device's costs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _GAIN = 0.2
-_MOST_AT_ONCE = 1.5
-"""A step that took more than so many times what was said, or less than its inverse, counts as if it were that."""
+_MAX_RATIO = 1.5
+"""Bound of measured over predicted seconds (and of its inverse) that one step can teach."""
 
 
 class StepWork(NamedTuple):
-    """What a step, or a row of one, computes: ``logits`` rows of the output head, ``pairs`` of a query and a key."""
+    """Work of a step or a row: tokens, rows of the output head (``logits``), and (query, key) ``pairs``."""
 
     tokens: int = 0
     logits: int = 0
@@ -35,16 +35,14 @@ class StepWork(NamedTuple):
 NO_WORK = StepWork()
 
 
-def chunk(context: int, tokens: int, *, explained: bool = False) -> StepWork:
-    """``tokens`` of one sequence behind ``context`` computed ones. Its last one counts as sampled, for that is not
-    known before it is cut; ``explained``: each has its logits made."""
-    return StepWork(tokens, tokens if explained else 1, tokens * context + tokens * (tokens + 1) // 2)
+def chunk(context: int, tokens: int, *, all_logits: bool = False) -> StepWork:
+    """Work of ``tokens`` tokens behind ``context`` computed ones; logits of the last one, or ``all_logits``."""
+    return StepWork(tokens, tokens if all_logits else 1, tokens * context + tokens * (tokens + 1) // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCostModel:
-    """Seconds for a step, a token, a row of logits and a (query, key) pair. Nothing is known of a device whose costs
-    are all nought: then every chunk fits."""
+    """Seconds per step, token, row of logits and (query, key) pair. All zero: unknown, every chunk fits."""
 
     fixed: float = 0.0
     token: float = 0.0
@@ -52,28 +50,27 @@ class StepCostModel:
     pair: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
-        """Of a step of that much work."""
         return self.fixed + self.token * work.tokens + self.logits * work.logits + self.pair * work.pairs
 
-    def fitting(self, seconds: float, context: int, most: int, *, explained: bool = False) -> int:
-        """The most tokens of one chunk behind ``context`` that take at most ``seconds`` more; from 0 to ``most``."""
-        left = seconds - (0.0 if explained else self.logits)
+    def max_tokens_within(self, seconds: float, context: int, most: int, *, all_logits: bool = False) -> int:
+        """Most tokens, 0 to ``most``, of one chunk behind ``context`` tokens that add at most ``seconds``."""
+        left = seconds - (0.0 if all_logits else self.logits)
         if left <= 0:
             return 0
-        # half x n^2 + slope x n = left, solved so that no term cancels and nought may stand anywhere
+        # Root of half x n^2 + slope x n = left, in the form that cancels no terms and allows zero coefficients.
         half = self.pair / 2
-        slope = self.token + (self.logits if explained else 0.0) + self.pair * context + half
+        slope = self.token + (self.logits if all_logits else 0.0) + self.pair * context + half
         divisor = slope + math.sqrt(slope * slope + 4 * half * left)
         return most if 2 * left >= most * divisor else int(2 * left / divisor)
 
 
 class StepTimePredictor:
-    """A device's costs, and how far off they have been of late: ``factor`` for all, ``own`` once more for decodes.
+    """A cost model that corrects itself: ``factor`` for all work, ``own`` in addition for decodes.
 
-        said = factor x (own x decodes + what prompts add)
+        predicted = factor x (own x decodes + what prompts add)
 
-    A step with prompts moves the first number, one of decodes alone the second: a fifth of the way, by at most 8 %. A
-    machine that stood still for seconds counts as one slow step, one that became half as fast is known after ten.
+    A step with prompts moves ``factor``, a step without moves ``own``: a fifth of the way, at most 8 % per step. A
+    machine that stalled for seconds counts as one slow step; one that became half as fast is learnt in ten steps.
     """
 
     def __init__(self, costs: StepCostModel) -> None:
@@ -81,21 +78,21 @@ class StepTimePredictor:
         self.factor = self.own = 1.0
 
     def seconds(self, decodes: StepWork, prompts: StepWork = NO_WORK) -> float:
-        """Of a step of that much work."""
+        """Predicted seconds of a step."""
         base = self.costs.seconds(decodes)
         return self.factor * (self.own * base + self.costs.seconds(decodes.plus(prompts)) - base)
 
-    def fitting(self, seconds: float, context: int, most: int, *, explained: bool = False) -> int:
-        """As ``StepCostModel.fitting``."""
-        return self.costs.fitting(seconds / self.factor, context, most, explained=explained)
+    def max_tokens_within(self, seconds: float, context: int, most: int, *, all_logits: bool = False) -> int:
+        """As ``StepCostModel.max_tokens_within``, corrected."""
+        return self.costs.max_tokens_within(seconds / self.factor, context, most, all_logits=all_logits)
 
     def note(self, decodes: StepWork, prompts: StepWork, seconds: float) -> None:
-        """A step of that work took so long."""
-        said = self.seconds(decodes, prompts)
-        if said <= 0:
+        """Learn from a step that took ``seconds``."""
+        predicted = self.seconds(decodes, prompts)
+        if predicted <= 0:
             return
-        off = min(max(seconds / said, 1 / _MOST_AT_ONCE), _MOST_AT_ONCE) ** _GAIN
+        ratio = min(max(seconds / predicted, 1 / _MAX_RATIO), _MAX_RATIO) ** _GAIN
         if prompts.tokens:
-            self.factor *= off
+            self.factor *= ratio
         else:
-            self.own *= off
+            self.own *= ratio

@@ -1,24 +1,24 @@
-"""Everything that the engine raises on purpose.
+"""Exceptions of the engine.
 
 EngineError
-├── InvalidRequest      a request that this engine can't take: field, limit, value
-├── InvalidConfig       a setting that can't be honoured: field, limit, value
-├── ModelRefused        a checkpoint that would not be served right: what it is, what differed
-├── NoRoom              not now: the blocks are in use; ask again later
-├── TransferRejected    bytes or a seal that do not agree with their sums
-├── UnknownSequence     nothing of that name lives here
-└── EngineStopped       the engine's thread has ended; nothing more will be answered
+├── InvalidRequest      a request that this engine can't serve: field, limit, value
+├── InvalidConfig       a setting that can't be applied: field, limit, value
+├── ModelRefused        a checkpoint that would give wrong output: which, and what differed
+├── OutOfBlocks         the blocks are in use now; retry later
+├── TransferRejected    a block or a transfer commit that does not match its checksum
+├── UnknownSequence     no live sequence has that id
+└── EngineStopped       the engine's thread has ended; no command is run any more
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of all errors that the engine raises on purpose."""
+    """Base class of the engine's errors."""
 
 
 class _OutOfLimit(EngineError):
-    """A named field whose value breaks a named limit."""
+    """``field`` has a ``value`` that breaks ``limit``."""
 
     def __init__(self, field: str, limit: str, value: object) -> None:
         super().__init__(f"{field}: {limit}, got {_short(value)}")
@@ -28,21 +28,21 @@ class _OutOfLimit(EngineError):
 
 
 class InvalidRequest(_OutOfLimit):
-    """A request refused when it was added; nothing of it was kept."""
+    """A request refused by ``Engine.add``; nothing of it was kept."""
 
 
 class InvalidConfig(_OutOfLimit):
-    """A setting refused at start."""
+    """A setting refused at start-up."""
 
 
 def check_whole(field: str, value: object, least: int) -> None:
-    """Raises InvalidConfig for anything but a whole number from ``least`` on."""
+    """Raises InvalidConfig unless ``value`` is an int of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidConfig(field, f"a whole number, at least {least}", value)
 
 
 class ModelRefused(EngineError):
-    """A checkpoint that this engine will not serve, with what it is and what differed."""
+    """A checkpoint that this engine does not serve, and the reason."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"{model} is not served: {reason}")
@@ -51,7 +51,7 @@ class ModelRefused(EngineError):
 
 
 class OutOfBlocks(EngineError):
-    """The blocks that this needs are in use now; it fits once some are freed."""
+    """The needed blocks are in use now; a retry may succeed."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"needs {needed} blocks, {available} are available")
@@ -60,15 +60,15 @@ class OutOfBlocks(EngineError):
 
 
 class TransferRejected(EngineError):
-    """An imported block or seal that does not agree with its sum, its place or its length."""
+    """An imported block or commit that does not match its checksum, position or length."""
 
 
 class UnknownSequence(EngineError):
-    """No sequence of that id is alive here."""
+    """No live sequence has that id."""
 
 
 class EngineStopped(EngineError):
-    """The engine's thread has ended, by request or by a crash; the cause is chained."""
+    """The engine's thread has ended, on request or by a crash (then ``__cause__`` is set)."""
 
 
 def _short(value: object) -> str:

@@ -1,9 +1,8 @@
-"""The device half without torch: real bytes in the blocks, the next token a function of the bytes it can see.
+"""A device without torch: real bytes in the blocks, and the next token is a function of the bytes that a row sees.
 
-A slot holds eight bytes made of its token, its position and the slot before it, as KV depends on all that came
-before. The next token of a sequence is drawn from a small distribution that is a function of the checksum of every
-slot up to the last one, so a block that is lost, swapped, stale or flipped changes the text. Everything a request
-can ask of the sampler is honoured on that distribution.
+A slot holds eight bytes made of its token, its position and the previous slot, as KV depends on all earlier tokens.
+The next token is drawn from a small distribution that is a function of the checksum of all slots so far, so a lost,
+swapped, stale or corrupt block changes the output. All sampling parameters apply to that distribution.
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from decant.engine.costs import StepCostModel
-from decant.engine.draw import uniform
+from decant.engine.counter_rng import counter_uniform
 from decant.engine.errors import InvalidConfig
 from decant.engine.plan import Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
 CANDIDATES = 16
-"""Tokens that a fake distribution gives weight to; each is half as likely as the one before."""
+"""Tokens in a distribution; each is half as likely as the previous one."""
 
-_ELSEWHERE = -20.0
-"""Log-weight of a token outside the distribution, once a bias names it."""
+_OTHER_WEIGHT = -20.0
+"""Log-weight of a token outside the distribution that a logit bias names."""
 
 _SLOT = struct.Struct("<II")
 
 
 class Candidate(NamedTuple):
-    """A token and its natural log-weight."""
+    """A token and the natural logarithm of its weight."""
 
     token: int
     weight: float
 
 
 class FakeDevice:
-    """A ``Device`` of plain bytes. ``cost`` gives the seconds that a step takes (it sleeps for them)."""
+    """A ``Device`` over plain bytes. ``cost`` returns the seconds that a step sleeps."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class FakeDevice:
         num_blocks: int = 64,
         block_size: int = 16,
         vocab_size: int = 512,
-        window: int | None = None,
+        context_length: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         cost: Callable[[StepPlan], float] | None = None,
     ) -> None:
@@ -56,7 +55,7 @@ class FakeDevice:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.window = window or num_blocks * block_size
+        self.context_length = context_length or num_blocks * block_size
         self.eos_token_ids = eos_token_ids
         self.block_bytes = block_size * SLOT_BYTES
         self.layout = f"fake-{block_size}-{vocab_size}"
@@ -72,7 +71,7 @@ class FakeDevice:
         self.read(block)[:] = data
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Fill the rows' slots, then draw. Rows see the blocks only, never the token list."""
+        """Fill the rows' slots, then draw from the blocks alone, not from the token list."""
         if self._cost is not None:
             time.sleep(self._cost(plan))
         sampled: list[int | None] = [None] * len(plan.rows)
@@ -81,13 +80,13 @@ class FakeDevice:
         for index, row in enumerate(plan.rows):
             self._fill(row)
             if row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1:
-                prompts[index] = self._explain(row)
+                prompts[index] = self._prompt_logprobs(row)
             if row.sample:
-                seen = candidates(self._sum(row, row.end), self.vocab_size)
-                token = draw(seen, row, self.eos_token_ids)
+                distribution = candidates(self._checksum(row, row.end), self.vocab_size)
+                token = draw(distribution, row, self.eos_token_ids)
                 sampled[index] = token
                 if row.request.logprobs is not None:
-                    logprobs[index] = _logprobs(seen, token, row.request.logprobs)
+                    logprobs[index] = _logprobs(distribution, token, row.request.logprobs)
         return StepResult(sampled, logprobs, prompts)
 
     def _fill(self, row: Row) -> None:
@@ -100,44 +99,44 @@ class FakeDevice:
         block, slot = divmod(position, self.block_size)
         return self.read(row.blocks[block])[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
 
-    def _sum(self, row: Row, count: int) -> int:
-        """Checksum of the first ``count`` slots that the row's blocks hold."""
+    def _checksum(self, row: Row, count: int) -> int:
+        """Checksum of the first ``count`` slots of the row."""
         total = 0
         for index in range(-(-count // self.block_size)):
             slots = min(count - index * self.block_size, self.block_size)
             total = zlib.crc32(self.read(row.blocks[index])[: slots * SLOT_BYTES], total)
         return total
 
-    def _explain(self, row: Row) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, row: Row) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt tokens at positions start + 1 .. end."""
         last = min(row.end, row.request.prompt_len - 1)
         count = row.request.prompt_logprobs or 0
         return [
-            _logprobs(candidates(self._sum(row, position), self.vocab_size), row.tokens[position], count)
+            _logprobs(candidates(self._checksum(row, position), self.vocab_size), row.tokens[position], count)
             for position in range(row.start + 1, last + 1)
         ]
 
 
 def slot_bytes(token: int, position: int, before: bytes) -> bytes:
-    """What stands in a slot once it is computed, after the slot ``before`` (empty for the first)."""
+    """Bytes of a computed slot; ``before``: the previous slot's (empty for the first)."""
     return _SLOT.pack(token, zlib.crc32(before, position + 1))
 
 
 def candidates(total: int, vocab_size: int) -> list[Candidate]:
-    """The distribution behind a checksum, likeliest first."""
+    """The distribution of a checksum, likeliest first."""
     stride = 1 + 2 * (total >> 16) % vocab_size
     while math.gcd(stride, vocab_size) != 1:
         stride += 1
     return [Candidate((total + rank * stride) % vocab_size, -(rank + 1) * math.log(2)) for rank in range(CANDIDATES)]
 
 
-def draw(seen: list[Candidate], row: Row, eos: frozenset[int]) -> int:
-    """What ``sampler.sample`` does, on a handful of candidates and the tokens that a bias names."""
+def draw(distribution: list[Candidate], row: Row, eos: frozenset[int]) -> int:
+    """As ``sampler.sample``, on the candidates and the tokens that a logit bias names."""
     request = row.request
     sampling, position = request.sampling, row.end - request.prompt_len
-    weights = dict(seen)
+    weights = dict(distribution)
     for token, bias in sampling.logit_bias.items():
-        weights[token] = weights.get(token, _ELSEWHERE) + bias
+        weights[token] = weights.get(token, _OTHER_WEIGHT) + bias
     if position < request.stop.min_tokens:
         for token in request.stop.ids(eos):
             weights.pop(token, None)
@@ -149,7 +148,7 @@ def draw(seen: list[Candidate], row: Row, eos: frozenset[int]) -> int:
     if sampling.greedy:
         return ordered[0][0]
     kept = _keep([(token, weight / sampling.temperature) for token, weight in ordered], row)
-    target = uniform(sampling.seed, sampling.output_index, position) * sum(share for _, share in kept)
+    target = counter_uniform(sampling.seed, sampling.output_index, position) * sum(share for _, share in kept)
     for token, share in kept:
         target -= share
         if target < 0:
@@ -159,17 +158,17 @@ def draw(seen: list[Candidate], row: Row, eos: frozenset[int]) -> int:
 
 def _penalise(weights: dict[int, float], row: Row) -> None:
     sampling = row.request.sampling
-    written = Counter(row.tokens[row.request.prompt_len :])
+    generated = Counter(row.tokens[row.request.prompt_len :])
     for token in weights.keys() & set(row.tokens):
         weight = weights[token]
         weight = weight / sampling.repetition_penalty if weight > 0 else weight * sampling.repetition_penalty
-        if token in written:
-            weight -= sampling.presence_penalty + sampling.frequency_penalty * written[token]
+        if token in generated:
+            weight -= sampling.presence_penalty + sampling.frequency_penalty * generated[token]
         weights[token] = weight
 
 
 def _keep(ordered: list[tuple[int, float]], row: Row) -> list[tuple[int, float]]:
-    """Tokens and probabilities that top-k, top-p and min-p leave, likeliest first."""
+    """Tokens and weights that top-k, top-p and min-p keep, likeliest first."""
     sampling = row.request.sampling
     if sampling.top_k:
         ordered = ordered[: sampling.top_k]
@@ -184,9 +183,11 @@ def _keep(ordered: list[tuple[int, float]], row: Row) -> list[tuple[int, float]]
     return kept
 
 
-def _logprobs(seen: list[Candidate], token: int, count: int) -> TokenLogprobs:
-    """Of a candidate as it stands; any other token shares what 2**-CANDIDATES leaves and ranks behind them."""
-    normal = math.log(sum(math.exp(weight) for _, weight in seen))
-    weight = dict(seen).get(token, _ELSEWHERE)
-    rank = 1 + sum(other > weight for _, other in seen)
-    return TokenLogprobs(token, weight - normal, rank, tuple((other, value - normal) for other, value in seen[:count]))
+def _logprobs(distribution: list[Candidate], token: int, count: int) -> TokenLogprobs:
+    """Log-probability of a token; one outside the distribution has ``_OTHER_WEIGHT`` and the last rank."""
+    normal = math.log(sum(math.exp(weight) for _, weight in distribution))
+    weight = dict(distribution).get(token, _OTHER_WEIGHT)
+    rank = 1 + sum(other > weight for _, other in distribution)
+    return TokenLogprobs(
+        token, weight - normal, rank, tuple((other, value - normal) for other, value in distribution[:count])
+    )

@@ -1,4 +1,4 @@
-"""How the bytes of a block lie: one contiguous run across all layers, so that a handoff moves blocks, not layers.
+"""Memory layout of a block: all layers contiguous, so that a handoff moves blocks, not layers.
 
 block   [ layer 0: k | v ][ layer 1: k | v ] ...
 k, v    [ slot 0 .. block_size - 1 ][ kv head ][ head dim ]
@@ -13,7 +13,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The shape of one layer's keys and values. Widths in elements."""
+    """Shape of one layer's keys and values; dimensions in elements."""
 
     kv_heads: int
     key_dim: int
@@ -26,7 +26,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """All layers of a block of ``block_size`` tokens, ``itemsize`` bytes an element."""
+    """All layers of a block of ``block_size`` tokens, ``itemsize`` bytes per element."""
 
     layers: tuple[LayerSpec, ...]
     block_size: int
@@ -42,6 +42,6 @@ class KvLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each layer's keys begin in a block, in elements."""
+        """Offset of each layer's keys in a block, in elements."""
         sizes = (self.block_size * layer.slot_elements for layer in self.layers)
         return tuple(accumulate(sizes, initial=0))[:-1]

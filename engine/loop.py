@@ -1,16 +1,15 @@
-"""The engine on a thread of its own, fed and heard by an asyncio program.
+"""The engine on a thread of its own, driven by asyncio code.
 
     event loop                                   engine thread
-      call(command) ──> inbox ──┐                  ┌─> run every command in the inbox
+      call(command) ──> inbox ──┐                  ┌─> run all commands of the inbox
                                 └── condition ──>──┤
-      futures  <──────── call_soon_threadsafe ─────┤   hand over all their answers, if there are any
+      futures  <──────── call_soon_threadsafe ─────┤   answer those that callers await
                                                    │   step
-      listener <──────── call_soon_threadsafe ─────┘   hand over the step's output
+      listener <──────── call_soon_threadsafe ─────┘   deliver the step's output
 
-One hand-over per step for all that comes in, one for all that goes out, one for the answers that somebody waits for:
-who asks in the middle of long steps waits for the end of one, not of two. Nothing polls: with no work the thread
-sleeps on a condition. A forward pass never runs on the event loop. When the thread ends by a crash, every command
-that waits and every later one fails with ``EngineStopped``, the listener hears it once, and ``healthy`` is False.
+Without work the thread sleeps on a condition; nothing polls. Callers are answered before the next step, so a call
+during a long step waits for one step, not two. When the thread crashes, all pending and later commands fail with
+``EngineStopped``, ``on_crash`` is called once, and ``healthy`` is False.
 """
 
 from __future__ import annotations
@@ -25,25 +24,48 @@ from typing import Any, TypeVar
 from decant.engine.engine import Engine
 from decant.engine.errors import EngineStopped
 from decant.engine.output import StepOutput
-from decant.engine.pace import StepDurations
 
 T = TypeVar("T")
 
 STOP_SECONDS = 30.0
-"""How long a stop waits for the step under way."""
+"""Most seconds that ``EngineLoop.stop`` waits for the running step."""
 
 Command = Callable[[Engine], Any]
 
 
+class StepDurations:
+    """Longest step so far of each size class: tells a stuck step from a long one.
+
+    A size class is a power of two of tokens: 1, 2 to 3, 4 to 7, ... Written by the engine's thread, read from any.
+    """
+
+    def __init__(self) -> None:
+        self._longest: dict[int, float] = {}
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Record a step of ``tokens`` tokens."""
+        size = tokens.bit_length()
+        if seconds > self._longest.get(size, 0.0):
+            self._longest[size] = seconds
+
+    def longest(self, tokens: int) -> float:
+        """Seconds of the longest step of that size class, else of the next larger one seen, else of the largest.
+
+        0 before the first step.
+        """
+        size, known = tokens.bit_length(), dict(self._longest)
+        larger = min((other for other in known if other >= size), default=max(known, default=0))
+        return known.get(larger, 0.0)
+
+
 @dataclass(slots=True)
 class _Call:
-    """A command on its way through the engine's thread and back."""
+    """A command on its way to the engine's thread and back. ``is_late``: answered after the step that follows."""
 
     command: Command
     undo: Callable[[Engine, Any], object] | None
     future: asyncio.Future[Any]
-    late: bool = False
-    """Answered after the step that follows it, not before."""
+    is_late: bool = False
     value: Any = None
     error: BaseException | None = None
 
@@ -51,27 +73,27 @@ class _Call:
         """On the engine's thread."""
         try:
             self.value = self.command(engine)
-        except Exception as error:  # noqa: BLE001 - the caller's error is the caller's answer
+        except Exception as error:  # noqa: BLE001 - answered to the caller
             self.error = error
 
     def answer(self, loop: EngineLoop) -> None:
         """On the event loop."""
         if self.future.cancelled():
-            self.undone(loop)
+            self.undo_if_abandoned(loop)
         elif self.error is not None:
             self.future.set_exception(self.error)
         else:
             self.future.set_result(self.value)
 
-    def undone(self, loop: EngineLoop) -> None:
-        """On the event loop, for a caller that has gone."""
+    def undo_if_abandoned(self, loop: EngineLoop) -> None:
+        """On the event loop, when the caller was cancelled."""
         undo = self.undo
         if self.error is None and undo is not None:
             loop.post(lambda engine: undo(engine, self.value))
 
 
 class EngineLoop:
-    """Owns an engine. ``on_step`` and ``on_crash`` are called on the event loop that ``start`` ran on."""
+    """Owner of an engine. Calls ``on_step`` and ``on_crash`` on the event loop that ``start`` ran on."""
 
     def __init__(
         self,
@@ -87,57 +109,57 @@ class EngineLoop:
         self._stopping = False
         self._stopped: EngineStopped | None = None
         self._step_began: float | None = None
-        self._pace = StepDurations()
-        self._stalled = False  # the last step found nothing that it could do
+        self._durations = StepDurations()
+        self._stalled = False  # the last step had nothing that it could do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin stepping; call from a running event loop."""
+        """Start the thread. Call it on a running event loop."""
         self._event_loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread lives and takes commands."""
+        """Whether the thread is alive and takes commands."""
         return self._thread.is_alive() and self._stopped is None
 
     @property
     def step_age(self) -> float:
-        """Seconds since the running step began; 0 between steps. Read from any thread."""
+        """Seconds since the running step began; 0 between steps. From any thread."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     @property
     def longest_step(self) -> float:
-        """Seconds of the longest step so far of the running step's size. Read from any thread."""
-        return self._pace.longest(self._engine.planned)
+        """Seconds of the longest step so far of the running step's size class. From any thread."""
+        return self._durations.longest(self._engine.planned_tokens)
 
     async def call(self, command: Callable[[Engine], T], undo: Callable[[Engine, T], object] | None = None) -> T:
-        """Run ``command`` on the engine's thread between two steps; its result or exception is the answer.
+        """Run ``command`` on the engine's thread between two steps and return its result or raise its exception.
 
-        When the caller is cancelled meanwhile, the command may have run already; then ``undo`` gets its result,
-        on the engine's thread too. Raises EngineStopped when the thread has ended or ends before the command ran.
+        If the caller is cancelled after the command ran, ``undo`` gets its result on the engine's thread. Raises
+        EngineStopped if the thread ends before the command ran.
         """
         call = _Call(command, undo, self._event_loop.create_future())
         self._enqueue(call)
         try:
             result: T = await call.future
         except asyncio.CancelledError:
-            if not call.future.cancelled():  # the answer was there already, and is lost
-                call.undone(self)
+            if not call.future.cancelled():  # the answer was set and is lost
+                call.undo_if_abandoned(self)
             raise
         return result
 
     def post(self, command: Command, then: Callable[[], object] = lambda: None) -> None:
-        """Run ``command`` between two steps and wait for nothing; after the end of the thread it is not needed.
+        """Run ``command`` between two steps, without waiting; dropped if the thread has ended.
 
-        ``then`` is called on the event loop when it ran or can't run any more, after the listener heard of the step
-        that came with it.
+        ``then`` is called on the event loop once the command ran or was dropped, after ``on_step`` of the step that
+        came with it.
         """
         future = self._event_loop.create_future()
         future.add_done_callback(lambda done: (done.exception(), then()))
         try:
-            self._enqueue(_Call(command, None, future, late=True))
+            self._enqueue(_Call(command, None, future, is_late=True))
         except EngineStopped as stopped:
             future.set_exception(stopped)
 
@@ -149,7 +171,7 @@ class EngineLoop:
             self._condition.notify()
 
     async def stop(self) -> None:
-        """End after the step under way. Raises TimeoutError when that takes longer than ``STOP_SECONDS``."""
+        """End after the running step. Raises TimeoutError after ``STOP_SECONDS``."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
@@ -171,18 +193,18 @@ class EngineLoop:
                 output = self._engine.step()
                 self._step_began = None
                 if output.num_tokens:
-                    self._pace.note(output.num_tokens, time.monotonic() - began)
+                    self._durations.note(output.num_tokens, time.monotonic() - began)
                 self._stalled = not (output.num_tokens or output.ended)
                 self._deliver(batch, output)
                 batch = []
-        except Exception as error:  # noqa: BLE001 - whatever it is, everyone who waits must hear of it
+        except Exception as error:  # noqa: BLE001 - every pending caller must be answered
             stopped = EngineStopped(f"the engine crashed: {type(error).__name__}: {error}")
             stopped.__cause__ = error
         finally:
             self._end(batch, stopped)
 
     def _wait(self) -> bool:
-        """Sleep until there is something to do; False: stop."""
+        """Sleep until there is work; False: stop."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._inbox or self._stopping or (self._engine.has_work and not self._stalled)
@@ -190,22 +212,22 @@ class EngineLoop:
             return not self._stopping
 
     def _take(self) -> list[_Call]:
-        """What came in and is still wanted."""
+        """Empty the inbox; without calls that were cancelled."""
         with self._condition:
             batch, self._inbox = self._inbox, []
         return [call for call in batch if not call.future.cancelled()]
 
     def _answer(self, batch: list[_Call]) -> list[_Call]:
-        """Answer those that are waited for before a step that may take long; returns the others."""
-        waited_for = [call for call in batch if not call.late]
-        if waited_for:
+        """Answer the awaited calls before a step; returns the late ones."""
+        awaited = [call for call in batch if not call.is_late]
+        if awaited:
 
             def on_event_loop() -> None:
-                for call in waited_for:
+                for call in awaited:
                     call.answer(self)
 
             self._post(on_event_loop)
-        return [call for call in batch if call.late]
+        return [call for call in batch if call.is_late]
 
     def _deliver(self, batch: list[_Call], output: StepOutput) -> None:
         def on_event_loop() -> None:
@@ -215,17 +237,17 @@ class EngineLoop:
 
         self._post(on_event_loop)
 
-    def _end(self, ran: list[_Call], stopped: EngineStopped) -> None:
-        """Answer what ran, refuse what waits and what comes, tell the listener of a crash."""
+    def _end(self, batch: list[_Call], stopped: EngineStopped) -> None:
+        """Answer calls that ran, refuse pending and later ones, and report a crash."""
         with self._condition:
             self._stopped = stopped
-            left, self._inbox = self._inbox, []
+            pending, self._inbox = self._inbox, []
         self._step_began = None
-        for call in left:
+        for call in pending:
             call.error = stopped
 
         def on_event_loop() -> None:
-            for call in (*ran, *left):
+            for call in (*batch, *pending):
                 call.answer(self)
             if stopped.__cause__ is not None:
                 self._on_crash(stopped)

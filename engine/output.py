@@ -1,4 +1,4 @@
-"""What an engine tells: who began, tokens, ends, filled blocks, and how busy it is."""
+"""Output of a step: started and finished sequences, tokens, filled blocks; and the load of an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decant.engine.sequence import Timeline
 
 
 class Token(NamedTuple):
-    """A new token; ``position`` counts the sequence's output from 0."""
+    """A new token; ``position`` counts output tokens from 0."""
 
     id: str
     position: int
@@ -21,7 +21,7 @@ class Token(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Of consecutive prompt tokens, the first at ``position`` (the prompt's first token has none)."""
+    """Log-probabilities of consecutive prompt tokens from ``position`` on (the first prompt token has none)."""
 
     id: str
     position: int
@@ -29,7 +29,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class SequenceFinished(NamedTuple):
-    """A sequence's last event. ``stop_token`` is set with STOP, ``detail`` with FAILED."""
+    """Last event of a sequence. ``stop_token`` is set with STOP, ``detail`` with FAILED."""
 
     id: str
     reason: FinishReason
@@ -39,10 +39,10 @@ class SequenceFinished(NamedTuple):
 
 
 class SequenceStarted(NamedTuple):
-    """A sequence's first event: a step computed something of it for the first time here.
+    """First event of a sequence: a step computed tokens of it.
 
-    ``cached`` of its ``tokens`` tokens were computed already: a prefix hit, or what came with an arrival.
-    ``timeline`` goes on being filled in; what has been told is in it.
+    ``cached`` of its ``tokens`` tokens had KV before: a prefix hit, an arrival or a fork. ``timeline`` is the
+    sequence's own and keeps changing.
     """
 
     id: str
@@ -52,7 +52,7 @@ class SequenceStarted(NamedTuple):
 
 
 class BlockFilled(NamedTuple):
-    """A block of a sequence with an open export can be read: its ``block``-th, in the order of the tokens."""
+    """Block ``block`` (counted in the sequence) of an open export can be read."""
 
     id: str
     block: int
@@ -60,7 +60,10 @@ class BlockFilled(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step gave, in the order in which it must be told: who began, tokens, then ends."""
+    """What one step gave. Deliver it in the order ``begun``, ``tokens``, ``ended``.
+
+    ``parked``: ids that reached ``park_after``. ``available``: blocks that an allocation can get after the step.
+    """
 
     step: int
     tokens: list[Token]
@@ -70,14 +73,14 @@ class StepOutput:
     ended: list[SequenceFinished]
     num_tokens: int = 0
     begun: list[SequenceStarted] = field(default_factory=list)
-    available: int = 0  # blocks that an allocation could get after it
+    available: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A snapshot of how busy an engine is; blocks add up to ``total_blocks``.
+    """Snapshot of an engine's load; free, cached and held blocks add up to ``total_blocks``.
 
-    ``queued_tokens``: of waiting and running sequences, those whose KV is neither computed nor found in the cache.
+    ``queued_tokens``: tokens of waiting and running sequences whose KV is neither computed nor cached.
     """
 
     running: int

@@ -1,4 +1,4 @@
-"""What goes to the device and what comes back: one immutable plan, one result a step."""
+"""Interface of a device: one immutable plan goes in, one result comes out per step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from decant.engine.sampler_state import SamplerState
 
 
 class Row(NamedTuple):
-    """Consecutive tokens of one sequence whose KV this step computes.
+    """Consecutive tokens of one sequence whose KV the step computes.
 
-    tokens      the sequence's whole token list, read only while the step runs
+    tokens      all tokens of the sequence; read it only while the step runs
     start, end  the positions to compute: tokens[start:end]
     blocks      block table; position p lives in blocks[p // block_size]
-    sample      whether the token after ``end - 1`` is to be drawn
-    state       what sampling keeps of the sequence; None where the request is plain
+    sample      whether to draw the token at position ``end``
+    state       sampler state of the sequence; None if the request is plain
     """
 
     request: Request
@@ -33,13 +33,13 @@ class Row(NamedTuple):
 
     @property
     def work(self) -> StepWork:
-        return chunk(self.start, self.end - self.start, explained=self.request.prompt_logprobs is not None)
+        return chunk(self.start, self.end - self.start, all_logits=self.request.prompt_logprobs is not None)
 
 
 class StepPlan(NamedTuple):
     """One call of the model: ``num_tokens`` is the sum over rows, at most the token budget.
 
-    ``decodes`` and ``prompts`` are what its seconds were foretold from.
+    Its seconds were predicted from ``decodes`` and ``prompts``.
     """
 
     rows: tuple[Row, ...]
@@ -49,14 +49,14 @@ class StepPlan(NamedTuple):
 
     @property
     def work(self) -> StepWork:
-        """All of it, counted from the rows."""
+        """Total work, recounted from the rows."""
         return reduce(StepWork.plus, (row.work for row in self.rows), NO_WORK)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of one token before sampling changed anything, its rank (1 is the likeliest), and the
-    likeliest alternatives, best first."""
+    """Log-probability of a token under the model's own logits, its rank (1: likeliest), and the likeliest
+    alternatives, best first."""
 
     token: int
     logprob: float
@@ -66,10 +66,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a plan gave: ``sampled[i]`` is the token of row i, None where none was asked for.
+    """Result of a plan, by row index.
 
-    ``prompt_logprobs[i]`` are those of the positions start + 1 .. end of row i that are prompt tokens.
-    ``failed[i]`` says why row i has no valid logits.
+    sampled          the drawn token of each row; None where none was to be drawn
+    prompt_logprobs  of the prompt tokens at positions start + 1 .. end
+    failed           why a row has no valid logits
     """
 
     sampled: Sequence[int | None]
@@ -79,28 +80,28 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """The device half: computes a plan's KV into the blocks and draws its tokens."""
+    """Computes a plan's KV into the blocks and draws its tokens."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
 class BlockBytes(Protocol):
-    """The bytes of the blocks: all that a handoff sees of the cache."""
+    """Bytes of the blocks: all that a handoff sees of the KV cache."""
 
     @property
     def block_bytes(self) -> int: ...
 
     def read(self, block: int) -> memoryview:
-        """The ``block_bytes`` bytes of a block; valid while the block is held, may alias the store."""
+        """The ``block_bytes`` bytes of a block; may alias the store, valid while the block is held."""
         ...
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        """Replace a block's bytes; the caller holds it."""
+        """Replace the bytes of a block that the caller holds."""
         ...
 
 
 class Device(Runner, BlockBytes, Protocol):
-    """A model with its blocks: what an engine runs on. ``model.load`` and ``fake.FakeDevice`` make one."""
+    """A model with its blocks. ``model.load`` and ``fake.FakeDevice`` make one."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -109,23 +110,23 @@ class Device(Runner, BlockBytes, Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def window(self) -> int:
-        """Longest sequence that the model serves, in tokens."""
+    def context_length(self) -> int:
+        """Longest sequence, in tokens."""
         ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
     @property
     def layout(self) -> str:
-        """Equal exactly when two devices can exchange blocks and promise the same bits."""
+        """Fingerprint: devices with the same one can exchange blocks."""
         ...
 
     @property
     def costs(self) -> StepCostModel:
-        """What its steps take, as far as it was measured."""
+        """Measured costs of a step; all zero if unknown."""
         ...
 
     @property
     def equal_bits(self) -> bool:
-        """Whether that promise was measured: equal input gives equal bits, here and on any device of this layout."""
+        """Whether equal input was shown to give equal bits in any batch, on every device of this layout."""
         ...

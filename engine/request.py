@@ -1,7 +1,7 @@
-"""What a caller asks of the engine: tokens to continue, how to sample, when to stop.
+"""Requests to an engine: tokens to continue, sampling parameters, stop conditions.
 
-Each type checks its own ranges when it is made, so one that exists is in range; what depends on the model or
-the pool (vocabulary, window, capacity) is checked by ``Engine.add``.
+Each type checks its own ranges in its constructor. ``Engine.add`` checks what depends on the model or the pool
+(vocabulary, context length, capacity).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from decant.engine.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
-"""Most alternatives per token that a request may ask for."""
+"""Most alternatives per token."""
 
 _MAX_TEMPERATURE = 100.0
 _LEAST_TEMPERATURE = 1e-5
-"""Below it a draw is the likeliest token, and dividing by it overflows."""
+"""Below it sampling is greedy: division by it would overflow."""
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
@@ -38,7 +38,7 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence wrote its last token."""
+    """Why a sequence ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -49,11 +49,11 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. ``temperature`` below 1e-5 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
+    """Sampling parameters. ``temperature`` below 1e-5 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
 
-    Order: logit bias, minimum length, penalties, temperature, top-k, top-p, min-p, one draw. The penalties are
-    those of CTRL (repetition: prompt and output, divides positive logits) and of the OpenAI API (presence and
-    frequency: output alone, subtracted).
+    Order: logit bias, minimum length, penalties, temperature, top-k, top-p, min-p, one draw. The repetition penalty is
+    CTRL's (of prompt and output; divides positive logits), presence and frequency penalty are the OpenAI API's (of
+    the output; subtracted).
     """
 
     temperature: float = 0.0
@@ -93,7 +93,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """When a sequence ends. ``max_tokens`` None: at the window. Before ``min_tokens`` no stop token is drawn."""
+    """When a sequence ends. ``max_tokens`` None: at the context length. No stop token before ``min_tokens``."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -110,7 +110,7 @@ class StopParams:
             raise InvalidRequest("min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens)
 
     def ids(self, eos: Set[int]) -> Set[int]:
-        """Tokens that end a sequence, of a model with the end tokens ``eos``."""
+        """Tokens that end a sequence of a model with the end tokens ``eos``."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos
 
 
@@ -118,11 +118,12 @@ class StopParams:
 class Request:
     """One sequence to continue.
 
-    ``token_ids`` are the prompt and, when a request starts over elsewhere, the output that was already written;
-    ``prompt_tokens`` is the boundary (default: all are prompt). ``logprobs`` and ``prompt_logprobs`` count the
-    alternatives per token: None for none, 0 for the token itself alone. ``salt`` separates prefix caches.
-    ``park_after``: output tokens after which the sequence keeps its blocks and is not scheduled (the giving end
-    of a handoff); None to write to the end.
+    token_ids         the prompt, and the output so far if the request was started elsewhere
+    prompt_tokens     how many of them are prompt; None: all
+    logprobs, prompt_logprobs  alternatives per token; 0: the token's own alone; None: no log-probabilities
+    salt              prefix caches of different salts are separate
+    park_after        output tokens after which the sequence is no longer scheduled and keeps its blocks, to be
+                      handed over; None: never
     """
 
     id: str
@@ -138,23 +139,23 @@ class Request:
     park_after: int | None = None
     prompt_len: int = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
-    """Every token is the likeliest of the model's own logits: nothing of the request ever changes them."""
-    silent: bool = field(init=False, repr=False, compare=False)
-    """It is plain, and no log-probabilities are to be told of its tokens."""
+    """Derived: every token is the likeliest by the model's own logits."""
+    tokens_only: bool = field(init=False, repr=False, compare=False)
+    """Derived: plain, and without any log-probabilities."""
 
     def __post_init__(self) -> None:
         self._check()
-        # Facts that every step asks of every sequence are found once.
+        # Derived once: every step reads them of every sequence.
         object.__setattr__(self, "prompt_len", self.prompt_tokens or len(self.token_ids))
         sampling, stop = self.sampling, self.stop
-        changed = sampling.penalised or sampling.logit_bias
+        changes_logits = sampling.penalised or sampling.logit_bias
         may_forbid = stop.min_tokens and (stop.stop_token_ids or not stop.ignore_eos)
-        object.__setattr__(self, "plain", sampling.greedy and not changed and not may_forbid)
-        object.__setattr__(self, "silent", self.plain and self.logprobs is None and self.prompt_logprobs is None)
+        object.__setattr__(self, "plain", sampling.greedy and not changes_logits and not may_forbid)
+        object.__setattr__(self, "tokens_only", self.plain and self.logprobs is None and self.prompt_logprobs is None)
 
-    def due(self, length: int, window: int) -> int:
-        """The next length above ``length`` at which the sequence ends, or parks."""
-        lengths = [window]
+    def next_check_length(self, length: int, context_length: int) -> int:
+        """The next length above ``length`` at which the sequence ends or parks."""
+        lengths = [context_length]
         if self.stop.max_tokens is not None:
             lengths.append(self.prompt_len + self.stop.max_tokens)
         if self.park_after is not None and self.prompt_len + self.park_after > length:
@@ -177,18 +178,18 @@ class Request:
 
 
 def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
-    """Raises InvalidRequest with the first that is no whole number below ``vocabulary``."""
+    """Raises InvalidRequest with the first token that is not an int from 0 to ``vocabulary`` - 1."""
     try:
-        fine = max(array("Q", tokens), default=0) < vocabulary
+        valid = max(array("Q", tokens), default=0) < vocabulary
     except (TypeError, OverflowError):
-        fine = False
-    if not fine:
+        valid = False
+    if not valid:
         worst = next((token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)), None)
         raise InvalidRequest(field, f"token ids from 0 to {vocabulary - 1}", worst)
 
 
 def check_some_left(stop: StopParams, eos: Set[int], vocabulary: int) -> None:
-    """Raises InvalidRequest where all of ``vocabulary`` is forbidden until ``min_tokens`` are written."""
+    """Raises InvalidRequest if no token of ``vocabulary`` may be drawn before ``min_tokens``."""
     forbidden = stop.ids(eos)
     if stop.min_tokens and len(forbidden) >= vocabulary:
         limit = f"at most {vocabulary - 1} with the model's own end tokens, for min_tokens forbids them"

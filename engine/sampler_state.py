@@ -1,9 +1,7 @@
-"""What sampling keeps of one sequence from step to step, beside its frozen request. Pure: arrays of Python's own.
+"""Per-sequence sampler state: what follows a sequence's tokens and changes its logits, beside the frozen request.
 
-The request says how to sample and never changes; this object grows with the tokens. It belongs to the sequence, and
-travels with every ``Row`` of it. Nothing of it is handed over or stored: everything is derived from the request and the
-tokens, so a sequence that was preempted, imported with its output, or adopted with it has the same state. Whatever else
-follows a sequence's tokens to change its logits, such as the matcher of a grammar, belongs here too.
+The sequence owns it, and each ``Row`` carries it. It is derived from the request and the tokens, never transferred or
+stored, so it is the same after preemption, handoff, adoption and rollback. A grammar's matcher would go here too.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ from decant.engine.request import Request
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence, and how often its output has each.
+    """Distinct tokens of a sequence, and how often each occurs in its output.
 
-    tokens  distinct token ids, in the order in which they were first read
-    output  of each, its occurrences in the output; 0 for a token of the prompt alone
+    tokens  distinct token ids, in order of first occurrence
+    output  occurrences of each in the output; 0 if it is only in the prompt
     """
 
     __slots__ = ("_first", "_index", "_length", "_prompt_len", "output", "tokens")
@@ -35,16 +33,16 @@ class TokenCounts:
         self._length = self._first
 
     def update(self, tokens: Sequence[int], length: int) -> None:
-        """Count the first ``length`` tokens of the sequence: reads those that were added since the last call."""
-        if length < self._length:  # an output that got shorter
+        """Make the counts those of the first ``length`` tokens. Reads only the tokens added since the last call."""
+        if length < self._length:  # the output was rolled back
             self._clear()
         start, end = self._length, self._prompt_len
         self._add(Counter(tokens[start : min(length, end)]), 0)
         self._add(Counter(tokens[max(start, end) : length]), 1)
         self._length = max(length, start)
 
-    def _add(self, found: Counter[int], weight: int) -> None:
-        for token, count in found.items():
+    def _add(self, occurrences: Counter[int], weight: int) -> None:
+        for token, count in occurrences.items():
             index = self._index.setdefault(token, len(self.tokens))
             if index == len(self.tokens):
                 self.tokens.append(token)
@@ -53,10 +51,10 @@ class TokenCounts:
 
 
 class SamplerState:
-    """Of one sequence whose logits are changed before a token is drawn, or whose token is drawn at random.
+    """State of a sequence whose request is not plain.
 
-    bias_tokens, bias  the request's logit bias, as two arrays of one length
-    counts             what penalties are computed from; None without penalties
+    bias_tokens, bias  the request's logit bias, as two arrays
+    counts             input of the penalties; None without penalties
     """
 
     __slots__ = ("bias", "bias_tokens", "counts")

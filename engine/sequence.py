@@ -13,8 +13,10 @@ from decant.engine.sampler_state import SamplerState
 
 @dataclass(slots=True)
 class Timeline:
-    """The instants of a sequence, in seconds of the engine's clock; None until it happened. And how often it was
-    preempted: what it then computes again is in none of them."""
+    """Instants of a sequence in seconds of the engine's clock (None: not yet), and its number of preemptions.
+
+    What is recomputed after a preemption changes no instant.
+    """
 
     added: float
     scheduled: float | None = None
@@ -28,23 +30,29 @@ class Timeline:
 
 
 class Sequence:
-    """What the scheduler moves forward. ``remaining`` is the gap that steps close::
+    """The scheduler's unit. ``remaining`` is the gap that steps close::
 
-    tokens    [ prompt ............ | output ...... ]
-    computed  [ KV is in the blocks ......... |  gap ]
+        tokens    [ prompt ............ | output ...... ]
+        computed  [ KV is in the blocks ......... |  gap ]
+
+    block_table           None while it waits
+    stops                 tokens that end it
+    next_check_length     length at which ``max_tokens``, the context length or ``park_after`` is reached
+    prompt_logprobs_sent  prompt tokens whose log-probabilities were emitted; the first token has none
+    block_checksums       by block index, made when a block is filled, if ``park_after`` is set
     """
 
     __slots__ = (
         "_chain",
+        "block_checksums",
+        "block_table",
         "computed",
-        "due",
-        "explained",
-        "holding",
+        "next_check_length",
         "order",
+        "prompt_logprobs_sent",
         "request",
         "state",
         "stops",
-        "sums",
         "timeline",
         "tokens",
     )
@@ -53,13 +61,13 @@ class Sequence:
         self.request = request
         self.tokens = list(request.token_ids)
         self.computed = 0
-        self.explained = 1  # prompt tokens whose log-probabilities were told; the first one has none
-        self.holding: BlockTable | None = None
+        self.prompt_logprobs_sent = 1
+        self.block_table: BlockTable | None = None
         self.order = order
         self.state = None if request.plain else SamplerState(request)
-        self.stops: Set[int] = frozenset()  # tokens that end it
-        self.due = sys.maxsize  # the length at which it ends, or parks, at the latest
-        self.sums: dict[int, int] = {}  # block index -> sum made when it was filled, if it is to be handed over
+        self.stops: Set[int] = frozenset()
+        self.next_check_length = sys.maxsize
+        self.block_checksums: dict[int, int] = {}
         self.timeline = Timeline(added)
         self._chain: list[BlockHash] = [root_hash(request.salt)]
 
@@ -76,9 +84,9 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def hashes(self, blocks: range, block_size: int) -> list[BlockHash]:
-        """Chained hashes of these full blocks; each is made once."""
-        made = len(self._chain) - 1
-        if made < blocks.stop:
-            missing = self.tokens[made * block_size : blocks.stop * block_size]
+        """Chained hashes of these full blocks. Each is computed once."""
+        known = len(self._chain) - 1
+        if known < blocks.stop:
+            missing = self.tokens[known * block_size : blocks.stop * block_size]
             self._chain += hash_blocks(self._chain[-1], missing, block_size)
         return self._chain[blocks.start + 1 : blocks.stop + 1]

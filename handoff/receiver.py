@@ -128,13 +128,13 @@ class KvReceiver:
         run = response.kv_chunk
         size = self._shape.block_size
         filled = run.first_position // size + len(run.block_checksums)
-        if filled > arrival.room and not arrival.closed:
+        if filled > arrival.num_blocks and not arrival.closed:
             await self._loop.call(lambda _: arrival.extend(filled * size - 1))
 
     async def _join(self, arrival: IncomingSequence, seal: EngineSeal) -> tuple[int, ...]:
         """Make the sequence exist. Should the caller be gone by then, it ends again at once."""
         await self._loop.call(
-            lambda engine: engine.join(arrival, seal), undo=lambda engine, _: engine.cancel(arrival.id)
+            lambda engine: engine.transfers.join(arrival, seal), undo=lambda engine, _: engine.cancel(arrival.id)
         )
         return seal.output
 
@@ -146,7 +146,7 @@ class KvReceiver:
             sender=ticket.sender,
             layout=self._shape.layout,
             salt=arrival.sequence.request.salt,
-            cached_blocks=arrival.have,
+            cached_blocks=arrival.cached_blocks,
         )
 
 

@@ -177,7 +177,8 @@ class KvSender:
         name = lease.sequence
         if not giving.ended:
             giving.export = await self._loop.call(
-                lambda engine: engine.export(name, have), undo=lambda engine, _: engine.release(name)
+                lambda engine: engine.transfers.export(name, have),
+                undo=lambda engine, _: engine.transfers.release(name),
             )
             giving.changed.set()
             if giving.is_live and (seal := await self._seal_live(name, giving)) is not None:
@@ -186,7 +187,7 @@ class KvSender:
         if giving.ended:
             giving.export = None
             return _closed(None)
-        return _sealed(await self._loop.call(lambda engine: engine.seal(name)), giving)
+        return _sealed(await self._loop.call(lambda engine: engine.transfers.finalize(name)), giving)
 
     async def _seal_live(self, name: str, giving: _SendState) -> EngineSeal | None:
         """The seal of a live sequence, parked at the first step that allows it; None: it ended. Raises EngineError."""
@@ -194,7 +195,7 @@ class KvSender:
             giving.moved.clear()
             sent = giving.blocks
             if giving.export is not None and sent >= len(giving.export.runs):
-                seal = await self._loop.call(partial(Engine.seal_running, id=name, sent=sent))
+                seal = await self._loop.call(partial(_finalize_running, id=name, sent=sent))
                 if seal is not None:
                     return seal
             await giving.moved.wait()
@@ -274,11 +275,15 @@ class KvSender:
             giving.export = None
 
         def give_back(engine: Engine) -> None:
-            engine.release(lease.sequence)
+            engine.transfers.release(lease.sequence)
             engine.cancel(lease.sequence)
 
         goes_on = giving is not None and giving.is_live and not lease.sealed
-        self._loop.post((lambda engine: engine.withdraw(lease.sequence)) if goes_on else give_back)
+        self._loop.post((lambda engine: engine.transfers.withdraw(lease.sequence)) if goes_on else give_back)
+
+
+def _finalize_running(engine: Engine, id: str, sent: int) -> EngineSeal | None:
+    return engine.transfers.finalize_running(id, sent)
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

@@ -102,7 +102,7 @@ class EngineHost:
         self.peer, self.role, self.model = identity.peer, identity.role, identity.model
         self.address = identity.address
         self.layout, self.equal_bits = layout_number(device.layout), device.equal_bits
-        self.window = engine.limits.window
+        self.window = engine.limits.context_length
         self.max_running = engine.limits.max_running
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
         self.lease_s, self.max_waiting = terms.lease_ms / 1000, terms.max_waiting

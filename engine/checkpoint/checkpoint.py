@@ -110,7 +110,7 @@ class Checkpoint:
             raise InvalidConfig("dtype", "bfloat16 or float32 on a CPU, which has no fast float16", name)
         return dtype
 
-    def choose_window(self, window: int | None) -> int:
+    def choose_context_length(self, context_length: int | None) -> int:
         """The served window: what the checkpoint was made for, or less. Where its rotary scaling is for more than
         ``max_position_embeddings``, that is the limit; for a scaling that changes with the length or does not name the
         original length, only when asked for. Raises InvalidConfig, ModelRefused.
@@ -118,13 +118,13 @@ class Checkpoint:
         text = self.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
         if most is None:
-            if window is None:
+            if context_length is None:
                 raise ModelRefused(self.name, "it names no max_position_embeddings; give a window")
-            return window
+            return context_length
         reach = rope.reach(text, most)
-        if window is not None and window > reach:
-            raise InvalidConfig("window", f"at most the checkpoint's {reach} positions", window)
-        return window or rope.default_length(text, most)
+        if context_length is not None and context_length > reach:
+            raise InvalidConfig("window", f"at most the checkpoint's {reach} positions", context_length)
+        return context_length or rope.default_length(text, most)
 
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         """Weights into transformers' own causal model; parts for other media are left empty. Raises ModelRefused."""
@@ -242,12 +242,14 @@ def _drop_other_media(model: PreTrainedModel) -> None:
                 setattr(parent, name, torch.nn.Identity())
 
 
-def layout_hash(weights: Digests, layout: KvLayout, window: int, dtype: torch.dtype, device: torch.device) -> str:
+def layout_hash(
+    weights: Digests, layout: KvLayout, context_length: int, dtype: torch.dtype, device: torch.device
+) -> str:
     """Equal exactly when two devices can exchange blocks: same weights, shapes, software and kind of device."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else native.kind()
     facts = [
         str(layout),
-        str(window),
+        str(context_length),
         str(dtype),
         device.type,
         kind,

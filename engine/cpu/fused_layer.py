@@ -37,7 +37,7 @@ from decant.engine.cpu.kernels import KERNELS
 from decant.engine.cpu.linear import ANOTHER, PackedLinear
 from decant.engine.cpu.threads import team
 from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.engine.model.attention import AttentionBackend, AttentionCall, attending, current, take_turn
+from decant.engine.model.attention import AttentionBackend, AttentionCall, attending, current, next_layer
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import flatten
@@ -127,7 +127,7 @@ class FusedLayer:
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is not None:
             if usual and foreseen.is_asked(hidden_states, angles, attender):
-                take_turn()
+                next_layer()
                 return foreseen.answer
             foreseen.by.follower = None
         if (
@@ -150,7 +150,7 @@ class FusedLayer:
         layers = self._ahead(AHEAD // hidden.nbytes)
         with torch.inference_mode(False):  # a tensor that counts who writes to it
             memory = torch.empty(len(layers), *hidden.shape, dtype=self.dtype)
-        turn = take_turn()
+        turn = next_layer()
         turns = array("Q")  # as struct Turn
         for place, layer in enumerate(layers, turn):
             turns.extend((layer._address, *attender.addresses(place)))

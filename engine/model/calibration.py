@@ -124,4 +124,4 @@ def _plan(device: Device, shape: Shape) -> StepPlan:
 
 def _fits(device: Device, shape: Shape) -> bool:
     ends = [context + tokens for context, tokens in shape]
-    return max(ends) <= device.window and sum(-(-end // device.block_size) for end in ends) <= device.num_blocks
+    return max(ends) <= device.context_length and sum(-(-end // device.block_size) for end in ends) <= device.num_blocks

@@ -40,7 +40,7 @@ class ModelConfig:
     revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
-    window: int | None = None
+    context_length: int | None = None
     kv_bytes: int = 1 << 30
     block_size: int = 16
 
@@ -50,8 +50,8 @@ class ModelConfig:
         check_whole("block_size", self.block_size, least=1)
         if self.block_size not in (1, 2, 4, 8, 16, 32, 64, TILE):
             raise InvalidConfig("block_size", f"a power of two of at most {TILE}", self.block_size)
-        if self.window is not None:
-            check_whole("window", self.window, least=1)
+        if self.context_length is not None:
+            check_whole("window", self.context_length, least=1)
         check_whole("kv_bytes", self.kv_bytes, least=1)
 
 
@@ -59,12 +59,12 @@ class ModelConfig:
 class ModelDevice:
     """A served model with its blocks: the ``Device`` of an engine.
 
-    ``verdict`` is what the probe found; ``costs`` are unknown until ``warm_start`` measured them.
+    ``verdict`` is what the probe found; ``costs`` are unknown until ``calibration`` measured them.
     """
 
     store: KvStore
     runner: ModelRunner
-    window: int
+    context_length: int
     vocab_size: int
     eos_token_ids: frozenset[int]
     layout: str
@@ -109,23 +109,23 @@ def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: 
     device = checkpoint.choose_device(config.device)
     source = checkpoint.open(config.model, config.revision)
     dtype = source.choose_dtype(config.dtype, device)
-    window = source.choose_window(config.window)
+    context_length = source.choose_context_length(config.context_length)
     weights = source.weights()
     progress(HASHED)
     model = source.read(dtype, device)
     progress(READ)
     with checkpoint.refusing(source.name, "its rotary scaling can't be frozen"):
-        rope.freeze(model, window)
-    refuse_other_state(model, source.name, trials(model, window)[0].tokens)
+        rope.freeze(model, context_length)
+    refuse_other_state(model, source.name, trials(model, context_length)[0].tokens)
     progress(40)
-    reference = alone(model, source.name, window)
+    reference = alone(model, source.name, context_length)
     progress(60)
-    views, specs = learn(model, source.name, window)
+    views, specs = learn(model, source.name, context_length)
     progress(70)
     layout = KvLayout(specs, config.block_size, dtype.itemsize)
     if config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
-    difference = check_attention(model, source.name, layout, views, reference, window)
+    difference = check_attention(model, source.name, layout, views, reference, context_length)
     progress(80)
     if device.type == "cpu":
         with checkpoint.refusing(source.name, "laying its weights out failed"):
@@ -134,7 +134,7 @@ def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: 
         layer.fuse(model, dtype)
     weights.check_unchanged(source.name)  # only now are all of them copied from the mapped files
     progress(90)
-    exact = probe(model, source.name, layout, views, reference, window)
+    exact = probe(model, source.name, layout, views, reference, context_length)
     progress(98)
     eos = source.eos_token_ids(model)
     store = KvStore(layout, config.kv_bytes // layout.block_bytes, dtype, device)
@@ -142,10 +142,10 @@ def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: 
     return ModelDevice(
         store=store,
         runner=ModelRunner(model, store, views, eos),
-        window=window,
+        context_length=context_length,
         vocab_size=table(model).num_embeddings,
         eos_token_ids=eos,
-        layout=checkpoint.layout_hash(weights, layout, window, dtype, device),
+        layout=checkpoint.layout_hash(weights, layout, context_length, dtype, device),
         equal_bits=device.type == "cpu",
         verdict=ProbeResult(exact, difference),
         model=model,

@@ -68,11 +68,11 @@ class Trial:
     start: int
 
 
-def trials(model: PreTrainedModel, window: int) -> list[Trial]:
+def trials(model: PreTrainedModel, context_length: int) -> list[Trial]:
     """What a model is tried with."""
     generator = torch.Generator().manual_seed(0)
-    lengths = [min(length, window) for length in LENGTHS]
-    starts = [0] * (len(LENGTHS) - 1) + [window - lengths[-1]]
+    lengths = [min(length, context_length) for length in LENGTHS]
+    starts = [0] * (len(LENGTHS) - 1) + [context_length - lengths[-1]]
     vocabulary = table(model).num_embeddings
     return [
         Trial(torch.randint(vocabulary, (length,), generator=generator).tolist(), start)
@@ -94,10 +94,10 @@ class Reference:
 
 
 @torch.inference_mode()
-def alone(model: PreTrainedModel, name: str, window: int) -> Reference:
+def alone(model: PreTrainedModel, name: str, context_length: int) -> Reference:
     """What the trials must give; before anything is replaced. Raises ModelRefused."""
     with refusing(name, "transformers' own attention failed"):
-        *early, last = trials(model, window)
+        *early, last = trials(model, context_length)
         exact, noise = _exact(model, early)
     try:
         with refusing(name, f"transformers' own attention at position {last.start} failed"):
@@ -162,30 +162,32 @@ class _From(AttentionWindow):
 
 
 @torch.inference_mode()
-def learn(model: PreTrainedModel, name: str, window: int) -> tuple[tuple[AttentionWindow, ...], tuple[LayerSpec, ...]]:
+def learn(
+    model: PreTrainedModel, name: str, context_length: int
+) -> tuple[tuple[AttentionWindow, ...], tuple[LayerSpec, ...]]:
     """Plug our attention in; what each layer may see, and the shape of its keys and values. Raises ModelRefused."""
     with refusing(name, "replacing its attention failed"):
         model.set_attn_implementation(NAME)
         layers = model.config.get_text_config().num_hidden_layers
     with mask_markers() as markers:
-        recorder = Recorder(name, markers, window)
+        recorder = Recorder(name, markers, context_length)
         with attending(recorder), refusing(name, "a pass with its attention replaced failed"):
-            model(input_ids=_ids(model, trials(model, window)[0].tokens[:2]), use_cache=False)
+            model(input_ids=_ids(model, trials(model, context_length)[0].tokens[:2]), use_cache=False)
             calls = calls_made()
     if calls != layers or not layers:
         reason = f"transformers' attention functions were called {calls} times for {layers} layers"
         raise ModelRefused(name, f"its attention can't be replaced: {reason}")
-    _check_kept(model, name, recorder.views, window)
+    _check_kept(model, name, recorder.views, context_length)
     return tuple(recorder.views), tuple(recorder.specs)
 
 
-def _check_kept(model: PreTrainedModel, name: str, views: Sequence[AttentionWindow], window: int) -> None:
+def _check_kept(model: PreTrainedModel, name: str, views: Sequence[AttentionWindow], context_length: int) -> None:
     """Refuse a model that sees more of a prompt than transformers' own cache keeps of it for the answer."""
     with refusing(name, "making transformers' own cache failed"):
         layers = DynamicCache(config=model.config).layers
     for index, (view, layer) in enumerate(zip(views, layers, strict=False)):
-        kept = getattr(layer, "sliding_window", None) or window
-        seen = window - int(view.first(torch.tensor(window - 1)))
+        kept = getattr(layer, "sliding_window", None) or context_length
+        seen = context_length - int(view.first(torch.tensor(context_length - 1)))
         if seen > kept:
             raise ModelRefused(name, f"layer {index} sees {seen} tokens of a prompt, and {kept} from its cache")
 
@@ -197,14 +199,14 @@ def check_attention(
     layout: KvLayout,
     views: Sequence[AttentionWindow],
     reference: Reference,
-    window: int,
+    context_length: int,
 ) -> float:
     """Compare the model's own modules with our attention to the reference, in float32; before weights are laid out.
 
     Returns the largest difference, as a share of the logits' spread. Raises ModelRefused.
     """
     wide = KvLayout(layout.layers, layout.block_size, torch.float32.itemsize)
-    rows = _rows(trials(model, window), layout.block_size)
+    rows = _rows(trials(model, context_length), layout.block_size)
     with refusing(name, "a step of several sequences failed"), Float32():
         together = _together(_runner(model, wide, views, rows, torch.float32), rows)
     worst = 0.0
@@ -226,7 +228,7 @@ def probe(
     layout: KvLayout,
     views: Sequence[AttentionWindow],
     reference: Reference,
-    window: int,
+    context_length: int,
 ) -> bool:
     """Compare together with alone, and with the reference, as the model will be served. Raises ModelRefused.
 
@@ -234,7 +236,7 @@ def probe(
     counts: a router near a tie moves a few positions far, a weight that is laid out wrong moves all of them.
     """
     dtype, device = table(model).weight.dtype, model.device
-    rows = _rows(trials(model, window), layout.block_size)
+    rows = _rows(trials(model, context_length), layout.block_size)
     with refusing(name, "a step of several sequences failed"):
         runner = _runner(model, layout, views, rows, dtype)
         together, apart = _together(runner, rows), _apart(runner, rows)

@@ -42,16 +42,16 @@ def _scaling(config: Any) -> tuple[dict[str, Any], float]:
     return scaling, float(scaling.get("factor") or 1.0)
 
 
-def freeze(model: torch.nn.Module, window: int) -> None:
+def freeze(model: torch.nn.Module, context_length: int) -> None:
     """Fix every length-dependent rotary embedding of ``model`` at the frequencies of ``window`` positions."""
     for module in map(_untyped, model.modules()):
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _moves(kinds):
-            _settle(module, window, None)
+            _settle(module, context_length, None)
             module.rope_type = "default"
         elif isinstance(kinds, dict) and any(_moves(kind) for kind in kinds.values()):
             for layer_type in [name for name, kind in kinds.items() if _moves(kind)]:
-                _settle(module, window, layer_type)
+                _settle(module, context_length, layer_type)
             module.rope_type = {name: "default" if _moves(kind) else kind for name, kind in kinds.items()}
 
 
@@ -64,8 +64,8 @@ def _moves(kind: str) -> bool:
     return any(name in kind for name in _MOVING)
 
 
-def _settle(module: Any, window: int, layer_type: str | None) -> None:
+def _settle(module: Any, context_length: int, layer_type: str | None) -> None:
     """Let the module see the last position of the window once, as transformers would."""
     device = next(buffer for buffer in module.buffers()).device
     options = {} if layer_type is None else {"layer_type": layer_type}
-    module(torch.zeros(1, device=device), torch.tensor([[window - 1]], device=device), **options)
+    module(torch.zeros(1, device=device), torch.tensor([[context_length - 1]], device=device), **options)

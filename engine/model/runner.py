@@ -81,7 +81,7 @@ class _StepLogits:
         self._rows = flat.rows
         self._order = flat.order
         self._drawing = np.flatnonzero(flat.sampled)
-        self._special = [index for index, row in enumerate(flat.rows) if not row.request.silent]
+        self._special = [index for index, row in enumerate(flat.rows) if not row.request.tokens_only]
         self._explained = [index for index in self._special if _is_explained(flat.rows[index])]
         self._kept = flat.sampled  # of how many of its last positions each row needs them
         if self._explained:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from decant.engine.counter_rng import counter_uniform
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.cpu.threads import team
-from decant.engine.draw import uniform
 from decant.engine.plan import Row, TokenLogprobs
 from decant.engine.request import SamplingParams
 from decant.engine.sampler_state import TokenCounts
@@ -180,7 +180,7 @@ def _forbidden(row: Row, eos: frozenset[int]) -> Set[int]:
 def _number(row: Row) -> float:
     """Of the row's draw."""
     sampling = row.request.sampling
-    return uniform(sampling.seed, sampling.output_index, row.end - row.request.prompt_len)
+    return counter_uniform(sampling.seed, sampling.output_index, row.end - row.request.prompt_len)
 
 
 def _penalise(sampling: SamplingParams, counts: TokenCounts, scores: torch.Tensor) -> None:

@@ -11,15 +11,33 @@ of its own, unless stops are to be included; the last token that may be written 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import OutputOptions
 from decant.router.text.detokenizer import Detokenizer
 from decant.router.text.served_model import ServedModel
 from decant.router.text.stop_strings import StopStrings
 
 
-def begin_text(model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> OutputText:
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What the client is shown, with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all.
+    ``prompt_logprobs`` the same of the prompt's tokens. ``echo``: what stands before each output's text.
+    ``min_chunk_tokens`` go into one delta, except into the last.
+    ``stops``: the texts that end an output; None: no text does."""
+
+    text: bool = True
+    token_ids: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: str = ""
+    skip_special_tokens: bool = True
+    stops: StopStrings | None = None
+    include_stop: bool = False
+    min_chunk_tokens: int = 1
+
+
+def new_output_text(model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> OutputText:
     """The text of an output that such a request asks for, before its first token."""
     kind = OutputText if wanted.stops is None else StoppedText
     return kind(model, wanted, stopping)
@@ -32,7 +50,7 @@ class OutputText:
     """The stop text that ended it."""
 
     def __init__(self, model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> None:
-        self._detokenizer: Detokenizer = model.words.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
+        self._detokenizer: Detokenizer = model.token_table.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
         self._left = stopping.max_tokens
         asked = frozenset(stopping.stop_token_ids)
         self._ends = asked | (frozenset() if stopping.ignore_eos else model.eos_token_ids)

@@ -14,8 +14,8 @@ from decant.engine.scheduler import Limits
 
 
 def test_tiny_is_served(tiny: Path) -> None:
-    device = load(ModelConfig(str(tiny), device="cpu", window=64, kv_bytes=1 << 20))
-    engine = Engine(device, Limits(window=64))
+    device = load(ModelConfig(str(tiny), device="cpu", context_length=64, kv_bytes=1 << 20))
+    engine = Engine(device, Limits(context_length=64))
     engine.add(Request("a", (1, 2, 3), stop=StopParams(max_tokens=2, ignore_eos=True)))
     written = []
     while engine.has_work:

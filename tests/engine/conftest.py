@@ -11,7 +11,7 @@ from typing import Protocol
 import pytest
 
 from decant.engine.plan import Device
-from tests.engine.factories import BLOCK, VOCABULARY, WINDOW, make_device
+from tests.engine.factories import BLOCK, CONTEXT_LENGTH, VOCABULARY, make_device
 
 
 class MakeDevice(Protocol):
@@ -34,7 +34,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=WINDOW,
+        max_position_embeddings=CONTEXT_LENGTH,
         initializer_range=0.4,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -1,4 +1,4 @@
-"""Scenes in two lines: small engines that run out of blocks, requests, and an ear that holds the contract."""
+"""Small engines that run out of blocks, requests, and a log that checks the order of an engine's output."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from decant.engine.sequence import Timeline
 from decant.engine.transfer import TransferCommit, block_checksum, default_checksum, transfer_checksum
 
 BLOCK = 4
-WINDOW = 96
+CONTEXT_LENGTH = 96
 VOCABULARY = 512
 
 
 def make_device(num_blocks: int = 64, eos: Iterable[int] = ()) -> FakeDevice:
-    """A fake one with blocks of ``BLOCK`` tokens."""
+    """A fake device with blocks of ``BLOCK`` tokens."""
     return FakeDevice(
         num_blocks=num_blocks,
         block_size=BLOCK,
         vocab_size=VOCABULARY,
-        window=WINDOW,
+        context_length=CONTEXT_LENGTH,
         eos_token_ids=frozenset(eos),
     )
 
@@ -37,30 +37,30 @@ def make_engine(
     *,
     budget: int = 64,
     max_running: int = 8,
-    window: int = WINDOW,
+    context_length: int = CONTEXT_LENGTH,
     device: Device | None = None,
 ) -> Engine:
-    """On a fake device unless told; the window shrinks to what the blocks hold."""
+    """An engine, by default on a fake device; the context length is at most the capacity of the blocks."""
     device = device or make_device(num_blocks)
     room = device.num_blocks * device.block_size
-    limits = Limits(token_budget=budget, max_running=min(budget, max_running), window=min(window, room))
+    limits = Limits(token_budget=budget, max_running=min(budget, max_running), context_length=min(context_length, room))
     return Engine(device, limits, clock=ticking())
 
 
 def ticking() -> Callable[[], float]:
-    """A clock that moves by one at each look."""
+    """A clock that advances by one second per call."""
     now = 0.0
 
-    def look() -> float:
+    def read() -> float:
         nonlocal now
         now += 1.0
         return now
 
-    return look
+    return read
 
 
 def prompt(length: int, start: int = 1) -> tuple[int, ...]:
-    """Tokens that differ from those of every other small ``start`` from the first one on."""
+    """Tokens of a prompt; prompts of different small ``start`` differ from the first token on."""
     return tuple((start * 37 + index * 11) % (VOCABULARY - 1) + 1 for index in range(length))
 
 
@@ -73,15 +73,15 @@ def make_request(
     sampling: SamplingParams | None = None,
     **more: object,
 ) -> Request:
-    """``tokens``: a prompt, or the length of one."""
+    """``tokens``: a prompt or its length."""
     ids = prompt(tokens) if isinstance(tokens, int) else tuple(tokens)
     request = Request(id, ids, stop=stop or StopParams(max_tokens=max_tokens), sampling=sampling or SamplingParams())
     return replace(request, **more)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
-class Heard:
-    """All that was told of one sequence."""
+class SequenceOutput:
+    """Events of one sequence."""
 
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -101,59 +101,61 @@ class Heard:
         return self.ended.reason if self.ended else None
 
 
-class Ear:
-    """Hears the steps of an engine and holds them to the contract: positions without gap or repeat, one end, last."""
+class OutputLog:
+    """Records steps and checks their order: no gap or repeat in positions; one end, last."""
 
     def __init__(self) -> None:
-        self.heard: dict[str, Heard] = {}
+        self.by_id: dict[str, SequenceOutput] = {}
 
-    def __getitem__(self, id: str) -> Heard:
-        return self.heard.setdefault(id, Heard())
+    def __getitem__(self, id: str) -> SequenceOutput:
+        return self.by_id.setdefault(id, SequenceOutput())
 
-    def hear(self, output: StepOutput) -> StepOutput:
+    def record(self, output: StepOutput) -> StepOutput:
         for begun in output.begun:
-            heard = self[begun.id]
-            assert not heard.ended, f"{begun.id} began after its end"
+            result = self[begun.id]
+            assert not result.ended, f"{begun.id} started after its end"
             assert 0 <= begun.cached < begun.tokens, begun
-            heard.begun = begun
-        for told in output.prompt_logprobs:
-            heard = self[told.id]
-            assert told.position == 1 + len(heard.prompt_logprobs), f"{told.id}: prompt log-probabilities have a gap"
-            assert not heard.ended, f"{told.id} went on after its end"
-            heard.prompt_logprobs.extend(told.entries)
+            result.begun = begun
+        for events in output.prompt_logprobs:
+            result = self[events.id]
+            assert events.position == 1 + len(result.prompt_logprobs), (
+                f"{events.id}: prompt log-probabilities have a gap"
+            )
+            assert not result.ended, f"{events.id} went on after its end"
+            result.prompt_logprobs.extend(events.entries)
         for token in output.tokens:
-            heard = self[token.id]
-            assert heard.begun or token.position, f"{token.id} wrote before it began"
-            expected = heard.tokens[-1].position + 1 if heard.tokens else token.position
+            result = self[token.id]
+            assert result.begun or token.position, f"{token.id} has a token before its start"
+            expected = result.tokens[-1].position + 1 if result.tokens else token.position
             assert token.position == expected, f"{token.id}: token {token.position} after {expected - 1}"
-            assert not heard.ended, f"{token.id} went on after its end"
-            heard.tokens.append(token)
+            assert not result.ended, f"{token.id} went on after its end"
+            result.tokens.append(token)
         for ended in output.ended:
             assert self[ended.id].ended is None, f"{ended.id} ended twice"
             self[ended.id].ended = ended
         return output
 
 
-def run(engine: Engine, *requests: Request, ear: Ear | None = None, steps: int = 2000) -> Ear:
-    """Add ``requests`` and step to the end of all work (or ``steps``), held to the contract."""
-    ear = ear or Ear()
+def run(engine: Engine, *requests: Request, log: OutputLog | None = None, steps: int = 2000) -> OutputLog:
+    """Add ``requests`` and step to the end of all work (or ``steps``)."""
+    log = log or OutputLog()
     for request in requests:
         engine.add(request)
     while engine.has_work and steps:
-        ear.hear(engine.step())
+        log.record(engine.step())
         steps -= 1
-    return ear
+    return log
 
 
-def alone(request: Request, make: Callable[[], Engine] = make_engine) -> Heard:
-    """What is told of a request that has an engine to itself."""
+def run_alone(request: Request, make: Callable[[], Engine] = make_engine) -> SequenceOutput:
+    """Output of a request on an engine of its own."""
     whole = replace(request, park_after=None)
     return run(make(), whole)[request.id]
 
 
-def plainly(device: Device, request: Request, window: int = WINDOW) -> Heard:
-    """What a device gives when all tokens are computed again for each new one: no engine, no cache, no company."""
-    heard, tokens, stop = Heard(), list(request.token_ids), request.stop
+def recompute_each_step(device: Device, request: Request, context_length: int = CONTEXT_LENGTH) -> SequenceOutput:
+    """Output of a device that recomputes all tokens for each new one, without engine, cache or other rows."""
+    output, tokens, stop = SequenceOutput(), list(request.token_ids), request.stop
     reason = None
     while reason is None:
         blocks = array("i", range(-(-len(tokens) // device.block_size)))
@@ -161,67 +163,68 @@ def plainly(device: Device, request: Request, window: int = WINDOW) -> Heard:
         result = device.run(StepPlan((row,), len(tokens)))
         token = result.sampled[0]
         assert token is not None
-        heard.prompt_logprobs = heard.prompt_logprobs or list(result.prompt_logprobs.get(0, ()))
-        heard.tokens.append(Token(request.id, len(tokens) - request.prompt_len, token, result.logprobs.get(0)))
+        output.prompt_logprobs = output.prompt_logprobs or list(result.prompt_logprobs.get(0, ()))
+        output.tokens.append(Token(request.id, len(tokens) - request.prompt_len, token, result.logprobs.get(0)))
         tokens.append(token)
         if token in stop.stop_token_ids or (token in device.eos_token_ids and not stop.ignore_eos):
             reason = FinishReason.STOP
         elif len(tokens) - request.prompt_len == stop.max_tokens:
             reason = FinishReason.LENGTH
-        elif len(tokens) >= window:
+        elif len(tokens) >= context_length:
             reason = FinishReason.CONTEXT_LENGTH
-    heard.ended = SequenceFinished(request.id, reason, Timeline(0.0), token if reason is FinishReason.STOP else None)
-    return heard
+    output.ended = SequenceFinished(request.id, reason, Timeline(0.0), token if reason is FinishReason.STOP else None)
+    return output
 
 
 # -- handoffs ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Cargo:
-    """All that travels: (index, bytes, sum) of each block, and the seal."""
+class Payload:
+    """Data of a handoff: (index, bytes, checksum) of each block, and the commit."""
 
     runs: list[tuple[int, bytes, int]]
-    seal: TransferCommit
+    commit: TransferCommit
 
 
-def unload(engine: Engine, id: str, have: int = 0) -> Cargo:
-    """What a parked sequence gives to an engine that has its first ``have`` blocks; then it is gone here."""
-    export = engine.export(id, have)
-    seal = engine.seal(id)
-    cargo = Cargo([(run.index, bytes(export.read(run.index)), run.checksum) for run in export.runs], seal)
-    engine.release(id)
-    return cargo
+def export_sequence(engine: Engine, id: str, cached_blocks: int = 0) -> Payload:
+    """Export a parked sequence from block ``cached_blocks`` on, and release it."""
+    export = engine.transfers.export(id, cached_blocks)
+    commit = engine.transfers.finalize(id)
+    payload = Payload([(run.index, bytes(export.read(run.index)), run.checksum) for run in export.runs], commit)
+    engine.transfers.release(id)
+    return payload
 
 
-def deliver(engine: Engine, request: Request, cargo: Cargo) -> None:
-    """Room, all blocks, the seal. An arrival that fails leaves nothing behind."""
-    arrival = engine.reserve(replace(request, park_after=None))
+def import_sequence(engine: Engine, request: Request, payload: Payload) -> None:
+    """Reserve, write all blocks, join. Aborts an arrival that fails."""
+    arrival = engine.transfers.reserve(replace(request, park_after=None))
     try:
-        arrival.extend(request.prompt_len + len(cargo.seal.output))
-        for block in cargo.runs:
+        arrival.extend(request.prompt_len + len(payload.commit.output))
+        for block in payload.runs:
             arrival.write(*block)
-        engine.join(arrival, cargo.seal)
+        engine.transfers.join(arrival, payload.commit)
     finally:
         arrival.abort()
 
 
-def forged(cargo: Cargo, blocks: dict[int, bytes]) -> Cargo:
-    """Other bytes in some blocks, and sums that agree with them."""
-    changed = [(index, blocks.get(index, data)) for index, data, _ in cargo.runs]
+def forged(payload: Payload, blocks: dict[int, bytes]) -> Payload:
+    """Other bytes in some blocks, with matching checksums."""
+    changed = [(index, blocks.get(index, data)) for index, data, _ in payload.runs]
     runs = [(index, data, block_checksum(default_checksum, index, data)) for index, data in changed]
     sums = [total for _, _, total in runs]
-    seal = replace(
-        cargo.seal, checksum=transfer_checksum(default_checksum, cargo.seal.computed, cargo.seal.output, sums)
+    commit = replace(
+        payload.commit,
+        checksum=transfer_checksum(default_checksum, payload.commit.computed, payload.commit.output, sums),
     )
-    return Cargo(runs, seal)
+    return Payload(runs, commit)
 
 
-def step_until(engine: Engine, reached: Callable[[], bool], ear: Ear | None = None) -> Ear:
-    """Step until something has happened."""
-    ear = ear or Ear()
+def step_until(engine: Engine, reached: Callable[[], bool], log: OutputLog | None = None) -> OutputLog:
+    """Step until ``reached``."""
+    log = log or OutputLog()
     for _ in range(2000):
         if reached():
-            return ear
-        ear.hear(engine.step())
-    raise AssertionError("it never happened")
+            return log
+        log.record(engine.step())
+    raise AssertionError("not reached within 2000 steps")

@@ -14,16 +14,16 @@ from decant.engine.request import FinishReason, Request
 from decant.engine.sequence import Sequence as EngineSequence
 from decant.engine.sequence import Timeline
 from decant.engine.transfer import block_checksum, default_checksum
-from tests.engine.factories import Heard
+from tests.engine.factories import SequenceOutput
 
 
 def live(engine: Engine) -> Mapping[str, EngineSequence]:
     """Sequences that exist: running, waiting and parked."""
-    return engine._sequences
+    return engine.sequences
 
 
 def parked(engine: Engine) -> list[str]:
-    return list(engine._parked)
+    return list(engine.parked)
 
 
 # -- a step -----------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def changes_are_in_order(
 def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, int]]]:
     """Block -> the sequences that hold it, each with the place that it has there."""
     found: dict[int, list[tuple[EngineSequence, int]]] = defaultdict(list)
-    arriving = [arrival.sequence for arrival in engine._arriving.values()]
+    arriving = [arrival.sequence for arrival in engine.transfers.arrivals.values()]
     for sequence in (*live(engine).values(), *arriving):
-        for index, block in enumerate(sequence.holding.blocks if sequence.holding else ()):
+        for index, block in enumerate(sequence.block_table.blocks if sequence.block_table else ()):
             found[block].append((sequence, index))
     return found
 
@@ -109,11 +109,13 @@ def published_blocks_are_filled(engine: Engine) -> None:
         if block not in engine.pool._hash_of:
             continue
         for sequence, index in found:
-            arrival = engine._arriving.get(sequence.id)
+            arrival = engine.transfers.arrivals.get(sequence.id)
             if arrival is None:
                 assert (index + 1) * size <= sequence.computed, f"block {block} was published before it was filled"
             else:
-                assert index < arrival.have or index in arrival._sums, f"block {block} was published before it came"
+                assert index < arrival.cached_blocks or index in arrival._checksums, (
+                    f"block {block} was published before it came"
+                )
 
 
 def _meaning(sequence: EngineSequence, end: int) -> tuple[bytes, tuple[int, ...]]:
@@ -135,7 +137,7 @@ class Contents:
         assert isinstance(device, FakeDevice)
         for sequence in live(engine).values():
             slots = _slots(sequence)
-            blocks = sequence.holding.blocks if sequence.holding else ()
+            blocks = sequence.block_table.blocks if sequence.block_table else ()
             for index, block in enumerate(blocks[: engine.pool.blocks_for(sequence.computed)]):
                 expected = b"".join(slots[index * size : (index + 1) * size])
                 found = bytes(device.read(block)[: len(expected)])
@@ -160,7 +162,7 @@ def _slots(sequence: EngineSequence) -> list[bytes]:
 
 def leases_keep_their_bytes(engine: Engine) -> None:
     """What an export offered can still be read, unchanged."""
-    for export in engine._exports.values():
+    for export in engine.transfers.exports.values():
         for run in export.runs:
             total = block_checksum(default_checksum, run.index, export.read(run.index))
             assert total == run.checksum, f"block {run.index} of the export of {export.id} changed under its lease"
@@ -177,17 +179,17 @@ def nothing_is_held(engine: Engine) -> None:
 # -- what is told -----------------------------------------------------------------------------------------------
 
 
-def told_as_alone(heard: Heard, expected: Heard) -> None:
+def same_output_as_alone(result: SequenceOutput, expected: SequenceOutput) -> None:
     """One end; the text, and the log-probabilities, of a request that had an engine to itself."""
-    assert heard.ended is not None, "a sequence has no end"
-    id, text, whole = heard.ended.id, heard.text, expected.text
-    if heard.reason is FinishReason.CANCELLED:
+    assert result.ended is not None, "a sequence has no end"
+    id, text, whole = result.ended.id, result.text, expected.text
+    if result.reason is FinishReason.CANCELLED:
         whole = whole[: len(text)]
     else:
-        assert heard.reason is expected.reason, f"{id} ended by {heard.reason}, alone by {expected.reason}"
-        assert heard.prompt_logprobs == expected.prompt_logprobs, f"{id} was told other prompt log-probabilities"
+        assert result.reason is expected.reason, f"{id} ended by {result.reason}, alone by {expected.reason}"
+        assert result.prompt_logprobs == expected.prompt_logprobs, f"{id} was told other prompt log-probabilities"
     assert text == whole, f"{id} wrote {text}, alone {whole}"
-    assert heard.logprobs == expected.logprobs[: len(text)], f"{id} was told other log-probabilities"
+    assert result.logprobs == expected.logprobs[: len(text)], f"{id} was told other log-probabilities"
 
 
 def instants_are_in_order(timeline: Timeline, written: int) -> None:
@@ -199,6 +201,6 @@ def instants_are_in_order(timeline: Timeline, written: int) -> None:
     assert len(timeline.tokens) == written, f"{written} tokens were told, {len(timeline.tokens)} have a time"
 
 
-def steps_needed(requests: Sequence[Request], window: int) -> int:
+def steps_needed(requests: Sequence[Request], context_length: int) -> int:
     """More than enough: whoever is the most urgent of those that run computes a token a step and never loses it."""
-    return len(requests) * window * 2 + 20
+    return len(requests) * context_length * 2 + 20

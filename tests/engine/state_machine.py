@@ -18,15 +18,15 @@ from decant.engine.request import FinishReason, Request, SamplingParams, StopPar
 from decant.engine.scheduler import Limits
 from decant.engine.transfer import IncomingSequence, KvExport, TransferCommit
 from tests.engine import properties
-from tests.engine.factories import BLOCK, Ear, Heard, plainly, ticking
+from tests.engine.factories import BLOCK, OutputLog, SequenceOutput, recompute_each_step, ticking
 
 BLOCKS = 8
-WINDOW = BLOCKS * BLOCK
+CONTEXT_LENGTH = BLOCKS * BLOCK
 VOCABULARY = 64
 EOS = frozenset({3, 5})
 COSTS = (StepCostModel(), StepCostModel(token=0.1, pair=0.002))
 """Nothing is known of a step, so that the token budget rules alone; or a few tokens take all the time of one."""
-MEMORY: dict[str, Heard] = {}
+MEMORY: dict[str, SequenceOutput] = {}
 """Texts of requests, for they are needed again and again."""
 
 
@@ -44,14 +44,16 @@ class Watched(FakeDevice):
 
 
 def _device(kind: type[FakeDevice], num_blocks: int) -> FakeDevice:
-    return kind(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCABULARY, window=WINDOW, eos_token_ids=EOS)
+    return kind(
+        num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCABULARY, context_length=CONTEXT_LENGTH, eos_token_ids=EOS
+    )
 
 
-def expected(request: Request) -> Heard:
+def expected(request: Request) -> SequenceOutput:
     """What a request is told that has no company, no cache and no engine."""
     same = replace(request, id="alone", park_after=None, priority=0, salt=b"", use_prefix_cache=True)
     if repr(same) not in MEMORY:
-        MEMORY[repr(same)] = plainly(_device(FakeDevice, BLOCKS + 1), same, WINDOW)
+        MEMORY[repr(same)] = recompute_each_step(_device(FakeDevice, BLOCKS + 1), same, CONTEXT_LENGTH)
     return MEMORY[repr(same)]
 
 
@@ -59,20 +61,20 @@ def expected(request: Request) -> Heard:
 class Move:
     """A sequence on its way from one engine to the other."""
 
-    giver: int
+    sender: int
     export: KvExport
     arrival: IncomingSequence
     sent: int = 0
-    seal: TransferCommit | None = None
+    commit: TransferCommit | None = None
 
 
 class World:
     """The actions. ``n`` picks one of what can be acted on."""
 
     def __init__(self, budget: int = 6, max_running: int = 4, costs: StepCostModel = COSTS[0]) -> None:
-        limits = Limits(token_budget=max(budget, max_running), max_running=max_running, window=WINDOW)
+        limits = Limits(token_budget=max(budget, max_running), max_running=max_running, context_length=CONTEXT_LENGTH)
         self.engines = [self._engine(limits, costs), self._engine(limits, costs)]
-        self.ear = Ear()
+        self.log = OutputLog()
         self.contents = [properties.Contents(), properties.Contents()]
         self.requests: dict[str, Request] = {}
         self.home: dict[str, int] = {}
@@ -101,7 +103,7 @@ class World:
         assert isinstance(engine.device, Watched)
         ran = tuple(engine.scheduler.running)
         engine.device.ran = frozenset(sequence.id for sequence in ran)
-        output = self.ear.hear(engine.step())
+        output = self.log.record(engine.step())
         alive = {*engine.scheduler.running, *engine.scheduler.waiting}
         ended = {ended.id for ended in output.ended}
         assert not ended & {sequence.id for sequence in alive}, "a sequence that ended is still there"
@@ -131,16 +133,16 @@ class World:
         id = _pick([id for id in self._alive() if id not in self.moves], n)
         if not id:
             return
-        giver = self.home[id]
+        sender = self.home[id]
         try:
-            arrival = self.engines[1 - giver].reserve(replace(self.requests[id], park_after=None))
+            arrival = self.engines[1 - sender].transfers.reserve(replace(self.requests[id], park_after=None))
         except OutOfBlocks:
             return
         except InvalidRequest as error:
             if error.field != "token_ids":
                 raise
             return
-        self.moves[id] = Move(giver, self.engines[giver].export(id, arrival.have), arrival)
+        self.moves[id] = Move(sender, self.engines[sender].transfers.export(id, arrival.cached_blocks), arrival)
 
     def push(self, n: int, most: int = 100) -> None:
         """Some of the blocks that are leased and were not sent."""
@@ -154,31 +156,31 @@ class World:
                 move.arrival.write(run.index, bytes(move.export.read(run.index)), run.checksum)
                 move.sent += 1
 
-    def seal(self, n: int) -> None:
+    def finalize(self, n: int) -> None:
         """Of one that is parked; refused when it is still in its prompt."""
-        id = _pick([id for id, move in self.moves.items() if self._parked(id, move) and not move.seal], n)
+        id = _pick([id for id, move in self.moves.items() if self._parked(id, move) and not move.commit], n)
         if not id:
             return
-        giver = self.engines[self.moves[id].giver]
+        sender = self.engines[self.moves[id].sender]
         try:
-            self.moves[id].seal = giver.seal(id)
+            self.moves[id].commit = sender.transfers.finalize(id)
         except InvalidRequest as error:
             if error.field != "computed":
                 raise
-            giver.resume(id)
+            sender.resume(id)
 
     def join(self, n: int) -> None:
         """Send what is left, run on in the other engine, and let go of it here."""
-        id = _pick([id for id, move in self.moves.items() if move.seal and self._parked(id, move)], n)
+        id = _pick([id for id, move in self.moves.items() if move.commit and self._parked(id, move)], n)
         if not id:
             return
         move = self.moves[id]
         self.push(list(self.moves).index(id))
-        if move.seal is None or move.sent < len(move.export.runs):
+        if move.commit is None or move.sent < len(move.export.runs):
             return  # no room for what it wrote in the meantime
-        self.engines[1 - move.giver].join(move.arrival, move.seal)
-        self.engines[move.giver].release(id)
-        self.home[id] = 1 - move.giver
+        self.engines[1 - move.sender].transfers.join(move.arrival, move.commit)
+        self.engines[move.sender].transfers.release(id)
+        self.home[id] = 1 - move.sender
         self.joined += 1
         del self.moves[id]
 
@@ -189,11 +191,11 @@ class World:
             return
         move = self.moves.pop(id)
         if by_cancel:
-            assert self.engines[1 - move.giver].cancel(id)
+            assert self.engines[1 - move.sender].cancel(id)
         move.arrival.abort()
-        if id in properties.parked(self.engines[move.giver]):
-            self.engines[move.giver].resume(id)
-        self.engines[move.giver].release(id)
+        if id in properties.parked(self.engines[move.sender]):
+            self.engines[move.sender].resume(id)
+        self.engines[move.sender].transfers.release(id)
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -212,7 +214,7 @@ class World:
         while self.moves:
             self.give_up(0)
             self.check()
-        steps = properties.steps_needed(list(self.requests.values()), WINDOW)
+        steps = properties.steps_needed(list(self.requests.values()), CONTEXT_LENGTH)
         while any(engine.has_work or properties.parked(engine) for engine in self.engines):
             assert steps, "somebody never finishes"
             steps -= 1
@@ -223,15 +225,15 @@ class World:
         for engine in self.engines:
             properties.nothing_is_held(engine)
         for id, request in self.requests.items():
-            properties.told_as_alone(self.ear[id], expected(request))
-            cancelled = self.ear[id].reason is FinishReason.CANCELLED
+            properties.same_output_as_alone(self.log[id], expected(request))
+            cancelled = self.log[id].reason is FinishReason.CANCELLED
             assert not cancelled or id in self.cancelled, f"{id} was cancelled by nobody"
 
     def _alive(self) -> list[str]:
         return [id for engine in self.engines for id in properties.live(engine)]
 
     def _parked(self, id: str, move: Move) -> bool:
-        return id in properties.parked(self.engines[move.giver])
+        return id in properties.parked(self.engines[move.sender])
 
 
 def _pick(ids: Sequence[str], n: int) -> str:
@@ -261,7 +263,7 @@ def make_world_request(
 def random_request(rng: random.Random) -> Request:
     return make_world_request(
         rng.randrange(2),
-        rng.randint(1, WINDOW - 4),
+        rng.randint(1, CONTEXT_LENGTH - 4),
         last=rng.choice([0, 0, 1]),
         max_tokens=rng.choice([1, 4, 8, None]),
         seed=rng.choice([None, 1, 2]),
@@ -277,22 +279,22 @@ def random_request(rng: random.Random) -> Request:
 def play(seed: int, actions: int = 80) -> World:
     """A random script on a fresh world, checked after every action and at its end."""
     rng = random.Random(seed)
-    world = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2])
+    machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2])
     choices: list[tuple[Callable[[], object], int]] = [
-        (lambda: world.add(rng.randrange(2), random_request(rng)), 4),
-        (lambda: world.step(rng.randrange(2)), 10),
-        (lambda: world.cancel(rng.randrange(99)), 1),
-        (lambda: world.park(rng.randrange(99)), 1),
-        (lambda: world.resume(rng.randrange(99)), 1),
-        (lambda: world.open(rng.randrange(99)), 3),
-        (lambda: world.push(rng.randrange(99), rng.randint(1, 3)), 3),
-        (lambda: world.seal(rng.randrange(99)), 3),
-        (lambda: world.join(rng.randrange(99)), 3),
-        (lambda: world.give_up(rng.randrange(99), by_cancel=rng.random() < 0.5), 1),
+        (lambda: machine.add(rng.randrange(2), random_request(rng)), 4),
+        (lambda: machine.step(rng.randrange(2)), 10),
+        (lambda: machine.cancel(rng.randrange(99)), 1),
+        (lambda: machine.park(rng.randrange(99)), 1),
+        (lambda: machine.resume(rng.randrange(99)), 1),
+        (lambda: machine.open(rng.randrange(99)), 3),
+        (lambda: machine.push(rng.randrange(99), rng.randint(1, 3)), 3),
+        (lambda: machine.finalize(rng.randrange(99)), 3),
+        (lambda: machine.join(rng.randrange(99)), 3),
+        (lambda: machine.give_up(rng.randrange(99), by_cancel=rng.random() < 0.5), 1),
     ]
     weights = [weight for _, weight in choices]
     for _ in range(actions):
         rng.choices([action for action, _ in choices], weights)[0]()
-        world.check()
-    world.finish()
-    return world
+        machine.check()
+    machine.finish()
+    return machine

@@ -79,7 +79,7 @@ def test_an_architecture_that_would_answer_wrong_is_refused_by_name(kind, tmp_pa
     changes, reason = REFUSED[kind]
     made = tiny.config(kind, **changes)
     with pytest.raises(ModelRefused, match=reason) as refused:
-        serve(tiny.save(made, tmp_path), window=128)
+        serve(tiny.save(made, tmp_path), context_length=128)
     assert kind.replace("_", "") in refused.value.model.lower()
 
 
@@ -96,7 +96,7 @@ def test_a_scale_that_counts_rows_is_found_wherever_in_the_window_it_begins(floo
     with pytest.raises(ModelRefused, match=r"Llama4ForCausalLM.* differ"):
         serve(folder)
     if floor > 128:
-        assert serve(folder, window=128).verdict.exact
+        assert serve(folder, context_length=128).verdict.exact
 
 
 def test_a_cache_that_forgets_what_the_prompt_saw_is_found(tmp_path):
@@ -104,7 +104,7 @@ def test_a_cache_that_forgets_what_the_prompt_saw_is_found(tmp_path):
     folder = tiny.save(tiny.config("moshi", sliding_window=64, ffn_dim=96), tmp_path)
     with pytest.raises(ModelRefused, match="layer 0 sees 256 tokens of a prompt, and 64 from its cache"):
         serve(folder)
-    assert serve(folder, window=64).verdict.exact
+    assert serve(folder, context_length=64).verdict.exact
 
 
 # -- rounding ---------------------------------------------------------------------------------------------------------
@@ -295,11 +295,11 @@ def _verdict(kind: str, folder: Path) -> str:
     weight_files.check(made)  # a whole checkpoint: refused, if at all, for how it computes
     model_types.check(kind, weight_files.read_config(made))
     try:
-        device = serve(made, dtype="float32", window=tiny.WINDOW, kv_bytes=2 << 20)
+        device = serve(made, dtype="float32", context_length=tiny.CONTEXT_LENGTH, kv_bytes=2 << 20)
     except (ModelRefused, InvalidConfig):
         return "refused"
     model = tiny.reference(made)
-    engine = Engine(device, Limits(token_budget=7, max_running=7, window=tiny.WINDOW))
+    engine = Engine(device, Limits(token_budget=7, max_running=7, context_length=tiny.CONTEXT_LENGTH))
     ours = tiny.run(engine, [tiny.greedy(str(index), tokens, 8) for index, tokens in enumerate(PROMPTS)])
     for index, tokens in enumerate(PROMPTS):
         theirs = tiny.generate(model, tokens, 8)

@@ -23,8 +23,8 @@ def test_a_block_is_left_for_each_sequence_that_runs(running: int) -> None:
     step_until(engine, lambda: len(engine.scheduler.running) == running)
     most = engine.pool.available - running
     with pytest.raises(OutOfBlocks):
-        engine.reserve(arrival(most + 1))
-    engine.reserve(arrival(most)).abort()
+        engine.transfers.reserve(arrival(most + 1))
+    engine.transfers.reserve(arrival(most)).abort()
     engine.check_integrity()
 
 
@@ -49,9 +49,9 @@ def test_who_was_preempted_comes_before_anybody_who_arrives() -> None:
     engine = make_engine(12, max_running=4)
     for number in range(3):
         engine.add(make_request(f"r{number}", prompt(8, number + 1), 30))
-    ear = step_until(engine, lambda: preempted(engine) and engine.pool.available > len(engine.scheduler.running))
+    log = step_until(engine, lambda: preempted(engine) and engine.pool.available > len(engine.scheduler.running))
     with pytest.raises(OutOfBlocks):
-        engine.reserve(arrival(1))
-    step_until(engine, lambda: not preempted(engine) and engine.pool.available > 4, ear)
-    engine.reserve(arrival(1)).abort()
+        engine.transfers.reserve(arrival(1))
+    step_until(engine, lambda: not preempted(engine) and engine.pool.available > 4, log)
+    engine.transfers.reserve(arrival(1)).abort()
     engine.check_integrity()

@@ -135,7 +135,7 @@ class Bench:
 LENGTHS = [200, 1, 130, 17, 64, 128, 33, 300]
 
 
-def alone(bench: Bench) -> list[torch.Tensor]:
+def run_alone(bench: Bench) -> list[torch.Tensor]:
     return [bench.step((index, 0, len(sequence)))[index] for index, sequence in enumerate(bench.tokens)]
 
 
@@ -143,7 +143,7 @@ def alone(bench: Bench) -> list[torch.Tensor]:
 def test_logits_are_the_same_bits_alone_and_in_a_batch_of_prompts(device: ModelDevice, count: int) -> None:
     bench = Bench(device, LENGTHS)
     with threads(count):
-        apart = alone(bench)
+        apart = run_alone(bench)
         bench.forget()
         together = bench.step(*((index, 0, length) for index, length in enumerate(LENGTHS)))
     assert all(torch.equal(apart[index], together[index]) for index in range(len(LENGTHS)))
@@ -152,7 +152,7 @@ def test_logits_are_the_same_bits_alone_and_in_a_batch_of_prompts(device: ModelD
 @pytest.mark.parametrize("chunk", [1, 7, 48, 129])
 def test_logits_are_the_same_bits_in_any_chunking(device: ModelDevice, chunk: int) -> None:
     bench = Bench(device, LENGTHS)
-    apart = alone(bench)
+    apart = run_alone(bench)
     bench.forget()
     for index in (2, 3) if chunk == 1 else (0, 2, 7):
         assert torch.equal(bench.chunked(index, chunk), apart[index])
@@ -161,7 +161,7 @@ def test_logits_are_the_same_bits_in_any_chunking(device: ModelDevice, chunk: in
 def test_decoding_beside_any_prompt_gives_the_same_bits(device: ModelDevice) -> None:
     """Eight sequences: some decode their last token while others' chunks of many sizes share the step."""
     bench = Bench(device, LENGTHS)
-    apart = alone(bench)
+    apart = run_alone(bench)
     bench.forget()
     decoding = [index for index in range(8) if index not in (2, 7)]
     bench.step(*((index, 0, len(bench.tokens[index]) - 1) for index in decoding if len(bench.tokens[index]) > 1))
@@ -176,16 +176,16 @@ def test_decoding_beside_any_prompt_gives_the_same_bits(device: ModelDevice) -> 
 def test_the_number_of_threads_does_not_change_a_bit(device: ModelDevice) -> None:
     bench = Bench(device, LENGTHS)
     with threads(1):
-        one = alone(bench)
+        one = run_alone(bench)
     bench.forget()
     with threads(2):
-        two = alone(bench)
+        two = run_alone(bench)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def test_the_blocks_that_a_sequence_gets_do_not_change_a_bit(device: ModelDevice) -> None:
     bench = Bench(device, [200])
-    expected = alone(bench)[0]
+    expected = run_alone(bench)[0]
     bench.forget()
     bench.tables[0] = array("i", reversed(range(40, 40 + len(bench.tables[0]))))
     assert torch.equal(bench.chunked(0, 48), expected)
@@ -234,11 +234,11 @@ def run(engine: Engine) -> None:
     engine.check_integrity()
 
 
-def logprobs_of(device: ModelDevice, asked: Sequence[Request], running: int, budget: int) -> dict[str, list[Any]]:
+def logprobs_of(device: ModelDevice, batch: Sequence[Request], running: int, budget: int) -> dict[str, list[Any]]:
     """Token and prompt log-probabilities of each request, by its id."""
-    limits = Limits(token_budget=budget, max_running=running, window=min(device.window, 512))
+    limits = Limits(token_budget=budget, max_running=running, context_length=min(device.context_length, 512))
     engine, entries = Engine(device, limits), dict[str, list[Any]]()
-    for request in asked:
+    for request in batch:
         engine.add(request)
     while engine.has_work:
         output = engine.step()
@@ -252,40 +252,42 @@ def logprobs_of(device: ModelDevice, asked: Sequence[Request], running: int, bud
 def test_logprobs_are_the_same_bits_at_any_concurrency(device: ModelDevice) -> None:
     """Of output and prompt tokens, with other numbers of alternatives beside them: equal logits are common in
     bfloat16, and stand in one order."""
-    asked = [
+    batch = [
         dataclasses.replace(request, logprobs=index % 6, prompt_logprobs=index % 3 if index % 5 == 0 else None)
         for index, request in enumerate(requests(device.vocab_size, (90, 3, 150, 40, 64, 31) * 4, 12))
     ]
-    alone = logprobs_of(device, asked, 1, 512)
-    assert len(alone) == len(asked) + 5
+    run_alone = logprobs_of(device, batch, 1, 512)
+    assert len(run_alone) == len(batch) + 5
     for running, budget in ((4, 512), (24, 512), (24, 48)):
-        assert logprobs_of(device, asked, running, budget) == alone
+        assert logprobs_of(device, batch, running, budget) == run_alone
 
 
-def preemption_changes_nothing(device: ModelDevice, blocks: int, budget: int, asked: Sequence[Request]) -> None:
-    window = min(device.window, blocks * BLOCK)
-    calm, expected = engine_on(device, 100, Limits(token_budget=512, max_running=8, window=window))
-    tight, got = engine_on(device, blocks, Limits(token_budget=budget, max_running=8, window=window))
-    for request in asked:
-        calm.add(request)
+def preemption_changes_nothing(device: ModelDevice, blocks: int, budget: int, batch: Sequence[Request]) -> None:
+    context_length = min(device.context_length, blocks * BLOCK)
+    undisturbed, expected = engine_on(
+        device, 100, Limits(token_budget=512, max_running=8, context_length=context_length)
+    )
+    tight, got = engine_on(device, blocks, Limits(token_budget=budget, max_running=8, context_length=context_length))
+    for request in batch:
+        undisturbed.add(request)
         tight.add(request)
-    run(calm)
+    run(undisturbed)
     run(tight)
     assert tight.scheduler.preemptions > 0
-    written = {key for key in expected.seen if key[1] >= len(asked[int(key[0][1:])].token_ids)}
-    assert len(written) == sum((request.stop.max_tokens or 0) - 1 for request in asked)
+    written = {key for key in expected.seen if key[1] >= len(batch[int(key[0][1:])].token_ids)}
+    assert len(written) == sum((request.stop.max_tokens or 0) - 1 for request in batch)
     common = expected.seen.keys() & got.seen.keys()
     assert common >= written
     assert all(torch.equal(expected.seen[key], got.seen[key]) for key in common)
 
 
 def a_handoff_changes_nothing(device: ModelDevice, request: Request) -> None:
-    limits = Limits(token_budget=48, max_running=8, window=min(device.window, 512))
-    (whole, expected), (giver, _), (taker, got) = (engine_on(device, 100, limits) for _ in range(3))
+    limits = Limits(token_budget=48, max_running=8, context_length=min(device.context_length, 512))
+    (whole, expected), (sender, _), (receiver, got) = (engine_on(device, 100, limits) for _ in range(3))
     whole.add(request)
     run(whole)
-    hand_over(giver, taker, request)
-    run(taker)
+    hand_over(sender, receiver, request)
+    run(receiver)
     later = {key for key in expected.seen if key[1] >= len(request.token_ids)}
     assert len(later) == (request.stop.max_tokens or 0) - 1
     assert not {key for key in got.seen if key[1] < len(request.token_ids)}, "nothing is computed again"
@@ -300,23 +302,23 @@ def test_a_handed_over_cache_gives_the_same_bits(device: ModelDevice) -> None:
     a_handoff_changes_nothing(device, requests(device.vocab_size)[2])
 
 
-def hand_over(giver: Engine, taker: Engine, request: Request) -> None:
+def hand_over(sender: Engine, receiver: Engine, request: Request) -> None:
     parking = Request(request.id, request.token_ids, sampling=request.sampling, stop=request.stop, park_after=1)
-    giver.add(parking)
-    arrival = taker.reserve(request)
-    export = giver.export(request.id, arrival.have)
+    sender.add(parking)
+    arrival = receiver.transfers.reserve(request)
+    export = sender.transfers.export(request.id, arrival.cached_blocks)
     sent = 0
-    while not giver.load().parked:
-        giver.step()
+    while not sender.load().parked:
+        sender.step()
         for block in export.runs[sent:]:
             arrival.write(block.index, bytes(export.read(block.index)), block.checksum)
         sent = len(export.runs)
-    seal = giver.seal(request.id)
+    commit = sender.transfers.finalize(request.id)
     for block in export.runs[sent:]:
         arrival.write(block.index, bytes(export.read(block.index)), block.checksum)
-    taker.join(arrival, seal)
-    giver.release(request.id)
-    giver.check_integrity()
+    receiver.transfers.join(arrival, commit)
+    sender.transfers.release(request.id)
+    sender.check_integrity()
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +337,7 @@ def test_the_law_holds_at_the_shape_of_qwen_half_a_billion(half_a_billion: str, 
     lengths = [140, 1, 33, 64, 20, 7, 128, 50]
     bench = Bench(device, lengths)
     with threads(2):
-        apart = alone(bench)
+        apart = run_alone(bench)
         bench.forget()
         together = bench.step(*((index, 0, length) for index, length in enumerate(lengths)))
         assert all(torch.equal(apart[index], together[index]) for index in range(8))
@@ -343,9 +345,9 @@ def test_the_law_holds_at_the_shape_of_qwen_half_a_billion(half_a_billion: str, 
         assert torch.equal(bench.chunked(0, 48), apart[0])
         assert torch.equal(bench.chunked(2, 7), apart[2])
         assert torch.equal(bench.chunked(4, 1), apart[4])
-        asked = requests(device.vocab_size, (40, 64), 12)
-        preemption_changes_nothing(device, 8, 48, asked)
-        a_handoff_changes_nothing(device, asked[1])
+        batch = requests(device.vocab_size, (40, 64), 12)
+        preemption_changes_nothing(device, 8, 48, batch)
+        a_handoff_changes_nothing(device, batch[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

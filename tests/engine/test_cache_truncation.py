@@ -6,7 +6,7 @@ import pytest
 
 from decant.engine.engine import Engine
 from decant.engine.sequence import Sequence
-from tests.engine.factories import BLOCK, Ear, make_engine, make_request, step_until
+from tests.engine.factories import BLOCK, OutputLog, make_engine, make_request, step_until
 
 
 def found(engine: Engine, tokens: list[int], salt: bytes = b"") -> int:
@@ -17,26 +17,26 @@ def found(engine: Engine, tokens: list[int], salt: bytes = b"") -> int:
 
 @pytest.mark.parametrize("keep", range(6, 40))
 def test_what_is_kept_is_cached_and_what_lies_behind_is_not(keep: int) -> None:
-    engine, ear, request = make_engine(), Ear(), make_request("a", 6, 60)
+    engine, log, request = make_engine(), OutputLog(), make_request("a", 6, 60)
     engine.add(request)
-    step_until(engine, lambda: len(ear["a"].tokens) >= 38, ear)
-    tokens = [*request.token_ids, *ear["a"].text]
+    step_until(engine, lambda: len(log["a"].tokens) >= 38, log)
+    tokens = [*request.token_ids, *log["a"].text]
     assert engine.cancel("a", keep)
-    ear.hear(engine.step())
+    log.record(engine.step())
     assert found(engine, tokens) == keep // BLOCK * BLOCK
     engine.check_integrity()
 
 
 @pytest.mark.parametrize("way", ["ended", "cancelled", "preempted"])
 def test_an_answer_is_found_once_its_sequence_has_let_go_of_it_and_its_prompt_before(way: str) -> None:
-    engine, ear, request = make_engine(), Ear(), make_request("a", 2 * BLOCK, 5 * BLOCK)
+    engine, log, request = make_engine(), OutputLog(), make_request("a", 2 * BLOCK, 5 * BLOCK)
     engine.add(request)
-    step_until(engine, lambda: len(ear["a"].tokens) >= 5 * BLOCK - 1, ear)
-    tokens = [*request.token_ids, *ear["a"].text]
+    step_until(engine, lambda: len(log["a"].tokens) >= 5 * BLOCK - 1, log)
+    tokens = [*request.token_ids, *log["a"].text]
     assert found(engine, tokens) == 2 * BLOCK
     (sequence,) = engine.scheduler.running
     if way == "ended":
-        step_until(engine, lambda: ear["a"].ended is not None, ear)
+        step_until(engine, lambda: log["a"].ended is not None, log)
     elif way == "cancelled":
         engine.cancel("a")
     else:
@@ -48,25 +48,25 @@ def test_an_answer_is_found_once_its_sequence_has_let_go_of_it_and_its_prompt_be
 
 
 def test_what_somebody_holds_is_forgotten_by_nobody() -> None:
-    engine, ear, request = make_engine(), Ear(), make_request("a", 6, 60)
+    engine, log, request = make_engine(), OutputLog(), make_request("a", 6, 60)
     engine.add(request)
-    step_until(engine, lambda: len(ear["a"].tokens) >= 20, ear)
-    tokens = [*request.token_ids, *ear["a"].text]
+    step_until(engine, lambda: len(log["a"].tokens) >= 20, log)
+    tokens = [*request.token_ids, *log["a"].text]
     engine.add(make_request("b", tokens, 8))
-    step_until(engine, lambda: ear["b"].begun is not None, ear)
+    step_until(engine, lambda: log["b"].begun is not None, log)
     engine.cancel("a", 8)
     assert found(engine, tokens) >= len(tokens) // BLOCK * BLOCK
     engine.cancel("b")
-    ear.hear(engine.step())
+    log.record(engine.step())
     engine.forget(tokens, b"", 8)
     assert found(engine, tokens) == 8
     engine.check_integrity()
 
 
 def test_without_a_place_everything_stays_cached() -> None:
-    engine, ear, request = make_engine(), Ear(), make_request("a", 6, 60)
+    engine, log, request = make_engine(), OutputLog(), make_request("a", 6, 60)
     engine.add(request)
-    step_until(engine, lambda: len(ear["a"].tokens) >= 20, ear)
-    tokens = [*request.token_ids, *ear["a"].text]
+    step_until(engine, lambda: len(log["a"].tokens) >= 20, log)
+    tokens = [*request.token_ids, *log["a"].text]
     engine.cancel("a")
     assert found(engine, tokens) >= (len(tokens) - 1) // BLOCK * BLOCK

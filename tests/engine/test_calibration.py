@@ -12,7 +12,14 @@ from decant.engine.costs import StepCostModel, StepWork, chunk
 from decant.engine.engine import Engine
 from decant.engine.model.calibration import choose_threads, fit, measure
 from decant.engine.plan import StepPlan, StepResult
-from decant.engine.scheduler import ALONE, LEAST_BUDGET, MOST_BUDGET, TOKEN_BUDGET, Limits, choose_token_budget
+from decant.engine.scheduler import (
+    MAX_TOKEN_BUDGET,
+    MIN_TOKEN_BUDGET,
+    PREFILL_ONLY_FACTOR,
+    TOKEN_BUDGET,
+    Limits,
+    choose_token_budget,
+)
 from tests.engine.factories import make_request, run
 from tests.engine.properties import nothing_is_held
 from tests.engine.timed import Timed
@@ -59,19 +66,19 @@ def test_measuring_ends_in_time_and_a_slow_machine_runs_less(slower: float) -> N
 
 
 def test_measuring_leaves_nothing_behind() -> None:
-    device = Timed(COSTS, window=96, room=512)
+    device = Timed(COSTS, context_length=96, room=512)
     device.costs = measure(device, clock=device.clock)
-    engine = Engine(device, Limits(token_budget=64, max_running=8, window=96))
+    engine = Engine(device, Limits(token_budget=64, max_running=8, context_length=96))
     engine.check_integrity()
     assert engine.load().cached_blocks == 0
-    again = Engine(Timed(COSTS, window=96, room=512), engine.limits)
+    again = Engine(Timed(COSTS, context_length=96, room=512), engine.limits)
     assert run(engine, make_request("a", 40, 20))["a"].text == run(again, make_request("a", 40, 20))["a"].text
     nothing_is_held(engine)
 
 
-@pytest.mark.parametrize(("window", "room"), [(4, 4), (96, 96), (2048, 2048)])
-def test_a_device_with_little_room_is_measured_as_far_as_it_goes(window: int, room: int) -> None:
-    device = Timed(COSTS, window=window, room=room)
+@pytest.mark.parametrize(("context_length", "num_slots"), [(4, 4), (96, 96), (2048, 2048)])
+def test_a_device_with_little_room_is_measured_as_far_as_it_goes(context_length: int, room: int) -> None:
+    device = Timed(COSTS, context_length=context_length, room=room)
     found = measure(device, clock=device.clock)
     assert found.seconds(chunk(0, 1)) == pytest.approx(COSTS.seconds(chunk(0, 1)), rel=0.01)
     assert choose_threads(device, 4, lambda _: None, clock=device.clock) == 4
@@ -101,12 +108,12 @@ def test_no_cost_is_negative_whatever_was_measured(samples: list[tuple[StepWork,
 )
 def test_a_token_budget_is_what_prompts_alone_have_the_time_for(costs: StepCostModel, step_seconds: float) -> None:
     budget = choose_token_budget(costs, step_seconds)
-    assert LEAST_BUDGET <= budget <= MOST_BUDGET
+    assert MIN_TOKEN_BUDGET <= budget <= MAX_TOKEN_BUDGET
     assert budget.bit_count() == 1
-    if budget > LEAST_BUDGET:
-        assert costs.seconds(chunk(0, budget)) <= ALONE * step_seconds * (1 + 1e-9)
-    if budget < MOST_BUDGET:
-        assert costs.seconds(chunk(0, 2 * budget)) >= ALONE * step_seconds * (1 - 1e-9)
+    if budget > MIN_TOKEN_BUDGET:
+        assert costs.seconds(chunk(0, budget)) <= PREFILL_ONLY_FACTOR * step_seconds * (1 + 1e-9)
+    if budget < MAX_TOKEN_BUDGET:
+        assert costs.seconds(chunk(0, 2 * budget)) >= PREFILL_ONLY_FACTOR * step_seconds * (1 - 1e-9)
 
 
 def test_nothing_is_chosen_where_nothing_is_known() -> None:

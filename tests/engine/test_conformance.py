@@ -15,18 +15,18 @@ from decant.engine.request import FinishReason, Request, SamplingParams, StopPar
 from decant.engine.scheduler import Limits
 from tests.engine.conftest import MakeDevice
 from tests.engine.factories import (
+    CONTEXT_LENGTH,
     VOCABULARY,
-    WINDOW,
-    Heard,
+    SequenceOutput,
     make_device,
     make_engine,
     make_request,
-    plainly,
     prompt,
+    recompute_each_step,
     run,
     step_until,
 )
-from tests.engine.properties import instants_are_in_order, nothing_is_held, told_as_alone
+from tests.engine.properties import instants_are_in_order, nothing_is_held, same_output_as_alone
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7)
 SCENE = (
@@ -36,15 +36,15 @@ SCENE = (
     make_request("explained", prompt(13, 2), prompt_logprobs=2, logprobs=0),
     make_request("penalised", prompt(20, 3), sampling=SamplingParams(frequency_penalty=1.0, repetition_penalty=1.3)),
 )
-_EXPECTED: dict[str, Heard] = {}
+_EXPECTED: dict[str, SequenceOutput] = {}
 
 
-def expected(make: MakeDevice, request: Request) -> Heard:
+def expected(make: MakeDevice, request: Request) -> SequenceOutput:
     """What the device gives without any engine."""
     device = make()
     key = f"{device.layout} {request}"
     if key not in _EXPECTED:
-        _EXPECTED[key] = plainly(device, request)
+        _EXPECTED[key] = recompute_each_step(device, request)
     return _EXPECTED[key]
 
 
@@ -58,9 +58,9 @@ def engine_of(make: MakeDevice, num_blocks: int = 64, **limits: int) -> Engine:
 @pytest.mark.parametrize(("budget", "max_running"), [(1, 1), (7, 4), (64, 8), (4096, 8)])
 def test_what_is_told_depends_on_neither_company_nor_chunks(make: MakeDevice, budget: int, max_running: int) -> None:
     engine = engine_of(make, budget=budget, max_running=max_running)
-    ear = run(engine, *SCENE)
+    log = run(engine, *SCENE)
     for request in SCENE:
-        told_as_alone(ear[request.id], expected(make, request))
+        same_output_as_alone(log[request.id], expected(make, request))
     nothing_is_held(engine)
 
 
@@ -72,8 +72,8 @@ def test_what_is_told_does_not_depend_on_prefix_hits(make: MakeDevice) -> None:
             first = engine.step().num_tokens
             engine.cancel(request.id)
             engine.step()
-            ear = run(engine, request)
-            told_as_alone(ear[request.id], expected(make, request))
+            log = run(engine, request)
+            same_output_as_alone(log[request.id], expected(make, request))
             hit = round and request.prompt_logprobs is None and request.prompt_len > engine.pool.block_size
             assert first < request.prompt_len if hit else first <= request.prompt_len
 
@@ -81,22 +81,22 @@ def test_what_is_told_does_not_depend_on_prefix_hits(make: MakeDevice) -> None:
 def test_what_is_told_does_not_depend_on_preemption(make: MakeDevice) -> None:
     requests = [replace(request, stop=StopParams(max_tokens=16)) for request in SCENE if request.prompt_len < 29]
     engine = engine_of(make, num_blocks=12, budget=16)
-    ear = run(engine, *requests)
+    log = run(engine, *requests)
     assert engine.load().preemptions
     for request in requests:
-        told_as_alone(ear[request.id], expected(make, request))
+        same_output_as_alone(log[request.id], expected(make, request))
     nothing_is_held(engine)
 
 
 def test_what_is_told_does_not_depend_on_others_that_are_cancelled(make: MakeDevice) -> None:
     engine = engine_of(make, budget=16)
-    ear = run(engine, *SCENE, steps=3)
+    log = run(engine, *SCENE, steps=3)
     for id in ("seeded", "explained"):
         assert engine.cancel(id)
-    run(engine, ear=ear)
+    run(engine, log=log)
     for request in SCENE:
-        told_as_alone(ear[request.id], expected(make, request))
-    assert {ear[id].reason for id in ("seeded", "explained")} == {FinishReason.CANCELLED}
+        same_output_as_alone(log[request.id], expected(make, request))
+    assert {log[id].reason for id in ("seeded", "explained")} == {FinishReason.CANCELLED}
     nothing_is_held(engine)
 
 
@@ -105,11 +105,11 @@ def test_a_request_starts_over_from_what_it_has_written(make: MakeDevice) -> Non
         whole = expected(make, request)
         tokens = (*request.token_ids, *whole.text[:5])
         again = replace(request, token_ids=tokens, prompt_tokens=request.prompt_len)
-        heard = run(engine_of(make, budget=16), again)[request.id]
-        assert heard.text == whole.text[5:]
-        assert heard.tokens[0].position == 5
-        assert heard.prompt_logprobs == whole.prompt_logprobs
-        assert heard.logprobs == whole.logprobs[5:]
+        result = run(engine_of(make, budget=16), again)[request.id]
+        assert result.text == whole.text[5:]
+        assert result.tokens[0].position == 5
+        assert result.prompt_logprobs == whole.prompt_logprobs
+        assert result.logprobs == whole.logprobs[5:]
 
 
 # -- the end ----------------------------------------------------------------------------------------------------
@@ -118,49 +118,49 @@ def test_a_request_starts_over_from_what_it_has_written(make: MakeDevice) -> Non
 def test_a_stop_token_is_the_last_one_and_is_named(make: MakeDevice) -> None:
     text = expected(make, SCENE[0]).text
     stop = StopParams(max_tokens=8, stop_token_ids=frozenset({text[3]}))
-    heard = run(engine_of(make), replace(SCENE[0], stop=stop))["short"]
-    assert heard.text == text[: text.index(text[3]) + 1]
-    assert heard.ended is not None
-    assert (heard.reason, heard.ended.stop_token) == (FinishReason.STOP, text[3])
+    result = run(engine_of(make), replace(SCENE[0], stop=stop))["short"]
+    assert result.text == text[: text.index(text[3]) + 1]
+    assert result.ended is not None
+    assert (result.reason, result.ended.stop_token) == (FinishReason.STOP, text[3])
 
 
 @pytest.mark.parametrize("ignore", [False, True])
 def test_the_models_end_token_ends_unless_it_is_ignored(make: MakeDevice, ignore: bool) -> None:
     text = expected(make, SCENE[0]).text
     engine = make_engine(device=make(64, eos={text[3]}))
-    heard = run(engine, replace(SCENE[0], stop=StopParams(max_tokens=8, ignore_eos=ignore)))["short"]
-    assert heard.reason is (FinishReason.LENGTH if ignore else FinishReason.STOP)
-    assert heard.text == (text if ignore else text[: text.index(text[3]) + 1])
+    result = run(engine, replace(SCENE[0], stop=StopParams(max_tokens=8, ignore_eos=ignore)))["short"]
+    assert result.reason is (FinishReason.LENGTH if ignore else FinishReason.STOP)
+    assert result.text == (text if ignore else text[: text.index(text[3]) + 1])
 
 
 def test_no_stop_token_is_drawn_before_min_tokens(make: MakeDevice) -> None:
     text = expected(make, SCENE[0]).text
     stops = frozenset(text[2:5])
     engine = make_engine(device=make(64, eos={text[1]}))
-    heard = run(engine, replace(SCENE[0], stop=StopParams(max_tokens=8, min_tokens=6, stop_token_ids=stops)))["short"]
-    assert heard.text[0] == text[0]
-    assert not {*stops, text[1]} & set(heard.text[:6])
-    assert len(heard.text) >= 6
+    result = run(engine, replace(SCENE[0], stop=StopParams(max_tokens=8, min_tokens=6, stop_token_ids=stops)))["short"]
+    assert result.text[0] == text[0]
+    assert not {*stops, text[1]} & set(result.text[:6])
+    assert len(result.text) >= 6
 
 
 def test_the_window_ends_a_text(make: MakeDevice) -> None:
     request = replace(SCENE[0], stop=StopParams())
-    heard = run(engine_of(make, window=11), request)["short"]
-    assert heard.reason is FinishReason.CONTEXT_LENGTH
-    assert heard.text == expected(make, SCENE[0]).text
+    result = run(engine_of(make, context_length=11), request)["short"]
+    assert result.reason is FinishReason.CONTEXT_LENGTH
+    assert result.text == expected(make, SCENE[0]).text
 
 
 def test_a_prompt_as_long_as_the_window_gives_one_token(make: MakeDevice) -> None:
     engine = engine_of(make, num_blocks=8)
-    heard = run(engine, make_request("full", 32, max_tokens=None))["full"]
-    assert (len(heard.text), heard.reason) == (1, FinishReason.CONTEXT_LENGTH)
+    result = run(engine, make_request("full", 32, max_tokens=None))["full"]
+    assert (len(result.text), result.reason) == (1, FinishReason.CONTEXT_LENGTH)
     nothing_is_held(engine)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_max_tokens_ends_a_text(make: MakeDevice, count: int) -> None:
-    heard = run(engine_of(make), make_request("short", 3, count))["short"]
-    assert (heard.text, heard.reason) == (expected(make, SCENE[0]).text[:count], FinishReason.LENGTH)
+    result = run(engine_of(make), make_request("short", 3, count))["short"]
+    assert (result.text, result.reason) == (expected(make, SCENE[0]).text[:count], FinishReason.LENGTH)
 
 
 def test_a_sequence_begins_with_what_it_found_computed(make: MakeDevice) -> None:
@@ -179,14 +179,14 @@ def test_a_sequence_begins_with_what_it_found_computed(make: MakeDevice) -> None
 
 def test_the_instants_of_a_sequence_are_in_order(make: MakeDevice) -> None:
     engine = engine_of(make, num_blocks=12, budget=16)
-    ear = run(engine, *(replace(request, stop=StopParams(max_tokens=16)) for request in SCENE))
+    log = run(engine, *(replace(request, stop=StopParams(max_tokens=16)) for request in SCENE))
     engine.add(make_request("never"))
     engine.cancel("never")
-    run(engine, ear=ear)
-    ends = {id: heard.ended.timeline for id, heard in ear.heard.items() if heard.ended}
-    assert ends.keys() == ear.heard.keys()
+    run(engine, log=log)
+    ends = {id: result.ended.timeline for id, result in log.by_id.items() if result.ended}
+    assert ends.keys() == log.by_id.keys()
     for id, timeline in ends.items():
-        instants_are_in_order(timeline, len(ear[id].tokens))
+        instants_are_in_order(timeline, len(log[id].tokens))
     last = ends.pop("never")
     assert all(timeline.finished and timeline.finished < last.added for timeline in ends.values())
 
@@ -198,8 +198,8 @@ def test_a_sequence_begins_once_however_often_it_is_preempted(make: MakeDevice) 
     begun, ended = list[tuple[str, float | None]](), list[tuple[str, float | None]]()
     while engine.has_work:
         output = engine.step()
-        begun += [(told.id, told.timeline.scheduled) for told in output.begun]
-        ended += [(told.id, told.timeline.scheduled) for told in output.ended]
+        begun += [(events.id, events.timeline.scheduled) for events in output.begun]
+        ended += [(events.id, events.timeline.scheduled) for events in output.ended]
     assert engine.load().preemptions
     assert sorted(begun) == sorted(ended)
     assert len(begun) == len(SCENE)
@@ -210,13 +210,13 @@ def test_a_sequence_begins_once_however_often_it_is_preempted(make: MakeDevice) 
 
 def test_log_probabilities_are_those_of_the_tokens_that_were_written(make: MakeDevice) -> None:
     request = make_request("a", 9, logprobs=3, prompt_logprobs=2)
-    heard = run(engine_of(make), request)["a"]
-    assert [entry.token for entry in heard.logprobs if entry] == heard.text
-    assert [entry.token for entry in heard.prompt_logprobs] == list(request.token_ids[1:])
-    for entry in filter(None, heard.logprobs):
+    result = run(engine_of(make), request)["a"]
+    assert [entry.token for entry in result.logprobs if entry] == result.text
+    assert [entry.token for entry in result.prompt_logprobs] == list(request.token_ids[1:])
+    for entry in filter(None, result.logprobs):
         assert entry.rank == 1, "greedy draws the likeliest"
         assert entry.top[0] == (entry.token, entry.logprob)
-    for entry, count in [*((e, 3) for e in heard.logprobs if e), *((e, 2) for e in heard.prompt_logprobs)]:
+    for entry, count in [*((e, 3) for e in result.logprobs if e), *((e, 2) for e in result.prompt_logprobs)]:
         assert len(entry.top) == count
         values = [value for _, value in entry.top]
         assert values == sorted(values, reverse=True)
@@ -226,9 +226,9 @@ def test_log_probabilities_are_those_of_the_tokens_that_were_written(make: MakeD
 
 
 def test_log_probabilities_are_told_only_when_asked_for(make: MakeDevice) -> None:
-    heard = run(engine_of(make), SCENE[0])["short"]
-    assert set(heard.logprobs) == {None}
-    assert not heard.prompt_logprobs
+    result = run(engine_of(make), SCENE[0])["short"]
+    assert set(result.logprobs) == {None}
+    assert not result.prompt_logprobs
     assert all(entry and not entry.top for entry in expected(make, SCENE[3]).logprobs)
 
 
@@ -280,8 +280,8 @@ OUT_OF_RANGE: list[tuple[str, dict[str, Any]]] = [
     ("token_ids", {"token_ids": (1, None)}),
     ("token_ids", {"token_ids": (1, "2")}),
     ("token_ids", {"token_ids": (1, 2**70)}),
-    ("token_ids", {"token_ids": prompt(WINDOW + 1)}),
-    ("token_ids", {"token_ids": prompt(WINDOW), "prompt_tokens": 5, "stop": StopParams()}),
+    ("token_ids", {"token_ids": prompt(CONTEXT_LENGTH + 1)}),
+    ("token_ids", {"token_ids": prompt(CONTEXT_LENGTH), "prompt_tokens": 5, "stop": StopParams()}),
     ("stop_token_ids", {"stop": StopParams(stop_token_ids=frozenset({VOCABULARY}))}),
     ("stop_token_ids", {"stop": StopParams(min_tokens=2, stop_token_ids=frozenset(range(VOCABULARY)))}),
     ("logit_bias", {"sampling": SamplingParams(logit_bias={VOCABULARY: 1.0})}),
@@ -292,31 +292,31 @@ OUT_OF_RANGE: list[tuple[str, dict[str, Any]]] = [
 
 def test_a_bad_request_is_refused_by_name_and_the_others_go_on(make: MakeDevice) -> None:
     engine = engine_of(make, budget=8)
-    ear = run(engine, *SCENE, steps=3)
+    log = run(engine, *SCENE, steps=3)
     for field, change in OUT_OF_RANGE:
         with pytest.raises(InvalidRequest) as refused:
             engine.add(replace(make_request("bad"), **change))
         assert refused.value.field == field
         assert refused.value.limit
         assert field in str(refused.value)
-        ear.hear(engine.step())
-    run(engine, ear=ear)
-    assert "bad" not in ear.heard
+        log.record(engine.step())
+    run(engine, log=log)
+    assert "bad" not in log.by_id
     for request in SCENE:
-        told_as_alone(ear[request.id], expected(make, request))
+        same_output_as_alone(log[request.id], expected(make, request))
 
 
 def test_an_id_is_taken_once_and_free_again_after_its_end_was_told(make: MakeDevice) -> None:
     engine = engine_of(make)
-    ear = run(engine, make_request("a"), steps=2)
+    log = run(engine, make_request("a"), steps=2)
     with pytest.raises(InvalidRequest, match="alive") as refused:
         engine.add(make_request("a"))
     assert (refused.value.field, refused.value.value) == ("id", "a")
     engine.cancel("a")
     with pytest.raises(InvalidRequest, match="alive"):
         engine.add(make_request("a"))
-    run(engine, ear=ear)
-    assert ear["a"].reason is FinishReason.CANCELLED
+    run(engine, log=log)
+    assert log["a"].reason is FinishReason.CANCELLED
     assert run(engine, make_request("a"))["a"].reason is FinishReason.LENGTH
 
 
@@ -369,8 +369,8 @@ def test_limits_that_can_not_be_kept_are_refused() -> None:
         ("token_budget", lambda: Limits(token_budget=math.nan)),  # type: ignore[arg-type]
         ("step_seconds", lambda: Limits(step_seconds=math.nan)),
         ("max_running", lambda: Limits(token_budget=4, max_running=5)),
-        ("window", lambda: Engine(make_device(64), Limits(window=WINDOW + 1))),
-        ("window", lambda: Engine(make_device(8), Limits(window=33))),
+        ("window", lambda: Engine(make_device(64), Limits(context_length=CONTEXT_LENGTH + 1))),
+        ("window", lambda: Engine(make_device(8), Limits(context_length=33))),
     ):
         with pytest.raises(InvalidConfig) as refused:
             make_bad()
@@ -383,22 +383,22 @@ def test_limits_that_can_not_be_kept_are_refused() -> None:
 @pytest.mark.parametrize("state", ["waiting", "in its prompt", "writing", "preempted", "parked"])
 def test_a_cancel_frees_everything_in_any_state(make: MakeDevice, state: str) -> None:
     engine = engine_of(make, num_blocks=12, budget=4, max_running=4)
-    ear = run(engine, make_request("a", 10, 20), make_request("b", prompt(10, 2), 24), steps=0)
+    log = run(engine, make_request("a", 10, 20), make_request("b", prompt(10, 2), 24), steps=0)
     if state == "in its prompt":
-        ear.hear(engine.step())
+        log.record(engine.step())
     elif state in ("writing", "parked"):
-        step_until(engine, lambda: len(ear["a"].text) == 2, ear)
+        step_until(engine, lambda: len(log["a"].text) == 2, log)
     elif state == "preempted":
-        step_until(engine, lambda: engine.load().preemptions > 0, ear)
+        step_until(engine, lambda: engine.load().preemptions > 0, log)
     if state == "parked":
         engine.park("a")
     victim = "b" if state == "preempted" else "a"
     assert engine.cancel(victim)
     assert not engine.cancel(victim)
     engine.check_integrity()
-    run(engine, ear=ear)
-    assert ear[victim].reason is FinishReason.CANCELLED
-    assert {ear[id].reason for id in "ab" if id != victim} == {FinishReason.LENGTH}
+    run(engine, log=log)
+    assert log[victim].reason is FinishReason.CANCELLED
+    assert {log[id].reason for id in "ab" if id != victim} == {FinishReason.LENGTH}
     nothing_is_held(engine)
 
 

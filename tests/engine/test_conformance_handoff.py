@@ -16,29 +16,29 @@ from decant.engine.request import FinishReason, Request, SamplingParams, StopPar
 from decant.engine.transfer import IncomingSequence, TransferCommit, block_checksum, default_checksum, transfer_checksum
 from tests.engine.conftest import MakeDevice
 from tests.engine.factories import (
-    Cargo,
-    Ear,
-    Heard,
-    deliver,
+    OutputLog,
+    Payload,
+    SequenceOutput,
+    export_sequence,
+    import_sequence,
     make_engine,
     make_request,
-    plainly,
     prompt,
+    recompute_each_step,
     run,
     step_until,
-    unload,
 )
-from tests.engine.properties import nothing_is_held, told_as_alone
+from tests.engine.properties import nothing_is_held, same_output_as_alone
 
 MOVED = make_request("moved", 22, 12, sampling=SamplingParams(temperature=1.0, seed=3), park_after=2, logprobs=1)
-_EXPECTED: dict[str, Heard] = {}
+_EXPECTED: dict[str, SequenceOutput] = {}
 
 
-def expected(make: MakeDevice, request: Request = MOVED) -> Heard:
+def expected(make: MakeDevice, request: Request = MOVED) -> SequenceOutput:
     device = make()
     key = f"{device.layout} {request}"
     if key not in _EXPECTED:
-        _EXPECTED[key] = plainly(device, request)
+        _EXPECTED[key] = recompute_each_step(device, request)
     return _EXPECTED[key]
 
 
@@ -46,142 +46,142 @@ def engine_of(make: MakeDevice, num_blocks: int = 32, **limits: int) -> Engine:
     return make_engine(device=make(num_blocks), **limits)
 
 
-def parked_giver(make: MakeDevice) -> tuple[Engine, Ear]:
-    giver = engine_of(make, budget=8)
-    return giver, run(giver, MOVED)
+def parked_sender(make: MakeDevice) -> tuple[Engine, OutputLog]:
+    sender = engine_of(make, budget=8)
+    return sender, run(sender, MOVED)
 
 
 # -- a cache changes hands --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("have", [0, 2, 5])
-def test_a_text_goes_on_elsewhere_from_its_blocks(make: MakeDevice, have: int) -> None:
+@pytest.mark.parametrize("cached_blocks", [0, 2, 5])
+def test_a_text_goes_on_elsewhere_from_its_blocks(make: MakeDevice, cached_blocks: int) -> None:
     """With nothing there, with a cached prefix, and with all but the last block cached."""
-    giver, ear = parked_giver(make)
-    taker = engine_of(make)
-    if have:
-        run(taker, make_request("before", MOVED.token_ids[: have * 4 + 1], 1))
-    cargo = unload(giver, "moved", have)
-    assert [index for index, _, _ in cargo.runs] == list(range(have, 6))
-    deliver(taker, MOVED, cargo)
-    assert taker.scheduler.running[0].remaining == 1, "nothing is computed again"
-    run(taker, ear=ear)
-    told_as_alone(ear["moved"], expected(make))
-    for engine in (giver, taker):
+    sender, log = parked_sender(make)
+    receiver = engine_of(make)
+    if cached_blocks:
+        run(receiver, make_request("before", MOVED.token_ids[: cached_blocks * 4 + 1], 1))
+    payload = export_sequence(sender, "moved", cached_blocks)
+    assert [index for index, _, _ in payload.runs] == list(range(cached_blocks, 6))
+    import_sequence(receiver, MOVED, payload)
+    assert receiver.scheduler.running[0].remaining == 1, "nothing is computed again"
+    run(receiver, log=log)
+    same_output_as_alone(log["moved"], expected(make))
+    for engine in (sender, receiver):
         nothing_is_held(engine)
 
 
 def test_blocks_leave_while_the_prompt_is_still_computed(make: MakeDevice) -> None:
-    giver, taker, ear = engine_of(make, budget=8), engine_of(make), Ear()
-    giver.add(MOVED)
-    arrival = taker.reserve(replace(MOVED, park_after=None))
-    export = giver.export("moved", arrival.have)
+    sender, receiver, log = engine_of(make, budget=8), engine_of(make), OutputLog()
+    sender.add(MOVED)
+    arrival = receiver.transfers.reserve(replace(MOVED, park_after=None))
+    export = sender.transfers.export("moved", arrival.cached_blocks)
     filled: list[BlockFilled] = []
     sent = [0]
-    while not giver.load().parked:
-        filled += ear.hear(giver.step()).filled
+    while not sender.load().parked:
+        filled += log.record(sender.step()).filled
         sent.append(len(export.runs))
         for run_ in export.runs[sent[-2] : sent[-1]]:
             arrival.write(run_.index, bytes(export.read(run_.index)), run_.checksum)
     assert sent[1:4] == [2, 4, 5], "a block is offered by the step that fills it"
-    assert [told.block for told in filled] == [run_.index for run_ in export.runs]
-    seal = giver.seal("moved")
+    assert [events.block for events in filled] == [run_.index for run_ in export.runs]
+    commit = sender.transfers.finalize("moved")
     for run_ in export.runs[sent[-1] :]:
         arrival.write(run_.index, bytes(export.read(run_.index)), run_.checksum)
-    taker.join(arrival, seal)
-    giver.release("moved")
-    run(taker, ear=ear)
-    told_as_alone(ear["moved"], expected(make))
-    for engine in (giver, taker):
+    receiver.transfers.join(arrival, commit)
+    sender.transfers.release("moved")
+    run(receiver, log=log)
+    same_output_as_alone(log["moved"], expected(make))
+    for engine in (sender, receiver):
         nothing_is_held(engine)
 
 
 def test_the_step_that_writes_the_last_token_before_a_handoff_says_that_it_parked(make: MakeDevice) -> None:
-    giver = engine_of(make, budget=8)
-    giver.add(MOVED)
-    giver.add(replace(MOVED, id="short", stop=StopParams(max_tokens=2)))
+    sender = engine_of(make, budget=8)
+    sender.add(MOVED)
+    sender.add(replace(MOVED, id="short", stop=StopParams(max_tokens=2)))
     parked, ended = list[tuple[str, int]](), list[str]()
-    while giver.has_work:
-        output = giver.step()
+    while sender.has_work:
+        output = sender.step()
         parked += [(id, token.position) for id in output.parked for token in output.tokens if token.id == id]
-        ended += [told.id for told in output.ended]
+        ended += [events.id for events in output.ended]
     assert parked == [("moved", 1)]
     assert ended == ["short"], "what ends is not parked"
 
 
 def test_a_sequence_is_drained_in_the_middle_of_its_text(make: MakeDevice) -> None:
     """It writes on while its blocks leave; only the last ones are moved while it stands still."""
-    giver, taker = engine_of(make), engine_of(make)
+    sender, receiver = engine_of(make), engine_of(make)
     request, other = replace(MOVED, park_after=None), make_request("other", prompt(9, 4), 12)
-    giver.add(other)
-    giver.add(request)
-    ear = Ear()
-    step_until(giver, lambda: len(ear["moved"].text) == 4, ear)
-    arrival, export = taker.reserve(request), giver.export("moved")
-    step_until(giver, lambda: len(ear["moved"].text) == 8, ear)
-    giver.park("moved")
-    ear.hear(giver.step())
-    assert len(ear["moved"].text) == 8, "a parked sequence is not stepped"
-    seal = giver.seal("moved")
-    arrival.extend(len(ear["moved"].text) + request.prompt_len)
+    sender.add(other)
+    sender.add(request)
+    log = OutputLog()
+    step_until(sender, lambda: len(log["moved"].text) == 4, log)
+    arrival, export = receiver.transfers.reserve(request), sender.transfers.export("moved")
+    step_until(sender, lambda: len(log["moved"].text) == 8, log)
+    sender.park("moved")
+    log.record(sender.step())
+    assert len(log["moved"].text) == 8, "a parked sequence is not stepped"
+    commit = sender.transfers.finalize("moved")
+    arrival.extend(len(log["moved"].text) + request.prompt_len)
     for run_ in export.runs:
         arrival.write(run_.index, bytes(export.read(run_.index)), run_.checksum)
-    taker.join(arrival, seal)
-    giver.release("moved")
-    run(taker, ear=ear)
-    run(giver, ear=ear)
+    receiver.transfers.join(arrival, commit)
+    sender.transfers.release("moved")
+    run(receiver, log=log)
+    run(sender, log=log)
     for each in (request, other):
-        told_as_alone(ear[each.id], expected(make, each))
-    for engine in (giver, taker):
+        same_output_as_alone(log[each.id], expected(make, each))
+    for engine in (sender, receiver):
         nothing_is_held(engine)
 
 
 def test_a_parked_sequence_that_nobody_takes_goes_on_here(make: MakeDevice) -> None:
-    giver, ear = parked_giver(make)
-    giver.export("moved")
-    giver.seal("moved")
-    giver.resume("moved")
-    giver.release("moved")
-    run(giver, ear=ear)
-    told_as_alone(ear["moved"], expected(make))
-    nothing_is_held(giver)
+    sender, log = parked_sender(make)
+    sender.transfers.export("moved")
+    sender.transfers.finalize("moved")
+    sender.resume("moved")
+    sender.transfers.release("moved")
+    run(sender, log=log)
+    same_output_as_alone(log["moved"], expected(make))
+    nothing_is_held(sender)
 
 
 def test_prompt_log_probabilities_are_told_once_across_a_handoff_and_a_preemption(make: MakeDevice) -> None:
     request = replace(MOVED, prompt_logprobs=1)
-    giver, taker = engine_of(make, budget=8), engine_of(make, num_blocks=12)
-    ear = run(giver, request)
-    deliver(taker, request, unload(giver, "moved"))
-    taker.add(make_request("urgent", prompt(12, 6), 24, priority=9))
-    run(taker, ear=ear)
-    assert taker.load().preemptions
-    told_as_alone(ear["moved"], expected(make, request))
+    sender, receiver = engine_of(make, budget=8), engine_of(make, num_blocks=12)
+    log = run(sender, request)
+    import_sequence(receiver, request, export_sequence(sender, "moved"))
+    receiver.add(make_request("urgent", prompt(12, 6), 24, priority=9))
+    run(receiver, log=log)
+    assert receiver.load().preemptions
+    same_output_as_alone(log["moved"], expected(make, request))
 
 
 def test_a_lease_keeps_the_bytes_of_a_sequence_that_has_ended(make: MakeDevice) -> None:
-    giver, _ = parked_giver(make)
-    export = giver.export("moved")
+    sender, _ = parked_sender(make)
+    export = sender.transfers.export("moved")
     sums = [run_.checksum for run_ in export.runs]
-    giver.cancel("moved")
-    run(giver, make_request("after", prompt(80, 9), 2))
+    sender.cancel("moved")
+    run(sender, make_request("after", prompt(80, 9), 2))
     assert export.ended
     assert [block_checksum(default_checksum, run_.index, export.read(run_.index)) for run_ in export.runs] == sums
-    giver.release("moved")
+    sender.transfers.release("moved")
     with pytest.raises(TransferRejected):
         export.read(0)
-    nothing_is_held(giver)
+    nothing_is_held(sender)
 
 
 def test_what_a_sequence_and_its_export_hold_is_counted_once(make: MakeDevice) -> None:
-    giver, _ = parked_giver(make)
-    held = giver.load().held_blocks
-    assert giver.blocks_of(["moved", "nobody"]) == held > 0
-    giver.export("moved", 1)
-    assert giver.blocks_of(["moved"]) == held
-    giver.cancel("moved")
-    assert 0 < giver.blocks_of(["moved"]) == giver.load().held_blocks < held  # the first one is not leased
-    giver.release("moved")
-    assert giver.blocks_of(["moved"]) == 0
+    sender, _ = parked_sender(make)
+    held = sender.load().held_blocks
+    assert sender.blocks_of(["moved", "nobody"]) == held > 0
+    sender.transfers.export("moved", 1)
+    assert sender.blocks_of(["moved"]) == held
+    sender.cancel("moved")
+    assert 0 < sender.blocks_of(["moved"]) == sender.load().held_blocks < held  # the first one is not leased
+    sender.transfers.release("moved")
+    assert sender.blocks_of(["moved"]) == 0
 
 
 # -- what does not agree ----------------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ def _flip(data: bytes) -> bytes:
     return data[:7] + bytes([data[7] ^ 16]) + data[8:]
 
 
-def _change(cargo: Cargo, **seal: object) -> Cargo:
-    return replace(cargo, seal=replace(cargo.seal, **seal))  # type: ignore[arg-type]
+def _change(payload: Payload, **commit: object) -> Payload:
+    return replace(payload, commit=replace(payload.commit, **commit))  # type: ignore[arg-type]
 
 
-BROKEN: dict[str, tuple[str, Callable[[Cargo], Cargo]]] = {
+BROKEN: dict[str, tuple[str, Callable[[Payload], Payload]]] = {
     "a byte is flipped": (
         "bytes of block 0",
         lambda c: replace(c, runs=[(c.runs[0][0], _flip(c.runs[0][1]), c.runs[0][2]), *c.runs[1:]]),
@@ -220,22 +220,25 @@ BROKEN: dict[str, tuple[str, Callable[[Cargo], Cargo]]] = {
     "the first is missing": (r"blocks \[0\] missing", lambda c: replace(c, runs=c.runs[1:])),
     "the last is missing": (r"blocks \[5\] missing", lambda c: replace(c, runs=c.runs[:-1])),
     "all are missing": (r"blocks \[0, .* missing", lambda c: replace(c, runs=[])),
-    "one is beyond the seal": (
+    "one is beyond the commit": (
         r"blocks \[\] missing, 7 here",
         lambda c: replace(c, runs=[*c.runs, (6, c.runs[0][1], block_checksum(default_checksum, 6, c.runs[0][1]))]),
     ),
-    "the seal's sum is flipped": ("agree with its sum", lambda c: _change(c, checksum=c.seal.checksum ^ 1)),
-    "the seal says fewer tokens": ("does not speak", lambda c: _change(c, computed=c.seal.computed - 1)),
-    "the seal says more tokens": ("does not speak", lambda c: _change(c, computed=c.seal.computed + 1)),
-    "the seal's text is changed": (
-        "agree with its sum",
-        lambda c: _change(c, output=(c.seal.output[0] ^ 1, *c.seal.output[1:])),
+    "the commit's checksum is flipped": (
+        "does not match its checksum",
+        lambda c: _change(c, checksum=c.commit.checksum ^ 1),
     ),
-    "the seal's text is cut": ("does not speak", lambda c: _change(c, output=c.seal.output[:-1])),
-    "the seal has no text": ("does not speak", lambda c: _change(c, output=())),
-    "the seal is of a shorter text": (
-        "agree with its sum",
-        lambda c: _change(c, output=c.seal.output[:-1], computed=c.seal.computed - 1),
+    "the commit says fewer tokens": ("not of this sequence", lambda c: _change(c, computed=c.commit.computed - 1)),
+    "the commit says more tokens": ("not of this sequence", lambda c: _change(c, computed=c.commit.computed + 1)),
+    "the commit's output is changed": (
+        "does not match its checksum",
+        lambda c: _change(c, output=(c.commit.output[0] ^ 1, *c.commit.output[1:])),
+    ),
+    "the commit's output is cut": ("not of this sequence", lambda c: _change(c, output=c.commit.output[:-1])),
+    "the commit has no output": ("not of this sequence", lambda c: _change(c, output=())),
+    "the commit is of a shorter output": (
+        "does not match its checksum",
+        lambda c: _change(c, output=c.commit.output[:-1], computed=c.commit.computed - 1),
     ),
 }
 """What is done to a cargo, and the words of the check that finds it."""
@@ -244,70 +247,70 @@ BROKEN: dict[str, tuple[str, Callable[[Cargo], Cargo]]] = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_what_does_not_agree_never_becomes_a_sequence(make: MakeDevice, fault: str) -> None:
     """It is refused, nothing is left of it, and the next attempt is not misled by what came before."""
-    giver, _ = parked_giver(make)
-    taker = engine_of(make)
-    ear = run(taker, make_request("other", prompt(9, 4)), steps=2)
+    sender, _ = parked_sender(make)
+    receiver = engine_of(make)
+    log = run(receiver, make_request("other", prompt(9, 4)), steps=2)
     found_by, change = BROKEN[fault]
     with pytest.raises(TransferRejected, match=found_by):
-        deliver(taker, MOVED, change(unload(giver, "moved")))
-    taker.check_integrity()
-    run(taker, ear=ear)
-    nothing_is_held(taker)
-    assert "moved" not in ear.heard
+        import_sequence(receiver, MOVED, change(export_sequence(sender, "moved")))
+    receiver.check_integrity()
+    run(receiver, log=log)
+    nothing_is_held(receiver)
+    assert "moved" not in log.by_id
     again = replace(MOVED, park_after=None)
-    told_as_alone(run(taker, again)["moved"], expected(make))
+    same_output_as_alone(run(receiver, again)["moved"], expected(make))
 
 
 def test_a_block_that_is_here_already_is_not_written_over_and_none_goes_beyond_the_room(make: MakeDevice) -> None:
-    giver, _ = parked_giver(make)
-    cargo, taker = unload(giver, "moved"), engine_of(make)
-    run(taker, make_request("before", MOVED.token_ids[:9], 1))
-    arrival = taker.reserve(MOVED)
-    assert (arrival.have, arrival.room) == (2, 6)
-    data = cargo.runs[3][1]
+    sender, _ = parked_sender(make)
+    payload, receiver = export_sequence(sender, "moved"), engine_of(make)
+    run(receiver, make_request("before", MOVED.token_ids[:9], 1))
+    arrival = receiver.transfers.reserve(MOVED)
+    assert (arrival.cached_blocks, arrival.num_blocks) == (2, 6)
+    data = payload.runs[3][1]
     for index in (0, 1, 6):
         with pytest.raises(TransferRejected, match=f"no room for block {index}"):
             arrival.write(index, data, block_checksum(default_checksum, index, data))
     arrival.abort()
-    nothing_is_held(taker)
-    told_as_alone(run(taker, replace(MOVED, park_after=None))["moved"], expected(make))
+    nothing_is_held(receiver)
+    same_output_as_alone(run(receiver, replace(MOVED, park_after=None))["moved"], expected(make))
 
 
 def test_a_byte_that_flips_between_its_computing_and_its_export_is_noticed(make: MakeDevice) -> None:
     """The sum was made when the block was filled."""
-    giver, _ = parked_giver(make)
-    holding = giver._sequences["moved"].holding
-    assert holding is not None
-    giver.device.write(holding.blocks[1], _flip(bytes(giver.device.read(holding.blocks[1]))))
+    sender, _ = parked_sender(make)
+    table = sender.sequences["moved"].block_table
+    assert table is not None
+    sender.device.write(table.blocks[1], _flip(bytes(sender.device.read(table.blocks[1]))))
     with pytest.raises(TransferRejected, match="block 1"):
-        deliver(engine_of(make), MOVED, unload(giver, "moved"))
-    nothing_is_held(giver)
+        import_sequence(engine_of(make), MOVED, export_sequence(sender, "moved"))
+    nothing_is_held(sender)
 
 
 def test_the_same_block_may_come_again_and_no_other_in_its_place(make: MakeDevice) -> None:
-    giver, _ = parked_giver(make)
-    cargo, taker = unload(giver, "moved"), engine_of(make)
-    arrival = taker.reserve(MOVED)
+    sender, _ = parked_sender(make)
+    payload, receiver = export_sequence(sender, "moved"), engine_of(make)
+    arrival = receiver.transfers.reserve(MOVED)
     for _ in range(2):
-        arrival.write(*cargo.runs[0])
-    other = _flip(cargo.runs[0][1])
+        arrival.write(*payload.runs[0])
+    other = _flip(payload.runs[0][1])
     with pytest.raises(TransferRejected, match="again"):
         arrival.write(0, other, block_checksum(default_checksum, 0, other))
     arrival.abort()
-    nothing_is_held(taker)
+    nothing_is_held(receiver)
 
 
 def test_blocks_may_be_written_by_another_thread_beside_the_steps(make: MakeDevice) -> None:
     """Until the arrival is closed; what came is whole, and the others' texts are what they are alone."""
-    giver, _ = parked_giver(make)
-    cargo, taker = unload(giver, "moved"), engine_of(make)
-    arrival = taker.reserve(MOVED)
+    sender, _ = parked_sender(make)
+    payload, receiver = export_sequence(sender, "moved"), engine_of(make)
+    arrival = receiver.transfers.reserve(MOVED)
     ends: list[str] = []
 
     def write() -> None:
         try:
             while True:
-                for block in cargo.runs:
+                for block in payload.runs:
                     arrival.write(*block)
         except TransferRejected as closed:
             ends.append(str(closed))
@@ -315,19 +318,19 @@ def test_blocks_may_be_written_by_another_thread_beside_the_steps(make: MakeDevi
     thread = threading.Thread(target=write)
     thread.start()
     other = make_request("other", prompt(9, 4), 12)
-    ear = run(taker, other)
+    log = run(receiver, other)
     arrival.abort()
     thread.join(20)
     assert ends == ["moved: this arrival is closed"]
-    nothing_is_held(taker)
-    told_as_alone(ear["other"], expected(make, other))
-    told_as_alone(run(taker, replace(MOVED, park_after=None))["moved"], expected(make))
+    nothing_is_held(receiver)
+    same_output_as_alone(log["other"], expected(make, other))
+    same_output_as_alone(run(receiver, replace(MOVED, park_after=None))["moved"], expected(make))
 
 
 def test_a_block_is_not_freed_under_a_copy(make: MakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    giver, _ = parked_giver(make)
-    cargo, taker = unload(giver, "moved"), engine_of(make)
-    arrival, kind = taker.reserve(MOVED), type(taker.device)
+    sender, _ = parked_sender(make)
+    payload, receiver = export_sequence(sender, "moved"), engine_of(make)
+    arrival, kind = receiver.transfers.reserve(MOVED), type(receiver.device)
     original = kind.write
     begun, let = threading.Event(), threading.Event()
 
@@ -337,185 +340,190 @@ def test_a_block_is_not_freed_under_a_copy(make: MakeDevice, monkeypatch: pytest
         original(device, block, data)
 
     monkeypatch.setattr(kind, "write", write)
-    copying = threading.Thread(target=arrival.write, args=cargo.runs[0])
+    copying = threading.Thread(target=arrival.write, args=payload.runs[0])
     closing = threading.Thread(target=arrival.abort)
     copying.start()
     assert begun.wait(20)
     closing.start()
     closing.join(0.1)
-    held = taker.load().held_blocks
+    held = receiver.load().held_blocks
     let.set()
     for thread in (copying, closing):
         thread.join(20)
     assert held == 6, "it closes only after the copy"
-    nothing_is_held(taker)
+    nothing_is_held(receiver)
 
 
 def test_blocks_that_came_before_a_break_are_a_prefix_for_the_next_attempt(make: MakeDevice) -> None:
-    giver, ear = parked_giver(make)
-    cargo, taker = unload(giver, "moved"), engine_of(make)
-    arrival = taker.reserve(MOVED)
-    for block in cargo.runs[:3]:
+    sender, log = parked_sender(make)
+    payload, receiver = export_sequence(sender, "moved"), engine_of(make)
+    arrival = receiver.transfers.reserve(MOVED)
+    for block in payload.runs[:3]:
         arrival.write(*block)
     arrival.abort()
-    assert taker.reserve(MOVED).have == 3
-    taker.cancel("moved")
-    tokens, written = (*MOVED.token_ids, *cargo.seal.output), ear["moved"].text
-    run(taker, replace(MOVED, token_ids=tokens, prompt_tokens=MOVED.prompt_len, park_after=None), ear=ear)
-    assert written == ear["moved"].text[: len(written)]
-    told_as_alone(ear["moved"], expected(make))
+    assert receiver.transfers.reserve(MOVED).cached_blocks == 3
+    receiver.cancel("moved")
+    tokens, written = (*MOVED.token_ids, *payload.commit.output), log["moved"].text
+    run(receiver, replace(MOVED, token_ids=tokens, prompt_tokens=MOVED.prompt_len, park_after=None), log=log)
+    assert written == log["moved"].text[: len(written)]
+    same_output_as_alone(log["moved"], expected(make))
 
 
 def test_a_text_that_does_not_begin_with_what_is_known_is_refused(make: MakeDevice) -> None:
-    giver, _ = parked_giver(make)
-    cargo, taker = unload(giver, "moved"), engine_of(make)
-    known = (*MOVED.token_ids, cargo.seal.output[0] ^ 1)
+    sender, _ = parked_sender(make)
+    payload, receiver = export_sequence(sender, "moved"), engine_of(make)
+    known = (*MOVED.token_ids, payload.commit.output[0] ^ 1)
     request = replace(MOVED, token_ids=known, prompt_tokens=MOVED.prompt_len)
-    with pytest.raises(TransferRejected, match="does not speak"):
-        deliver(taker, request, cargo)
-    nothing_is_held(taker)
+    with pytest.raises(TransferRejected, match="not of this sequence"):
+        import_sequence(receiver, request, payload)
+    nothing_is_held(receiver)
 
 
 # -- room, and letting go ---------------------------------------------------------------------------------------
 
 
 def test_no_room_reserves_nothing(make: MakeDevice) -> None:
-    taker = engine_of(make, num_blocks=8)
-    ear = run(taker, make_request("holder", prompt(16, 2), 8), steps=1)
-    before = taker.load()
+    receiver = engine_of(make, num_blocks=8)
+    log = run(receiver, make_request("holder", prompt(16, 2), 8), steps=1)
+    before = receiver.load()
     with pytest.raises(OutOfBlocks) as full:
-        taker.reserve(MOVED)
+        receiver.transfers.reserve(MOVED)
     assert full.value.needed > full.value.available
-    taker.check_integrity()
-    assert taker.load() == before
-    run(taker, ear=ear)
-    arrival = taker.reserve(MOVED)
-    assert len(arrival.sequence.holding.blocks if arrival.sequence.holding else ()) == 6
+    receiver.check_integrity()
+    assert receiver.load() == before
+    run(receiver, log=log)
+    arrival = receiver.transfers.reserve(MOVED)
+    assert len(arrival.sequence.block_table.blocks if arrival.sequence.block_table else ()) == 6
     arrival.abort()
-    nothing_is_held(taker)
+    nothing_is_held(receiver)
 
 
 def test_room_is_reserved_for_no_more_than_may_run(make: MakeDevice) -> None:
-    taker = engine_of(make, max_running=2)
-    ear = run(taker, make_request("a", 5), steps=1)
-    arrival = taker.reserve(MOVED)
+    receiver = engine_of(make, max_running=2)
+    log = run(receiver, make_request("a", 5), steps=1)
+    arrival = receiver.transfers.reserve(MOVED)
     with pytest.raises(OutOfBlocks):
-        taker.reserve(replace(MOVED, id="second"))
+        receiver.transfers.reserve(replace(MOVED, id="second"))
     arrival.abort()
-    taker.reserve(replace(MOVED, id="second")).abort()
-    run(taker, ear=ear)
-    nothing_is_held(taker)
+    receiver.transfers.reserve(replace(MOVED, id="second")).abort()
+    run(receiver, log=log)
+    nothing_is_held(receiver)
 
 
 @pytest.mark.parametrize("by", ["abort", "cancel"])
 def test_an_arrival_that_is_let_go_frees_all_and_takes_nothing_more(make: MakeDevice, by: str) -> None:
-    giver, _ = parked_giver(make)
-    cargo, taker = unload(giver, "moved"), engine_of(make)
-    arrival = taker.reserve(MOVED)
-    arrival.write(*cargo.runs[0])
+    sender, _ = parked_sender(make)
+    payload, receiver = export_sequence(sender, "moved"), engine_of(make)
+    arrival = receiver.transfers.reserve(MOVED)
+    arrival.write(*payload.runs[0])
     if by == "abort":
         arrival.abort()
     else:
-        assert taker.cancel("moved")
+        assert receiver.cancel("moved")
     arrival.abort()
-    nothing_is_held(taker)
-    assert not taker.has_work, "what never was a sequence has no end to tell"
+    nothing_is_held(receiver)
+    assert not receiver.has_work, "what never was a sequence has no end to tell"
     uses: list[Callable[[], object]] = [
-        lambda: arrival.write(*cargo.runs[1]),
+        lambda: arrival.write(*payload.runs[1]),
         lambda: arrival.extend(40),
-        lambda: taker.join(arrival, cargo.seal),
+        lambda: receiver.transfers.join(arrival, payload.commit),
     ]
     for use in uses:
         with pytest.raises(TransferRejected, match="closed"):
             use()
-    nothing_is_held(taker)
+    nothing_is_held(receiver)
 
 
 def test_an_arrival_that_has_joined_can_no_longer_touch_the_sequence(make: MakeDevice) -> None:
-    giver, ear = parked_giver(make)
-    cargo, taker = unload(giver, "moved"), engine_of(make)
-    arrival: IncomingSequence = taker.reserve(replace(MOVED, park_after=None))
-    for block in cargo.runs:
+    sender, log = parked_sender(make)
+    payload, receiver = export_sequence(sender, "moved"), engine_of(make)
+    arrival: IncomingSequence = receiver.transfers.reserve(replace(MOVED, park_after=None))
+    for block in payload.runs:
         arrival.write(*block)
-    taker.join(arrival, cargo.seal)
+    receiver.transfers.join(arrival, payload.commit)
     arrival.abort()
     uses: list[Callable[[], object]] = [
-        lambda: arrival.write(*cargo.runs[0]),
+        lambda: arrival.write(*payload.runs[0]),
         lambda: arrival.extend(40),
-        lambda: taker.join(arrival, cargo.seal),
+        lambda: receiver.transfers.join(arrival, payload.commit),
     ]
     for use in uses:
         with pytest.raises(TransferRejected, match="closed"):
             use()
-    run(taker, ear=ear)
-    told_as_alone(ear["moved"], expected(make))
+    run(receiver, log=log)
+    same_output_as_alone(log["moved"], expected(make))
 
 
 @pytest.mark.parametrize("when", ["in its prompt", "parked", "sealed"])
 def test_a_cancel_during_an_export_frees_all_but_the_lease(make: MakeDevice, when: str) -> None:
-    giver = engine_of(make, budget=8)
-    ear = run(giver, MOVED, steps=1 if when == "in its prompt" else 99)
-    export = giver.export("moved")
+    sender = engine_of(make, budget=8)
+    log = run(sender, MOVED, steps=1 if when == "in its prompt" else 99)
+    export = sender.transfers.export("moved")
     if when == "sealed":
-        giver.seal("moved")
-    assert giver.cancel("moved")
-    giver.check_integrity()
-    ear.hear(giver.step())
-    assert ear["moved"].reason is FinishReason.CANCELLED
+        sender.transfers.finalize("moved")
+    assert sender.cancel("moved")
+    sender.check_integrity()
+    log.record(sender.step())
+    assert log["moved"].reason is FinishReason.CANCELLED
     assert export.ended is (when != "sealed")
     with pytest.raises(UnknownSequence):
-        giver.seal("moved")
+        sender.transfers.finalize("moved")
     with pytest.raises(InvalidRequest, match="alive"):
-        giver.add(MOVED)
-    giver.release("moved")
-    giver.release("moved")
-    nothing_is_held(giver)
+        sender.add(MOVED)
+    sender.transfers.release("moved")
+    sender.transfers.release("moved")
+    nothing_is_held(sender)
 
 
 def test_a_sequence_in_its_prompt_can_not_be_sealed(make: MakeDevice) -> None:
-    giver = engine_of(make, budget=8)
-    ear = run(giver, MOVED, steps=1)
-    giver.park("moved")
-    giver.export("moved")
+    sender = engine_of(make, budget=8)
+    log = run(sender, MOVED, steps=1)
+    sender.park("moved")
+    sender.transfers.export("moved")
     with pytest.raises(InvalidRequest) as refused:
-        giver.seal("moved")
+        sender.transfers.finalize("moved")
     assert (refused.value.field, refused.value.value) == ("computed", 8)
-    giver.release("moved")
-    giver.resume("moved")
-    run(giver, ear=ear)
-    giver.resume("moved")
-    told_as_alone(run(giver, ear=ear)["moved"], expected(make))
+    sender.transfers.release("moved")
+    sender.resume("moved")
+    run(sender, log=log)
+    sender.resume("moved")
+    same_output_as_alone(run(sender, log=log)["moved"], expected(make))
 
 
 def test_seams_that_do_not_fit_are_typed_errors(make: MakeDevice) -> None:
     engine = engine_of(make)
-    uses: list[Callable[[str], object]] = [engine.park, engine.resume, engine.export, engine.seal]
+    uses: list[Callable[[str], object]] = [
+        engine.park,
+        engine.resume,
+        engine.transfers.export,
+        engine.transfers.finalize,
+    ]
     for use in uses:
         with pytest.raises(UnknownSequence):
             use("nobody")
-    engine.release("nobody")
+    engine.transfers.release("nobody")
     engine.add(MOVED)
     with pytest.raises(UnknownSequence):
         engine.park("moved")  # it waits
-    for have in (-1, 6):
+    for cached_blocks in (-1, 6):
         with pytest.raises(InvalidRequest) as refused:
-            engine.export("moved", have)
-        assert (refused.value.field, refused.value.value) == ("have", have)
-    engine.export("moved", 5)
+            engine.transfers.export("moved", cached_blocks)
+        assert (refused.value.field, refused.value.value) == ("cached_blocks", cached_blocks)
+    engine.transfers.export("moved", 5)
     with pytest.raises(InvalidRequest, match="exported already"):
-        engine.export("moved")
+        engine.transfers.export("moved")
     with pytest.raises(InvalidRequest, match="alive"):
-        engine.reserve(MOVED)
+        engine.transfers.reserve(MOVED)
     with pytest.raises(InvalidRequest) as refused:
-        engine.reserve(make_request("full", 96))
+        engine.transfers.reserve(make_request("full", 96))
     assert refused.value.field == "token_ids"
     engine.cancel("moved")
-    engine.release("moved")
+    engine.transfers.release("moved")
     run(engine)
     nothing_is_held(engine)
 
 
 def test_a_seal_speaks_of_its_blocks_its_text_and_its_length() -> None:
-    seal = TransferCommit(3, (5,), transfer_checksum(default_checksum, 3, (5,), (7, 8)))
+    commit = TransferCommit(3, (5,), transfer_checksum(default_checksum, 3, (5,), (7, 8)))
     others = [(4, (5,), (7, 8)), (3, (6,), (7, 8)), (3, (5,), (8, 7)), (3, (5, 7), (8,)), (3, (), (5, 7, 8))]
-    assert seal.checksum not in {transfer_checksum(default_checksum, *words) for words in others}
+    assert commit.checksum not in {transfer_checksum(default_checksum, *words) for words in others}

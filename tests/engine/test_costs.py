@@ -28,12 +28,12 @@ def more(costs: StepCostModel, work: StepWork) -> float:
 def test_what_is_said_to_fit_fits_and_one_more_would_not(
     costs: StepCostModel, seconds: float, context: int, most: int, explained: bool
 ) -> None:
-    fitting = costs.fitting(seconds, context, most, explained=explained)
+    fitting = costs.max_tokens_within(seconds, context, most, all_logits=explained)
     assert 0 <= fitting <= most
     if fitting:
-        assert more(costs, chunk(context, fitting, explained=explained)) <= seconds + ROUNDING
+        assert more(costs, chunk(context, fitting, all_logits=explained)) <= seconds + ROUNDING
     if fitting < most:
-        assert more(costs, chunk(context, fitting + 1, explained=explained)) >= seconds - ROUNDING
+        assert more(costs, chunk(context, fitting + 1, all_logits=explained)) >= seconds - ROUNDING
 
 
 @settings(deadline=None)
@@ -41,7 +41,7 @@ def test_what_is_said_to_fit_fits_and_one_more_would_not(
 def test_less_fits_behind_a_longer_context_and_clearly_less_behind_one_that_costs(
     costs: StepCostModel, seconds: float, context: int, further: int
 ) -> None:
-    near, far = (costs.fitting(seconds, start, 4096) for start in (context, context + further))
+    near, far = (costs.max_tokens_within(seconds, start, 4096) for start in (context, context + further))
     assert far <= near
     assume(near > 1 and more(costs, chunk(context + further, near)) > seconds + ROUNDING)
     assert far < near
@@ -59,7 +59,7 @@ def test_the_work_of_a_prompt_is_that_of_its_chunks(context: int, first: int, se
 
 
 def test_nothing_is_known_of_costs_of_nought() -> None:
-    assert StepCostModel().fitting(0.25, 100_000, 512) == 512
+    assert StepCostModel().max_tokens_within(0.25, 100_000, 512) == 512
 
 
 # -- kept true --------------------------------------------------------------------------------------------------
@@ -72,11 +72,11 @@ def taken(truth: StepCostModel, decodes: StepWork, prompts: StepWork) -> float:
     return truth.seconds(decodes.plus(prompts))
 
 
-def teach(forecast: StepTimePredictor, truth: StepCostModel, times: int = 60) -> None:
+def teach(predictor: StepTimePredictor, truth: StepCostModel, times: int = 60) -> None:
     """Steps with prompts and steps without, in turn."""
     for _ in range(times):
-        forecast.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
-        forecast.note(DECODES, NO_WORK, truth.seconds(DECODES))
+        predictor.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
+        predictor.note(DECODES, NO_WORK, truth.seconds(DECODES))
 
 
 def slower(times: float) -> StepCostModel:
@@ -87,35 +87,35 @@ def slower(times: float) -> StepCostModel:
     "truth", [slower(0.25), slower(0.8), SAID, slower(1.3), slower(4), StepCostModel(0.2, 3e-4, 0.01, 0)]
 )
 def test_a_forecast_comes_to_what_steps_take_with_prompts_and_without(truth: StepCostModel) -> None:
-    forecast = StepTimePredictor(SAID)
-    teach(forecast, truth, 150)
-    assert forecast.seconds(DECODES, PROMPT) == pytest.approx(taken(truth, DECODES, PROMPT), rel=0.03)
-    assert forecast.seconds(DECODES) == pytest.approx(truth.seconds(DECODES), rel=0.03)
+    predictor = StepTimePredictor(SAID)
+    teach(predictor, truth, 150)
+    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(taken(truth, DECODES, PROMPT), rel=0.03)
+    assert predictor.seconds(DECODES) == pytest.approx(truth.seconds(DECODES), rel=0.03)
 
 
 def test_steps_with_prompts_alone_tell_enough() -> None:
     """Though decodes were measured ten times too slow, and no step is without prompts."""
-    truth, forecast = SAID, StepTimePredictor(StepCostModel(0.3, 0.001, 0.01, 1e-7))
+    truth, predictor = SAID, StepTimePredictor(StepCostModel(0.3, 0.001, 0.01, 1e-7))
     for _ in range(100):
-        forecast.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
-    assert forecast.seconds(DECODES, PROMPT) == pytest.approx(taken(truth, DECODES, PROMPT), rel=0.03)
+        predictor.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
+    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(taken(truth, DECODES, PROMPT), rel=0.03)
 
 
 def test_a_machine_that_stood_still_is_forgotten_in_a_few_steps() -> None:
-    forecast = StepTimePredictor(SAID)
-    usual = forecast.fitting(0.25, 1000, 4096)
-    forecast.note(DECODES, PROMPT, 10.0)
-    assert forecast.fitting(0.25, 1000, 4096) > 0.85 * usual
+    predictor = StepTimePredictor(SAID)
+    usual = predictor.max_tokens_within(0.25, 1000, 4096)
+    predictor.note(DECODES, PROMPT, 10.0)
+    assert predictor.max_tokens_within(0.25, 1000, 4096) > 0.85 * usual
     for _ in range(5):
-        forecast.note(DECODES, PROMPT, taken(SAID, DECODES, PROMPT))
-    assert forecast.fitting(0.25, 1000, 4096) > 0.96 * usual
+        predictor.note(DECODES, PROMPT, taken(SAID, DECODES, PROMPT))
+    assert predictor.max_tokens_within(0.25, 1000, 4096) > 0.96 * usual
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=100))
 def test_whatever_is_noted_steps_as_said_set_it_right(noted: list[tuple[float, bool]]) -> None:
-    forecast = StepTimePredictor(SAID)
-    for seconds, alone in noted:
-        forecast.note(DECODES, NO_WORK if alone else PROMPT, seconds)
-    teach(forecast, SAID, len(noted) + 60)
-    assert forecast.seconds(DECODES, PROMPT) == pytest.approx(taken(SAID, DECODES, PROMPT), rel=0.05)
-    assert forecast.seconds(DECODES) == pytest.approx(SAID.seconds(DECODES), rel=0.05)
+    predictor = StepTimePredictor(SAID)
+    for seconds, run_alone in noted:
+        predictor.note(DECODES, NO_WORK if run_alone else PROMPT, seconds)
+    teach(predictor, SAID, len(noted) + 60)
+    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(taken(SAID, DECODES, PROMPT), rel=0.05)
+    assert predictor.seconds(DECODES) == pytest.approx(SAID.seconds(DECODES), rel=0.05)

@@ -336,7 +336,7 @@ def counted(device: ModelDevice) -> list[FusedLayer]:
     return done
 
 
-def alone(layers: list[FusedLayer]) -> None:
+def run_alone(layers: list[FusedLayer]) -> None:
     for layer in layers:
         layer.follower = None
 
@@ -350,7 +350,7 @@ def test_layers_are_computed_ahead_and_once(kept: int, tmp_path: Path, monkeypat
     ahead = written(device)
     assert done == layers * len(STEPS)
     assert [layer.follower for layer in layers] == [*layers[1:], None]
-    alone(layers)
+    run_alone(layers)
     assert equal(written(device), ahead)
 
 
@@ -400,5 +400,5 @@ def test_what_was_not_foreseen_is_computed_and_not_foreseen_again(
     model.layers[1].forward = forward
     found = written(device)
     assert first.follower is None
-    alone([first, second, third])
+    run_alone([first, second, third])
     assert equal(found, written(device))

@@ -208,10 +208,10 @@ def test_a_rotation_has_the_bits_of_transformers(tokens: int, width: int, dtype:
 @torch.inference_mode()
 def test_what_is_laid_out_otherwise_is_turned_by_theirs() -> None:
     """Angles of a part of the width, of several sequences, in another dtype."""
-    heard = list[torch.Size]()
+    result = list[torch.Size]()
 
     def theirs(query: torch.Tensor, key: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
-        heard.append(query.shape)
+        result.append(query.shape)
         return query, key
 
     ours, dtype = Rotation(_kernels(), theirs), torch.bfloat16
@@ -227,7 +227,7 @@ def test_what_is_laid_out_otherwise_is_turned_by_theirs() -> None:
     ours(x[..., ::2], x[..., ::2], cos[..., :32].contiguous(), sin[..., :32].contiguous())
     ours(x.double(), x.double(), cos.double(), sin.double())
     ours(x, x, cos, sin, unsqueeze_dim=2)
-    assert len(heard) == 10
+    assert len(result) == 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -28,10 +28,10 @@ def holds(tensor: torch.Tensor, number: int) -> bool:
 
 
 @given(st.lists(st.tuples(SHAPES, DTYPES), min_size=2, max_size=20))
-def test_tensors_of_an_arena_are_noughts_and_apart(asked: list[tuple[tuple[int, int], torch.dtype]]) -> None:
+def test_tensors_of_an_arena_are_noughts_and_apart(batch: list[tuple[tuple[int, int], torch.dtype]]) -> None:
     arena = Arena()
-    made = [arena.noughts(shape, dtype) for shape, dtype in asked]
-    for tensor, (shape, dtype) in zip(made, asked, strict=True):
+    made = [arena.noughts(shape, dtype) for shape, dtype in batch]
+    for tensor, (shape, dtype) in zip(made, batch, strict=True):
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
         assert tensor.data_ptr() % 64 == 0
         assert holds(tensor, 0)

@@ -18,7 +18,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @LINUX
 def test_the_file_of_a_loaded_checkpoint_is_let_go(tmp_path: Path) -> None:
     folder = shapes.make("tiny", tmp_path / "tiny")
-    device = load(ModelConfig(str(folder), device="cpu", window=64, kv_bytes=1 << 20))
+    device = load(ModelConfig(str(folder), device="cpu", context_length=64, kv_bytes=1 << 20))
     gc.collect()
     assert str(folder) not in Path("/proc/self/maps").read_text()
     assert device.vocab_size == 512

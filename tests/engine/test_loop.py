@@ -14,12 +14,11 @@ import pytest
 from decant.engine.engine import Engine
 from decant.engine.errors import EngineStopped, InvalidRequest, UnknownSequence
 from decant.engine.fake import FakeDevice
-from decant.engine.loop import EngineLoop
+from decant.engine.loop import EngineLoop, StepDurations
 from decant.engine.output import SequenceFinished, StepOutput, Token
-from decant.engine.pace import StepDurations
 from decant.engine.plan import StepPlan, StepResult
 from decant.engine.request import FinishReason, Request
-from tests.engine.factories import BLOCK, alone, make_engine, make_request, prompt
+from tests.engine.factories import BLOCK, make_engine, make_request, prompt, run_alone
 from tests.engine.properties import nothing_is_held
 from tests.engine.streams import Streams
 
@@ -30,7 +29,7 @@ class Device(FakeDevice):
     """Counts its steps, knows their thread, takes its time, and crashes when told to."""
 
     def __init__(self, num_blocks: int = 64) -> None:
-        super().__init__(num_blocks=num_blocks, block_size=BLOCK, window=96, cost=lambda _: self.seconds)
+        super().__init__(num_blocks=num_blocks, block_size=BLOCK, context_length=96, cost=lambda _: self.seconds)
         self.before: Callable[[], object] = lambda: None
         self.seconds = 0.0
         self.runs = 0
@@ -123,7 +122,7 @@ async def test_commands_run_on_the_engines_thread_and_answer() -> None:
         assert await scene.loop.call(lambda _: threading.current_thread().name) == "engine"
         await scene.add(make_request())
         await scene.until_ended("a")
-        assert scene.text("a") == alone(make_request()).text
+        assert scene.text("a") == run_alone(make_request()).text
         assert scene.device.threads == {"engine"}
         load = await scene.loop.call(lambda engine: engine.load())
         assert load.held_blocks == 0
@@ -147,13 +146,13 @@ def test_a_size_without_a_step_is_taken_for_the_next_larger_one() -> None:
 
 
 async def test_the_listener_hears_on_the_event_loop() -> None:
-    heard: set[str] = set()
+    result: set[str] = set()
     engine = make_engine()
-    loop = EngineLoop(engine, lambda _: heard.add(threading.current_thread().name))
+    loop = EngineLoop(engine, lambda _: result.add(threading.current_thread().name))
     loop.start()
     await loop.call(lambda engine: engine.add(make_request()))
     await loop.stop()
-    assert heard == {threading.current_thread().name}
+    assert result == {threading.current_thread().name}
 
 
 async def test_an_error_of_a_command_reaches_its_caller_alone() -> None:
@@ -167,7 +166,7 @@ async def test_an_error_of_a_command_reaches_its_caller_alone() -> None:
             await scene.loop.call(lambda _: 1 // 0)
         assert (await scene.until_ended("a")).reason is FinishReason.LENGTH
         assert scene.loop.healthy
-        assert scene.text("a") == alone(make_request(max_tokens=80)).text
+        assert scene.text("a") == run_alone(make_request(max_tokens=80)).text
 
 
 async def test_all_that_a_step_gave_comes_in_one_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +214,9 @@ async def test_who_asks_during_a_step_waits_for_its_end_and_not_for_the_next() -
 
 async def test_answers_come_before_the_step_that_came_with_them_and_what_was_posted_is_told_after_it() -> None:
     async with running() as scene:
-        let, told = threading.Event(), asyncio.Event()
+        let, items = threading.Event(), asyncio.Event()
         scene.device.before = lambda: let.wait(20)
-        scene.loop.post(lambda engine: None, then=told.set)
+        scene.loop.post(lambda engine: None, then=items.set)
         await scene.add(make_request("a", max_tokens=1))  # returns, though its step does not
         assert not scene.outputs
         again = asyncio.Event()
@@ -226,7 +225,7 @@ async def test_answers_come_before_the_step_that_came_with_them_and_what_was_pos
         async with asyncio.timeout(20):
             await again.wait()
         assert [token.id for output in scene.outputs for token in output.tokens] == ["a"]
-        assert told.is_set()
+        assert items.is_set()
 
 
 # -- nothing polls ----------------------------------------------------------------------------------------------
@@ -246,12 +245,12 @@ async def test_work_that_nothing_can_be_done_for_is_waited_for_asleep() -> None:
     async with running(num_blocks=8) as scene:
         await scene.add(make_request("holder", prompt(24), 4, park_after=1))
         await scene.until(lambda: bool(scene.text("holder")))
-        await scene.loop.call(lambda engine: engine.export("holder"))
-        await scene.loop.call(lambda engine: engine.seal("holder"))
+        await scene.loop.call(lambda engine: engine.transfers.export("holder"))
+        await scene.loop.call(lambda engine: engine.transfers.finalize("holder"))
         await scene.add(make_request("blocked", prompt(12, 3), 2))
         assert scene.engine.has_work
         assert await scene.stays_asleep()
-        await scene.loop.call(lambda engine: engine.release("holder"))
+        await scene.loop.call(lambda engine: engine.transfers.release("holder"))
         assert (await scene.until_ended("blocked")).reason is FinishReason.LENGTH
         assert await scene.stays_asleep()
 
@@ -435,9 +434,9 @@ async def collect(streams: Streams, request: Request) -> list[Token | SequenceFi
 async def test_each_stream_hears_its_own_and_its_end_last() -> None:
     requests = [make_request(f"r{index}", prompt(5 + index, index)) for index in range(5)]
     async with Streams(make_engine()) as streams:
-        told = await asyncio.gather(*(collect(streams, request) for request in requests))
-    for request, events in zip(requests, told, strict=True):
-        assert [event.token for event in events if isinstance(event, Token)] == alone(request).text
+        items = await asyncio.gather(*(collect(streams, request) for request in requests))
+    for request, events in zip(requests, items, strict=True):
+        assert [event.token for event in events if isinstance(event, Token)] == run_alone(request).text
         assert isinstance(events[-1], SequenceFinished)
         assert sum(isinstance(event, SequenceFinished) for event in events) == 1
 
@@ -447,7 +446,7 @@ async def test_a_bad_request_fails_its_own_stream_alone() -> None:
         good = asyncio.create_task(collect(streams, make_request("good")))
         with pytest.raises(InvalidRequest):
             await collect(streams, replace(make_request("bad"), token_ids=(10**6,)))
-        assert [e.token for e in await good if isinstance(e, Token)] == alone(make_request("good")).text
+        assert [e.token for e in await good if isinstance(e, Token)] == run_alone(make_request("good")).text
         assert len(await collect(streams, make_request("bad"))) == 9, "its id is free"
 
 

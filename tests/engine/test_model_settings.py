@@ -35,7 +35,7 @@ def _one_thread() -> Iterator[None]:
     [
         ("dtype", "int8", "bfloat16"),
         ("dtype", "float16", "no fast float16"),
-        ("window", tiny.WINDOW + 1, f"at most the checkpoint's {tiny.WINDOW}"),
+        ("window", tiny.CONTEXT_LENGTH + 1, f"at most the checkpoint's {tiny.CONTEXT_LENGTH}"),
         ("window", 0, "at least 1"),
         ("window", 12.5, "a whole number"),
         ("kv_bytes", 100, "at least one block of 8192 bytes"),
@@ -53,8 +53,9 @@ def _one_thread() -> Iterator[None]:
     ],
 )
 def test_a_setting_that_cannot_be_honoured_names_field_limit_and_value(field, value, limit, llama):
+    name = "context_length" if field == "window" else field  # errors name the setting
     with pytest.raises(InvalidConfig) as refused:
-        serve(llama, **{"dtype": "float32", field: value})
+        serve(llama, **{"dtype": "float32", name: value})
     assert (refused.value.field, refused.value.value) == (field, value)
     assert limit in refused.value.limit
 
@@ -86,7 +87,7 @@ def test_an_end_token_that_the_vocabulary_lacks_is_none(copy):
     device = serve(edit(copy, eos_token_id=[-1, 7, tiny.VOCAB]), dtype="float32")
     assert device.eos_token_ids == {7}
     stop = StopParams(max_tokens=4, min_tokens=3)
-    run = tiny.run(Engine(device, Limits(window=64)), [Request("r", (1, 2), stop=stop)])
+    run = tiny.run(Engine(device, Limits(context_length=64)), [Request("r", (1, 2), stop=stop)])
     assert len(run.tokens["r"]) in (3, 4)
 
 
@@ -112,10 +113,10 @@ def test_a_window_longer_than_the_kv_memory_is_refused(llama):
     device = serve(llama, dtype="float32", kv_bytes=4 * 8192)
     with pytest.raises(InvalidConfig) as refused:
         Engine(device)
-    assert (refused.value.field, refused.value.value) == ("window", tiny.WINDOW)
+    assert (refused.value.field, refused.value.value) == ("window", tiny.CONTEXT_LENGTH)
     with pytest.raises(InvalidConfig, match="64 tokens"):
-        Engine(device, Limits(window=device.window))
-    Engine(device, Limits(window=64))
+        Engine(device, Limits(context_length=device.context_length))
+    Engine(device, Limits(context_length=64))
 
 
 # -- the layout -------------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def test_a_layout_is_equal_for_equal_checkpoints_and_settings(llama, copy):
     assert serve(llama, kv_bytes=1 << 19).layout == serve(llama).layout
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"window": 128}, {"block_size": 32}], ids=str)
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"context_length": 128}, {"block_size": 32}], ids=str)
 def test_a_layout_differs_with_what_makes_blocks_or_bits_differ(settings, llama):
     assert serve(llama, **settings).layout != serve(llama).layout
 

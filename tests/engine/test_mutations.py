@@ -17,14 +17,25 @@ from decant.engine import blocks, transfer
 from decant.engine.blocks import BlockPool, BlockTable
 from decant.engine.costs import StepCostModel, StepTimePredictor
 from decant.engine.engine import Engine
+from decant.engine.exports import KvTransfers
 from decant.engine.fake import FakeDevice
 from decant.engine.plan import Row, StepPlan
 from decant.engine.scheduler import Limits, Scheduler, _Budget
 from decant.engine.sequence import Sequence as EngineSequence
 from decant.engine.transfer import BlockRun, IncomingSequence, KvExport, TransferCommit, block_checksum
-from tests.engine import state_machine as world
-from tests.engine.factories import Cargo, Ear, alone, deliver, forged, make_engine, make_request, run, unload
-from tests.engine.properties import told_as_alone
+from tests.engine import state_machine as machine
+from tests.engine.factories import (
+    OutputLog,
+    Payload,
+    export_sequence,
+    forged,
+    import_sequence,
+    make_engine,
+    make_request,
+    run,
+    run_alone,
+)
+from tests.engine.properties import same_output_as_alone
 from tests.engine.state_machine import play
 
 pytestmark = pytest.mark.slow
@@ -47,10 +58,10 @@ def first_failure() -> str:
 
 
 def leak_a_block(patch: Patch) -> None:
-    def give_back(pool: BlockPool, holding: BlockTable) -> None:
-        if len(holding.blocks) > 2:
-            holding.blocks.pop()
-        original(pool, holding)
+    def give_back(pool: BlockPool, table: BlockTable) -> None:
+        if len(table.blocks) > 2:
+            table.blocks.pop()
+        original(pool, table)
 
     original = BlockPool.give_back
     patch.setattr(BlockPool, "give_back", give_back)
@@ -58,12 +69,12 @@ def leak_a_block(patch: Patch) -> None:
 
 def leak_a_holding(patch: Patch) -> None:
     """Its references are dropped nowhere: nobody calls release."""
-    patch.setattr(BlockTable, "release", lambda holding: None)
+    patch.setattr(BlockTable, "release", lambda table: None)
 
 
 def free_a_block_twice(patch: Patch) -> None:
-    def give_back(pool: BlockPool, holding: BlockTable) -> None:
-        original(pool, holding)
+    def give_back(pool: BlockPool, table: BlockTable) -> None:
+        original(pool, table)
         if pool._free:
             pool._free.append(pool._free[-1])
 
@@ -147,10 +158,10 @@ def publish_more_of_an_answer_than_was_computed(patch: Patch) -> None:
 
 
 def spend_one_token_too_many(patch: Patch) -> None:
-    def schedule(scheduler: Scheduler, promised: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
+    def schedule(scheduler: Scheduler, reserved_slots: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
         limits = scheduler.limits
         scheduler.limits = replace(limits, token_budget=limits.token_budget + 1)
-        planned = original(scheduler, promised)
+        planned = original(scheduler, reserved_slots)
         scheduler.limits = limits
         return planned
 
@@ -163,7 +174,7 @@ def fill_by_time_alone(patch: Patch) -> None:
 
     def spend(budget: _Budget, sequence: EngineSequence) -> Row:
         limits = budget._limits
-        if budget._forecast.costs != StepCostModel():
+        if budget._predictor.costs != StepCostModel():
             budget._limits = replace(limits, token_budget=10**6)
         row = original(budget, sequence)
         budget._limits = limits
@@ -184,8 +195,8 @@ def go_on_behind_one_that_was_cut(patch: Patch) -> None:
 
 
 def give_a_sequence_two_rows(patch: Patch) -> None:
-    def schedule(scheduler: Scheduler, promised: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
-        (plan, sequences), limits = original(scheduler, promised), scheduler.limits
+    def schedule(scheduler: Scheduler, reserved_slots: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
+        (plan, sequences), limits = original(scheduler, reserved_slots), scheduler.limits
         first = plan.rows[0] if plan.rows else None
         total = plan.num_tokens + (first.end - first.start if first else 0)
         if first is None or total > limits.token_budget or len(plan.rows) == limits.max_running:
@@ -197,19 +208,19 @@ def give_a_sequence_two_rows(patch: Patch) -> None:
 
 
 def run_one_too_many(patch: Patch) -> None:
-    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits, forecast: StepTimePredictor) -> None:
+    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits, predictor: StepTimePredictor) -> None:
         most = limits.max_running + 1
         limits = replace(limits, max_running=most, token_budget=max(most, limits.token_budget))
-        original(scheduler, pool, limits, forecast)
+        original(scheduler, pool, limits, predictor)
 
     original = Scheduler.__init__
     patch.setattr(Scheduler, "__init__", init)
 
 
 def admit_the_shortest(patch: Patch) -> None:
-    def admit(scheduler: Scheduler, promised: int) -> EngineSequence | None:
+    def admit(scheduler: Scheduler, reserved_slots: int) -> EngineSequence | None:
         scheduler.waiting.sort(key=lambda sequence: sequence.remaining)
-        return original(scheduler, promised)
+        return original(scheduler, reserved_slots)
 
     original = Scheduler._admit_next
     patch.setattr(Scheduler, "_admit_next", admit)
@@ -224,8 +235,8 @@ def preempt_the_most_urgent(patch: Patch) -> None:
 
 
 def prompts_before_decodes(patch: Patch) -> None:
-    def schedule(scheduler: Scheduler, promised: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
-        plan, sequences = original(scheduler, promised)
+    def schedule(scheduler: Scheduler, reserved_slots: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
+        plan, sequences = original(scheduler, reserved_slots)
         return plan._replace(rows=tuple(reversed(plan.rows))), sequences[::-1]
 
     original = Scheduler.schedule
@@ -242,10 +253,10 @@ def forget_a_waiting_one(patch: Patch) -> None:
 
 
 def never_admit_a_low_priority(patch: Patch) -> None:
-    def admit(scheduler: Scheduler, promised: int) -> EngineSequence | None:
+    def admit(scheduler: Scheduler, reserved_slots: int) -> EngineSequence | None:
         if scheduler.waiting and scheduler.waiting[0].request.priority < 0:
             return None
-        return original(scheduler, promised)
+        return original(scheduler, reserved_slots)
 
     original = Scheduler._admit_next
     patch.setattr(Scheduler, "_admit_next", admit)
@@ -254,8 +265,8 @@ def never_admit_a_low_priority(patch: Patch) -> None:
 def skip_a_token_after_a_hit(patch: Patch) -> None:
     """A prefix hit is taken for one slot more than it has."""
 
-    def admit(scheduler: Scheduler, promised: int) -> EngineSequence | None:
-        sequence = original(scheduler, promised)
+    def admit(scheduler: Scheduler, reserved_slots: int) -> EngineSequence | None:
+        sequence = original(scheduler, reserved_slots)
         if sequence and sequence.computed and sequence.remaining > 1:
             sequence.computed += 1
         return sequence
@@ -297,7 +308,7 @@ def tell_no_end(patch: Patch) -> None:
 
 def tell_again_after_a_preemption(patch: Patch) -> None:
     def preempt(scheduler: Scheduler, sequence: EngineSequence) -> None:
-        sequence.explained = 1
+        sequence.prompt_logprobs_sent = 1
         original(scheduler, sequence)
 
     original = Scheduler._preempt
@@ -307,11 +318,11 @@ def tell_again_after_a_preemption(patch: Patch) -> None:
 def draw_by_the_step(patch: Patch) -> None:
     """Random numbers in the order of the calls, as a generator would give them."""
 
-    def uniform(*_: int) -> float:
+    def counter_uniform(*_: int) -> float:
         return next(numbers)
 
     numbers: Iterator[float] = ((n * 0.37 + 0.11) % 1 for n in range(10**9))
-    patch.setattr("decant.engine.fake.uniform", uniform)
+    patch.setattr("decant.engine.fake.counter_uniform", counter_uniform)
 
 
 # -- faults in a handoff ----------------------------------------------------------------------------------------
@@ -320,14 +331,14 @@ def draw_by_the_step(patch: Patch) -> None:
 def swap_two_blocks(patch: Patch) -> None:
     """Everything agrees, and two blocks stand in each other's place."""
 
-    def accept(arrival: IncomingSequence, seal: TransferCommit) -> EngineSequence:
-        came, store = sorted(arrival._sums), arrival._store
-        if len(came) > 1 and arrival.sequence.holding:
-            one, other = (arrival.sequence.holding.blocks[index] for index in came[:2])
+    def accept(arrival: IncomingSequence, commit: TransferCommit) -> EngineSequence:
+        came, store = sorted(arrival._checksums), arrival._store
+        if len(came) > 1 and arrival.sequence.block_table:
+            one, other = (arrival.sequence.block_table.blocks[index] for index in came[:2])
             data = bytes(store.read(one))
             store.write(one, bytes(store.read(other)))
             store.write(other, data)
-        return original(arrival, seal)
+        return original(arrival, commit)
 
     original = IncomingSequence.accept
     patch.setattr(IncomingSequence, "accept", accept)
@@ -337,8 +348,8 @@ def accept_what_is_missing(patch: Patch) -> None:
     """A block is dropped on the way, and nobody counts."""
 
     def write(arrival: IncomingSequence, index: int, data: bytes, total: int) -> None:
-        if index == arrival.have + 1:
-            arrival._sums[index] = total
+        if index == arrival.cached_blocks + 1:
+            arrival._checksums[index] = total
         else:
             original(arrival, index, data, total)
 
@@ -361,30 +372,30 @@ def end_a_lease_early(patch: Patch) -> None:
     """The blocks go with their sequence, and the export reads what comes after it."""
 
     def offer(export: KvExport, sequence: EngineSequence, index: int, checksum: transfer.Checksum) -> BlockRun:
-        told = original(export, sequence, index, checksum)
-        holding = export._holding
-        if len(holding.blocks) > 1:
-            last = holding.blocks.pop()
-            pool = holding.pool
+        run = original(export, sequence, index, checksum)
+        table = export._lease
+        if len(table.blocks) > 1:
+            last = table.blocks.pop()
+            pool = table.pool
             pool._refs[last] -= 1
-            holding.blocks.append(last)
-        return told
+            table.blocks.append(last)
+        return run
 
     original = KvExport.offer
     patch.setattr(KvExport, "offer", offer)
 
 
 def run_on_at_both_ends(patch: Patch) -> None:
-    """The giver lets go of the lease and not of the sequence."""
+    """The sender releases the lease but not the sequence."""
 
-    def release(engine: Engine, id: str) -> None:
-        export = engine._exports.get(id)
+    def release(transfers: KvTransfers, id: str) -> None:
+        export = transfers.exports.get(id)
         if export is not None:
-            export.sealed = None
-        original(engine, id)
+            export.commit = None
+        original(transfers, id)
 
-    original = Engine.release
-    patch.setattr(Engine, "release", release)
+    original = KvTransfers.release
+    patch.setattr(KvTransfers, "release", release)
 
 
 FAULTS: dict[Callable[[Patch], None], str] = {
@@ -428,7 +439,7 @@ def test_without_a_fault_every_script_passes() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_properties_find(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    monkeypatch.setattr(world, "MEMORY", {})  # a fault may reach what is expected too
+    monkeypatch.setattr(machine, "MEMORY", {})  # a fault may reach what is expected too
     fault(monkeypatch)
     message = first_failure()
     assert re.search(FAULTS[fault], message), f"found by: {message or 'nothing'}"
@@ -446,23 +457,23 @@ CHANGES: dict[str, Callable[[bytes, bytes], tuple[bytes, bytes]]] = {
 }
 
 
-def continued(ear: Ear, cargo: Cargo) -> Ear:
+def continued(log: OutputLog, payload: Payload) -> OutputLog:
     """The text goes on in another engine."""
-    taker = make_engine()
-    deliver(taker, REQUEST, cargo)
-    return run(taker, ear=ear)
+    receiver = make_engine()
+    import_sequence(receiver, REQUEST, payload)
+    return run(receiver, log=log)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_fault_that_every_sum_agrees_with_changes_the_text(change: str) -> None:
     """So a test that compares texts sees faults that no check could."""
-    giver = make_engine()
-    ear = run(giver, REQUEST)
-    cargo = unload(giver, REQUEST.id)
-    one, other = CHANGES[change](cargo.runs[1][1], cargo.runs[2][1])
-    ear = continued(ear, forged(cargo, {1: one, 2: other}))
+    sender = make_engine()
+    log = run(sender, REQUEST)
+    payload = export_sequence(sender, REQUEST.id)
+    one, other = CHANGES[change](payload.runs[1][1], payload.runs[2][1])
+    log = continued(log, forged(payload, {1: one, 2: other}))
     if change == "nothing":
-        told_as_alone(ear[REQUEST.id], alone(REQUEST))
+        same_output_as_alone(log[REQUEST.id], run_alone(REQUEST))
     else:
         with pytest.raises(AssertionError, match="wrote"):
-            told_as_alone(ear[REQUEST.id], alone(REQUEST))
+            same_output_as_alone(log[REQUEST.id], run_alone(REQUEST))

@@ -103,9 +103,13 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subjec
     def subject(name: str) -> Subject:
         if name not in made:
             folder = tiny.save(tiny.config(name), tmp_path_factory.mktemp(name))
-            device = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, window=tiny.WINDOW))
+            device = load(
+                ModelConfig(
+                    str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, context_length=tiny.CONTEXT_LENGTH
+                )
+            )
             model = tiny.reference(folder)
-            rope.freeze(model, device.window)  # the served window decides the scaling, for short prompts too
+            rope.freeze(model, device.context_length)  # the served window decides the scaling, for short prompts too
             written = {id: tiny.generate(model, tokens, COUNT) for id, tokens in PROMPTS.items()}
             made[name] = Subject(name, folder, model, device, written)
         return made[name]
@@ -114,8 +118,10 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subjec
 
 
 def engine_on(device: ModelDevice, budget: int = 64, max_running: int = 16) -> Engine:
-    window = min(device.window, device.num_blocks * device.block_size)
-    return Engine(device, Limits(token_budget=budget, max_running=min(budget, max_running), window=window))
+    context_length = min(device.context_length, device.num_blocks * device.block_size)
+    return Engine(
+        device, Limits(token_budget=budget, max_running=min(budget, max_running), context_length=context_length)
+    )
 
 
 def all_prompts(**options) -> list[Request]:
@@ -148,8 +154,8 @@ def test_the_models_own_layers_and_plain_products_write_what_generate_writes(nam
     monkeypatch.setattr("decant.engine.model.attention.choice.KERNELS", None)
     source, layout = checkpoint.open(str(subject.folder)), subject.device.store.layout
     model = source.read(torch.float32, torch.device("cpu"))
-    rope.freeze(model, subject.device.window)
-    views, specs = learn(model, source.name, subject.device.window)
+    rope.freeze(model, subject.device.context_length)
+    views, specs = learn(model, source.name, subject.device.context_length)
     assert specs == layout.layers
     store = KvStore(layout, subject.device.num_blocks, torch.float32, torch.device("cpu"))
     device = replace(subject.device, model=model, store=store, runner=ModelRunner(model, store, views, frozenset()))
@@ -182,7 +188,7 @@ def test_preemption_and_recomputation_write_what_generate_writes(name, subjects,
             str(subject.folder),
             dtype="float32",
             device="cpu",
-            window=tiny.WINDOW,
+            context_length=tiny.CONTEXT_LENGTH,
             kv_bytes=8 * subject.device.block_bytes,
         )
     )
@@ -208,7 +214,9 @@ def test_those_who_stay_write_on_when_others_are_cancelled(name, subjects, tally
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_writes_in_company_what_it_writes_alone(name, subjects):
-    config = ModelConfig(str(subjects(name).folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM, window=tiny.WINDOW)
+    config = ModelConfig(
+        str(subjects(name).folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM, context_length=tiny.CONTEXT_LENGTH
+    )
     device = load(config)
     assert device.verdict.exact
     together = tiny.run(engine_on(device, 19), all_prompts(use_prefix_cache=False))
@@ -259,7 +267,7 @@ def test_a_vision_tower_is_freed(name, tower, subjects):
 def test_longrope_is_frozen_by_the_served_window(subjects):
     """Within the original positions the short factors hold, for generate and for us; beyond them the long ones."""
     folder = subjects("phi3_longrope").folder
-    short = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, window=64))
+    short = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, context_length=64))
     moving = tiny.reference(folder)
     run = tiny.run(engine_on(short, 32), [tiny.greedy("p37", PROMPTS["p37"], COUNT)])
     assert tuple(run.tokens["p37"]) == tiny.generate(moving, PROMPTS["p37"], COUNT).tokens
@@ -272,7 +280,7 @@ def test_dynamic_scaling_is_frozen_by_the_served_window(subjects, tmp_path):
     """As far as the checkpoint was made for it is none; four times as far it is, for any length, another base."""
     subject = subjects("llama_dynamic_rope")
     short = load(ModelConfig(str(subject.folder), dtype="float32", device="cpu", kv_bytes=ROOM))
-    assert (short.window, subject.device.window) == (tiny.WINDOW // 4, tiny.WINDOW)
+    assert (short.context_length, subject.device.context_length) == (tiny.CONTEXT_LENGTH // 4, tiny.CONTEXT_LENGTH)
     run = tiny.run(engine_on(short, 32), [tiny.greedy("p37", PROMPTS["p37"], COUNT)])
     assert tuple(run.tokens["p37"]) == tiny.generate(tiny.reference(subject.folder), PROMPTS["p37"], COUNT).tokens
     assert tuple(run.tokens["p37"]) != subject.written["p37"].tokens
@@ -286,7 +294,7 @@ def test_dynamic_scaling_is_frozen_by_the_served_window(subjects, tmp_path):
         assert tiny.generate(still, tokens, COUNT).tokens == subject.written[id].tokens
 
 
-_SHORT = tiny.WINDOW // 4
+_SHORT = tiny.CONTEXT_LENGTH // 4
 _SCALED = {"rope_theta": 10000.0, "factor": 4.0}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": _SHORT}
 
@@ -294,11 +302,11 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 @pytest.mark.parametrize(
     ("scaling", "positions", "default", "longest"),
     [
-        (tiny.YARN, _SHORT, tiny.WINDOW, tiny.WINDOW),  # as Qwen2.5's users are told to write it
-        (tiny.YARN, tiny.WINDOW, tiny.WINDOW, tiny.WINDOW),  # as DeepSeek writes it
-        ({"rope_type": "llama3", **_SCALED, **_LLAMA3}, tiny.WINDOW, tiny.WINDOW, tiny.WINDOW),
-        ({"rope_type": "llama3", **_SCALED, **_LLAMA3}, _SHORT, tiny.WINDOW, tiny.WINDOW),
-        ({"rope_type": "linear", **_SCALED}, _SHORT, _SHORT, tiny.WINDOW),
+        (tiny.YARN, _SHORT, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),  # as Qwen2.5's users are told to write it
+        (tiny.YARN, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),  # as DeepSeek writes it
+        ({"rope_type": "llama3", **_SCALED, **_LLAMA3}, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),
+        ({"rope_type": "llama3", **_SCALED, **_LLAMA3}, _SHORT, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),
+        ({"rope_type": "linear", **_SCALED}, _SHORT, _SHORT, tiny.CONTEXT_LENGTH),
     ],
     ids=str,
 )
@@ -307,10 +315,10 @@ def test_a_scaled_context_is_served_to_its_end(scaling, positions, default, long
     made = tiny.config("llama", rope_parameters=dict(scaling), max_position_embeddings=positions)
     folder = tiny.save(made, tmp_path)
     source = checkpoint.open(str(folder))
-    assert (source.choose_window(None), source.choose_window(longest)) == (default, longest)
+    assert (source.choose_context_length(None), source.choose_context_length(longest)) == (default, longest)
     with pytest.raises(InvalidConfig, match=f"at most the checkpoint's {longest} positions"):
-        source.choose_window(longest + 1)
-    device = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, window=longest))
+        source.choose_context_length(longest + 1)
+    device = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, context_length=longest))
     prompt = tiny.prompt(longest - COUNT - 1, 7)
     run = tiny.run(engine_on(device), [tiny.greedy("long", prompt, COUNT)])
     assert tuple(run.tokens["long"]) == tiny.generate(tiny.reference(folder), prompt, COUNT).tokens

@@ -15,8 +15,8 @@ from scipy import stats
 
 import decant.engine.model.sampler as sampler_module
 from decant.engine.blocks import hash_blocks, root_hash
+from decant.engine.counter_rng import counter_uniform
 from decant.engine.cpu.kernels import KERNELS
-from decant.engine.draw import uniform
 from decant.engine.engine import Engine
 from decant.engine.model.model import ModelConfig, ModelDevice, load
 from decant.engine.model.sampler import AT_ONCE, PIECE, highest, sample, token_logprobs
@@ -121,8 +121,8 @@ def exact(drawn: Row, logits: torch.Tensor) -> np.ndarray:
     for token in set(output):
         scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * list(output).count(token)
     if sampling.temperature == 0:
-        alone: np.ndarray = np.eye(len(scores))[scores.argmax()]
-        return alone
+        run_alone: np.ndarray = np.eye(len(scores))[scores.argmax()]
+        return run_alone
     scores /= sampling.temperature
     if 0 < sampling.top_k < len(scores):
         scores[scores < np.sort(scores)[-sampling.top_k]] = -np.inf
@@ -152,13 +152,13 @@ def chi_square(counts: np.ndarray, shares: np.ndarray) -> float:
         return 0.0
     expected = shares * counts.sum()
     rare = expected < 5
-    observed, wanted = list(counts[~rare]), list(expected[~rare])
+    observed, bins = list(counts[~rare]), list(expected[~rare])
     if expected[rare].sum() > 0:
         observed.append(counts[rare].sum())
-        wanted.append(expected[rare].sum())
-    if len(wanted) == 1:
+        bins.append(expected[rare].sum())
+    if len(bins) == 1:
         return 1.0 if observed[0] == counts.sum() else 0.0
-    return float(stats.chisquare(observed, wanted, sum_check=False).pvalue)
+    return float(stats.chisquare(observed, bins, sum_check=False).pvalue)
 
 
 # -- the distribution -------------------------------------------------------------------------------------------------
@@ -201,12 +201,12 @@ def test_a_draw_is_the_inverse_of_the_exact_cumulative_distribution(name, monkey
     for seed in range(10):
         logits = logits_of(seed)
         cumulative = np.cumsum(exact(row(MIXES[name]), logits[0]))
-        wanted = np.searchsorted(cumulative, numbers, side="right")
-        monkeypatch.setattr(sampler_module, "uniform", lambda seed, *_: numbers[seed])
+        expected = np.searchsorted(cumulative, numbers, side="right")
+        monkeypatch.setattr(sampler_module, "counter_uniform", lambda seed, *_: numbers[seed])
         got = sample([row(MIXES[name], seed=at) for at in range(len(numbers))], logits.expand(len(numbers), -1), EOS)
         clear = np.abs(cumulative[:, None] - numbers).min(0) > 1e-5
         assert clear.mean() > 0.9
-        assert (np.array(got) == wanted)[clear].all()
+        assert (np.array(got) == expected)[clear].all()
 
 
 @either_way
@@ -221,7 +221,7 @@ def test_a_draw_from_a_large_vocabulary_is_that_inverse_too(vocabulary, name, mo
     shares = exact(row(mix), logits[0])
     cumulative = np.cumsum(shares)
     numbers = np.linspace(0.00005, 0.99995, 500)
-    monkeypatch.setattr(sampler_module, "uniform", lambda seed, *_: numbers[seed])
+    monkeypatch.setattr(sampler_module, "counter_uniform", lambda seed, *_: numbers[seed])
     rows = [row(mix, seed=at) for at in range(len(numbers))]
     got = np.array(sample(rows, logits.expand(len(rows), -1), EOS))
     assert shares[got].all()
@@ -318,22 +318,22 @@ def test_a_draw_depends_on_seed_output_index_and_position_and_on_nothing_else():
 
 def test_a_position_counts_the_output_alone(monkeypatch):
     """So a request that starts over elsewhere with its output so far goes on with the same numbers."""
-    asked: list[tuple[int, ...]] = []
+    batch: list[tuple[int, ...]] = []
 
     def number(*where: int) -> float:
-        asked.append(where)
+        batch.append(where)
         return 0.5
 
-    monkeypatch.setattr(sampler_module, "uniform", number)
+    monkeypatch.setattr(sampler_module, "counter_uniform", number)
     sample([row({}, seed=6, output_index=2), row({}, seed=7, output=())], logits_of(0, 2), EOS)
-    assert asked == [(6, 2, len(OUTPUT)), (7, 0, 0)]
+    assert batch == [(6, 2, len(OUTPUT)), (7, 0, 0)]
 
 
 def test_numbers_are_uniform_and_independent_along_each_of_their_three_coordinates():
     for line in (
-        [uniform(seed, 0, 0) for seed in range(5000)],
-        [uniform(1, index, 0) for index in range(5000)],
-        [uniform(1, 0, position) for position in range(5000)],
+        [counter_uniform(seed, 0, 0) for seed in range(5000)],
+        [counter_uniform(1, index, 0) for index in range(5000)],
+        [counter_uniform(1, 0, position) for position in range(5000)],
     ):
         values = np.array(line)
         assert len(set(line)) == len(line)
@@ -341,7 +341,11 @@ def test_numbers_are_uniform_and_independent_along_each_of_their_three_coordinat
         assert values.max() < 1
         assert stats.kstest(values, "uniform").pvalue > 1e-3
         assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.05
-    assert uniform(1, 2, 3) not in (uniform(2, 1, 3), uniform(1, 3, 2), uniform(3, 2, 1))
+    assert counter_uniform(1, 2, 3) not in (
+        counter_uniform(2, 1, 3),
+        counter_uniform(1, 3, 2),
+        counter_uniform(3, 2, 1),
+    )
 
 
 # -- log-probabilities ------------------------------------------------------------------------------------------------
@@ -366,11 +370,11 @@ def test_logprobs_of_a_row_do_not_depend_on_the_rows_beside_it(vocabulary: int) 
     """Nor on how many alternatives those ask for, where many tokens are equally likely."""
     logits = logits_of(9, 70, vocabulary).mul(4).round().div(4)
     tokens, counts = [at % VOCAB for at in range(70)], [at % 21 for at in range(70)]
-    alone = [token_logprobs(logits[at : at + 1], [tokens[at]], [counts[at]])[0] for at in range(70)]
+    run_alone = [token_logprobs(logits[at : at + 1], [tokens[at]], [counts[at]])[0] for at in range(70)]
     for size in (2, 3, 8, 31, 64, 70):
         for first in range(0, 70 - size + 1, 13):
             span = slice(first, first + size)
-            assert token_logprobs(logits[span], tokens[span], counts[span]) == alone[span]
+            assert token_logprobs(logits[span], tokens[span], counts[span]) == run_alone[span]
 
 
 def test_equally_likely_alternatives_stand_in_the_order_of_their_ids() -> None:
@@ -396,7 +400,9 @@ def serve(folder: Path) -> ModelDevice:
 
 
 def engine_on(device: ModelDevice, budget: int = 64) -> Engine:
-    return Engine(device, Limits(token_budget=budget, max_running=min(budget, 16), window=device.window))
+    return Engine(
+        device, Limits(token_budget=budget, max_running=min(budget, 16), context_length=device.context_length)
+    )
 
 
 def full_pass(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
@@ -411,12 +417,12 @@ def events(engine: Engine, requests: Sequence[Request]) -> list[Any]:
     """Everything that the engine tells, in order."""
     for request in requests:
         engine.add(request)
-    told: list[Any] = []
+    items: list[Any] = []
     while engine.has_work:
         output = engine.step()
-        told += [*output.prompt_logprobs, *output.tokens, *output.ended]
+        items += [*output.prompt_logprobs, *output.tokens, *output.ended]
     engine.check_integrity()
-    return told
+    return items
 
 
 def test_a_models_logprobs_are_those_of_a_full_pass(folder, device):
@@ -424,11 +430,11 @@ def test_a_models_logprobs_are_those_of_a_full_pass(folder, device):
     sampling = SamplingParams(temperature=1.5, seed=7, repetition_penalty=1.5, logit_bias={9: 3.0})
     request = Request("r", prompt, sampling=sampling, stop=StopParams(max_tokens=12, ignore_eos=True), logprobs=4)
     quiet = tiny.greedy("quiet", tiny.prompt(20, 2), 12)
-    told = [event for event in events(engine_on(device), [quiet, request]) if isinstance(event, Token)]
-    assert all(event.logprobs is None for event in told if event.id == "quiet")
-    told = [event for event in told if event.id == "r"]
-    normal = full_pass(folder, [*prompt, *(event.token for event in told)])
-    for event in told:
+    items = [event for event in events(engine_on(device), [quiet, request]) if isinstance(event, Token)]
+    assert all(event.logprobs is None for event in items if event.id == "quiet")
+    items = [event for event in items if event.id == "r"]
+    normal = full_pass(folder, [*prompt, *(event.token for event in items)])
+    for event in items:
         here, entry = normal[len(prompt) + event.position - 1], event.logprobs
         assert entry is not None
         assert entry.token == event.token
@@ -443,8 +449,8 @@ def test_prompt_logprobs_are_those_of_a_full_pass_in_any_chunking_and_with_a_cac
     prompt = tiny.prompt(150, 1)
     engine = engine_on(device, budget)
     events(engine, [tiny.greedy("first", prompt, 2)])
-    told = events(engine, [tiny.greedy("r", prompt, 2, prompt_logprobs=3), tiny.greedy("other", prompt[:30], 9)])
-    parts = [event for event in told if isinstance(event, PromptLogprobs)]
+    items = events(engine, [tiny.greedy("r", prompt, 2, prompt_logprobs=3), tiny.greedy("other", prompt[:30], 9)])
+    parts = [event for event in items if isinstance(event, PromptLogprobs)]
     assert {event.id for event in parts} == {"r"}
     assert parts[0].position == 1
     entries = [entry for event in parts for entry in event.entries]
@@ -496,14 +502,14 @@ def test_logits_that_are_not_finite_fail_their_own_sequence_and_no_other(folder)
     mixed = [request for pair in zip(_greedy(bad), _greedy(prompts), strict=True) for request in pair]
     engine = engine_on(device, 32)
     for _ in range(3):  # again on blocks that carried what is not a number
-        told = events(engine, mixed)
-        ended = {event.id: event for event in told if isinstance(event, SequenceFinished)}
+        items = events(engine, mixed)
+        ended = {event.id: event for event in items if isinstance(event, SequenceFinished)}
         assert {id for id, event in ended.items() if event.reason is FinishReason.FAILED} == set(bad)
         assert all("not finite" in ended[id].detail for id in bad)
         for id in prompts:
-            written = [event.token for event in told if isinstance(event, Token) and event.id == id]
+            written = [event.token for event in items if isinstance(event, Token) and event.id == id]
             assert written == clean.tokens[id]
-        assert not any(event.id in bad for event in told if isinstance(event, Token))
+        assert not any(event.id in bad for event in items if isinstance(event, Token))
     size = engine.pool.block_size
     found = {one.id for one in mixed if engine.pool.match(hash_blocks(root_hash(b""), one.token_ids, size))}
     assert found

@@ -85,7 +85,9 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> ModelDevice:
 
 
 def engine_on(device: ModelDevice, blocks: int = 60) -> Engine:
-    limits = Limits(token_budget=64, max_running=8, window=min(device.window, blocks * device.block_size))
+    limits = Limits(
+        token_budget=64, max_running=8, context_length=min(device.context_length, blocks * device.block_size)
+    )
     return test_bits.engine_on(device, blocks, limits)[0]
 
 
@@ -98,10 +100,10 @@ def outputs(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]
 
 
 def test_a_preempted_sequence_goes_on_with_its_penalties(device: ModelDevice) -> None:
-    asked = [penalised(f"r{length}", length, 60) for length in (3, 5, 9, 12)]
-    calm = outputs(engine_on(device), asked)
+    batch = [penalised(f"r{length}", length, 60) for length in (3, 5, 9, 12)]
+    undisturbed = outputs(engine_on(device), batch)
     tight = engine_on(device, blocks=10)
-    assert outputs(tight, asked) == calm
+    assert outputs(tight, batch) == undisturbed
     assert tight.scheduler.preemptions
 
 

@@ -22,11 +22,11 @@ from decant.engine.blocks import BlockPool, BlockTable
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.errors import OutOfBlocks
-from decant.engine.policy import STEPS_PER_PRIORITY
 from decant.engine.request import FinishReason
+from decant.engine.scheduler import STEPS_PER_PRIORITY
 from tests.engine import properties
-from tests.engine.factories import Ear, make_engine, make_request, prompt, run, step_until
-from tests.engine.state_machine import COSTS, WINDOW, World, make_world_request, play
+from tests.engine.factories import OutputLog, make_engine, make_request, prompt, run, step_until
+from tests.engine.state_machine import CONTEXT_LENGTH, COSTS, World, make_world_request, play
 
 ANY = st.integers(0, 99)
 QUICK = settings(deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
@@ -35,7 +35,7 @@ DEEP = settings(QUICK, max_examples=200, stateful_step_count=100)
 REQUESTS = st.builds(
     make_world_request,
     st.integers(0, 1),
-    st.integers(1, WINDOW),
+    st.integers(1, CONTEXT_LENGTH),
     last=st.integers(0, 1),
     max_tokens=st.sampled_from([1, 4, 8, None]),
     seed=st.sampled_from([None, 1, 2]),
@@ -53,58 +53,58 @@ class Lives(RuleBasedStateMachine):
 
     @initialize(budget=st.sampled_from([1, 3, 6, 16]), running=st.sampled_from([1, 2, 4]), costs=st.sampled_from(COSTS))
     def begin(self, budget: int, running: int, costs: StepCostModel) -> None:
-        self.world = World(budget, running, costs)
+        self.machine = World(budget, running, costs)
 
     @rule(where=st.integers(0, 1), request=REQUESTS)
     def add(self, where: int, request: Any) -> None:
-        self.world.add(where, request)
+        self.machine.add(where, request)
 
     @rule(where=st.integers(0, 1), times=st.integers(1, 4))
     def step(self, where: int, times: int) -> None:
         for _ in range(times):
-            self.world.step(where)
+            self.machine.step(where)
 
     @rule(n=ANY)
     def cancel(self, n: int) -> None:
-        self.world.cancel(n)
+        self.machine.cancel(n)
 
     @rule(n=ANY)
     def park(self, n: int) -> None:
-        self.world.park(n)
+        self.machine.park(n)
 
     @rule(n=ANY)
     def resume(self, n: int) -> None:
-        self.world.resume(n)
+        self.machine.resume(n)
 
     @rule(n=ANY)
     def open(self, n: int) -> None:
-        self.world.open(n)
+        self.machine.open(n)
 
-    @precondition(lambda self: self.world.moves)
+    @precondition(lambda self: self.machine.moves)
     @rule(n=ANY, most=st.integers(1, 3))
     def push(self, n: int, most: int) -> None:
-        self.world.push(n, most)
+        self.machine.push(n, most)
 
-    @precondition(lambda self: self.world.moves)
+    @precondition(lambda self: self.machine.moves)
     @rule(n=ANY, join=st.booleans())
-    def seal(self, n: int, join: bool) -> None:
-        self.world.seal(n)
+    def commit(self, n: int, join: bool) -> None:
+        self.machine.finalize(n)
         if join:
-            self.world.join(n)
+            self.machine.join(n)
 
-    @precondition(lambda self: self.world.moves)
+    @precondition(lambda self: self.machine.moves)
     @rule(n=ANY, by_cancel=st.booleans())
     def give_up(self, n: int, by_cancel: bool) -> None:
-        self.world.give_up(n, by_cancel=by_cancel)
+        self.machine.give_up(n, by_cancel=by_cancel)
 
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "world"):
-            self.world.check()
+            self.machine.check()
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
-            self.world.finish()
+            self.machine.finish()
 
 
 def test_nothing_leaks_and_everyone_ends_as_if_alone_whatever_is_done() -> None:
@@ -119,10 +119,10 @@ def test_nothing_leaks_and_everyone_ends_as_if_alone_in_long_lives() -> None:
 def test_random_scripts_reach_every_corner() -> None:
     """The properties would hold of an empty world too; these lives are not empty."""
     worlds = [play(seed) for seed in range(40)]
-    reasons = {heard.reason for world in worlds for heard in world.ear.heard.values()}
+    reasons = {result.reason for machine in worlds for result in machine.log.by_id.values()}
     assert reasons >= set(FinishReason) - {FinishReason.FAILED}
-    assert sum(engine.scheduler.preemptions for world in worlds for engine in world.engines) >= 10
-    assert sum(world.joined for world in worlds) >= 10
+    assert sum(engine.scheduler.preemptions for machine in worlds for engine in machine.engines) >= 10
+    assert sum(machine.joined for machine in worlds) >= 10
 
 
 # -- the limits -------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_queued_tokens_are_those_neither_computed_nor_cached() -> None:
 
 def test_who_arrives_with_its_cache_has_a_place_among_the_running() -> None:
     engine = make_engine(max_running=1)
-    engine.reserve(make_request("arriving"))
+    engine.transfers.reserve(make_request("arriving"))
     run(engine, make_request("a"), steps=3)
     assert (engine.load().running, engine.load().waiting) == (0, 1)
     assert engine.cancel("arriving")
@@ -191,8 +191,8 @@ def test_a_resumed_sequence_takes_no_place_beyond_the_limit() -> None:
     run(engine, make_request("b"), steps=3)
     engine.resume("a")
     properties.running_keeps_the_limit(engine)
-    ear = run(engine)
-    assert (ear["a"].reason, ear["b"].reason) == (FinishReason.LENGTH, FinishReason.LENGTH)
+    log = run(engine)
+    assert (log["a"].reason, log["b"].reason) == (FinishReason.LENGTH, FinishReason.LENGTH)
 
 
 # -- order ------------------------------------------------------------------------------------------------------
@@ -201,9 +201,9 @@ def test_a_resumed_sequence_takes_no_place_beyond_the_limit() -> None:
 def admissions(engine: Engine, priorities: Mapping[str, int]) -> list[str]:
     for id, priority in priorities.items():
         engine.add(make_request(id, 4, max_tokens=1, priority=priority))
-    ear, order = Ear(), list[str]()
+    log, order = OutputLog(), list[str]()
     while engine.has_work:
-        order += [ended.id for ended in ear.hear(engine.step()).ended]
+        order += [ended.id for ended in log.record(engine.step()).ended]
     return order
 
 
@@ -218,11 +218,11 @@ def test_nobody_overtakes_one_that_waits_for_room() -> None:
     run(engine, make_request("holder", prompt(16), max_tokens=8), steps=1)
     engine.add(make_request("long", prompt(20, 2), max_tokens=1))
     engine.add(make_request("short", prompt(2, 3), max_tokens=1))
-    ear = run(engine, steps=1)
-    assert "short" not in ear.heard
-    ear = run(engine, ear=ear)
-    assert ear["long"].ended is not None
-    assert ear["short"].ended is not None
+    log = run(engine, steps=1)
+    assert "short" not in log.by_id
+    log = run(engine, log=log)
+    assert log["long"].ended is not None
+    assert log["short"].ended is not None
 
 
 def test_a_low_priority_is_not_starved_by_a_stream_of_higher_ones() -> None:
@@ -240,10 +240,12 @@ def test_a_low_priority_is_not_starved_by_a_stream_of_higher_ones() -> None:
 def test_the_least_urgent_makes_room_and_loses_nothing() -> None:
     engine = make_engine(8)
     first = run(engine, make_request("a", prompt(10), 20), make_request("b", prompt(10, 2), 20))
-    ends = [heard.ended for heard in first.heard.values() if heard.ended]
+    ends = [result.ended for result in first.by_id.values() if result.ended]
     assert sum(ended.timeline.preemptions for ended in ends) == engine.load().preemptions > 0
-    calm = run(make_engine(), make_request("a", prompt(10), 20), make_request("b", prompt(10, 2), 20))
-    assert {id: heard.text for id, heard in first.heard.items()} == {id: h.text for id, h in calm.heard.items()}
+    undisturbed = run(make_engine(), make_request("a", prompt(10), 20), make_request("b", prompt(10, 2), 20))
+    assert {id: result.text for id, result in first.by_id.items()} == {
+        id: h.text for id, h in undisturbed.by_id.items()
+    }
     properties.nothing_is_held(engine)
 
 
@@ -262,8 +264,8 @@ def test_who_was_preempted_keeps_its_place_before_those_who_came_later() -> None
 def test_a_step_tells_how_many_blocks_an_allocation_could_get() -> None:
     engine = make_engine(8)
     engine.add(make_request("a", prompt(9), 8))
-    told = [engine.step().available for _ in range(8)]
-    assert told == [5, 5, 5, 5, 4, 4, 4, 8]
+    events = [engine.step().available for _ in range(8)]
+    assert events == [5, 5, 5, 5, 4, 4, 4, 8]
 
 
 # -- the pool alone ---------------------------------------------------------------------------------------------
@@ -276,28 +278,28 @@ def test_a_pool_adds_up_after_any_allocation_share_and_release(seed: int, blocks
     live: dict[str, BlockTable] = {}
     for turn in range(60):
         action = rng.choice(["allocate", "grow", "share", "publish", "release", "match"])
-        holding = rng.choice(list(live.values())) if live else None
+        table = rng.choice(list(live.values())) if live else None
         digests = [bytes([n]) * 16 for n in range(rng.randint(0, 4))]
         try:
             if action == "allocate":
                 live[f"o{turn}"] = pool.allocate(f"o{turn}", rng.randint(0, 4), pool.match(digests))
-            elif action == "grow" and holding:
-                holding.grow(rng.randint(1, 3))
-            elif action == "share" and holding and holding.blocks:
+            elif action == "grow" and table:
+                table.grow(rng.randint(1, 3))
+            elif action == "share" and table and table.blocks:
                 live[f"o{turn}"] = pool.allocate(f"o{turn}", 0)
-                live[f"o{turn}"].share(rng.choice(holding.blocks))
-            elif action == "publish" and holding and holding.blocks:
-                some = rng.choices(holding.blocks, k=rng.randint(1, 3))
+                live[f"o{turn}"].share(rng.choice(table.blocks))
+            elif action == "publish" and table and table.blocks:
+                some = rng.choices(table.blocks, k=rng.randint(1, 3))
                 pool.publish(some, [bytes([rng.randrange(5)]) * 16 for _ in some])
-            elif action == "release" and holding:
-                live.pop(holding.owner).release()
+            elif action == "release" and table:
+                live.pop(table.owner).release()
         except OutOfBlocks as full:
             if full.needed <= full.available:
                 raise
         pool.check_integrity(live)
-    for holding in live.values():
-        holding.release()
-        holding.release()  # safe
+    for table in live.values():
+        table.release()
+        table.release()  # safe
     pool.check_integrity(())
     assert pool.available == blocks
     assert pool.drop_cache() + pool.free >= blocks
@@ -308,9 +310,9 @@ def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     pool = BlockPool(4, 4)
     digests = [bytes([n]) * 16 for n in range(4)]
     for owner, mine in (("old", digests[:2]), ("new", digests[2:])):
-        holding = pool.allocate(owner, 2)
-        pool.publish(holding.blocks, mine)
-        holding.release()
+        table = pool.allocate(owner, 2)
+        pool.publish(table.blocks, mine)
+        table.release()
     pool.allocate("other", 1)
     assert len(pool.match(digests[:2])) == 1
     assert len(pool.match(digests[2:])) == 2
@@ -331,7 +333,7 @@ def test_two_that_begin_alike_hold_the_same_blocks_and_each_its_own_end() -> Non
     for id in ("a", "b"):
         engine.add(make_request(id, 10, 20))
         engine.step()
-    one, other = (list(sequence.holding.blocks) for sequence in engine.scheduler.running if sequence.holding)
+    one, other = (list(sequence.block_table.blocks) for sequence in engine.scheduler.running if sequence.block_table)
     assert one[:2] == other[:2]
     assert not set(one[2:]) & set(other[2:])
     assert engine.load().held_blocks == len({*one, *other})
@@ -351,9 +353,9 @@ def test_a_prefix_that_was_used_again_is_evicted_after_one_that_was_not() -> Non
     pool = BlockPool(3, 4)
     digests = [bytes([n]) * 16 for n in range(2)]
     for digest in digests:
-        holding = pool.allocate("first", 1)
-        pool.publish(holding.blocks, [digest])
-        holding.release()
+        table = pool.allocate("first", 1)
+        pool.publish(table.blocks, [digest])
+        table.release()
     pool.allocate("again", 0, pool.match(digests[:1])).release()
     pool.allocate("other", 2)
     assert pool.match(digests[:1])

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
-from decant.engine.scheduler import ALONE, BESIDE, PROMPT_LOGPROB_CHUNK, Limits
+from decant.engine.scheduler import DECODE_STRETCH_FACTOR, PREFILL_ONLY_FACTOR, PROMPT_LOGPROB_CHUNK, Limits
 from tests.engine.factories import BLOCK, make_request, prompt, run
 from tests.engine.properties import nothing_is_held
 from tests.engine.timed import Timed
 
-WINDOW = 2048
+CONTEXT_LENGTH = 2048
 STEP = 0.25
 COSTS = StepCostModel(fixed=0.02, token=0.001, logits=0.002, pair=2e-6)
 
 
 def make(costs: StepCostModel = COSTS, *, budget: int = 512, slower: float = 1.0) -> tuple[Engine, Timed]:
-    device = Timed(costs, slower, window=WINDOW, room=4 * WINDOW)
-    limits = Limits(token_budget=budget, max_running=8, window=WINDOW, step_seconds=STEP)
+    device = Timed(costs, slower, context_length=CONTEXT_LENGTH, room=4 * CONTEXT_LENGTH)
+    limits = Limits(token_budget=budget, max_running=8, context_length=CONTEXT_LENGTH, step_seconds=STEP)
     return Engine(device, limits, clock=lambda: device.now), device
 
 
@@ -55,7 +55,9 @@ def test_a_long_prompt_keeps_answers_waiting_no_longer_than_a_step(decodes: int)
     until_written(engine, "long")
     seconds = [COSTS.seconds(plan.work) for plan in device.plans]
     assert max(seconds) <= STEP
-    assert min(seconds[:-1]) > STEP - COSTS.token - WINDOW * COSTS.pair - COSTS.logits, "the time there is, is used"
+    assert min(seconds[:-1]) > STEP - COSTS.token - CONTEXT_LENGTH * COSTS.pair - COSTS.logits, (
+        "the time there is, is used"
+    )
     sizes = chunks(device, "long")[:-1]
     assert all(later < sooner for sooner, later in pairwise(sizes)), sizes
 
@@ -65,7 +67,7 @@ def test_prompts_alone_have_more_time_but_not_any() -> None:
     engine.add(make_request("long", prompt(1800, 50), 1))
     until_written(engine, "long")
     seconds = [device.costs.seconds(plan.work) for plan in device.plans]
-    assert STEP < max(seconds) <= ALONE * STEP
+    assert STEP < max(seconds) <= PREFILL_ONLY_FACTOR * STEP
 
 
 def test_the_token_budget_caps_what_would_fit_in_the_time() -> None:
@@ -96,8 +98,8 @@ def test_prompts_beside_many_decodes_get_longer_than_those() -> None:
     engine.add(make_request("long", prompt(1000, 50), 1))
     until_written(engine, "long")
     decodes = 0.5 + 5 * 0.01
-    assert chunks(device, "long")[0] == pytest.approx((BESIDE - 1) * decodes / costs.token, abs=1)
-    assert max(costs.seconds(plan.work) for plan in device.plans) <= BESIDE * decodes * 1.001
+    assert chunks(device, "long")[0] == pytest.approx((DECODE_STRETCH_FACTOR - 1) * decodes / costs.token, abs=1)
+    assert max(costs.seconds(plan.work) for plan in device.plans) <= DECODE_STRETCH_FACTOR * decodes * 1.001
 
 
 def test_nobody_overtakes_a_prompt_that_was_cut_by_time() -> None:
@@ -128,10 +130,10 @@ def test_a_device_that_is_slower_than_measured_is_found_out() -> None:
     until_written(engine, "p3")
     seconds = [3.0 * COSTS.seconds(plan.work) for plan in device.plans]
     assert seconds[0] > 2 * STEP
-    forecast = engine.scheduler.forecast
+    predictor = engine.scheduler.predictor
     for plan, took in zip(device.plans[-10:], seconds[-10:], strict=True):
-        assert forecast.seconds(plan.decodes, plan.prompts) == pytest.approx(took, rel=0.1)
-        assert took <= 1.1 * max(STEP, BESIDE * forecast.seconds(plan.decodes))
+        assert predictor.seconds(plan.decodes, plan.prompts) == pytest.approx(took, rel=0.1)
+        assert took <= 1.1 * max(STEP, DECODE_STRETCH_FACTOR * predictor.seconds(plan.decodes))
 
 
 def test_decodes_that_were_measured_far_too_slow_do_not_keep_prompts_from_going_on() -> None:
@@ -159,13 +161,15 @@ def test_with_any_costs_everybody_ends_and_every_step_keeps_both_limits(
     costs: StepCostModel, lengths: Sequence[int], budget: int
 ) -> None:
     engine, device = make(costs, budget=budget)
-    ear = run(engine, *(make_request(f"r{n}", prompt(length, n + 1), 6) for n, length in enumerate(lengths)))
-    assert all(ear[f"r{n}"].ended for n in range(len(lengths)))
+    log = run(engine, *(make_request(f"r{n}", prompt(length, n + 1), 6) for n, length in enumerate(lengths)))
+    assert all(log[f"r{n}"].ended for n in range(len(lengths)))
     nothing_is_held(engine)
     for plan in device.plans:
         assert plan.num_tokens <= budget
         decodes = plan.decodes.tokens
-        allowed = max(STEP, BESIDE * costs.seconds(plan.decodes)) if decodes else ALONE * STEP
+        allowed = (
+            max(STEP, DECODE_STRETCH_FACTOR * costs.seconds(plan.decodes)) if decodes else PREFILL_ONLY_FACTOR * STEP
+        )
         assert plan.num_tokens - decodes <= BLOCK or costs.seconds(plan.work) <= allowed * 1.001
 
 

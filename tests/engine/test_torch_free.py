@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from decant.engine.blocks import hash_blocks, root_hash
-from decant.engine.draw import uniform
+from decant.engine.counter_rng import counter_uniform
 from decant.engine.fake import CANDIDATES, FakeDevice, candidates, slot_bytes
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.plan import Row, StepPlan
-from decant.engine.policy import STEPS_PER_PRIORITY, order_of
 from decant.engine.request import SamplingParams, StopParams
+from decant.engine.scheduler import STEPS_PER_PRIORITY, priority_key
 from decant.engine.sequence import Sequence as EngineSequence
 from tests.engine.factories import make_device, make_engine, make_request, prompt, run, step_until
 
@@ -37,8 +37,8 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-names = "blocks draw engine errors fake kv_layout loop output plan policy request sampler_state scheduler sequence"
-names += " transfer"
+names = "blocks counter_rng costs engine errors exports fake kv_layout loop output plan request"
+names += " sampler_state scheduler sequence transfer"
 for name in names.split():
     importlib.import_module(f"decant.engine.{name}")
 
@@ -76,14 +76,14 @@ SEEDS, INDEXES, POSITIONS = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)
 @settings(deadline=None, max_examples=150)
 @given(SEEDS, INDEXES, POSITIONS)
 def test_a_draw_lies_strictly_between_0_and_1_and_is_always_the_same(seed: int, index: int, position: int) -> None:
-    assert 0.0 < uniform(seed, index, position) < 1.0
-    assert uniform(seed, index, position) == uniform(seed, index, position)
+    assert 0.0 < counter_uniform(seed, index, position) < 1.0
+    assert counter_uniform(seed, index, position) == counter_uniform(seed, index, position)
 
 
 def test_draws_are_pinned() -> None:
     """A text that was begun by one release is continued by another."""
     arguments = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 2**32 - 1, 2**40)]
-    assert [uniform(*each) for each in arguments] == PINNED
+    assert [counter_uniform(*each) for each in arguments] == PINNED
 
 
 @pytest.mark.parametrize("argument", [0, 1, 2])
@@ -91,7 +91,7 @@ def test_draws_are_uniform_and_uncorrelated_along_each_argument(argument: int) -
     def draw(n: int) -> float:
         arguments = [11, 2, 5]
         arguments[argument] = n
-        return uniform(*arguments)
+        return counter_uniform(*arguments)
 
     numbers = [draw(n) for n in range(4000)]
     assert stats.kstest(numbers, "uniform").pvalue > 1e-3
@@ -100,7 +100,7 @@ def test_draws_are_uniform_and_uncorrelated_along_each_argument(argument: int) -
 
 def test_the_arguments_of_a_draw_are_not_confused_with_each_other() -> None:
     grid = list(itertools.product(range(12), repeat=3))
-    assert len({uniform(*each) for each in grid}) == len(grid)
+    assert len({counter_uniform(*each) for each in grid}) == len(grid)
 
 
 # -- hashes -----------------------------------------------------------------------------------------------------
@@ -142,12 +142,12 @@ def test_the_chain_of_a_sequence_grows_with_it() -> None:
 @given(st.integers(0, 10**6), st.integers(-1000, 1000), st.integers(-1000, 1000), st.integers(1, 10**6))
 def test_a_level_of_priority_is_worth_a_fixed_number_of_steps(step: int, mine: int, other: int, later: int) -> None:
     """Who came ``later`` goes first only when its priority is worth more than the steps between."""
-    first, second = order_of(step, 1, mine), order_of(step + later, 2, other)
+    first, second = priority_key(step, 1, mine), priority_key(step + later, 2, other)
     assert (second < first) is ((other - mine) * STEPS_PER_PRIORITY > later)
 
 
 def test_of_equal_urgency_who_came_first_goes_first() -> None:
-    orders = [order_of(5, arrival, 3) for arrival in range(10)]
+    orders = [priority_key(5, arrival, 3) for arrival in range(10)]
     assert orders == sorted(orders)
 
 
@@ -204,16 +204,16 @@ def test_a_fake_distribution_names_distinct_tokens_of_the_vocabulary(total: int,
 @pytest.mark.parametrize("slot", range(10))
 def test_a_flipped_byte_in_a_held_block_changes_the_fakes_next_tokens(slot: int) -> None:
     """Whichever byte that the sequence can see."""
-    calm = run(make_engine(), make_request("a", 10))["a"].text
+    undisturbed = run(make_engine(), make_request("a", 10))["a"].text
     engine = make_engine()
     engine.add(make_request("a", 10))
-    ear = step_until(engine, lambda: engine.steps == 2)
-    holding = engine.scheduler.running[0].holding
-    assert holding is not None
-    engine.device.read(holding.blocks[slot // 4])[slot % 4 * 8 + slot % 8] ^= 1
-    text = run(engine, ear=ear)["a"].text
-    assert text[:2] == calm[:2]
-    assert text[2] != calm[2]
+    log = step_until(engine, lambda: engine.steps == 2)
+    table = engine.scheduler.running[0].block_table
+    assert table is not None
+    engine.device.read(table.blocks[slot // 4])[slot % 4 * 8 + slot % 8] ^= 1
+    text = run(engine, log=log)["a"].text
+    assert text[:2] == undisturbed[:2]
+    assert text[2] != undisturbed[2]
 
 
 def test_a_slot_of_the_fake_tells_of_its_token_its_place_and_the_slot_before_it() -> None:
@@ -236,9 +236,9 @@ def variants() -> list[tuple[int, ...]]:
 
 def test_a_fake_vocabulary_of_which_one_token_may_be_drawn_kills_nobody() -> None:
     stop = StopParams(max_tokens=4, min_tokens=2, stop_token_ids=frozenset(range(511)))
-    ear = run(make_engine(), make_request("one", stop=stop), make_request("other", 4))
-    assert ear["one"].ended is not None
-    assert ear["other"].text == run(make_engine(), make_request("other", 4))["other"].text
+    log = run(make_engine(), make_request("one", stop=stop), make_request("other", 4))
+    assert log["one"].ended is not None
+    assert log["other"].text == run(make_engine(), make_request("other", 4))["other"].text
 
 
 # -- layout -----------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from decant.engine.output import StepOutput
 from decant.engine.request import Request, StopParams
 
 VOCAB = 320
-WINDOW = 256
+CONTEXT_LENGTH = 256
 
 _BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
@@ -39,7 +39,7 @@ _BASE: Mapping[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": WINDOW,
+    "max_position_embeddings": CONTEXT_LENGTH,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
@@ -55,7 +55,12 @@ _LONG_ROPE = {
     "original_max_position_embeddings": 64,
     "factor": 4.0,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": WINDOW // 4}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": CONTEXT_LENGTH // 4,
+}
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -90,10 +95,10 @@ SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "llama",
         {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
-            "max_position_embeddings": WINDOW // 4,
+            "max_position_embeddings": CONTEXT_LENGTH // 4,
         },
     ),
-    "llama_yarn": ("llama", {"rope_parameters": YARN, "max_position_embeddings": WINDOW // 4}),
+    "llama_yarn": ("llama", {"rope_parameters": YARN, "max_position_embeddings": CONTEXT_LENGTH // 4}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {"sliding_window": 24}),
@@ -118,7 +123,10 @@ SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "phi3",
         {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 64, "sliding_window": None},
     ),
-    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": WINDOW, "tie_word_embeddings": True}),
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT_LENGTH, "tie_word_embeddings": True},
+    ),
     "opt": ("opt", _OPT),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2_moe": (

@@ -35,7 +35,7 @@ class Worker:
     ) -> None:
         self.engine = Engine(
             FakeDevice(num_blocks=blocks, block_size=BLOCK, vocab_size=64, cost=cost),
-            Limits(token_budget=budget, max_running=8, window=blocks * BLOCK),
+            Limits(token_budget=budget, max_running=8, context_length=blocks * BLOCK),
             checksum=checksum,
         )
         self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
@@ -81,7 +81,9 @@ class Worker:
         return issued
 
     async def room(self, request: Request) -> IncomingSequence:
-        return await self.loop.call(lambda engine: engine.reserve(request), undo=lambda _, arrival: arrival.abort())
+        return await self.loop.call(
+            lambda engine: engine.transfers.reserve(request), undo=lambda _, arrival: arrival.abort()
+        )
 
     async def held(self) -> int:
         return (await self.loop.call(lambda engine: engine.load())).held_blocks

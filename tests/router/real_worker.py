@@ -21,7 +21,7 @@ def _device(_: WorkerSettings) -> FakeDevice:
     def cost(_: StepPlan) -> float:
         return STEP_SECONDS
 
-    return FakeDevice(num_blocks=512, block_size=16, vocab_size=512, window=512, cost=cost)
+    return FakeDevice(num_blocks=512, block_size=16, vocab_size=512, context_length=512, cost=cost)
 
 
 if __name__ == "__main__":

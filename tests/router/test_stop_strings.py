@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
-from decant.router.execution.token_writer import TokenWriter, WriteError
-from decant.router.text.output_text import begin_text
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.token_writer import TokenWriter
+from decant.router.execution.valid_request import ValidRequest
+from decant.router.text.output_text import new_output_text
 from decant.router.text.stop_strings import StopStrings
+from decant.router.workers.token_sink import WriteError
 from decant.state.store import Store
 from tests.router.factories import tiny, valid
 from tests.router.fake_worker import answer, fleet
@@ -83,8 +86,8 @@ class Plain:
 
     def certain(self, tokens: list[int]) -> str:
         """The text of these tokens without stop texts."""
-        stopping, wanted = self.request.engine_request.stopping, self.request.wanted
-        detokenizer = tiny().words.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
+        stopping, wanted = self.request.engine_request.stopping, self.request.output_options
+        detokenizer = tiny().token_table.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
         kept = tokens[-1] not in {EOS, *stopping.stop_token_ids}
         kept |= tokens[-1] in stopping.stop_token_ids and wanted.include_stop
         text = detokenizer.add(tokens if kept else tokens[:-1])
@@ -104,7 +107,10 @@ class Plain:
                 for end in range(seen + 1, len(text) + 1):
                     if here := [stop for stop in self.stops if text[:end].endswith(stop)]:
                         stop = max(here, key=len)
-                        return [*shown, text[: end if self.request.wanted.include_stop else end - len(stop)]], stop
+                        return [
+                            *shown,
+                            text[: end if self.request.output_options.include_stop else end - len(stop)],
+                        ], stop
             seen = len(text)
             held = 0 if self.is_last(tokens[:count]) else plain_held(text, self.stops)
             shown.append(text[: len(text) - held])
@@ -149,7 +155,7 @@ async def test_text_and_end_are_those_of_a_plain_look_at_the_whole_however_token
         assert pen.put(request.prompt_tokens + place, token) is None
     assert course.tokens == tokens[: len(shown)]
     assert pen.stopped == (None if stop is None else Finish(pb.FINISH_REASON_STOP, stop_text=stop))
-    text, done = begin_text(tiny(), request.wanted, request.engine_request.stopping), 0
+    text, done = new_output_text(tiny(), request.output_options, request.engine_request.stopping), 0
     decode_started = ""
     while done < len(course.tokens):
         more = course.tokens[done : done + data.draw(st.integers(1, 5))]
@@ -190,7 +196,7 @@ async def test_a_stream_is_stopped_wherever_it_is_cut_and_wherever_it_is_resumed
 
 async def test_nothing_is_held_back_that_can_not_be_a_stop_text():
     request = await valid(stopping=pb.StoppingParams(stop=["\nclass"]))
-    text = begin_text(tiny(), request.wanted, request.engine_request.stopping)
+    text = new_output_text(tiny(), request.output_options, request.engine_request.stopping)
     parts = [text.add([token]) for token in await tiny().encode("def f(x):\n    return\ncl", special=False)]
     assert "".join(parts) == "def f(x):\n    return"
     assert text.stop is None
@@ -220,14 +226,22 @@ async def stopped_pen() -> tuple[TokenWriter, TokenStream, list[int]]:
     return TokenWriter(TokenStream(request)), TokenStream(request), tokens
 
 
+@dataclass
+class StopRecorder:
+    writer: TokenWriter
+    stops: list[Finish | None] = field(default_factory=list)
+
+    def on_stop_string(self) -> None:
+        self.stops.append(self.writer.stopped)
+
+
 async def test_what_comes_after_a_stop_is_dropped_and_never_missed():
     pen, _, tokens = await stopped_pen()
-    told: list[Finish | None] = []
-    pen.tell_stopped = lambda: told.append(pen.stopped)
+    pen.listener = recorder = StopRecorder(pen)
     base = pen.position
     for place, token in enumerate(tokens):
         assert pen.put(base + place, token) is None
-    assert told == [Finish(pb.FINISH_REASON_STOP, stop_text="return")]
+    assert recorder.stops == [Finish(pb.FINISH_REASON_STOP, stop_text="return")]
     written = list(pen.course.tokens)
     assert pen.put(base + len(tokens) + 5, 7) is None  # no gap: nothing is wanted any more
     assert pen.put(base, tokens[0] + 1) is WriteError.CONFLICT
@@ -270,7 +284,7 @@ class AfterSome:
 
 
 def stops_after(count: int, **more: Any) -> ValidRequest:
-    return make_request(begin_text=lambda: AfterSome(count), **more)
+    return make_request(new_output_text=lambda: AfterSome(count), **more)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

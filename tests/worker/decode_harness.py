@@ -60,7 +60,7 @@ class Node:
         self.device = Device(blocks)
         self.engine = Engine(
             self.device,
-            Limits(token_budget=budget, max_running=running, window=blocks * BLOCK),
+            Limits(token_budget=budget, max_running=running, context_length=blocks * BLOCK),
             checksum=checksum,
         )
         self.peer = wire.Peer(id=name, incarnation=7, protocol=1)
@@ -162,7 +162,7 @@ def alone(work: wire.EngineRequest, eos: Sequence[int] = ()) -> list[int]:
 
 
 def written_alone(request: Request, eos: Sequence[int] = ()) -> list[int]:
-    engine = Engine(Device(256, eos), Limits(token_budget=64, max_running=1, window=1024))
+    engine = Engine(Device(256, eos), Limits(token_budget=64, max_running=1, context_length=1024))
     engine.add(request)
     output = list(request.token_ids[request.prompt_len :])
     while engine.has_work:

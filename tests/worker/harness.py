@@ -159,7 +159,7 @@ class Place:
     async def take(self, ticket: wire.Ticket, request: Request) -> TransferResult:
         """Fetch as a decode worker does; the sequence then runs here."""
         loop = self.hub.loop
-        arrival = await loop.call(lambda engine: engine.reserve(request), undo=lambda _, made: made.abort())
+        arrival = await loop.call(lambda engine: engine.transfers.reserve(request), undo=lambda _, made: made.abort())
         return await self.hub.receiver.take(self.transport.source(ticket.address), ticket, arrival)
 
 

@@ -133,7 +133,7 @@ async def test_a_session_that_breaks_costs_one_lease_in_every_state(state: str) 
         await scene.router.leave()
         await eventually(lambda: not list(scene.node.decode.runs()))
         assert scene.node.decode.orphans == 0
-        assert not await scene.node.hub.loop.call(lambda engine: set(engine._sequences)), "it is decoded for nobody"
+        assert not await scene.node.hub.loop.call(lambda engine: set(engine.sequences)), "it is decoded for nobody"
 
 
 @pytest.mark.parametrize("state", STATES)

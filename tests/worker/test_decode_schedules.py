@@ -131,7 +131,7 @@ async def owners_are_known(node: Node, others: set[str]) -> bool:
 
     def alive(engine: Engine) -> set[str]:
         engine.check_integrity()
-        return {*engine._sequences, *engine._arriving}
+        return {*engine.sequences, *engine.transfers.arrivals}
 
     ids = await node.hub.loop.call(alive)
     return ids <= {name for *_, name in node.decode.runs()} | others

@@ -132,7 +132,7 @@ class _AdmitCommand:
                 if held.ticket is None:
                     engine.add(held.request)
                 else:
-                    outcome = engine.reserve(held.request)
+                    outcome = engine.transfers.reserve(held.request)
             except InvalidRequest as error:
                 outcome = error
             except OutOfBlocks:

@@ -232,7 +232,7 @@ class DecodeRunManager:
         """Room is reserved: pull the cache into it."""
         assert held.ticket is not None
         held.phase = wire.RunStatus.PHASE_ARRIVING
-        telling.scheduled(held, arrival.have * self._hub.shape.block_size)
+        telling.scheduled(held, arrival.cached_blocks * self._hub.shape.block_size)
         held.fetch = self._fetching.fetch(held.ticket, arrival)
         held.fetch.add_done_callback(partial(self._fetched, held))
 

@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 
 import grpc
 
-from decant.engine.engine import Engine, lease_owner
+from decant.engine.engine import Engine
+from decant.engine.exports import lease_owner
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services

@@ -46,7 +46,7 @@ class WorkerMetrics:
 
     def _on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
         if isinstance(outcome, TransferResult):
-            cached = arrival.have * self._hub.block_size
+            cached = arrival.cached_blocks * self._hub.block_size
             self._metrics.prompt[PromptSource.CACHED].inc(cached)
             self._metrics.prompt[PromptSource.HANDED_OVER].inc(len(arrival.sequence.request.token_ids) - cached)
             self._metrics.handoff_seconds.observe(outcome.owned - outcome.opened)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Hashable
 from itertools import islice
 
-from decant.engine.blocks import BlockHash, toggle
+from decant.engine.blocks import BlockHash, apply_changes
 from decant.protos import worker_pb2 as wire
 
 AT_ONCE = 4096
@@ -38,9 +38,9 @@ class PrefixCacheFeed:
         """What was noted is news from now on."""
         while self._noted:
             changed = self._noted.popleft()
-            toggle(self._cached, changed)
+            apply_changes(self._cached, changed)
             for untold in self._untold.values():
-                toggle(untold, changed)
+                apply_changes(untold, changed)
 
     def begin(self, session: Hashable) -> None:
         """A session is to be told everything, until ``end``."""
@@ -56,7 +56,7 @@ class PrefixCacheFeed:
         if not untold:
             return None
         told = list(islice(untold, AT_ONCE))
-        toggle(untold, told)
+        apply_changes(untold, told)
         published = b"".join(digest[:NAME_BYTES] for digest in told if digest in self._cached)
         dropped = b"".join(digest[:NAME_BYTES] for digest in told if digest not in self._cached)
         return wire.PrefixCacheUpdate(published=published, dropped=dropped)

@@ -35,7 +35,7 @@ def load_model(settings: WorkerSettings) -> Device:
 
     from decant.engine.cpu import kernels as native
     from decant.engine.cpu.fused_layer import joined
-    from decant.engine.model import calibration as warm_start
+    from decant.engine.model import calibration
     from decant.engine.model.model import HASHED, READ, ModelConfig, load
 
     logging.disable_progress_bar()
@@ -48,7 +48,7 @@ def load_model(settings: WorkerSettings) -> Device:
         revision=settings.model_revision,
         dtype=settings.dtype,
         device=settings.device,
-        window=settings.window,
+        context_length=settings.window,
         kv_bytes=settings.kv_bytes,
         block_size=settings.block_size,
     )
@@ -56,8 +56,8 @@ def load_model(settings: WorkerSettings) -> Device:
         device = load(config, _report)
     _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=len(joined(device.model)))
     if settings.threads is None and device.store.blocks.device.type == "cpu":
-        threads = warm_start.choose_threads(device, threads, torch.set_num_threads)
-    device.costs = warm_start.measure(device)
+        threads = calibration.choose_threads(device, threads, torch.set_num_threads)
+    device.costs = calibration.measure(device)
     _tell(device.costs, threads=threads, token_budget=limits_of(settings, device).token_budget)
     return device
 
@@ -95,7 +95,7 @@ def _reported(tensors: Collection[_T], first: int, last: int) -> Iterator[_T]:
 def limits_of(settings: WorkerSettings, device: Device) -> Limits:
     """What was asked for, else: the model's window or what the KV memory holds, whichever is less; as many tokens as
     fit in a step's time, and at least one for each sequence in a batch."""
-    window = settings.window or min(device.window, device.num_blocks * device.block_size)
+    window = settings.window or min(device.context_length, device.num_blocks * device.block_size)
     seconds = settings.step_ms / 1000
     budget = settings.token_budget or max(settings.max_running, choose_token_budget(device.costs, seconds))
     return Limits(budget, settings.max_running, window, seconds)

@@ -71,7 +71,7 @@ def current() -> AttentionBackend | None:
     return _current.attender
 
 
-def take_turn() -> int:
+def next_layer() -> int:
     """The layer whose attention is called now; the next call is the next layer's."""
     _current.calls += 1
     return _current.calls - 1
@@ -90,7 +90,7 @@ def _forward(
         raise RuntimeError("the attention named 'decant' was called outside an engine's step")
     scaling = options.get("scaling")
     call = AttentionCall(
-        layer=take_turn(),
+        layer=next_layer(),
         query=query,
         key=key,
         value=value,

@@ -46,23 +46,25 @@ class AttentionWindow:
                 return positions // self.size * self.size
 
 
-def fit(visible: MaskFunction, window: int) -> AttentionWindow | None:
+def fit(visible: MaskFunction, context_length: int) -> AttentionWindow | None:
     """The view that agrees with a mask function on a sample of query positions below ``window``, if one does."""
-    last = torch.tensor(window - 1)
-    queries = torch.unique(torch.linspace(0, window - 1, 64).long().clamp(max=window - 1))
-    keys = torch.arange(window)
+    last = torch.tensor(context_length - 1)
+    queries = torch.unique(torch.linspace(0, context_length - 1, 64).long().clamp(max=context_length - 1))
+    keys = torch.arange(context_length)
     seen = torch.stack([_row(visible, query, keys) for query in queries])
     first = int(_row(visible, last, keys).int().argmax())
-    for view in _candidates(window, first, seen, queries):
+    for view in _candidates(context_length, first, seen, queries):
         expected = (keys >= view.first(queries)[:, None]) & (keys <= queries[:, None])
         if torch.equal(seen, expected):
             return view
     return None
 
 
-def _candidates(window: int, first: int, seen: torch.Tensor, queries: torch.Tensor) -> Iterator[AttentionWindow]:
+def _candidates(
+    context_length: int, first: int, seen: torch.Tensor, queries: torch.Tensor
+) -> Iterator[AttentionWindow]:
     yield AttentionWindow()
-    yield AttentionWindow(Kind.SLIDING, window - first)
+    yield AttentionWindow(Kind.SLIDING, context_length - first)
     starts = {int(row.int().argmax()) for row in seen} - {0}
     if starts:
         yield AttentionWindow(Kind.CHUNKED, min(starts) if len(starts) == 1 else _step(sorted(starts)))
@@ -106,12 +108,12 @@ def mask_markers() -> Iterator[dict[int, MaskFunction]]:
 class Recorder:
     """Stands in for attention for one pass and notes what each layer passes; answers zeros."""
 
-    def __init__(self, model: str, markers: dict[int, MaskFunction], window: int) -> None:
+    def __init__(self, model: str, markers: dict[int, MaskFunction], context_length: int) -> None:
         self.views: list[AttentionWindow] = []
         self.specs: list[LayerSpec] = []
         self._model = model
         self._markers = markers
-        self._window = window
+        self._context_length = context_length
         self._fitted: dict[int, AttentionWindow] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -119,7 +121,7 @@ class Recorder:
         if function is None:
             raise ModelRefused(self._model, f"layer {call.layer} does not take its mask from transformers' functions")
         if id(function) not in self._fitted:
-            view = fit(function, self._window)
+            view = fit(function, self._context_length)
             if view is None:
                 raise ModelRefused(self._model, f"layer {call.layer} sees neither all, nor a window, nor a chunk")
             self._fitted[id(function)] = view

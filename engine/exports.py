@@ -1,0 +1,155 @@
+"""Handoff bookkeeping of an engine: exports of its sequences, and sequences that arrive with their KV.
+
+export ──> finalize ──> release         sender: lease blocks as they fill, commit, free
+       └─> withdraw                     the sequence runs on here
+reserve ──> join                        receiver: blocks for an arrival, then a running sequence
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from decant.engine.errors import InvalidRequest, OutOfBlocks, UnknownSequence
+from decant.engine.output import BlockFilled, StepOutput
+from decant.engine.request import Request
+from decant.engine.sequence import Sequence
+from decant.engine.transfer import Checksum, IncomingSequence, KvExport, TransferCommit, block_checksum
+
+if TYPE_CHECKING:
+    from decant.engine.engine import Engine
+
+
+def lease_owner(id: str) -> str:
+    """The pool's owner name of the blocks leased to the export of sequence ``id``."""
+    return f"lease:{id}"
+
+
+class KvTransfers:
+    """Open exports and arrivals of one engine, by sequence id. All methods run on the engine's thread."""
+
+    def __init__(self, engine: Engine, checksum: Checksum) -> None:
+        self.exports: dict[str, KvExport] = {}
+        self.arrivals: dict[str, IncomingSequence] = {}
+        self._engine = engine
+        self._checksum = checksum
+
+    def uses(self, id: str) -> bool:
+        """Whether an export or an arrival has that id."""
+        return id in self.exports or id in self.arrivals
+
+    # -- sender -------------------------------------------------------------------------------------------------
+
+    def export(self, id: str, cached_blocks: int = 0) -> KvExport:
+        """Lease the blocks of a sequence from block ``cached_blocks`` on: those filled now and those filled later.
+
+        Raises UnknownSequence, InvalidRequest (all blocks or more are cached, or a second export).
+        """
+        sequence = self._engine.sequences.get(id)
+        if sequence is None:
+            raise UnknownSequence(f"{id} is not alive here")
+        size = self._engine.pool.block_size
+        most = (len(sequence.tokens) - 1) // size
+        if not 0 <= cached_blocks <= most:
+            raise InvalidRequest("cached_blocks", f"a whole number from 0 to {most}", cached_blocks)
+        if id in self.exports:
+            raise InvalidRequest("id", "not exported already, or that export released", id)
+        lease = self._engine.pool.allocate(lease_owner(id), 0)
+        export = KvExport(sequence, cached_blocks, lease, self._engine.device)
+        self.exports[id] = export
+        for index in range(cached_blocks, sequence.computed // size):
+            export.offer(sequence, index, self._checksum)
+        return export
+
+    def finalize(self, id: str) -> TransferCommit:
+        """Commit the export of a parked sequence. Raises UnknownSequence, InvalidRequest.
+
+        All tokens of the request must be computed: the receiver publishes their blocks.
+        """
+        export, sequence = self.exports.get(id), self._engine.parked.get(id)
+        if export is None or export.ended or sequence is None:
+            raise UnknownSequence(f"{id} is not parked here with an open export")
+        tokens = len(sequence.request.token_ids)
+        if sequence.computed < tokens:
+            raise InvalidRequest("computed", f"at least the {tokens} tokens of the request", sequence.computed)
+        return export.finalize(sequence, self._checksum)
+
+    def finalize_running(self, id: str, sent: int) -> TransferCommit | None:
+        """Park and commit a running sequence once only its last, partial block is unsent.
+
+        ``sent``: number of its export's blocks that were sent. None: it runs on, as more blocks are unsent or it has
+        generated no token beyond those of the request. Raises UnknownSequence.
+        """
+        sequence, export = self._engine.sequences.get(id), self.exports.get(id)
+        if sequence is None or export is None:
+            raise UnknownSequence(f"{id} is not alive here with an open export")
+        is_decoding = sequence.block_table is not None and sequence.remaining == 1
+        unsent = sequence.computed // self._engine.pool.block_size - export.cached_blocks - sent
+        if not is_decoding or unsent > 0 or sequence.computed < len(sequence.request.token_ids):
+            return None
+        self._engine.park(id)
+        return self.finalize(id)
+
+    def withdraw(self, id: str) -> None:
+        """Cancel an export; a sequence that was parked for it runs on."""
+        if id in self._engine.parked:
+            self._engine.resume(id)
+        self.release(id)
+
+    def release(self, id: str) -> None:
+        """End an export and free its lease; once committed, the parked sequence leaves with it, without an event."""
+        export = self.exports.pop(id, None)
+        if export is None:
+            return
+        export.release()
+        if export.commit is not None and id in self._engine.parked:
+            self._engine.scheduler.release(self._engine.parked.pop(id))
+            del self._engine.sequences[id]
+
+    def on_blocks_filled(self, sequence: Sequence, first: int, stop: int, output: StepOutput) -> None:
+        """Blocks ``first`` up to ``stop`` are full: checksum those to be handed over, lease them to an open export."""
+        request = sequence.request
+        if request.park_after is not None and sequence.block_table:
+            for index in range(first, stop):
+                data = self._engine.device.read(sequence.block_table.blocks[index])
+                sequence.block_checksums[index] = block_checksum(self._checksum, index, data)
+        export = self.exports.get(request.id)
+        if export is not None and not export.ended:
+            for index in range(export.cached_blocks + len(export.runs), stop):
+                export.offer(sequence, index, self._checksum)
+                output.filled.append(BlockFilled(request.id, index))
+
+    def on_sequence_end(self, id: str) -> None:
+        """An uncommitted export of an ended sequence gets no more blocks."""
+        export = self.exports.get(id)
+        if export is not None and export.commit is None:
+            export.ended = True
+
+    # -- receiver -----------------------------------------------------------------------------------------------
+
+    def reserve(self, request: Request) -> IncomingSequence:
+        """Reserve a running slot and the blocks of a sequence that arrives with its KV, all or none.
+
+        Its cached prefix is pinned; the other blocks have capacity for its tokens and one more. Preempted sequences
+        that wait for blocks go first. Raises OutOfBlocks, InvalidRequest.
+        """
+        engine, limits = self._engine, self._engine.limits
+        sequence = engine.new_sequence(request)
+        if len(request.token_ids) >= limits.context_length:
+            limit = f"less than {limits.context_length} tokens to go on"
+            raise InvalidRequest("token_ids", limit, len(request.token_ids))
+        prefix = engine.scheduler.cached_prefix(sequence)
+        fresh = engine.pool.blocks_for(len(sequence.tokens) + 1) - len(prefix)
+        spare = len(engine.scheduler.running)
+        is_full = spare + len(self.arrivals) >= limits.max_running
+        if is_full or any(waiting.timeline.scheduled is not None for waiting in engine.scheduler.waiting):
+            raise OutOfBlocks(fresh, 0)
+        sequence.block_table = engine.pool.allocate(sequence.id, fresh, prefix, spare=spare)
+        arrival = IncomingSequence(sequence, len(prefix), engine.device, self._checksum, self.arrivals.pop)
+        self.arrivals[request.id] = arrival
+        return arrival
+
+    def join(self, arrival: IncomingSequence, commit: TransferCommit) -> None:
+        """Run an arrival from its commit on, once all its blocks are verified. Raises TransferRejected."""
+        sequence = arrival.accept(commit)
+        self._engine.sequences[arrival.id] = sequence
+        self._engine.scheduler.add(sequence)
