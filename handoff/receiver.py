@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from decant.engine.errors import EngineError, OutOfBlocks, TransferRejected
-from decant.engine.loop import EngineLoop
 from decant.engine.transfer import IncomingSequence
 from decant.engine.transfer import TransferCommit as EngineSeal
 from decant.handoff.codec import Received
+from decant.handoff.engine_protocol import EngineThread
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.heartbeat import heard
 from decant.handoff.packing import TransferLayout, Unpacker
@@ -54,7 +54,7 @@ class KvReceiver:
     """
 
     def __init__(
-        self, loop: EngineLoop, shape: TransferLayout, peer: wire.Peer, beat: Callable[[], wire.Heartbeat]
+        self, loop: EngineThread, shape: TransferLayout, peer: wire.Peer, beat: Callable[[], wire.Heartbeat]
     ) -> None:
         self._loop = loop
         self._shape = shape

@@ -21,13 +21,11 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
-from decant.engine.engine import Engine
 from decant.engine.errors import EngineError
-from decant.engine.loop import EngineLoop
-from decant.engine.output import StepOutput
 from decant.engine.transfer import KvExport
 from decant.engine.transfer import TransferCommit as EngineSeal
 from decant.handoff.codec import encode
+from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEngine
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.heartbeat import heard
 from decant.handoff.leases import Lease, LeaseTable
@@ -65,7 +63,7 @@ class KvSender:
     """All caches that this worker gives away. Lives on the event loop that hears the engine."""
 
     def __init__(
-        self, loop: EngineLoop, shape: TransferLayout, beat: Callable[[], wire.Heartbeat], lease_ms: int = LEASE_MS
+        self, loop: EngineThread, shape: TransferLayout, beat: Callable[[], wire.Heartbeat], lease_ms: int = LEASE_MS
     ) -> None:
         self.office = LeaseTable(lease_ms, self._expire)
         self.expired = 0
@@ -89,7 +87,7 @@ class KvSender:
         self._giving[sequence] = _SendState(prompt_tokens, logprobs, is_live)
         return self.office.issue(ticket, sequence)
 
-    def on_step(self, output: StepOutput) -> None:
+    def on_step(self, output: StepEvents) -> None:
         """Hear the engine: wake the fetches of sequences that filled a block, parked or ended."""
         for filled in output.filled:
             self._wake(filled.id)
@@ -274,7 +272,7 @@ class KvSender:
         if giving is not None:
             giving.export = None
 
-        def give_back(engine: Engine) -> None:
+        def give_back(engine: TransferEngine) -> None:
             engine.transfers.release(lease.sequence)
             engine.cancel(lease.sequence)
 
@@ -282,7 +280,7 @@ class KvSender:
         self._loop.post((lambda engine: engine.transfers.withdraw(lease.sequence)) if goes_on else give_back)
 
 
-def _finalize_running(engine: Engine, id: str, sent: int) -> EngineSeal | None:
+def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineSeal | None:
     return engine.transfers.finalize_running(id, sent)
 
 

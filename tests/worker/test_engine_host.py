@@ -6,7 +6,7 @@ import asyncio
 
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
-from decant.engine.output import StepOutput
+from decant.handoff.engine_protocol import StepEvents
 from decant.protos import worker_pb2 as wire
 from decant.worker.engine_host import layout_number
 from decant.worker.wire_codec import to_request
@@ -78,7 +78,7 @@ async def test_listeners_hear_a_step_in_order_and_the_giver_last() -> None:
         place.hub.step_listeners[:0] = [lambda _: heard.append("first"), lambda _: heard.append("second")]
         hears = place.hub.sender.on_step
 
-        def sender(output: StepOutput) -> None:
+        def sender(output: StepEvents) -> None:
             heard.append("sender")
             hears(output)
 

@@ -1,0 +1,73 @@
+"""The operations of an engine that a handoff needs.
+
+``EngineLoop`` and ``StepOutput`` of the engine satisfy these protocols as they are. A handoff imports from the engine
+only the records that travel (``engine.transfer``) and its errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from decant.engine.transfer import IncomingSequence, KvExport, TransferCommit
+
+T = TypeVar("T")
+
+
+class SequenceTransfers(Protocol):
+    """Exports and imports of sequences. Every method raises EngineError for a sequence that it cannot serve."""
+
+    def export(self, id: str, cached_blocks: int = 0) -> KvExport: ...
+
+    def finalize(self, id: str) -> TransferCommit: ...
+
+    def finalize_running(self, id: str, sent: int) -> TransferCommit | None: ...
+
+    def withdraw(self, id: str) -> None: ...
+
+    def release(self, id: str) -> None: ...
+
+    def join(self, arrival: IncomingSequence, commit: TransferCommit) -> None: ...
+
+
+class TransferEngine(Protocol):
+    """An engine between two steps, on its own thread."""
+
+    @property
+    def transfers(self) -> SequenceTransfers: ...
+
+    def cancel(self, id: str) -> object: ...
+
+
+class EngineThread(Protocol):
+    """Runs commands on the engine's thread, between two steps."""
+
+    async def call(
+        self, command: Callable[[TransferEngine], T], undo: Callable[[TransferEngine, T], object] | None = None
+    ) -> T:
+        """The command's result or exception. If the caller is cancelled after it ran, ``undo`` gets the result."""
+        ...
+
+    def post(self, command: Callable[[TransferEngine], object]) -> None:
+        """Run a command without waiting for it."""
+        ...
+
+
+class SequenceEvent(Protocol):
+    """An event of the sequence ``id``."""
+
+    @property
+    def id(self) -> str: ...
+
+
+class StepEvents(Protocol):
+    """The events of a step that concern handoffs: filled blocks, parked ids and finished sequences."""
+
+    @property
+    def filled(self) -> Sequence[SequenceEvent]: ...
+
+    @property
+    def parked(self) -> Sequence[str]: ...
+
+    @property
+    def ended(self) -> Sequence[SequenceEvent]: ...
