@@ -16,8 +16,8 @@ from decant.engine.costs import StepTimePredictor
 from decant.engine.errors import InvalidConfig, InvalidRequest, UnknownSequence
 from decant.engine.exports import KvTransfers, lease_owner
 from decant.engine.output import Load, PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
-from decant.engine.plan import Device, StepPlan, StepResult, TokenLogprobs
-from decant.engine.request import FinishReason, Request, check_some_left, check_tokens
+from decant.engine.plan import Device, FurtherToken, StepPlan, StepResult, TokenLogprobs
+from decant.engine.request import FinishReason, Request, check_request
 from decant.engine.scheduler import Limits, Scheduler, priority_key
 from decant.engine.sequence import Sequence as EngineSequence
 from decant.engine.transfer import Checksum, default_checksum
@@ -41,11 +41,13 @@ class Engine:
             raise InvalidConfig("window", f"at most the model's {device.context_length}", length)
         if length > capacity:
             raise InvalidConfig("window", f"at most the {capacity} tokens that the KV memory holds", length)
+        if not 0 <= device.lookahead < device.block_size:
+            raise InvalidConfig("lookahead", f"less than a block of {device.block_size} tokens", device.lookahead)
         self.device = device
         self.limits = limits
         self.pool = BlockPool(device.num_blocks, device.block_size)
         self.predictor = StepTimePredictor(device.costs)
-        self.scheduler = Scheduler(self.pool, limits, self.predictor)
+        self.scheduler = Scheduler(self.pool, limits, self.predictor, device.lookahead)
         self.transfers = KvTransfers(self, checksum)
         self.sequences: dict[str, EngineSequence] = {}
         self.parked: dict[str, EngineSequence] = {}
@@ -163,6 +165,32 @@ class Engine:
                 self._end(sequence, FinishReason.STOP, stop_token=token)
             elif end + 1 >= sequence.next_check_length and self._finish_or_park(sequence):
                 output.parked.append(request.id)
+        for index, further in result.further.items():
+            self._commit_further(sequences[index], further, now, output)
+
+    def _commit_further(
+        self, sequence: EngineSequence, further: Sequence[FurtherToken], now: float, output: StepOutput
+    ) -> None:
+        """Commit a row's further tokens up to the one that ends or parks its sequence, and drop the others.
+
+        ``computed`` counts the KV of committed tokens only: slots behind it hold KV of rejected tokens, are never
+        published, and are overwritten.
+        """
+        size = self.pool.block_size
+        for token, logprobs in further:
+            if sequence.id not in self.sequences or sequence.id in self.parked:
+                return
+            sequence.computed += 1
+            if sequence.computed % size == 0:
+                filled = sequence.computed // size
+                self._on_blocks_filled(sequence, filled - 1, filled, output)
+            output.tokens.append(Token(sequence.id, sequence.num_output, token, logprobs))
+            sequence.tokens.append(token)
+            sequence.timeline.tokens.append(now)
+            if token in sequence.stops:
+                self._end(sequence, FinishReason.STOP, stop_token=token)
+            elif len(sequence.tokens) >= sequence.next_check_length and self._finish_or_park(sequence):
+                output.parked.append(sequence.id)
 
     def _fail(self, sequence: EngineSequence, why: str) -> None:
         """End a sequence whose logits are not finite. Its KV may not be either, so none of it stays cached."""
@@ -262,27 +290,13 @@ class Engine:
 
     def new_sequence(self, request: Request) -> EngineSequence:
         """A sequence in no queue yet. Raises InvalidRequest."""
-        self._validate(request)
+        in_use = request.id in self.sequences or self.transfers.uses(request.id)
+        if in_use or any(end.id == request.id for end in self._ended):
+            raise InvalidRequest("id", "not alive already", request.id)
+        check_request(request, self.device.vocab_size, self.device.eos_token_ids, self.limits.context_length)
         self._num_added += 1
         order = priority_key(self.steps, self._num_added, request.priority)
         sequence = EngineSequence(request, order, self._clock())
         sequence.stops = request.stop.ids(self.device.eos_token_ids)
         sequence.next_check_length = request.next_check_length(len(request.token_ids), self.limits.context_length)
         return sequence
-
-    def _validate(self, request: Request) -> None:
-        vocabulary, context_length = self.device.vocab_size, self.limits.context_length
-        in_use = request.id in self.sequences or self.transfers.uses(request.id)
-        if in_use or any(end.id == request.id for end in self._ended):
-            raise InvalidRequest("id", "not alive already", request.id)
-        if len(request.token_ids) > context_length:
-            raise InvalidRequest("token_ids", f"at most {context_length} tokens", len(request.token_ids))
-        check_tokens("token_ids", request.token_ids, vocabulary)
-        check_tokens("stop_token_ids", request.stop.stop_token_ids, vocabulary)
-        check_tokens("logit_bias", tuple(request.sampling.logit_bias), vocabulary)
-        check_some_left(request.stop, self.device.eos_token_ids, vocabulary)
-        generated = len(request.token_ids) - request.prompt_len
-        if request.stop.max_tokens is not None and generated >= request.stop.max_tokens:
-            raise InvalidRequest("max_tokens", f"more than the {generated} tokens already written", generated)
-        if generated and len(request.token_ids) >= context_length:
-            raise InvalidRequest("token_ids", f"less than {context_length} tokens with output", len(request.token_ids))

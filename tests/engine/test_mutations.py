@@ -15,7 +15,7 @@ import pytest
 
 from decant.engine import blocks, transfer
 from decant.engine.blocks import BlockPool, BlockTable
-from decant.engine.costs import StepCostModel, StepTimePredictor
+from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.exports import KvTransfers
 from decant.engine.fake import FakeDevice
@@ -208,10 +208,10 @@ def give_a_sequence_two_rows(patch: Patch) -> None:
 
 
 def run_one_too_many(patch: Patch) -> None:
-    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits, predictor: StepTimePredictor) -> None:
+    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits, *args: Any) -> None:
         most = limits.max_running + 1
         limits = replace(limits, max_running=most, token_budget=max(most, limits.token_budget))
-        original(scheduler, pool, limits, predictor)
+        original(scheduler, pool, limits, *args)
 
     original = Scheduler.__init__
     patch.setattr(Scheduler, "__init__", init)

@@ -23,7 +23,7 @@ COSTS = StepCostModel(fixed=0.02, token=0.001, logits=0.002, pair=2e-6)
 
 
 def make(costs: StepCostModel = COSTS, *, budget: int = 512, slower: float = 1.0) -> tuple[Engine, Timed]:
-    device = Timed(costs, slower, context_length=CONTEXT_LENGTH, room=4 * CONTEXT_LENGTH)
+    device = Timed(costs, slower, context_length=CONTEXT_LENGTH, num_slots=4 * CONTEXT_LENGTH)
     limits = Limits(token_budget=budget, max_running=8, context_length=CONTEXT_LENGTH, step_seconds=STEP)
     return Engine(device, limits, clock=lambda: device.now), device
 
