@@ -57,7 +57,7 @@ class Deployment:
 
     async def scripts(self) -> int:
         """How many scripts Redis was asked to run so far: all that a router writes is one."""
-        stats = await self._redis.ask("INFO", "commandstats")
+        stats = await self._redis.execute("INFO", "commandstats")
         return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
 
     def engine_ms(self) -> dict[str, float]:
@@ -74,7 +74,7 @@ async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
         stack.push_async_callback(client.close)
-        processes = {"redis": psutil.Process((await client.ask("INFO", "server"))["process_id"])}
+        processes = {"redis": psutil.Process((await client.execute("INFO", "server"))["process_id"])}
         port, bare = free_port(), free_port()
         shared = ["--redis-url", redis.url]
         for role in ROLES:

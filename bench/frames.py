@@ -19,8 +19,10 @@ import grpc
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
-from decant.router.execution.token_stream import OutputOptions, TokenStream, ValidRequest
+from decant.router.execution.token_stream import TokenStream
 from decant.router.execution.token_writer import TokenWriter
+from decant.router.execution.valid_request import ValidRequest
+from decant.router.text.output_text import OutputOptions
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
 from decant.runtime.channel import Deadline, open_channel
@@ -81,11 +83,25 @@ async def serve(sequences: int) -> None:
 # -- the router's side -------------------------------------------------------------------------------------------
 
 
-class _Nobody:
-    """Watches a session and has no use for what it says."""
+class _Observer:
+    """Ignores what a session reports."""
 
     def opened(self, session: WorkerSession) -> None: ...
     def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None: ...
+
+
+class _Listener:
+    """Ignores what is reported of a run."""
+
+    def on_scheduled(self, message: wire.Scheduled) -> None: ...
+    def on_decode_started(self, message: wire.DecodeStarted) -> None: ...
+    def on_run_status(self, status: wire.RunStatus) -> None: ...
+    def on_offer(self, ticket: wire.Ticket) -> None: ...
+    def on_draining(self) -> None: ...
+    def on_ended(self, ended: wire.Ended) -> None: ...
+    def on_refused(self, refused: wire.Refused) -> None: ...
+    def on_failed(self, failed: wire.Failed) -> None: ...
+    def on_superseded(self, superseded: wire.Superseded) -> None: ...
 
 
 async def tokens_per_second(sequences: int, seconds: float) -> float:
@@ -96,11 +112,11 @@ async def tokens_per_second(sequences: int, seconds: float) -> float:
     assert process.stdin is not None
     assert process.stdout is not None
     channel = open_channel(f"127.0.0.1:{int(await process.stdout.readline())}", PeerTls())
-    session = WorkerSession(new_peer("router"), new_peer("scripted"), channel, _Nobody())
+    session = WorkerSession(new_peer("router"), new_peer("scripted"), channel, _Observer())
     courses = [_course(number) for number in range(sequences)]
     for course in courses:
         start = wire.Start(run=wire.Run(request=str(course.request.key), epoch=1, attempt=1))
-        session.start(RunSubscription(start, TokenWriter(course), lambda event: None))
+        session.start(RunSubscription(start, TokenWriter(course), _Listener()))
     running = asyncio.create_task(session.run(lambda: True))
     try:
         async with asyncio.timeout(BEGIN_SECONDS):
@@ -127,9 +143,9 @@ def _course(number: int) -> TokenStream:
         payload=pb.GenerateRequest(),
         engine_request=wire.EngineRequest(stopping=wire.Stopping(max_tokens=MAX_TOKENS)),
         prompt_tokens=PROMPT,
-        wanted=OutputOptions(),
+        output_options=OutputOptions(),
         deadline=Deadline(),
-        id_made_up=False,
+        id_generated=False,
         accepted_at=0.0,
     )
     return TokenStream(request)

@@ -23,7 +23,7 @@ from bench.conversations import arrivals
 from bench.options import positive
 from bench.simulation import Choose, Simulation
 from decant.protos import worker_pb2 as wire
-from decant.router.placement.policy import PlacementRequest, WorkerSnapshot, first_place
+from decant.router.placement.policy import PlacementRequest, WorkerSnapshot, choose_first_worker
 from decant.state.ids import Incarnation
 
 LOADS = {"conversations": 1.0, "mixed": 0.5}
@@ -42,9 +42,9 @@ _DECODE = WorkerSnapshot(
 
 def placed(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
     """As the router does."""
-    place = first_place([*workers, _DECODE], PlacementRequest(tokens))
+    place = choose_first_worker([*workers, _DECODE], PlacementRequest(tokens))
     assert place is not None
-    return place.life
+    return place.incarnation
 
 
 def by_load(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
@@ -54,12 +54,12 @@ def by_load(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
 
 def at_random(seed: int) -> Choose:
     rng = Random(seed)
-    return lambda workers, _: rng.choice(workers).life
+    return lambda workers, _: rng.choice(workers).incarnation
 
 
 def in_turn() -> Choose:
     turns = itertools.count()
-    return lambda workers, _: workers[next(turns) % len(workers)].life
+    return lambda workers, _: workers[next(turns) % len(workers)].incarnation
 
 
 def policies(routers: int, seed: int) -> Iterator[tuple[str, list[Choose]]]:

@@ -69,7 +69,7 @@ class Worker:
         (prompt, holding, cached), self.reading = self.reading, None
         self.pool.publish(holding.blocks[: len(prompt.digests)], prompt.digests)
         holding.release()
-        prompt.sent.over()
+        prompt.sent.release()
         return prompt, cached
 
     def look(self) -> None:
@@ -128,10 +128,10 @@ class Simulation:
 
     def _arrive(self, router: int, arrival: Arrival) -> None:
         views = self._views[router]
-        life = self._choose[router]([view.seen(arrival.prefix) for view in views], arrival.tokens)
-        number = next(number for number, view in enumerate(views) if view.life == life)
-        sent = views[number].send(arrival.prefix, arrival.tokens, computed=True)
-        digests = [name.to_bytes(8, "little") for name in arrival.prefix.names(BLOCK_TOKENS)]
+        incarnation = self._choose[router]([view.snapshot(arrival.prefix) for view in views], arrival.tokens)
+        number = next(number for number, view in enumerate(views) if view.incarnation == incarnation)
+        sent = views[number].reserve(arrival.prefix, arrival.tokens, computed=True)
+        digests = [name.to_bytes(8, "little") for name in arrival.prefix.hashes(BLOCK_TOKENS)]
         self._workers[number].queue.append(Prompt(arrival, digests, sent))
         self._go_on(number)
 
@@ -154,7 +154,7 @@ class Simulation:
 
     def _beat(self, number: int, prompts: int) -> None:
         for router, views in enumerate(self._views):
-            views[number].hear(self._workers[number].heartbeat(router))
+            views[number].apply_heartbeat(self._workers[number].heartbeat(router))
         if len(self.waited) < prompts:
             self._at(self._now + BEAT_SECONDS, partial(self._beat, number, prompts))
 

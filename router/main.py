@@ -18,23 +18,23 @@ from importlib.metadata import version
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RouterRegistration
-from decant.router.admission.admission_queue import Admission
 from decant.router.admission.quota import QuotaLeases
 from decant.router.api.auth import Authenticator
 from decant.router.api.auth import load as load_callers
-from decant.router.api.limits import limits
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.execution.execution import RouterServices
+from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
-from decant.router.recovery.journal_writer import JournalWriter
+from decant.router.limits import limits
 from decant.router.recovery.open_requests import OpenEntries
 from decant.router.recovery.registration import RouterRegistrar
-from decant.router.recovery.restore import reviver
+from decant.router.recovery.restore import make_request_restorer
 from decant.router.recovery.takeover import OrphanRecovery
 from decant.router.settings import RouterSettings
 from decant.router.text.served_model import Models, load
 from decant.router.workers.pool import WorkerPool
 from decant.runtime import logs, shutdown
+from decant.runtime.admission import Admission
 from decant.runtime.health import Readiness
 from decant.runtime.metrics import Registry, RequestMetrics
 from decant.runtime.model_files import ModelUnreadable
@@ -122,7 +122,7 @@ class RouterProcess:
         self.flusher = JournalWriter(store.requests, settings.flush_ms)
         self.bookings = QuotaLeases(store.quotas, callers.limits)
         admission = Admission(settings.max_active, settings.queue_limit)
-        revive = reviver(models, self.pool.window_of)
+        revive = make_request_restorer(models, self.pool.max_context_length)
         router = RouterServices(
             peer=self.peer,
             settings=settings,
@@ -210,13 +210,13 @@ class RouterProcess:
 
     def _about(self, settings: RouterSettings) -> ServerInfoSource:
         return ServerInfoSource(
-            life=Incarnation.of(self.peer),
+            incarnation=Incarnation.of(self.peer),
             version=VERSION,
             limits=limits(
                 max_queued_requests=settings.queue_limit,
                 resume_grace_ms=settings.resume_grace_ms,
                 result_ttl_ms=round(Ttls().ended_s * 1000),
             ),
-            store_available=lambda: not self.flusher.is_away,
+            store_available=lambda: not self.flusher.is_unavailable,
             draining=lambda: self.dispatcher.is_draining,
         )

@@ -17,35 +17,41 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
     """How a router runs."""
 
     id: str | None = Field(
-        default=None, min_length=1, max_length=128, description="name among its peers; unset: made up"
+        default=None,
+        min_length=1,
+        max_length=128,
+        description="name among the processes of the deployment; unset: generated",
     )
-    redis_url: str = Field(default="redis://127.0.0.1:6379", description="where the state is")
+    redis_url: str = Field(default="redis://127.0.0.1:6379", description="Redis with the state of requests")
     advertise: str | None = Field(
-        default=None, description="host:port under which clients reach this router; unset: host and port"
+        default=None, description="host:port at which clients reach this router; unset: host and port"
     )
     models: tuple[str, ...] = Field(
-        min_length=1, description="folders or hub names, each perhaps as ID=SOURCE; the first is the default"
+        min_length=1, description="folders or hub names, optionally as ID=SOURCE; the first is the default model"
     )
     credentials: Path | None = Field(
-        default=None, description="TOML file of the tenants that may ask; unset: everybody may"
+        default=None, description="TOML file of the tenants that may call; unset: every client may"
     )
-    queue_limit: int = Field(default=1024, ge=1, description="requests that may wait for a worker")
+    queue_limit: int = Field(default=1024, ge=1, description="maximum requests that wait for a worker")
     max_queue_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="a request that would wait longer, as predicted, is refused at once",
+        description="a request is refused at once if its predicted wait is longer",
     )
-    max_active: int = Field(default=4096, ge=1, description="requests at work at once")
-    flush_ms: int = Field(default=50, ge=1, le=10_000, description="how often journals are written, at most")
-    resume_grace_ms: int = Field(default=3_000, ge=0, description="how long a lost stream's request is kept")
-    attempts: int = Field(default=3, ge=1, le=100, description="tries at one request, the first included")
+    max_active: int = Field(default=4096, ge=1, description="maximum requests in progress; more wait in the queue")
+    flush_ms: int = Field(default=50, ge=1, le=10_000, description="milliseconds between two writes of the journals")
+    resume_grace_ms: int = Field(
+        default=3_000, ge=0, description="milliseconds to resume a lost stream before its request is cancelled"
+    )
+    attempts: int = Field(default=3, ge=1, le=100, description="attempts at one request, the first included")
     handoff_min_tokens: int | None = Field(
         default=None,
         ge=0,
-        description="prompts with fewer uncached tokens are read where they are decoded; 0: none are; unset: measured",
+        description="prompts with fewer uncached tokens are computed on the decode worker; 0: none; unset: measured",
     )
     serve_without_redis: bool = Field(
-        default=True, description="take new requests while Redis is away: their streams can't be resumed"
+        default=True,
+        description="accept new requests while Redis is unavailable; they cannot be resumed on another router",
     )
 
     @field_validator("redis_url")

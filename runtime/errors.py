@@ -40,6 +40,9 @@ from decant.runtime.error_details import (
     part,
 )
 
+RETRY_AFTER_SECONDS = 1.0
+"""When a client may ask again that was refused for a reason whose end is not known."""
+
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 

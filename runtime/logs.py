@@ -33,7 +33,7 @@ Level = Literal["debug", "info", "warning", "error"]
 class LogSettings(Settings):
     """How a process logs."""
 
-    log_level: Level = Field(default="info", description="the least urgent level that is logged")
+    log_level: Level = Field(default="info", description="least severe level that is logged")
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto", description="auto: columns on a terminal, JSON elsewhere"
     )

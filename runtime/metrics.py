@@ -84,7 +84,9 @@ class ShellMetrics:
             "python": platform.python_version(),
             "grpc": grpc.__version__,
         }
-        registry.gauge("build_info", "Always 1; what this process is built of.", build).labels(**build).set(1)
+        registry.gauge("build_info", "Always 1. Its labels are the versions of this process.", build).labels(
+            **build
+        ).set(1)
 
     def count_error(self, error: ServiceError) -> None:
         self.errors.labels(error.label, error.code.name, error.blame.value).inc()
@@ -110,20 +112,24 @@ class RequestMetrics:
     def __init__(self, registry: Registry) -> None:
         model = ("model",)
         time = registry.histogram
-        self.ttft = time("time_to_first_token_seconds", "Accepted to first token sent.", TTFT_SECONDS, model)
-        self.inter_token = time("inter_token_latency_seconds", "Between two tokens sent.", TOKEN_SECONDS, model)
-        self.e2e = time("e2e_request_latency_seconds", "Accepted to end.", REQUEST_SECONDS, model)
-        self.queue = time("request_queue_time_seconds", "Accepted to taken up by a worker.", REQUEST_SECONDS, model)
-        self.prefill = time("request_prefill_time_seconds", "First chunk to first token.", REQUEST_SECONDS, model)
-        self.decode = time("request_decode_time_seconds", "First decode step to last token.", REQUEST_SECONDS, model)
+        self.ttft = time("time_to_first_token_seconds", "From accepted to first token sent.", TTFT_SECONDS, model)
+        self.inter_token = time("inter_token_latency_seconds", "Between two tokens of a stream.", TOKEN_SECONDS, model)
+        self.e2e = time("e2e_request_latency_seconds", "From accepted to ended.", REQUEST_SECONDS, model)
+        self.queue = time(
+            "request_queue_time_seconds", "From accepted to taken up by a worker.", REQUEST_SECONDS, model
+        )
+        self.prefill = time("request_prefill_time_seconds", "From first chunk to first token.", REQUEST_SECONDS, model)
+        self.decode = time(
+            "request_decode_time_seconds", "From first decode step to last token.", REQUEST_SECONDS, model
+        )
         self.prompt = registry.counter(
-            "prompt_tokens_total", "Prompt tokens, by where their KV came from.", ("model", "source")
+            "prompt_tokens_total", "Prompt tokens, by the source of their KV.", ("model", "source")
         )
         self.generated = registry.counter("generation_tokens_total", "Output tokens.", model)
         self.running = registry.gauge("requests_running", "Requests that a worker has taken up.")
         self.waiting = registry.gauge("requests_waiting", "Requests that wait for a worker.")
         self.ready_workers = registry.gauge(
-            "ready_workers", "Workers to which new requests may be sent, as this router sees them.", ("model", "role")
+            "ready_workers", "Workers to which this router may send new requests.", ("model", "role")
         )
 
     def of(self, model: str) -> ModelMetrics:
@@ -135,16 +141,20 @@ class EngineMetrics:
     """What a worker observes of its engine. `causes` are all the names that a handoff's failure can have."""
 
     def __init__(self, registry: Registry, causes: Iterable[str]) -> None:
-        self.cache_usage = registry.gauge("kv_cache_usage_ratio", "Blocks in use, 0 to 1.")
+        self.cache_usage = registry.gauge("kv_cache_usage_ratio", "Share of the KV blocks that are in use, 0 to 1.")
         self.running = registry.gauge("requests_running", "Sequences in the batch.")
-        self.waiting = registry.gauge("requests_waiting", "Sequences and arrivals that wait for room or their turn.")
-        self.generated = registry.counter("generation_tokens_total", "Tokens sampled.")
-        self.preemptions = registry.counter("preemptions_total", "Sequences that lost their blocks to others.")
-        self.handoff_seconds = registry.histogram(
-            "handoff_seconds", "First block asked for to cache owned.", HANDOFF_SECONDS
+        self.waiting = registry.gauge(
+            "requests_waiting", "Sequences and arriving caches that wait for free blocks or their turn."
         )
-        self.handoff_bytes = registry.histogram("handoff_bytes", "KV cache moved per handoff.", HANDOFF_BYTES)
-        failures = registry.counter("handoff_failures_total", "Handoffs that came to nothing.", ("cause",))
+        self.generated = registry.counter("generation_tokens_total", "Tokens sampled.")
+        self.preemptions = registry.counter(
+            "preemptions_total", "Sequences whose blocks were given to more urgent ones."
+        )
+        self.handoff_seconds = registry.histogram(
+            "handoff_seconds", "From first block requested to cache owned.", HANDOFF_SECONDS
+        )
+        self.handoff_bytes = registry.histogram("handoff_bytes", "Bytes of KV cache moved by a handoff.", HANDOFF_BYTES)
+        failures = registry.counter("handoff_failures_total", "Handoffs that failed.", ("cause",))
         self.handoff_failures = {cause: failures.labels(cause) for cause in causes}
-        prompt = registry.counter("prompt_tokens_total", "Prompt tokens, by where their KV came from.", ("source",))
+        prompt = registry.counter("prompt_tokens_total", "Prompt tokens, by the source of their KV.", ("source",))
         self.prompt = {source: prompt.labels(source.value) for source in PromptSource}

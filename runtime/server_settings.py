@@ -18,16 +18,18 @@ MAX_PENDING_SECONDS = 86_400
 class ServerSettings(ServerTls):
     """Where and how a process serves."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 or :: for all")
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 or :: is every address"
+    )
     port: int = Field(default=50051, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     admin_port: int | None = Field(
         default=None, ge=0, le=65535, description="plaintext HTTP port for /alive, /ready and /metrics; unset: none"
     )
     reuse_port: bool = Field(default=False, description="share the port with other processes (SO_REUSEPORT)")
     max_message_bytes: int = Field(
-        default=MAX_MESSAGE_BYTES, ge=1024, lt=2**31, description="largest message, each way"
+        default=MAX_MESSAGE_BYTES, ge=1024, lt=2**31, description="maximum size of a message, in each direction"
     )
-    drain_seconds: float = Field(default=45.0, ge=0, description="after SIGTERM, for calls in flight to end")
+    drain_seconds: float = Field(default=45.0, ge=0, description="seconds after SIGTERM for running calls to end")
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:

@@ -24,12 +24,10 @@ _log = logs.get(__name__)
 class ServerTls(Settings):
     """How a server proves itself, and whether its clients have to."""
 
-    tls_certificate: Path | None = Field(
-        default=None, description="PEM chain of this server; without one it speaks plaintext"
-    )
+    tls_certificate: Path | None = Field(default=None, description="PEM chain of this server; unset: plaintext")
     tls_key: Path | None = Field(default=None, description="PEM key of tls_certificate")
     tls_client_ca: Path | None = Field(
-        default=None, description="PEM roots that every client's certificate must chain to (mutual TLS)"
+        default=None, description="PEM roots of the certificates of clients; set: mutual TLS"
     )
 
     @property
@@ -51,12 +49,12 @@ class PeerTls(Settings):
     """How this process reaches others of the same deployment."""
 
     peer_ca: Path | None = Field(
-        default=None, description="PEM roots of the other processes; without any it speaks plaintext"
+        default=None, description="PEM roots of the certificates of other processes; unset: plaintext"
     )
-    peer_certificate: Path | None = Field(default=None, description="PEM chain shown to other processes (mutual TLS)")
+    peer_certificate: Path | None = Field(default=None, description="PEM chain for mutual TLS with other processes")
     peer_key: Path | None = Field(default=None, description="PEM key of peer_certificate")
     peer_name: str | None = Field(
-        default=None, description="name expected in the others' certificates, where they are reached by address"
+        default=None, description="name in the certificates of other processes, if it is not their address"
     )
 
     @model_validator(mode="after")

@@ -51,7 +51,7 @@ class Client:
         )
         self._redis = Redis.from_pool(self._pool)
 
-    async def ask(self, *words: Argument) -> Reply:
+    async def execute(self, *words: Argument) -> Reply:
         """One plain command."""
         return await self.run(Command(words))
 

@@ -2,8 +2,8 @@
 
 Of the lives that come up under one id, the one that registered last is the present one, whoever renews later:
 
-    life A   register ---- renew ---------------------- renew: Replaced     remove: nothing happens
-    life B                           register ---- renew ---------- renew ----------
+    incarnation A   register ---- renew ---------------------- renew: Replaced     remove: nothing happens
+    incarnation B                           register ---- renew ---------- renew ----------
 
 What is there is a list; that it changed is an entry in a stream on which readers wait.
 """
@@ -34,7 +34,7 @@ class DirectoryEntry(Generic[Facts]):
     renewed_ago_s: float = 0.0  # since its registration was last renewed
 
     @property
-    def life(self) -> Incarnation:
+    def incarnation(self) -> Incarnation:
         return Incarnation.of(self.facts.peer)
 
 
@@ -48,14 +48,14 @@ class Listing(Generic[Facts]):
 
 
 class Directory(Generic[Facts]):
-    def __init__(self, client: Client, kind: Kind, facts: type[Facts], lifetimes: Ttls) -> None:
+    def __init__(self, client: Client, kind: Kind, facts: type[Facts], ttls: Ttls) -> None:
         self._client = client
         self._kind: Kind = kind
         self._facts = facts
-        self._lasts = (round(lifetimes.registration_s * 1000), round(lifetimes.directory_s * 1000))
+        self._lasts = (round(ttls.registration_s * 1000), round(ttls.directory_s * 1000))
 
     async def register(self, facts: Facts, load: Load | None = None) -> Registration[Facts]:
-        """Become the present life of `facts.peer.id`, once when a process starts. Raises StoreUnavailable."""
+        """Become the present incarnation of `facts.peer.id`, once when a process starts. Raises StoreUnavailable."""
         since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._words(facts, load)))
         return Registration(self, facts, since)
 
@@ -81,19 +81,19 @@ class Directory(Generic[Facts]):
             listing = await self.listing()
         return listing
 
-    async def alive(self, life: Incarnation) -> bool:
-        """Whether this very life is registered. Raises StoreUnavailable."""
-        call = scripts.DIRECTORY_ALIVE.call(self._names[:2], life.id, life.hex)
+    async def alive(self, incarnation: Incarnation) -> bool:
+        """Whether this very incarnation is registered. Raises StoreUnavailable."""
+        call = scripts.DIRECTORY_ALIVE.call(self._names[:2], incarnation.id, incarnation.hex)
         return bool(await self._client.run(call))
 
     async def renew(self, facts: Facts, load: Load | None, since: int) -> bool:
-        """False: a later life is registered. For `Registration`."""
+        """False: a later incarnation is registered. For `Registration`."""
         words = self._words(facts, load)
         return bool(await self._client.run(scripts.DIRECTORY_RENEW.call(self._names, *words, since)))
 
-    async def remove(self, life: Incarnation) -> None:
-        """Nothing happens where another life is registered. For `Registration`."""
-        await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, life.id, life.hex))
+    async def remove(self, incarnation: Incarnation) -> None:
+        """Nothing happens where another incarnation is registered. For `Registration`."""
+        await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, incarnation.id, incarnation.hex))
 
     def _parsed(self, packed: bytes | None, load: bytes | None, ends_ms: int) -> DirectoryEntry[Facts] | None:
         """None for a registration that can't be read: it concerns no other one."""
@@ -110,13 +110,13 @@ class Directory(Generic[Facts]):
         return [keys.peers(self._kind), keys.expiry(self._kind), keys.changes(self._kind)]
 
     def _words(self, facts: Facts, load: Load | None) -> tuple[str | bytes | int, ...]:
-        life = Incarnation.of(facts.peer)
+        incarnation = Incarnation.of(facts.peer)
         packed = load.SerializeToString() if load else b""
-        return (life.id, life.hex, facts.SerializeToString(deterministic=True), packed, *self._lasts)
+        return (incarnation.id, incarnation.hex, facts.SerializeToString(deterministic=True), packed, *self._lasts)
 
 
 class Registration(Generic[Facts]):
-    """One life's place in the directory. Its process renews it every `Lifetimes.renew_every_s`."""
+    """One incarnation's place in the directory. Its process renews it every `Lifetimes.renew_every_s`."""
 
     def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
         self.facts = facts  # may be replaced before a renewal; the peer stays
@@ -126,13 +126,13 @@ class Registration(Generic[Facts]):
     async def renew(self, load: Load | None = None) -> None:
         """Also writes it again where Redis was emptied, or where it ran out.
 
-        Raises Replaced when a later life is registered, StoreUnavailable.
+        Raises Replaced when a later incarnation is registered, StoreUnavailable.
         """
         if not await self._directory.renew(self.facts, load, self._since):
             raise IncarnationReplaced(Incarnation.of(self.facts.peer))
 
     async def remove(self) -> None:
-        """Leave. A later life's registration stays. Raises StoreUnavailable."""
+        """Leave. A later incarnation's registration stays. Raises StoreUnavailable."""
         await self._directory.remove(Incarnation.of(self.facts.peer))
 
 

@@ -60,9 +60,9 @@ class Superseded(StateError):
 class IncarnationReplaced(StateError):
     """Another incarnation has registered under this id since; this one is over."""
 
-    def __init__(self, life: Incarnation) -> None:
-        super().__init__(f"{life}: another incarnation is registered under this id")
-        self.life = life
+    def __init__(self, incarnation: Incarnation) -> None:
+        super().__init__(f"{incarnation}: another incarnation is registered under this id")
+        self.incarnation = incarnation
 
 
 class AlreadyExists(StateError):

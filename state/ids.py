@@ -18,7 +18,7 @@ _FOLLOWS = {
 }
 
 
-def may_follow(new: State, old: State, *, new_attempt: bool) -> bool:
+def is_valid_transition(new: State, old: State, *, new_attempt: bool) -> bool:
     """Whether a request in state `old` may go to `new`; a new attempt begins QUEUED, and only it does."""
     if old in ENDED:
         return False
@@ -44,7 +44,7 @@ class RequestKey(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """One life of one process. A restarted one has another incarnation: it is another peer."""
+    """One incarnation of one process. A restarted one has another incarnation: it is another peer."""
 
     id: str
     incarnation: int  # 64 bits, drawn when the process starts

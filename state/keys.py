@@ -16,9 +16,9 @@ decant:{workers|routers}:peers        hash    i:<id> incarnation; s:<id> first r
                                               l:<id> Load
 decant:{workers|routers}:expiry       zset    id -> end of its registration, in ms               as peers
 decant:{workers|routers}:changes      stream  one entry: when the directory changed              as peers
-decant:{routers}:open:<life>          set     tenant/id of the requests a router hasn't ended    open_s from the last
+decant:{routers}:open:<router>        set     tenant/id of a router's unfinished requests        open_s from the last
                                                                                                  addition
-decant:{routers}:owners               set     lives that have an open set                        as the open sets
+decant:{routers}:owners               set     routers that have an open set                      as the open sets
 decant:{quota/tenant}:in_flight       zset    request id -> end of its lease, in ms              quota_lease_s
 decant:{quota/tenant}:charged         hash    request id -> tokens charged for it                as in_flight
 decant:{quota/tenant}:full_at         string  when the tenant's minute is full again, in         until then

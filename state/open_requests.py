@@ -26,9 +26,9 @@ BATCH = 1000  # members in one command: Lua's stack holds about 8,000
 
 
 class OpenRequests:
-    def __init__(self, client: Client, lifetimes: Ttls) -> None:
+    def __init__(self, client: Client, ttls: Ttls) -> None:
         self._client = client
-        self._open_ms = round(lifetimes.open_s * 1000)
+        self._open_ms = round(ttls.open_s * 1000)
 
     def adding(self, router: Incarnation, requests: Sequence[RequestKey]) -> Command:
         """The command that `add` sends, for a pipeline; at most BATCH requests."""
@@ -53,7 +53,7 @@ class OpenRequests:
 
     async def of(self, router: Incarnation) -> set[RequestKey]:
         """Members that can't be read are passed over. Raises StoreUnavailable."""
-        return set(_readable(RequestKey.parse, await self._client.ask("SMEMBERS", keys.open_set(router))))
+        return set(_readable(RequestKey.parse, await self._client.execute("SMEMBERS", keys.open_set(router))))
 
     async def orphaned(self) -> set[Incarnation]:
         """Routers that have entries and are not registered; names that can't be read are passed over.

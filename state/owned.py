@@ -11,7 +11,7 @@ from typing import NamedTuple
 from decant.protos.inference_pb2 import GenerateRequest, Generation
 from decant.protos.state_pb2 import RequestRecord
 from decant.state import journal, logprobs
-from decant.state.ids import ENDED, Incarnation, RequestKey, State, may_follow
+from decant.state.ids import ENDED, Incarnation, RequestKey, State, is_valid_transition
 from decant.state.journal import ENTRY_BYTES, Entry
 from decant.state.logprobs import Logprobs
 
@@ -43,14 +43,14 @@ WRITE_BYTES = 1024
 """Of a write that brings nothing but a few entries: its names, numbers and record."""
 
 
-class LogprobsAsked(NamedTuple):
+class LogprobsOptions(NamedTuple):
     """How many alternatives to each token a request wants to see; None: no logprobs."""
 
     output: int | None
     prompt: int | None
 
     @classmethod
-    def of(cls, payload: GenerateRequest) -> LogprobsAsked:
+    def of(cls, payload: GenerateRequest) -> LogprobsOptions:
         response = payload.response
         return cls(
             response.logprobs if response.HasField("logprobs") else None,
@@ -84,11 +84,11 @@ class OwnedRequest:
         # Equal requests are equal bytes on any router.
         self.payload = payload.SerializeToString(deterministic=True)
         self.digest = hashlib.sha256(self.payload).digest()
-        self.stored = 0  # entries that Redis is known to have
-        self.told: tuple[int, State] | None = None  # the attempt and state that Redis is known to have
-        self.asked = LogprobsAsked.of(payload)
+        self.synced_entries = 0  # entries that Redis is known to have
+        self.synced_state: tuple[int, State] | None = None  # the attempt and state that Redis is known to have
+        self.logprobs_options = LogprobsOptions.of(payload)
         self.is_listed = True  # Redis may have it among the open requests of its owner
-        self.unexplained = False  # the prompt's logprobs are here, and Redis isn't known to have them
+        self.prompt_logprobs_unsynced = False  # the prompt's logprobs are here, and Redis isn't known to have them
         self._journal = bytearray()
         self._logprobs = bytearray()
         self._prompt_logprobs = b""
@@ -115,7 +115,7 @@ class OwnedRequest:
         request.epoch, request.attempt, request.state = found.epoch, found.attempt, found.state
         request.append(found.entries, found.logprobs.packed())
         request._prompt_logprobs = found.prompt_logprobs.packed()
-        request.stored, request.told = found.length, (found.attempt, found.state)
+        request.synced_entries, request.synced_state = found.length, (found.attempt, found.state)
         return request
 
     @property
@@ -128,22 +128,26 @@ class OwnedRequest:
         return self.state in ENDED
 
     @property
-    def unwritten(self) -> bool:
+    def needs_write(self) -> bool:
         """Whether Redis has to be told anything of it: its entries, attempt and state, or that it is open no more.
 
         A change of the record alone doesn't count.
         """
-        return self.has_news or (self.ended and self.is_listed)
+        return self.is_unsynced or (self.ended and self.is_listed)
 
     @property
-    def has_news(self) -> bool:
+    def is_unsynced(self) -> bool:
         """Whether Redis isn't known to have its entries, attempt and state."""
-        return self.stored < self.length or self.told != (self.attempt, self.state) or self.unexplained
+        return (
+            self.synced_entries < self.length
+            or self.synced_state != (self.attempt, self.state)
+            or self.prompt_logprobs_unsynced
+        )
 
     @property
-    def is_explained(self) -> bool:
+    def has_prompt_logprobs(self) -> bool:
         """Whether the prompt's logprobs are here, if they were asked for."""
-        return self.asked.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
+        return self.logprobs_options.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
 
     def append(self, entries: Iterable[Entry], packed_logprobs: bytes = b"") -> None:
         """`packed_logprobs`: as `Logprobs.packed`, one for each of these entries where they were asked for.
@@ -153,8 +157,8 @@ class OwnedRequest:
         if self.ended:
             raise ValueError(f"{self.key}: nothing is written after the end")
         packed = journal.pack(entries)
-        if self.asked.output is not None:
-            count, size = len(packed) // ENTRY_BYTES, self.asked.entry_bytes
+        if self.logprobs_options.output is not None:
+            count, size = len(packed) // ENTRY_BYTES, self.logprobs_options.entry_bytes
             if len(packed_logprobs) != count * size:
                 raise ValueError(
                     f"{self.key}: logprobs of {count} entries are {count * size} bytes, got {len(packed_logprobs)}"
@@ -162,19 +166,19 @@ class OwnedRequest:
             self._logprobs += packed_logprobs
         self._journal += packed
 
-    def explain(self, packed_logprobs: bytes) -> None:
+    def add_prompt_logprobs(self, packed_logprobs: bytes) -> None:
         """All of the prompt's logprobs, as `Logprobs.packed`, once, where they were asked for."""
-        if self.asked.prompt is not None:
+        if self.logprobs_options.prompt is not None:
             self._prompt_logprobs = packed_logprobs
-            self.unexplained = bool(self._prompt_logprobs)
+            self.prompt_logprobs_unsynced = bool(self._prompt_logprobs)
 
     @property
-    def unwritten_bytes(self) -> int:
+    def write_bytes(self) -> int:
         """About how long its next write is."""
-        whole = 0 if self.told else len(self.payload)
-        entries = self.length - (self.stored if self.told else 0)
-        explained = len(self._prompt_logprobs) if self.unexplained or not self.told else 0
-        return whole + entries * (ENTRY_BYTES + self.asked.entry_bytes) + explained + WRITE_BYTES
+        whole = 0 if self.synced_state else len(self.payload)
+        entries = self.length - (self.synced_entries if self.synced_state else 0)
+        explained = len(self._prompt_logprobs) if self.prompt_logprobs_unsynced or not self.synced_state else 0
+        return whole + entries * (ENTRY_BYTES + self.logprobs_options.entry_bytes) + explained + WRITE_BYTES
 
     def packed(self, first: int) -> bytes:
         """The journal's bytes from entry `first` on."""
@@ -182,25 +186,25 @@ class OwnedRequest:
 
     def packed_logprobs(self, first: int) -> bytes:
         """Those of entry `first` and on."""
-        return bytes(self._logprobs[first * self.asked.entry_bytes :])
+        return bytes(self._logprobs[first * self.logprobs_options.entry_bytes :])
 
     def packed_prompt_logprobs(self) -> bytes:
         """What Redis isn't known to have of them."""
-        return self._prompt_logprobs if self.unexplained or not self.told else b""
+        return self._prompt_logprobs if self.prompt_logprobs_unsynced or not self.synced_state else b""
 
     def entries(self, first: int = 0) -> list[Entry]:
         return journal.unpack(self._journal[first * ENTRY_BYTES :])
 
-    def move(self, state: State, at: datetime) -> None:
+    def transition(self, state: State, at: datetime) -> None:
         """The next state of this attempt, entered at `at` (UTC). Raises ValueError where it can't follow."""
         self._enter(state, at, new_attempt=False)
 
-    def start_over(self, at: datetime) -> None:
+    def start_attempt(self, at: datetime) -> None:
         """The next attempt: QUEUED again, with all that is written. Raises ValueError after the end."""
         self._enter(Generation.STATE_QUEUED, at, new_attempt=True)
 
     def _enter(self, state: State, at: datetime, *, new_attempt: bool) -> None:
-        if not may_follow(state, self.state, new_attempt=new_attempt):
+        if not is_valid_transition(state, self.state, new_attempt=new_attempt):
             raise ValueError(f"{self.key}: {State.Name(state)} doesn't follow {State.Name(self.state)}")
         self.state = state
         self.attempt += new_attempt

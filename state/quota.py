@@ -44,10 +44,10 @@ class QuotaUsage(NamedTuple):
 
 
 class Quotas:
-    def __init__(self, client: Client, lifetimes: Ttls) -> None:
-        self.renew_every_s = lifetimes.quota_lease_s / 4  # three renewals may be lost
+    def __init__(self, client: Client, ttls: Ttls) -> None:
+        self.renew_every_s = ttls.quota_lease_s / 4  # three renewals may be lost
         self._client = client
-        self._lease_ms = round(lifetimes.quota_lease_s * 1000)
+        self._lease_ms = round(ttls.quota_lease_s * 1000)
 
     async def acquire(self, key: RequestKey, tokens: int, limits: TenantLimits) -> bool:
         """Book a request and the tokens that it may use; for one that is booked already only the lease is renewed.
@@ -83,7 +83,7 @@ class Quotas:
 
     async def in_flight(self, tenant: str) -> int:
         """Bookings of a tenant, those whose lease just ran out perhaps included. Raises StoreUnavailable."""
-        count: int = await self._client.ask("ZCARD", keys.quota(tenant)[0])
+        count: int = await self._client.execute("ZCARD", keys.quota(tenant)[0])
         return count
 
     def _renewing(self, tenant: str, ids: list[str]) -> Command:

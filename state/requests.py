@@ -54,15 +54,15 @@ class Requests:
         routers: Routers,
         open_requests: OpenRequests,
         era: StoreInstance,
-        lifetimes: Ttls,
+        ttls: Ttls,
     ) -> None:
         self._client = client
         self._reads = reads
         self._routers = routers
         self._open = open_requests
         self._era = era
-        self._open_ms = round(lifetimes.open_s * 1000)
-        self._ended_ms = round(lifetimes.ended_s * 1000)
+        self._open_ms = round(ttls.open_s * 1000)
+        self._ended_ms = round(ttls.ended_s * 1000)
 
     async def accept(self, request: OwnedRequest) -> StoredRequest | None:
         """Take the request's id, in one round trip. None: it is new, and its owner may dispatch it.
@@ -83,7 +83,7 @@ class Requests:
         )
         reply = await self._with_open_entry(request.key, request.owner, accept)
         if reply[0] == b"new":
-            request.epoch, request.told = reply[1], (request.attempt, request.state)
+            request.epoch, request.synced_state = reply[1], (request.attempt, request.state)
             return None
         if reply[0] == b"differs":
             await self._open.remove(request.owner, [request.key])
@@ -106,10 +106,10 @@ class Requests:
         lost: dict[OwnedRequest, Lost] = {}
         behind = await self._write_batches(requests, lost)
         for request in behind:
-            request.stored, request.told = 0, None
+            request.synced_entries, request.synced_state = 0, None
         await self._write_batches(behind, lost)
         elsewhere = [r for r, error in lost.items() if _is_elsewhere(r, error)]
-        over = [*elsewhere, *(r for r in requests if r.ended and r.is_listed and not r.has_news)]
+        over = [*elsewhere, *(r for r in requests if r.ended and r.is_listed and not r.is_unsynced)]
         await self._open.remove_all(over)
         for request in over:
             request.is_listed = False
@@ -124,7 +124,7 @@ class Requests:
 
     async def exists(self, key: RequestKey) -> bool:
         """Whether anything is stored of a request. Cheaper than `read`. Raises StoreUnavailable."""
-        return bool(await self._reads.ask("EXISTS", keys.request(key)))
+        return bool(await self._reads.execute("EXISTS", keys.request(key)))
 
     async def adopt(self, key: RequestKey, router: Incarnation, epoch: int | None = None) -> StoredRequest:
         """Make `router` the owner in place of any other: its client's newest stream is there.
@@ -183,14 +183,14 @@ class Requests:
 
         Raises OwnerAlive, and all that `adopt` raises: Superseded when another router was faster.
         """
-        epoch, owner = await self._client.ask("HMGET", keys.request(key), "epoch", "owner")
+        epoch, owner = await self._client.execute("HMGET", keys.request(key), "epoch", "owner")
         if epoch is None:
             await self._open.remove(router, [key])
             raise await self._era.unknown(key)
-        life = Incarnation.parse(owner.decode())
-        if life != router and await self._routers.alive(life):
+        incarnation = Incarnation.parse(owner.decode())
+        if incarnation != router and await self._routers.alive(incarnation):
             await self._open.remove(router, [key])
-            raise OwnerAlive(life)
+            raise OwnerAlive(incarnation)
         return await self.adopt(key, router, int(epoch))
 
     def _adopting(self, key: RequestKey, router: Incarnation, epoch: int | str, ended_ms: int | str) -> Command:
@@ -222,23 +222,23 @@ class Requests:
     ) -> list[OwnedRequest]:
         """Small writes first: a large one that takes long holds up no other. As `_write_all`."""
         behind: list[OwnedRequest] = []
-        for batch in _batches(sorted(requests, key=lambda request: request.unwritten_bytes)):
+        for batch in _batches(sorted(requests, key=lambda request: request.write_bytes)):
             behind += await self._write_all(batch, lost)
         return behind
 
     async def _write_all(self, requests: Sequence[OwnedRequest], lost: dict[OwnedRequest, Lost]) -> list[OwnedRequest]:
         """One round trip. Adds those that are superseded or refused to `lost`, returns those to be written whole."""
-        said = [(request.attempt, request.state, request.unexplained) for request in requests]
-        entering = self._open.adding_all(each for each in requests if each.is_listed and not each.told)
-        size = sum(request.unwritten_bytes for request in requests)
+        said = [(request.attempt, request.state, request.prompt_logprobs_unsynced) for request in requests]
+        entering = self._open.adding_all(each for each in requests if each.is_listed and not each.synced_state)
+        size = sum(request.write_bytes for request in requests)
         commands = [*entering, *map(self._writing, requests)]
         replies = await self._client.try_all(commands, max(1.0, size / BATCH_BYTES))
         behind = []
         for request, (attempt, state, explained), reply in zip(requests, said, replies[len(entering) :], strict=True):
             match reply:
                 case [b"written", length]:
-                    request.stored, request.told = max(request.stored, length), (attempt, state)
-                    request.unexplained &= not explained
+                    request.synced_entries, request.synced_state = max(request.synced_entries, length), (attempt, state)
+                    request.prompt_logprobs_unsynced &= not explained
                 case [b"superseded", *_]:
                     lost[request] = _superseded(request.key, reply)
                 case [b"differs"]:
@@ -256,16 +256,20 @@ class Requests:
 
     def _writing(self, request: OwnedRequest) -> Command:
         """What Redis isn't known to have; all of it when it is not known to have the request."""
-        whole = [] if request.told else [request.digest, request.payload]
-        base = request.stored if request.told else 0
-        explained = [request.asked.entry_bytes, request.packed_logprobs(base), request.packed_prompt_logprobs()]
+        whole = [] if request.synced_state else [request.digest, request.payload]
+        base = request.synced_entries if request.synced_state else 0
+        explained = [
+            request.logprobs_options.entry_bytes,
+            request.packed_logprobs(base),
+            request.packed_prompt_logprobs(),
+        ]
         return scripts.REQUEST_WRITE.call(
             _own_names(request),
             str(request.owner),
             *(request.epoch, request.attempt, request.state),
             *(base, request.packed(base), request.record.SerializeToString()),
             *(self._open_ms, self._ended_ms),
-            *(explained if request.asked.any else ()),
+            *(explained if request.logprobs_options.any else ()),
             *whole,
         )
 
@@ -275,11 +279,11 @@ def _batches(requests: Iterable[OwnedRequest]) -> Iterator[list[OwnedRequest]]:
     batch: list[OwnedRequest] = []
     size = 0
     for request in requests:
-        if batch and (size + request.unwritten_bytes > BATCH_BYTES or len(batch) == BATCH_WRITES):
+        if batch and (size + request.write_bytes > BATCH_BYTES or len(batch) == BATCH_WRITES):
             yield batch
             batch, size = [], 0
         batch.append(request)
-        size += request.unwritten_bytes
+        size += request.write_bytes
     if batch:
         yield batch
 
@@ -294,7 +298,7 @@ def _names(key: RequestKey) -> list[str]:
 
 def _own_names(request: OwnedRequest) -> list[str]:
     """Without the key that a request doesn't need."""
-    return _names(request.key)[: 3 if request.asked.any else 2]
+    return _names(request.key)[: 3 if request.logprobs_options.any else 2]
 
 
 def _is_elsewhere(request: OwnedRequest, error: Lost) -> bool:

@@ -44,7 +44,7 @@ class StoreSettings:
     url: str = field(repr=False)  # redis://host:port/db, rediss:// with TLS, unix:///path; may hold a password
     deadline_s: float = 1.0  # of one call
     max_connections: int = 16  # of each kind: writes of requests, reads of requests, the directory
-    lifetimes: Ttls = field(default_factory=Ttls)
+    ttls: Ttls = field(default_factory=Ttls)
 
     def __post_init__(self) -> None:
         check_url(self.url)
@@ -65,18 +65,18 @@ class Store:
         self._client, self._reads, self._directory = self._clients = [
             Client(settings.url, settings.deadline_s, settings.max_connections) for _ in range(3)
         ]
-        lifetimes = settings.lifetimes
-        self.workers: Workers = Directory(self._directory, "workers", WorkerRegistration, lifetimes)
-        self.routers: Routers = Directory(self._directory, "routers", RouterRegistration, lifetimes)
-        self.era = StoreInstance(self._directory, lifetimes)
-        self.quotas = Quotas(self._directory, lifetimes)
-        self.journal = Journal(self._reads, self.era)
-        self.open = OpenRequests(self._client, lifetimes)
-        self.requests = Requests(self._client, self._reads, self.routers, self.open, self.era, lifetimes)
+        ttls = settings.ttls
+        self.workers: Workers = Directory(self._directory, "workers", WorkerRegistration, ttls)
+        self.routers: Routers = Directory(self._directory, "routers", RouterRegistration, ttls)
+        self.instance = StoreInstance(self._directory, ttls)
+        self.quotas = Quotas(self._directory, ttls)
+        self.journal = Journal(self._reads, self.instance)
+        self.open = OpenRequests(self._client, ttls)
+        self.requests = Requests(self._client, self._reads, self.routers, self.open, self.instance, ttls)
 
     async def ping(self) -> None:
         """Raises StoreUnavailable, or StoreFault for a wrong password."""
-        await self._client.ask("PING")
+        await self._client.execute("PING")
 
     async def close(self) -> None:
         for client in self._clients:

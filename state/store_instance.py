@@ -1,4 +1,4 @@
-"""The life of what Redis holds. It begins when a router finds none: at first use, or after Redis was emptied.
+"""The incarnation of what Redis holds. It begins when a router finds none: at first use, or after Redis was emptied.
 
 Owners that see another era than before write theirs again. Until they had the time, an unknown id is not yet known.
 """
@@ -23,9 +23,9 @@ class EraNow:
 
 
 class StoreInstance:
-    def __init__(self, client: Client, lifetimes: Ttls) -> None:
+    def __init__(self, client: Client, ttls: Ttls) -> None:
         self._client = client
-        self._refill_s = lifetimes.refill_s
+        self._refill_s = ttls.refill_s
 
     async def current(self) -> EraNow:
         """The present era, which begins with this call where there is none. Raises StoreUnavailable."""

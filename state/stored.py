@@ -11,7 +11,7 @@ from decant.state.client import Reply
 from decant.state.errors import UnreadableRequest
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.logprobs import Logprobs
-from decant.state.owned import LogprobsAsked, StoredRequest
+from decant.state.owned import LogprobsOptions, StoredRequest
 
 _NUMBER_LIMIT = 1 << 31
 """Epochs and attempts are below this."""
@@ -31,7 +31,7 @@ def _parsed(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
     epoch, attempt, state, owner, stream_epoch, record, packed_payload, ttl_ms, length, packed, *more = snapshot
     payload = GenerateRequest.FromString(packed_payload)
     entries = journal.unpack(packed)
-    asked = LogprobsAsked.of(payload)
+    asked = LogprobsOptions.of(payload)
     prompt_logprobs, output_logprobs = more or (b"", b"")
     if len(output_logprobs) != length * asked.entry_bytes:
         raise ValueError(f"logprobs are lacking for some of its {length} tokens")

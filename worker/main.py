@@ -211,7 +211,7 @@ class Worker:
             capacity=Capacity(
                 total_blocks=hub.total_blocks,
                 block_tokens=hub.block_size,
-                window_tokens=hub.window,
+                max_context_length=hub.window,
                 max_running=hub.max_running,
             ),
             equal_bits=hub.equal_bits,

@@ -18,38 +18,49 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
     """How a worker runs."""
 
     id: str | None = Field(
-        default=None, min_length=1, max_length=128, description="name among its peers; unset: made up"
+        default=None,
+        min_length=1,
+        max_length=128,
+        description="name among the processes of the deployment; unset: generated",
     )
-    redis_url: str = Field(default="redis://127.0.0.1:6379", description="where the directory is")
+    redis_url: str = Field(default="redis://127.0.0.1:6379", description="Redis with the directory of workers")
     advertise: str | None = Field(
-        default=None, description="host:port under which others reach this worker; unset: host and port"
+        default=None, description="host:port at which routers and workers reach this worker; unset: host and port"
     )
     model: str = Field(description="folder or hub name of the model")
-    model_id: str | None = Field(default=None, min_length=1, description="what clients call it; unset: its own name")
+    model_id: str | None = Field(
+        default=None, min_length=1, description="id of the model for clients; unset: its own name"
+    )
     model_revision: str | None = Field(default=None, description="commit of a hub model")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(default="auto", description="of weights and cache")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="dtype of weights and KV cache"
+    )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
-    window: int | None = Field(default=None, ge=2, description="longest sequence in tokens; unset: model's or memory's")
-    kv_bytes: int = Field(default=1 << 30, ge=1, description="memory for the KV cache")
+    window: int | None = Field(
+        default=None, ge=2, description="longest sequence in tokens; unset: what the model and its KV memory allow"
+    )
+    kv_bytes: int = Field(default=1 << 30, ge=1, description="bytes of memory for the KV cache")
     block_size: int = Field(default=16, ge=1, le=128, description="tokens in a block, a power of two")
     step_ms: int = Field(
         default=250,
         ge=1,
         le=60_000,
-        description="a step with answers in it is filled with prompts up to so long, or four times the answers alone",
+        description="milliseconds up to which prompts fill a step with decodes, or four times its decodes alone",
     )
     token_budget: int | None = Field(
-        default=None, ge=1, description="most tokens in a step; unset: what a step has the time for, as measured"
+        default=None, ge=1, description="maximum tokens in a step; unset: as many as fit its time, as measured"
     )
-    max_running: int = Field(default=256, ge=1, description="sequences in a batch")
-    max_waiting: int = Field(default=1024, ge=1, description="runs that may wait for room or their turn")
+    max_running: int = Field(default=256, ge=1, description="maximum sequences in a batch")
+    max_waiting: int = Field(default=1024, ge=1, description="maximum runs that wait for free blocks or their turn")
     threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of the engine; unset: as many of its cores as are fastest"
+        default=None, ge=1, description="CPU threads of the engine; unset: the fastest number of its cores, as measured"
     )
     kernels: Build = Field(
-        default="auto", description="CPU build to run: avx512, avx2, or none of the compiled kernels; auto: the best"
+        default="auto", description="build of the CPU kernels; none: torch alone; auto: the best one for this CPU"
     )
-    lease_ms: int = Field(default=10_000, ge=1_000, description="how long a ticket keeps its blocks unless renewed")
+    lease_ms: int = Field(
+        default=10_000, ge=1_000, description="milliseconds for which a ticket keeps its blocks unless it is renewed"
+    )
     allow_unauthenticated_peers: bool = Field(
         default=False,
         description="INSECURE: listen beyond loopback without tls_client_ca; any caller can read and take any request",

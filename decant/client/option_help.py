@@ -12,34 +12,34 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 OPTION_HELP = {
-    "request_id": "name of the request, to come back to it; unset: one is made up",
+    "request_id": "id of the request, to resume or fetch it; unset: generated",
     "model": "id of a served model; unset: the server's default",
     "priority": "-1000 to 1000, larger is more urgent; 0",
     "lora_name": "name of an adapter; not implemented",
     "user": "your own end user, for the server's log",
-    "add_generation_prompt": "of messages: the chat template opens the assistant's turn; True",
-    "temperature": "0 to 100; 0 always takes the likeliest token; unset: the model's",
+    "add_generation_prompt": "for messages: the chat template opens the assistant's turn; True",
+    "temperature": "0 to 100; 0 always takes the most likely token; unset: the model's",
     "top_p": "share of probability to draw from, above 0, to 1; unset: the model's",
-    "top_k": "number of likeliest tokens to draw from, 0 for all; unset: the model's",
-    "min_p": "least share of the likeliest token's probability, 0 to 1; unset: the model's",
+    "top_k": "number of most likely tokens to draw from, 0 for all; unset: the model's",
+    "min_p": "minimum share of the most likely token's probability, 0 to 1; unset: the model's",
     "frequency_penalty": "-2 to 2, times a token's count in the output; 0",
     "presence_penalty": "-2 to 2, once for a token that is in the output; 0",
     "repetition_penalty": "above 0, to 10, counts prompt and output, 1 is off; unset: the model's",
     "seed": "the same seed, prompt and model give the same tokens; unset: drawn",
-    "n": "outputs for this prompt; 1 is all that servers do",
+    "n": "outputs for this prompt; more than 1 is not implemented",
     "logit_bias": "token id to a number from -100 to 100 that is added to its logit",
-    "max_tokens": "most output tokens, from 1; unset: what the context length leaves",
-    "min_tokens": "no stop and no end of sequence before so many output tokens; 0",
+    "max_tokens": "maximum output tokens, from 1; unset: what the context length leaves",
+    "min_tokens": "no stop and no end of sequence before this many output tokens; 0",
     "stop": "a text or several that end the output",
     "stop_token_ids": "token ids that end the output",
     "ignore_eos": "the model's end of sequence does not end the output; False",
     "include_stop_in_output": "what stopped the output stays in it; False",
-    "text": "the answer has its text; True",
-    "token_ids": "the answer has its token ids; False. Token ids as input are the prompt",
-    "logprobs": "log-probabilities of output tokens, with so many alternatives each; unset: none",
+    "text": "return text; True",
+    "token_ids": "return token ids; False. Token ids as input are the prompt",
+    "logprobs": "logprobs of output tokens, with this many alternatives each; unset: none",
     "prompt_logprobs": "the same of the prompt's tokens; unset: none",
     "skip_special_tokens": "special tokens have no text; True",
-    "echo": "the prompt's text stands before the output's; False",
+    "echo": "the prompt's text precedes the output's; False",
     "json_schema": "the output follows a JSON schema, a str or a dict; not implemented",
     "regex": "the output matches a regular expression; not implemented",
     "ebnf_grammar": "the output follows a grammar; not implemented",
@@ -49,9 +49,9 @@ OPTION_HELP = {
     "bypass_prefix_cache": "neither use nor leave a cached prefix; False",
     "cache_salt": "share a cached prefix only with requests of the same salt",
     "session_id": "requests of one session go to the same workers where possible",
-    "on_disconnect": '"cancel" or "detach": what becomes of the request when its stream is lost; "cancel"',
-    "detach_ttl_ms": "how long a detached request goes on without a reader; unset: the server's limit",
-    "min_chunk_tokens": "least tokens of a delta, the last one aside; 1",
+    "on_disconnect": '"cancel" or "detach": what happens to the request when its stream is lost; "cancel"',
+    "detach_ttl_ms": "milliseconds a detached request runs without a reader; unset: the server's limit",
+    "min_chunk_tokens": "minimum tokens of a delta, except the last; 1",
 }
 """Meaning, range and default of each option; docs/reference/api.md says more."""
 
@@ -59,7 +59,7 @@ _WIDTH = max(map(len, OPTION_HELP))
 
 
 def with_options(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Adds the options to the docstring and the signature of a method that ends with ``**wanted: Unpack[Options]``."""
+    """Adds the options to the docstring and the signature of a method that ends with ``**options: Unpack[Options]``."""
     lines = "\n".join(f"    {name:<{_WIDTH}}  {text}" for name, text in OPTION_HELP.items())
     intro = "Options, each of which may be None for its default:"
     method.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\n{intro}\n\n{lines}\n"

@@ -33,20 +33,20 @@ def _version(asked: bool) -> None:
 @app.callback()
 def decant(
     asked: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Serves large language models, prompts and answers on separate pools of workers."""
+    """Serve large language models, prefill and decode on separate workers."""
 
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document instead.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 RedisUrl = Annotated[
-    str | None, typer.Option(help="Redis of the deployment; unset: of the one that runs here.", show_default=False)
+    str | None, typer.Option(help="Redis of the deployment; unset: of the one on this machine.", show_default=False)
 ]
-Ca = Annotated[Path | None, typer.Option(help="PEM roots that the server's certificate chains to; turns TLS on.")]
+Ca = Annotated[Path | None, typer.Option(help="PEM roots of the server's certificate; turns TLS on.")]
 Certificate = Annotated[Path | None, typer.Option(help="PEM chain of this client, with --key.")]
 Key = Annotated[Path | None, typer.Option(help="PEM key of --certificate.")]
-ServerName = Annotated[str | None, typer.Option(help="Name in the server's certificate, if it is another.")]
+ServerName = Annotated[str | None, typer.Option(help="Name in the server's certificate, if it is not its address.")]
 
 
 @app.command()
@@ -54,33 +54,45 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="Text; '-' or nothing reads standard input.")] = None,
     address: Annotated[
-        str | None, typer.Option(help="host:port of a router, several with commas between; unset: those that run here.")
+        str | None, typer.Option(help="host:port of routers, separated by commas; unset: those on this machine.")
     ] = None,
-    chat: Annotated[bool, typer.Option(help="PROMPT is a user's message: the model's chat template is used.")] = False,
-    model: Annotated[str | None, typer.Option(help="Id or alias; unset: the server's default.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens to write at most; unset: the window.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="Tokens before it may stop by itself.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Share of probability that is drawn from.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="How many of the likeliest are drawn from; 0: all.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Least share of the likeliest's probability.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="Times a token's count in the answer.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Once for a token in the answer.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Counts prompt and answer; 1 is off.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends it; may be repeated.")] = None,
+    chat: Annotated[
+        bool, typer.Option(help="Send PROMPT as a user's message, with the model's chat template.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="Model id or alias; unset: the server's default.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum output tokens; unset: what the context length leaves.")
+    ] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Minimum output tokens before it may stop.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 takes the most likely token.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Share of probability to draw from.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of most likely tokens to draw from; 0: all.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Minimum share of the most likely token's probability.")] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Penalty times a token's count in the output.")
+    ] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Penalty for a token that is in the output.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Penalty that counts prompt and output; 1 is off.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws: the same one gives the same tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
     stop_token_ids: Annotated[
-        list[int] | None, typer.Option("--stop-token-id", help="A token that ends it; may be repeated.")
+        list[int] | None, typer.Option("--stop-token-id", help="Token that ends the output; may be repeated.")
     ] = None,
-    ignore_eos: Annotated[bool | None, typer.Option(help="Go on past the model's own end.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Alternatives per token, in --json.")] = None,
-    token_ids: Annotated[bool | None, typer.Option(help="Also the ids of the tokens, in --json.")] = None,
-    priority: Annotated[int | None, typer.Option(help="Larger is more urgent.")] = None,
-    request_id: Annotated[str | None, typer.Option(help="Unset: one is made up.")] = None,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until its deadline.")] = None,
+    ignore_eos: Annotated[bool | None, typer.Option(help="Continue past the model's end of sequence.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Logprobs with this many alternatives per token, in --json.")
+    ] = None,
+    token_ids: Annotated[bool | None, typer.Option(help="Token ids, in --json.")] = None,
+    priority: Annotated[int | None, typer.Option(help="Priority, -1000 to 1000; larger is more urgent.")] = None,
+    request_id: Annotated[str | None, typer.Option(help="Id of the request; unset: generated.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until the deadline of the request.")] = None,
     wait: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds to wait for a deployment here; unset: 60 for one that starts or restarts."),
+        typer.Option(min=0, help="Seconds to wait for a deployment on this machine; unset: 60 while it starts."),
     ] = None,
     as_json: Json = False,
     ca: Ca = None,
@@ -88,9 +100,9 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     key: Key = None,
     server_name: ServerName = None,
 ) -> None:
-    """Asks a deployment and shows the answer as it is written.
+    """Send a prompt to a deployment and print the output as it is generated.
 
-    The answer goes to standard output, its times and its path through the workers to standard error.
+    The output goes to standard output, its times and workers to standard error.
     """
     from decant.command import generate as generating
 
@@ -111,11 +123,13 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
 @app.command()
 def status(
     redis_url: RedisUrl = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it every second, until Ctrl-C.")] = False,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until a deployment here has started.")] = 0.0,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait until a deployment on this machine has started.")
+    ] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Routers and workers: their state, what they serve and how loaded they are.
+    """Show routers and workers: state, model and load.
 
     States: starting, loading 40 %, warming up (these only of a deployment on this machine), ready, draining,
     lost 3 s ago.
@@ -136,17 +150,19 @@ def status(
 @app.command()
 def audit(  # noqa: PLR0913 - a command's options are its parameters
     redis_url: RedisUrl = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until a deployment here has started.")] = 0.0,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait until a deployment on this machine has started.")
+    ] = 0.0,
     as_json: Json = False,
     ca: Ca = None,
     certificate: Certificate = None,
     key: Key = None,
     server_name: ServerName = None,
 ) -> None:
-    """Every block of every worker, accounted for.
+    """Check that every KV block of every worker has an owner.
 
-    Ends with 1 where something doesn't add up, with 2 where there is no worker to ask. Workers of a deployment that
-    runs here are called with its certificates, others with --ca, --certificate and --key.
+    Ends with 1 if the blocks of a worker do not add up, with 2 if there is no worker. Workers of a deployment on this
+    machine are called with its certificates, others with --ca, --certificate and --key.
     """
     from decant.command import audit as auditing
 
@@ -165,25 +181,31 @@ def audit(  # noqa: PLR0913 - a command's options are its parameters
 def up(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
     model: Annotated[
-        str | None, typer.Option(help="Folder or hub name; unset: the small one that comes along.")
+        str | None, typer.Option(help="Folder or hub name of the model; unset: the small one of this package.")
     ] = None,
-    router: Annotated[int, typer.Option(min=1, help="Routers.")] = 1,
-    prefill: Annotated[int, typer.Option(min=0, help="Workers that read prompts.")] = 1,
-    decode: Annotated[int, typer.Option(min=0, help="Workers that write answers.")] = 1,
+    router: Annotated[int, typer.Option(min=1, help="Number of routers.")] = 1,
+    prefill: Annotated[int, typer.Option(min=0, help="Number of prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="Number of decode workers.")] = 1,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of the first router, others follow; 0: free ones.")
+        int, typer.Option(min=0, max=65535, help="Port of the first router, others get the next ones; 0: free ports.")
     ] = 50051,
-    host: Annotated[str, typer.Option(help="Where routers listen; 0.0.0.0 or :: for all.")] = "127.0.0.1",
-    redis_url: Annotated[str | None, typer.Option(help="A Redis that is there; unset: one of its own.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: auto, bfloat16, float16 or float32.")] = "auto",
-    kv_memory: Annotated[str | None, typer.Option(help="For each worker's KV cache: 512M, 2G; unset: a share.")] = None,
-    ready_seconds: Annotated[float, typer.Option(min=1, help="For everything to become ready.")] = 600.0,
+    host: Annotated[
+        str, typer.Option(help="Address on which routers listen; 0.0.0.0 or :: is every address.")
+    ] = "127.0.0.1",
+    redis_url: Annotated[str | None, typer.Option(help="Redis to use; unset: a private one.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of weights and KV cache: auto, bfloat16, float16 or float32.")
+    ] = "auto",
+    kv_memory: Annotated[
+        str | None, typer.Option(help="Memory for the KV cache of each worker, such as 512M or 2G; unset: a share.")
+    ] = None,
+    ready_seconds: Annotated[float, typer.Option(min=1, help="Seconds to wait until all processes are ready.")] = 600.0,
     log_format: Annotated[str, typer.Option(help="auto, json or console; auto: columns on a terminal.")] = "auto",
 ) -> None:
-    """A whole deployment on this machine: Redis, workers, routers, each a process of its own.
+    """Run a deployment on this machine: Redis, workers and routers, each in its own process.
 
-    Cores and memory are divided among the workers. Variables DECANT_* are passed on to the processes whose settings
-    they are. Ctrl-C ends it in order, a second one at once; nothing is left afterwards.
+    Workers share the cores and the memory. Each process gets the variables DECANT_* of its settings. Ctrl-C drains the
+    deployment, a second one ends it at once; no process or file is left.
     """
     from decant.command import up as starting
 
@@ -193,7 +215,7 @@ def up(  # noqa: PLR0913 - a command's options are its parameters
 
 @app.command()
 def demo() -> None:
-    """Starts a deployment with the small model, asks it something, shows what each worker did, and ends it."""
+    """Start a deployment with the small model, send one prompt, show what each worker did, and end it."""
     from decant.command import demo as showing
 
     with said_in_one_line():
@@ -205,7 +227,7 @@ _AS_IT_IS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opt
 
 @app.command(context_settings=_AS_IT_IS, add_help_option=False)
 def router(ctx: typer.Context) -> None:
-    """One router, in this process. `decant router --help` shows its settings."""
+    """Run one router in this process. `decant router --help` shows its settings."""
     from decant.router.main import main
 
     raise SystemExit(main(ctx.args))
@@ -213,7 +235,7 @@ def router(ctx: typer.Context) -> None:
 
 @app.command(context_settings=_AS_IT_IS, add_help_option=False)
 def prefill_worker(ctx: typer.Context) -> None:
-    """One prefill worker, in this process. `decant prefill-worker --help` shows its settings."""
+    """Run one prefill worker in this process. `decant prefill-worker --help` shows its settings."""
     from decant.prefill_worker.main import main
 
     raise SystemExit(main(ctx.args))
@@ -221,7 +243,7 @@ def prefill_worker(ctx: typer.Context) -> None:
 
 @app.command(context_settings=_AS_IT_IS, add_help_option=False)
 def decode_worker(ctx: typer.Context) -> None:
-    """One decode worker, in this process. `decant decode-worker --help` shows its settings."""
+    """Run one decode worker in this process. `decant decode-worker --help` shows its settings."""
     from decant.decode_worker.main import main
 
     raise SystemExit(main(ctx.args))

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FieldDescriptorProto
 
-from decant.router.api.limits import limits
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
+from decant.router.limits import limits
 from decant.router.settings import RouterSettings
 from decant.state.keys import Ttls
 from docs.generate import proto_comments as proto

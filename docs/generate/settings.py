@@ -72,6 +72,10 @@ def _allowed(field: FieldInfo) -> str:
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
     if choices:
         return "One of " + ", ".join(map(code, choices))
+    low = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
+    high = next((bound.le for bound in field.metadata if isinstance(bound, Le)), None)
+    if low is not None and high is not None:
+        return f"{low} to {high}"
     return ", ".join(_bounds(field.metadata))
 
 

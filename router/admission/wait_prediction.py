@@ -16,8 +16,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from itertools import count
 
-from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY
 from decant.router.placement.cost_model import DecayedRegression
+from decant.runtime.admission import SECONDS_PER_PRIORITY
 
 LONG_SECONDS = 1.0
 """A request that has waited for so long shows that there is a queue."""
@@ -26,17 +26,17 @@ LONG_SECONDS = 1.0
 class Wait:
     """One request's, from its arrival until a worker begins with it or it is over."""
 
-    def __init__(self, waits: Waits, position: tuple[float, int], ahead: int, since: float) -> None:
-        self._waits: Waits | None = waits
+    def __init__(self, waits: WaitPredictor, position: tuple[float, int], ahead: int, since: float) -> None:
+        self._waits: WaitPredictor | None = waits
         self.position = position
         self.ahead = ahead
         self.since = since
 
-    def begun(self) -> None:
+    def mark_scheduled(self) -> None:
         """A worker has begun with it. May be said again."""
         self._end(is_measured=True)
 
-    def over(self) -> None:
+    def discard(self) -> None:
         """It is over, or another router's. May be said again."""
         self._end(is_measured=False)
 
@@ -46,7 +46,7 @@ class Wait:
             waits.remove(self, is_measured=is_measured)
 
 
-class Waits:
+class WaitPredictor:
     """Of one model's requests at this router. ``now`` is a monotonic clock in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -76,7 +76,7 @@ class Waits:
             now = self._now()
             self._measured.add(wait.ahead, now - wait.since, now)
 
-    def predicted(self, priority: int) -> float:
+    def predict(self, priority: int) -> float:
         """Seconds that a request of that priority would wait if it came now; 0 where that is not known."""
         now = self._now()
         oldest = next(iter(self._oldest), None)

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from decant.protos import inference_pb2 as pb
-from decant.protos.state_pb2 import RequestRecord
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.usage import RecordedMeter
+from decant.router.execution.stored import RequestSnapshot, finish_to_record
 from decant.router.execution.token_stream import TokenStream
-from decant.router.recovery.restore import stored_as
 from decant.router.text.served_model import ServedModel
 from decant.runtime.error_details import to_status
 from decant.runtime.errors import Cancelled, ServiceError
-from decant.state.ids import State
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSnapshot:
-    """A request at one instant. ``expires_in_s`` counts from now; None before its end."""
-
-    course: TokenStream
-    state: State
-    record: RequestRecord
-    expires_in_s: float | None
 
 
 async def generation(standing: RequestSnapshot, model: ServedModel) -> pb.Generation:
@@ -67,7 +54,7 @@ async def _result(course: TokenStream, model: ServedModel) -> pb.GenerateRespons
     result.usage.CopyFrom(account.usage())
     if course.end is not None:
         result.receipt.CopyFrom(account.receipt())
-        finished = stored_as(course.end)[1]
+        finished = finish_to_record(course.end)[1]
         if finished is not None:
             output.finished.CopyFrom(finished)
     return result

@@ -11,23 +11,19 @@ the rest of the same text.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.api.usage import RequestMeter
+from decant.router.execution.reader_lease import Write
 from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.token_writer import unpack
 from decant.router.text.detokenizer import TokenTable
-from decant.router.text.output_text import begin_text
+from decant.router.text.output_text import new_output_text
 from decant.router.text.served_model import ServedModel
 from decant.runtime.errors import InvalidArgument, ServiceError
+from decant.runtime.packed import unpack
 
 MAX_DELTA_TOKENS = 1024
 """In one message: with 20 alternatives each about 1 MiB, a quarter of what gRPC's clients receive by default."""
-
-Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
-"""Sends a message; it has been serialized when this returns."""
 
 
 class ResponseWriter:
@@ -38,9 +34,9 @@ class ResponseWriter:
     def __init__(self, course: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
         self._course = course
         self._model = model
-        self._wanted = wanted = course.request.wanted
+        self._wanted = wanted = course.request.output_options
         self._read = after_seq
-        self._text = begin_text(model, wanted, course.request.engine_request.stopping) if wanted.text else None
+        self._text = new_output_text(model, wanted, course.request.engine_request.stopping) if wanted.text else None
 
     async def stream(self, write: Write, account: RequestMeter) -> Finish:
         """Writes all messages; returns how it ended. Raises the course's error, what `write` raises, and
@@ -149,14 +145,14 @@ class ResponseWriter:
         )
 
     def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
-        course, words = self._course, self._model.words
+        course, words = self._course, self._model.token_table
         pairs = zip(course.tokens[first:end], course.logprobs.entries(first, end), strict=True)
         return [_logprob(words, token, logprobs) for token, logprobs in pairs]
 
     def _prompt_logprobs(self) -> list[pb.TokenLogprob]:
         """One per token of the prompt; the first follows nothing and has no logprob."""
-        request, found, words = self._course.request, self._course.prompt_logprobs, self._model.words
-        if request.wanted.prompt_logprobs is None:
+        request, found, words = self._course.request, self._course.prompt_logprobs, self._model.token_table
+        if request.output_options.prompt_logprobs is None:
             return []
         first, *others = unpack(request.engine_request.prompt)
         exact = words.bytes_of(first)

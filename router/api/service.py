@@ -20,14 +20,16 @@ import grpc
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
 from decant.router.api.auth import AuthenticatedCall, Authenticator, for_callers
-from decant.router.api.get_generation import RequestSnapshot, generation
-from decant.router.api.limits import check_id, check_size
+from decant.router.api.get_generation import generation
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.tokenizing import detokenize, tokenize
 from decant.router.api.usage import RequestMeter, account_of
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known, validate
 from decant.router.execution.reader_lease import ReaderLease, begin_behind
-from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.execution.stored import RequestSnapshot
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.valid_request import ValidRequest
+from decant.router.limits import check_id, check_size
 from decant.router.text.prompt import UNKNOWN_WINDOW, window
 from decant.router.text.served_model import Models, ServedModel
 from decant.runtime.channel import Deadline
@@ -67,7 +69,7 @@ class RequestRegistry(Protocol):
     def stream_lost(self, course: TokenStream) -> None:
         """The client's stream ended without CancelGeneration."""
 
-    def window_of(self, model: str) -> int | None:
+    def max_context_length(self, model: str) -> int | None:
         """The least window that the model's live workers serve; None while there are none."""
 
     async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
@@ -81,7 +83,7 @@ class RequestRegistry(Protocol):
 class ServerInfoSource:
     """What a router says of itself."""
 
-    life: Incarnation
+    incarnation: Incarnation
     version: str
     limits: pb.Limits
     store_available: Callable[[], bool]
@@ -132,7 +134,7 @@ class InferenceService:
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
         await self._dispatcher.check_wait(key, model, request.priority, deadline)
-        valid = await validate(request, tenant.models, self._dispatcher.window_of, deadline, tenant.name)
+        valid = await validate(request, tenant.models, self._dispatcher.max_context_length, deadline, tenant.name)
         return await self._dispatcher.begin(valid)
 
     async def _stream(self, course: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
@@ -198,7 +200,7 @@ class InferenceService:
             return await detokenize(request, model, self._longest(model), Deadline.of(call.context))
 
     def _longest(self, model: ServedModel) -> int:
-        return window(model, self._dispatcher.window_of) or UNKNOWN_WINDOW
+        return window(model, self._dispatcher.max_context_length) or UNKNOWN_WINDOW
 
     async def ListModels(self, request: pb.ListModelsRequest, call: AuthenticatedCall) -> pb.ListModelsResponse:  # noqa: N802
         check_known(request)
@@ -210,7 +212,7 @@ class InferenceService:
 
     def _described(self, model: ServedModel) -> pb.Model:
         """Lengths are 0 where only workers could tell them, and there are none."""
-        longest = window(model, self._dispatcher.window_of) or 0
+        longest = window(model, self._dispatcher.max_context_length) or 0
         return pb.Model(
             id=model.id,
             max_context_length=longest,
@@ -227,7 +229,7 @@ class InferenceService:
         about = self._about
         return pb.ServerInfo(
             version=about.version,
-            router_id=about.life.id,
+            router_id=about.incarnation.id,
             default_model=call.tenant.models.default.id,
             limits=about.limits,
             unimplemented_fields=UNIMPLEMENTED_FIELDS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.limits import at_most
+from decant.router.limits import at_most
 from decant.router.text.prompt import chat_tokens, checked_ids, text_tokens
 from decant.router.text.served_model import ENCODED_AT_ONCE, ServedModel
 from decant.runtime.channel import Deadline
@@ -27,7 +27,7 @@ async def tokenize(
             raise InvalidArgument("text", "a text", "none")
 
     def shown() -> list[str]:
-        return [model.words.bytes_of(id).decode(errors="replace") for id in ids]
+        return [model.token_table.bytes_of(id).decode(errors="replace") for id in ids]
 
     tokens: list[str] = []
     if request.return_tokens:

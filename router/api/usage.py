@@ -9,6 +9,7 @@ import asyncio
 
 from decant.protos import inference_pb2 as pb
 from decant.router.execution.token_stream import TokenStream
+from decant.router.execution.usage import decode_s, queue_s, receipt_of, usage_of
 from decant.runtime import logs
 from decant.runtime.error_details import part
 from decant.runtime.metrics import ModelMetrics, PromptSource
@@ -83,9 +84,9 @@ class RequestMeter:
             return
         metrics.e2e.observe(self._now() - course.request.accepted_at)
         for histogram, seconds in (
-            (metrics.queue, _queue_s(course)),
+            (metrics.queue, queue_s(course)),
             (metrics.prefill, course.path.prefill_s),
-            (metrics.decode, _decode_s(course)),
+            (metrics.decode, decode_s(course)),
         ):
             if seconds is not None:
                 histogram.observe(seconds)
@@ -118,50 +119,3 @@ class RecordedMeter(RequestMeter):
 def account_of(course: TokenStream, metrics: ModelMetrics) -> RequestMeter:
     """For whoever reads it now."""
     return RequestMeter(course, metrics) if course.recorded is None else RecordedMeter(course)
-
-
-def usage_of(course: TokenStream) -> pb.Usage:
-    prompt, written = course.request.prompt_tokens, len(course.tokens)
-    return pb.Usage(
-        prompt_tokens=prompt,
-        completion_tokens=written,
-        total_tokens=prompt + written,
-        cached_prompt_tokens=course.cached_tokens,
-    )
-
-
-def receipt_of(course: TokenStream, now: float) -> pb.Receipt:
-    """As of ``now`` by the event loop's clock."""
-    path, accepted_at = course.path, course.request.accepted_at
-    return pb.Receipt(
-        queue_ms=_ms(_queue_s(course)),
-        prefill_ms=_ms(path.prefill_s),
-        handoff_ms=_ms(path.handoff_s),
-        decode_wait_ms=_ms(path.decode_wait_s),
-        decode_ms=_ms(_decode_s(course)),
-        ttft_ms=_ms(_between(accepted_at, course.first_sent_at)),
-        second_token_ms=_ms(_between(course.first_sent_at, course.second_sent_at)),
-        e2e_ms=_ms(now - accepted_at),
-        handoff_bytes=path.handoff_bytes,
-        prefill_worker=path.prefill_worker,
-        decode_worker=path.decode_worker,
-        attempts=path.attempts,
-    )
-
-
-def _queue_s(course: TokenStream) -> float | None:
-    path = course.path
-    return _between(course.request.accepted_at, path.taken_up_at) if path.queue_s is None else path.queue_s
-
-
-def _decode_s(course: TokenStream) -> float | None:
-    return _between(course.path.decode_began_at, course.last_token_at)
-
-
-def _between(begin: float | None, end: float | None) -> float | None:
-    return None if begin is None or end is None else max(0.0, end - begin)
-
-
-def _ms(seconds: float | None) -> float | None:
-    """Milliseconds, to the microsecond: more digits are noise of floating point."""
-    return None if seconds is None else round(seconds * 1000, 3)

@@ -23,7 +23,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.api.limits import (
+from decant.router.execution.valid_request import ValidRequest
+from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
@@ -38,18 +39,16 @@ from decant.router.api.limits import (
     check_size,
     within,
 )
-from decant.router.execution.token_stream import OutputOptions, ValidRequest
-from decant.router.execution.token_writer import pack
-from decant.router.text.output_text import begin_text
-from decant.router.text.prompt import WindowOf, check_vocabulary, prompt_of, window
+from decant.router.text.output_text import OutputOptions, new_output_text
+from decant.router.text.prompt import ContextLengthOf, check_vocabulary, prompt_of, window
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.text.stop_strings import StopStrings
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import InvalidArgument, Unavailable, Unimplemented
+from decant.runtime.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable, Unimplemented
+from decant.runtime.packed import pack
 from decant.state.ids import RequestKey
 
-RETRY_SECONDS = 1.0
 LISTED_BYTES = 16 * 1024
 """Of a message whose unknown fields are listed, in at most some ten milliseconds."""
 
@@ -66,7 +65,7 @@ _MOST = {"SamplingParams.n": f"{MAX_OUTPUTS} is all this server does"}
 
 
 async def validate(
-    request: pb.GenerateRequest, models: Models, window_of: WindowOf, deadline: Deadline, tenant: str
+    request: pb.GenerateRequest, models: Models, max_context_length: ContextLengthOf, deadline: Deadline, tenant: str
 ) -> ValidRequest:
     """Raises InvalidArgument, Unimplemented, NotFound, PermissionDenied; Unavailable where only workers could say how
     long a sequence of the model may be, and there are none; QueueFull and DeadlineExceeded for a long input, which may
@@ -78,9 +77,9 @@ async def validate(
     model = models.find(request.model)
     wanted = _wanted(request)
     sampling = _sampling(request.sampling, model)
-    longest = window(model, window_of)
+    longest = window(model, max_context_length)
     if longest is None:
-        raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_SECONDS)
+        raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_AFTER_SECONDS)
     prompt = await prompt_of(request, model, longest, deadline)
     if request.response.echo:
         wanted = replace(wanted, echo=await _shown_prompt(request, prompt, model, wanted, deadline))
@@ -103,15 +102,15 @@ async def validate(
         payload=_with_id(request, id),
         engine_request=work,
         prompt_tokens=len(prompt),
-        wanted=wanted,
+        output_options=wanted,
         deadline=deadline,
-        id_made_up=not request.request_id,
+        id_generated=not request.request_id,
         accepted_at=accepted_at,
         detach_ms=_detach_ms(request.stream),
         eos_token_ids=frozenset() if stopping.ignore_eos else model.eos_token_ids,
         session=f"{tenant}/{request.cache.session_id}" if request.cache.session_id else "",
         vocab_size=model.vocab_size,
-        begin_text=partial(begin_text, model, wanted, stopping) if wanted.stops else None,
+        new_output_text=partial(new_output_text, model, wanted, stopping) if wanted.stops else None,
     )
 
 

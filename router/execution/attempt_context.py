@@ -1,7 +1,8 @@
-"""One request in the hands of its attempts."""
+"""What one request keeps from one attempt to the next."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from decant.protos import worker_pb2 as wire
@@ -10,54 +11,79 @@ from decant.router.execution.token_stream import TokenStream
 from decant.router.execution.token_writer import TokenWriter
 from decant.router.placement.prefix_index import PromptBlocks
 from decant.router.workers.pool import WorkerHandle
+from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.owned import OwnedRequest
 
 
 @dataclass(slots=True)
 class AttemptContext:
-    """What one request keeps from one attempt to the next."""
-
-    course: TokenStream
+    stream: TokenStream
     owned: OwnedRequest
-    pen: TokenWriter
-    avoid: set[Incarnation] = field(default_factory=set)
-    from_tokens: bool = False
-    """A handoff failed, or tokens are written: no more prefill workers."""
-    holder: Incarnation | None = None
-    """Of a request that was adopted: the decode worker where its attempt runs, if it still does."""
+    writer: TokenWriter
+    excluded_workers: set[Incarnation] = field(default_factory=set)
+    local_prefill: bool = False
+    """A handoff failed, or there are output tokens: prefill workers are left out."""
+    current_decode_worker: Incarnation | None = None
+    """Of an adopted request: where its attempt runs, as far as is recorded."""
     layout: int = 0
-    """Of those who wrote what an earlier owner has shown, where they give equal bits; 0: they may not."""
+    """Of the workers that generated what an earlier owner has sent, where they give equal bits; else 0."""
     wait: Wait | None = None
-    """Until a worker begins with it for the first time; None for one that was adopted."""
+    """Until a worker schedules it for the first time; None for an adopted request."""
     prefix: PromptBlocks = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prefix = PromptBlocks(self.course.request.engine_request)
+        self.prefix = PromptBlocks(self.stream.request.engine_request)
+
+    @property
+    def model(self) -> str:
+        return self.stream.request.engine_request.model
+
+    def needs_decode(self, num_output_tokens: int) -> bool:
+        """Whether a sequence with these output tokens lacks more than the one that a prefill worker samples."""
+        return self.stream.request.engine_request.stopping.max_tokens - num_output_tokens > 1
 
     def run(self) -> wire.Run:
-        """The present attempt, as workers are asked for it."""
+        """The present attempt."""
         owned = self.owned
         return wire.Run(request=str(owned.key), epoch=owned.epoch, attempt=owned.attempt, digest=owned.digest)
 
-    def compute_at(self, worker: WorkerHandle) -> None:
-        """What is not written yet is computed there. Where more was shown than is written, the same has to come."""
-        facts = worker.facts
-        if self.course.is_behind and not (facts.equal_bits and facts.layout == self.layout):
-            self.owned.record.certain_seq = self.course.doubt()
+    def engine_request(self, num_output_tokens: int) -> wire.EngineRequest:
+        """As it stands now: with these output tokens, its age and the rest of its time."""
+        request = self.stream.request
+        message = wire.EngineRequest()
+        message.CopyFrom(request.engine_request)
+        message.age_ms = max(0, round((asyncio.get_running_loop().time() - request.accepted_at) * 1000))
+        remaining_ms = request.deadline.remaining_ms()
+        if remaining_ms is not None:
+            message.remaining_ms = remaining_ms
+        del message.outputs[:]
+        message.outputs.add(output=0, tokens=pack(self.stream.tokens[:num_output_tokens]))
+        return message
 
-    def note(self, giver: WorkerHandle | None, taker: WorkerHandle | None, failure: wire.Failure | None = None) -> None:
-        """Who runs the present attempt, into the record: for people, and for whoever adopts the request."""
+    def check_determinism(self, worker: WorkerHandle) -> None:
+        """The missing tokens are generated on this worker: if a client may have more of them, the same must come."""
+        facts = worker.facts
+        if self.stream.is_behind and not (facts.equal_bits and facts.layout == self.layout):
+            self.owned.record.certain_seq = self.stream.doubt()
+
+    def record_workers(
+        self,
+        prefill_worker: WorkerHandle | None,
+        decode_worker: WorkerHandle | None,
+        failure: wire.Failure | None = None,
+    ) -> None:
+        """The present attempt's, into the stored record: an adopting router looks for the run there."""
         attempts = self.owned.record.attempts
         if not attempts or attempts[-1].attempt != self.owned.attempt:
             attempts.add(attempt=self.owned.attempt)
-        noted = attempts[-1]
-        if giver is not None:
-            noted.prefill_worker.CopyFrom(giver.facts.peer)
-        if taker is not None:
-            noted.decode_worker.CopyFrom(taker.facts.peer)
-        for worker in (giver, taker):  # who hand over have one layout
+        attempt = attempts[-1]
+        if prefill_worker is not None:
+            attempt.prefill_worker.CopyFrom(prefill_worker.facts.peer)
+        if decode_worker is not None:
+            attempt.decode_worker.CopyFrom(decode_worker.facts.peer)
+        for worker in (prefill_worker, decode_worker):  # their layouts agree
             if worker is not None:
-                noted.layout = worker.facts.layout if worker.facts.equal_bits else 0
+                attempt.layout = worker.facts.layout if worker.facts.equal_bits else 0
         if failure is not None:
-            noted.failure.CopyFrom(failure)
+            attempt.failure.CopyFrom(failure)

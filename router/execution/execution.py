@@ -17,22 +17,24 @@ from typing import Protocol
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.admission.admission_queue import Admission, AdmissionSlot
 from decant.router.admission.quota import QuotaLeases
-from decant.router.api.usage import receipt_of, usage_of
 from decant.router.execution.attempt import Attempt
 from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import AttemptFailed, NoWorker, OwnedElsewhere
 from decant.router.execution.finish import written_out
-from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.execution.journal_writer import JournalWriter, append_new
+from decant.router.execution.stored import RestoreRequest, finish_to_record, stream_from_store
+from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.execution.token_writer import TokenWriter
-from decant.router.recovery.journal_writer import JournalWriter, append_new
-from decant.router.recovery.restore import RestoreRequest, course_of, stored_as
+from decant.router.execution.usage import receipt_of, usage_of
+from decant.router.execution.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime import logs
+from decant.runtime.admission import Admission, AdmissionSlot
 from decant.runtime.error_details import Reason, ResumePoint, to_status
 from decant.runtime.errors import (
+    RETRY_AFTER_SECONDS,
     Aborted,
     AlreadyExists,
     Cancelled,
@@ -46,9 +48,6 @@ from decant.state.errors import StateError
 from decant.state.ids import Incarnation
 from decant.state.owned import OwnedRequest, StoredRequest
 from decant.state.requests import Displaced, Requests
-
-RETRY_SECONDS = 1.0
-"""What clients are told who find no worker, or no store."""
 
 _log = logs.get(__name__)
 
@@ -98,7 +97,7 @@ class Execution:
             self.owned = _owned(request, Incarnation.of(router.peer))
             self.owned.epoch = epoch
         else:
-            self.course = course_of(adopted, request)
+            self.course = stream_from_store(adopted, request)
             self.course.is_behind = True
             self.owned = OwnedRequest.adopted(adopted)
         self.accepted: asyncio.Future[StoredRequest | None] = asyncio.get_running_loop().create_future()
@@ -114,16 +113,18 @@ class Execution:
         self._request = request
         self._home = home
         self._router = router
-        self._job = AttemptContext(self.course, self.owned, TokenWriter(self.course))
+        self._context = AttemptContext(self.course, self.owned, TokenWriter(self.course))
         self._admitted: AdmissionSlot | None = None
         self._attempt: Attempt | None = None
         self.is_recorded = adopted is not None  # or may be
         if adopted is None:
-            self._job.wait = router.pool.waits[request.engine_request.model].enter(request.engine_request.priority)
+            self._context.wait = router.pool.wait_predictors[request.engine_request.model].enter(
+                request.engine_request.priority
+            )
         else:
-            self._job.holder = _holder(adopted) if self.owned.is_explained else None
-            self._job.from_tokens = bool(adopted.entries)
-            self._job.layout = _layout(adopted, router.pool)
+            self._context.current_decode_worker = _holder(adopted) if self.owned.has_prompt_logprobs else None
+            self._context.local_prefill = bool(adopted.entries)
+            self._context.layout = _layout(adopted, router.pool)
             router.bookings.hold(request.key)
             self.accepted.set_result(None)
 
@@ -152,15 +153,15 @@ class Execution:
         if self.course.end is not None:
             return
         self.course.end = end
-        if self._job.wait is not None:
-            self._job.wait.over()
+        if self._context.wait is not None:
+            self._context.wait.discard()
         self.course.told()
         self._home.ended(self)
         self.come_back()
         if self._attempt is not None:
             self._attempt.close(reason)
-        elif self._job.holder is not None:
-            self._router.pool.cancel(self._job.holder, self._run(), reason)
+        elif self._context.current_decode_worker is not None:
+            self._router.pool.cancel(self._context.current_decode_worker, self._run(), reason)
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
         if self._admitted is not None:
@@ -197,7 +198,7 @@ class Execution:
         written = len(self.course.tokens)
         if written:
             return Aborted(reason, words, resume=ResumePoint(0, written))
-        return Unavailable(reason, words, retry_after=RETRY_SECONDS)
+        return Unavailable(reason, words, retry_after=RETRY_AFTER_SECONDS)
 
     def superseded(self, error: Displaced) -> None:
         """Another router owns it, or another request has its id: nothing more is written."""
@@ -209,7 +210,7 @@ class Execution:
         self.end(Cancelled() if cancelled else self._moved(is_resumed=error.stream_epoch > self.owned.epoch))
 
     def _run(self) -> wire.Run:
-        return self._job.run()
+        return self._context.run()
 
     @property
     def is_void(self) -> bool:
@@ -224,14 +225,14 @@ class Execution:
         router, request = self._router, self._request
         if self.is_recorded:
             self._admitted = router.admission.enter_at_once()
-            if self._job.holder is None:
-                self.owned.start_over(datetime.now(UTC))
+            if self._context.current_decode_worker is None:
+                self.owned.start_attempt(datetime.now(UTC))
             router.flusher.begin(self)
             return
-        if not router.flusher.is_away:
+        if not router.flusher.is_unavailable:
             await router.bookings.book(request.key, request.prompt_tokens + request.engine_request.stopping.max_tokens)
         self._admitted = await router.admission.enter(request.engine_request.priority, request.deadline)
-        if router.flusher.is_away:
+        if router.flusher.is_unavailable:
             self._take_without_store("it is away")
         else:
             await self._record()
@@ -261,15 +262,15 @@ class Execution:
         """Raises Unavailable where the settings don't want that."""
         if not self._router.settings.serve_without_redis:
             words = f"the state store is away: {why}"
-            raise Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=RETRY_SECONDS)
+            raise Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=RETRY_AFTER_SECONDS)
         self.course.resumable = False
 
     async def _answer(self) -> Finish:
-        router, job = self._router, self._job
+        router, context = self._router, self._context
         for block_tokens in router.pool.block_sizes(self._request.engine_request.model):
-            await job.prefix.prepare(block_tokens)
+            await context.prefix.prepare(block_tokens)
         while True:
-            self._attempt = attempt = Attempt(job, router.pool, router.peer)
+            self._attempt = attempt = Attempt(context, router.pool, router.peer)
             try:
                 end = await attempt.run()
             except AttemptFailed as failed:
@@ -277,36 +278,36 @@ class Execution:
             except OwnedElsewhere as superseded:
                 raise await self._superseded_by(superseded) from None
             except NoWorker:
-                job.note(attempt.giver, attempt.taker, wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
+                attempt.record(wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
                 raise self._lost(Reason.NO_WORKER, "no worker can take the request now") from None
             else:
-                job.note(attempt.giver, attempt.taker)
+                attempt.record()
                 return end
 
     def _failed(self, attempt: Attempt, failed: AttemptFailed) -> None:
         """The next attempt is prepared. Raises what the client learns when there is none."""
-        job, failure = self._job, failed.failure
+        context, failure = self._context, failed.failure
         attempt.close(wire.Cancel.REASON_ATTEMPT)
-        job.note(attempt.giver, attempt.taker, failure)
-        job.holder = None
+        attempt.record(failure)
+        context.current_decode_worker = None
         _log.warning("attempt failed", attempt=self.owned.attempt, why=str(failed))
         if failure.cause == wire.CAUSE_ID_REUSED:
             self._avoid_other_request(attempt)
         if failed.blamed is not None:
-            job.avoid.add(failed.blamed)
-            self._router.pool.blame(failed.blamed)
-        job.from_tokens |= attempt.had_ticket or bool(self.course.tokens)
+            context.excluded_workers.add(failed.blamed)
+            self._router.pool.record_failure(failed.blamed)
+        context.local_prefill |= attempt.had_ticket or bool(self.course.tokens)
         if self.owned.attempt >= self._router.settings.attempts and written_out(self.course) is None:
             raise self._lost(Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
         append_new(self.owned, self.course)
-        self.owned.start_over(datetime.now(UTC))
+        self.owned.start_attempt(datetime.now(UTC))
 
     def _avoid_other_request(self, attempt: Attempt) -> None:
         """A worker runs another request with this id. Raises AlreadyExists unless the store has this one."""
-        if self.owned.told is None:
+        if self.owned.synced_state is None:
             self.is_superseded = True
             raise AlreadyExists(self.owned.key.id)
-        self._job.avoid.update(worker.life for worker in (attempt.giver, attempt.taker) if worker is not None)
+        self._context.excluded_workers.update(worker.incarnation for worker in attempt.workers)
 
     async def _superseded_by(self, error: OwnedElsewhere) -> ServiceError:
         """What the store says of the owner that a worker knows of.
@@ -351,12 +352,12 @@ class Execution:
         self._router.bookings.release(owned.key, usage.total_tokens if course.tokens or self.is_taken_up else 0)
         record.usage.CopyFrom(usage)
         record.receipt.CopyFrom(receipt_of(course, asyncio.get_running_loop().time()))
-        state, finished = stored_as(end)
+        state, finished = finish_to_record(end)
         if finished is not None:
             record.finished.append(finished)
         if isinstance(end, ServiceError):
             record.error.CopyFrom(to_status(end.fault))
-        owned.move(state, datetime.now(UTC))
+        owned.transition(state, datetime.now(UTC))
         self._router.flusher.end(self)
 
 

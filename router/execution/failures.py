@@ -14,11 +14,16 @@ ID_REUSED                           AlreadyExists, or another       not blamed
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from decant.protos import worker_pb2 as wire
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unimplemented
 from decant.runtime.peer import enum_name
 from decant.state.ids import Incarnation
+
+if TYPE_CHECKING:
+    from decant.router.execution.leg import Leg
 
 NO_ROOM = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
 """Elsewhere, or later: nothing went wrong."""
@@ -52,8 +57,20 @@ class OwnedElsewhere(Exception):
         self.epoch = epoch
 
 
+class NothingToFetch(AttemptFailed):
+    """The sequence ended before it was handed over: the first token was the last."""
+
+
+class NoCapacity(Exception):
+    """A worker refused its part of an attempt for now: the same attempt goes elsewhere."""
+
+    def __init__(self, leg: Leg) -> None:
+        super().__init__(f"{leg.worker.incarnation.id} has no capacity")
+        self.leg = leg
+
+
 class NoWorker(Exception):
-    """No worker took the request for as long as it was worth waiting."""
+    """No worker took the request while its patience lasted."""
 
 
 def raised_by(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:

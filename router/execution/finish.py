@@ -15,7 +15,7 @@ def written_out(course: TokenStream) -> Finish | None:
     that goes on."""
     request, tokens = course.request, course.tokens
     stopping = request.engine_request.stopping
-    if not tokens or not course.is_explained:
+    if not tokens or not course.has_prompt_logprobs:
         return None
     if tokens[-1] in request.eos_token_ids or tokens[-1] in stopping.stop_token_ids:
         return _stopped(stopping, tokens)

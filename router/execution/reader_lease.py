@@ -10,17 +10,21 @@ itself pays nothing for it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.response_writer import Write
 from decant.router.execution.token_stream import TokenStream
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, OutOfRange, ServiceError
 
 UNREAD_SECONDS = 60.0
 """How long a message may wait for its client once the request has ended."""
+
+
+Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
+"""Sends a message; it has been serialized when this returns."""
 
 
 async def begin_behind(course: TokenStream, after_seq: int) -> None:

@@ -15,14 +15,20 @@ from functools import partial
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.admission.overload import check_wait
-from decant.router.api.get_generation import RequestSnapshot
-from decant.router.execution.execution import RETRY_SECONDS, Execution, RouterServices
-from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
-from decant.router.recovery.restore import check_stored, end_of, replayed, store_error
+from decant.router.execution.execution import Execution, RouterServices
+from decant.router.execution.stored import (
+    RequestSnapshot,
+    check_stored,
+    finish_from_record,
+    finished_stream,
+    store_error,
+)
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.valid_request import ValidRequest
 from decant.runtime import logs
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import AlreadyExists, Cancelled, QueueFull, ServiceError, Unavailable
+from decant.runtime.errors import RETRY_AFTER_SECONDS, AlreadyExists, Cancelled, QueueFull, ServiceError, Unavailable
 from decant.state.errors import StateError
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import StoredRequest
@@ -138,7 +144,7 @@ class RequestRegistry:
 
     async def _until_settled(self, ended: Execution) -> None:
         """Until the store knows how it ended, unless that is away."""
-        if not self._router.flusher.is_away:
+        if not self._router.flusher.is_unavailable:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_SECONDS):
                     await ended.is_settled.wait()
@@ -173,7 +179,7 @@ class RequestRegistry:
         execution = self._here(key)
         if execution is None:
             found = await self._read(key)
-            if (end := end_of(found)) is not None:
+            if (end := finish_from_record(found)) is not None:
                 return end
             execution = await self._taken(found, self._router.requests.cancel, self._stop)
             if execution is None:
@@ -195,9 +201,9 @@ class RequestRegistry:
         found = await self._router.requests.read(key)
         if found.ended or self.knows(key):
             return
-        if self.window_of(found.record.model) is None:
+        if self.max_context_length(found.record.model) is None:
             words = f"this router reaches no worker that serves {found.record.model}"
-            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)
+            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_AFTER_SECONDS)
         await self._adopted(found, self._router.requests.adopt_orphan, self._begin_grace)
 
     def knows(self, key: RequestKey) -> bool:
@@ -212,18 +218,18 @@ class RequestRegistry:
             return
         detach_ms = course.request.detach_ms
         seconds = (self._router.settings.resume_grace_ms if detach_ms is None else detach_ms) / 1000
-        if course.request.id_made_up or seconds == 0:
+        if course.request.id_generated or seconds == 0:
             self._stop(execution)
         else:
             execution.grace = asyncio.get_running_loop().call_later(seconds, self._stop, execution)
 
-    def window_of(self, model: str) -> int | None:
+    def max_context_length(self, model: str) -> int | None:
         """Tokens of the least window among the workers that may get work of that model; None while there are none."""
-        return self._router.pool.window_of(model)
+        return self._router.pool.max_context_length(model)
 
     def booked(self, tenant: str) -> AbstractAsyncContextManager[None]:
         """Counts a call that needs no worker among its tenant's requests at work. Raises QuotaExceeded."""
-        if self._router.flusher.is_away:
+        if self._router.flusher.is_unavailable:
             return nullcontext()
         return self._router.bookings.during(RequestKey(tenant, f"call-{uuid.uuid4()}"))
 
@@ -262,9 +268,9 @@ class RequestRegistry:
         if self._here(key) is not None:
             return
         try:
-            check_wait(self._router, model, priority, deadline)
+            self._check_wait(model, priority, deadline)
         except QueueFull:
-            if not key.id or self._router.flusher.is_away or not await self._is_known(key):
+            if not key.id or self._router.flusher.is_unavailable or not await self._is_known(key):
                 raise
 
     async def _is_known(self, key: RequestKey) -> bool:
@@ -277,10 +283,15 @@ class RequestRegistry:
         model = request.engine_request.model
         if self._draining:
             raise _draining()
-        check_wait(self._router, model, request.engine_request.priority, request.deadline)
+        self._check_wait(model, request.engine_request.priority, request.deadline)
         if next(self._router.pool.of(model), None) is None:
             words = f"no worker serves {model} now"
-            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_SECONDS)
+            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_AFTER_SECONDS)
+
+    def _check_wait(self, model: str, priority: int, deadline: Deadline) -> None:
+        router = self._router
+        waiting = router.admission.waiting + router.pool.waiting
+        check_wait(router.settings, waiting, router.pool.wait_predictors[model].predict(priority), deadline)
 
     def _stop(self, execution: Execution) -> None:
         execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
@@ -314,7 +325,7 @@ class RequestRegistry:
     async def _read(self, key: RequestKey) -> StoredRequest:
         try:
             found = await self._router.requests.read(key)
-            end_of(found)  # raises here for one that can't be read
+            finish_from_record(found)  # raises here for one that can't be read
         except StateError as error:
             raise store_error(error, key) from None
         return found
@@ -329,7 +340,7 @@ class RequestRegistry:
     async def _replayed(self, found: StoredRequest) -> TokenStream:
         """As it stands in the store. Raises Internal where that can't be read."""
         try:
-            return replayed(found, await self._revived(found))
+            return finished_stream(found, await self._revived(found))
         except StateError as error:
             raise store_error(error, found.key) from None
 
@@ -395,4 +406,4 @@ class RequestRegistry:
 
 
 def _draining() -> Unavailable:
-    return Unavailable(Reason.DRAINING, "this router is draining", retry_after=RETRY_SECONDS)
+    return Unavailable(Reason.DRAINING, "this router is draining", retry_after=RETRY_AFTER_SECONDS)

@@ -9,68 +9,14 @@ messages: a stream that nobody reads costs four bytes a token or so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from decant.protos import inference_pb2 as pb
-from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.text.stop_strings import StopStrings
-from decant.runtime.channel import Deadline
+from decant.router.execution.valid_request import ValidRequest
 from decant.runtime.errors import ServiceError
-from decant.state.ids import RequestKey
-from decant.state.journal import TOKEN_LIMIT
 from decant.state.logprobs import Logprobs
-
-if TYPE_CHECKING:
-    from decant.router.text.output_text import OutputText
-
-
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """What the client is shown, with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all.
-    ``prompt_logprobs`` the same of the prompt's tokens. ``echo``: what stands before each output's text.
-    ``min_chunk_tokens`` go into one delta, except into the last.
-    ``stops``: the texts that end an output; None: no text does."""
-
-    text: bool = True
-    token_ids: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echo: str = ""
-    skip_special_tokens: bool = True
-    stops: StopStrings | None = None
-    include_stop: bool = False
-    min_chunk_tokens: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ValidRequest:
-    """A request that can be run as it stands.
-
-    ``work`` is complete but for age, what is left of the deadline, and what earlier attempts wrote: those are filled
-    in when an attempt starts. ``payload`` is what the client sent, with its id.
-    """
-
-    key: RequestKey
-    payload: pb.GenerateRequest
-    engine_request: wire.EngineRequest
-    prompt_tokens: int
-    wanted: OutputOptions
-    deadline: Deadline
-    id_made_up: bool
-    accepted_at: float  # the event loop's clock
-    detach_ms: int | None = None
-    """How long it goes on when nobody reads it; None: for the router's grace."""
-    eos_token_ids: frozenset[int] = frozenset()
-    """Those that end its output: none where it ignores them."""
-    session: str = ""
-    """Whose prefix is likely this one's too, as the client hints; empty: nobody's."""
-    vocab_size: int = TOKEN_LIMIT
-    """Ids of its output's tokens are below this."""
-    begin_text: Callable[[], OutputText] | None = None
-    """The output's text before its first token, for whoever looks for stop texts; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +92,7 @@ class TokenStream:
     _waiting: asyncio.Future[None] | None = None
 
     def __post_init__(self) -> None:
-        wanted = self.request.wanted
+        wanted = self.request.output_options
         self.logprobs = Logprobs(wanted.logprobs or 0)
         self.prompt_logprobs = Logprobs(wanted.prompt_logprobs or 0)
 
@@ -177,14 +123,14 @@ class TokenStream:
         return certain
 
     @property
-    def is_explained(self) -> bool:
+    def has_prompt_logprobs(self) -> bool:
         """Whether the prompt's logprobs are all here, where they were asked for."""
-        asked = self.request.wanted.prompt_logprobs is not None
+        asked = self.request.output_options.prompt_logprobs is not None
         return not asked or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
 
     async def explained(self) -> None:
         """Wait until the prompt's logprobs are all here, where they were asked for, or the end is."""
-        while not self.is_explained and self.end is None:
+        while not self.has_prompt_logprobs and self.end is None:
             await self._news()
 
     async def _news(self) -> None:

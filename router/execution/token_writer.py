@@ -12,23 +12,19 @@ anybody reads it, and only where there are such texts. This is the path of every
 from __future__ import annotations
 
 import asyncio
-import sys
-from array import array
-from collections.abc import Callable
-from enum import Enum
+from typing import Protocol
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.workers.token_sink import WriteError
 from decant.state.logprobs import Logprobs
 
 
-class WriteError(Enum):
-    """Why a token was not written, where that is not for being known already."""
+class StopListener(Protocol):
+    """Is notified when a token completes a stop string: the attempt that runs."""
 
-    GAP = "gap"
-    CONFLICT = "conflict"  # another token is known for that position
-    MALFORMED = "malformed"  # no token of this output, or not with the logprobs that were asked for
+    def on_stop_string(self) -> None: ...
 
 
 class TokenWriter:
@@ -38,15 +34,14 @@ class TokenWriter:
         self.course = course
         self.stopped: Finish | None = None
         """Set by the token that completed a stop text."""
-        self.tell_stopped: Callable[[], None] | None = None
-        """Called when that is."""
-        begin = course.request.begin_text
+        self.listener: StopListener | None = None
+        begin = course.request.new_output_text
         self._text = begin() if begin is not None else None
         self._tokens = course.tokens
         self._base = course.request.prompt_tokens
         self._limit = course.request.engine_request.stopping.max_tokens
         self._vocab_size = course.request.vocab_size
-        self._logprobs = course.logprobs if course.request.wanted.logprobs is not None else None
+        self._logprobs = course.logprobs if course.request.output_options.logprobs is not None else None
         self._now = asyncio.get_running_loop().time
         for token in course.tokens:  # of an earlier owner's
             self._follow(token)
@@ -100,8 +95,8 @@ class TokenWriter:
         if self._text.stop is not None:
             self.stopped = Finish(pb.FINISH_REASON_STOP, stop_text=self._text.stop)
             self._text = None
-            if self.tell_stopped is not None:
-                self.tell_stopped()
+            if self.listener is not None:
+                self.listener.on_stop_string()
 
 
 def _copied(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:
@@ -113,20 +108,3 @@ def _copied(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:
     except ValueError:
         return False
     return True
-
-
-def pack(numbers: list[int]) -> bytes:
-    """Little-endian uint32, as the wire has them."""
-    packed = array("I", numbers)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack(data: bytes) -> array[int]:
-    """Raises ValueError when the bytes end within a number."""
-    numbers = array("I")
-    numbers.frombytes(data)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers

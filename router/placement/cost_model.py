@@ -83,12 +83,12 @@ class PrefillTransferCosts:
         self._read_beside = DecayedRegression()
         self._moved = DecayedRegression()
 
-    def read(self, tokens: int, seconds: float, *, beside_answers: bool) -> None:
+    def add_prefill(self, tokens: int, seconds: float, *, on_decode_worker: bool) -> None:
         """A prompt was computed, on a worker that decodes or on one that only reads; ``tokens`` were not cached."""
-        measured = self._read_beside if beside_answers else self._read_apart
+        measured = self._read_beside if on_decode_worker else self._read_apart
         measured.add(max(1, tokens), seconds, self._now())
 
-    def moved(self, tokens: int, seconds: float) -> None:
+    def add_transfer(self, tokens: int, seconds: float) -> None:
         """An answer stood still for so long because its cache moved; ``tokens`` were not there already."""
         self._moved.add(max(0, tokens), max(0.0, seconds), self._now())
 

@@ -32,7 +32,7 @@ from decant.state.ids import Incarnation
 class WorkerSnapshot:
     """A worker that answers, as this router sees it now; what the router itself has just sent there is counted in."""
 
-    life: Incarnation
+    incarnation: Incarnation
     role: wire.Role
     layout: int
     block_tokens: int
@@ -41,7 +41,7 @@ class WorkerSnapshot:
     queued_tokens: int  # to be computed before a new prompt's first
     cached_tokens: int = 0  # of the request in question, in the prefix cache there
     takes_prompts: bool = True
-    has_room: bool = True  # False: it refused for lack of room and has not said more since
+    has_capacity: bool = True  # False: it refused for lack of room and has not said more since
     avoided: bool = False  # it failed of late, or failed this request: taken when nobody else is left
 
 
@@ -57,11 +57,11 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    life: Incarnation
+    incarnation: Incarnation
     prefill: bool  # False: from tokens
 
 
-def first_place(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> Placement | None:
+def choose_first_worker(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> Placement | None:
     """Where a sequence starts. None: nowhere now, but that may change."""
     decode = [worker for worker in workers if worker.role != wire.ROLE_PREFILL]
     layouts = {worker.layout for worker in decode}
@@ -70,26 +70,26 @@ def first_place(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> Pl
     if prefill and not need.from_tokens:
         near = _roomiest([worker for worker in decode if _is_near(worker, need)], need, home)
         if near is not None:
-            return Placement(near.life, prefill=False)
+            return Placement(near.incarnation, prefill=False)
         found = _least_work(prefill, need)
-        return None if found is None else Placement(found.life, prefill=True)
+        return None if found is None else Placement(found.incarnation, prefill=True)
     found = _roomiest([worker for worker in decode or workers if worker.takes_prompts], need, home)
-    return None if found is None else Placement(found.life, prefill=False)
+    return None if found is None else Placement(found.incarnation, prefill=False)
 
 
-def taker(
+def choose_decode_worker(
     workers: Sequence[WorkerSnapshot], need: PlacementRequest, layout: int, giver: Incarnation
 ) -> Incarnation | None:
     """Who takes over a cache. None: nobody now, but that may change."""
-    fitting = [worker for worker in workers if worker.layout == layout and worker.life != giver]
+    fitting = [worker for worker in workers if worker.layout == layout and worker.incarnation != giver]
     able = [worker for worker in fitting if worker.role != wire.ROLE_PREFILL] or fitting
     found = _roomiest(able, need, _home(able, need))
-    return None if found is None else found.life
+    return None if found is None else found.incarnation
 
 
 def _is_near(worker: WorkerSnapshot, need: PlacementRequest) -> bool:
     """Whether it would be computed there, beside the answers, before a cache could come."""
-    if worker.avoided or not worker.takes_prompts or _lacks_room(worker, need):
+    if worker.avoided or not worker.takes_prompts or _lacks_capacity(worker, need):
         return False
     return worker.queued_tokens + need.tokens - worker.cached_tokens < need.handoff_min_tokens
 
@@ -100,7 +100,7 @@ def _least_work(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> Wo
     def order(worker: WorkerSnapshot) -> tuple[bool, int, int]:
         return worker.avoided, worker.queued_tokens + _uncached(worker, need, home), worker.sequences
 
-    return min((worker for worker in workers if worker.has_room and worker.takes_prompts), key=order, default=None)
+    return min((worker for worker in workers if worker.has_capacity and worker.takes_prompts), key=order, default=None)
 
 
 def _roomiest(
@@ -108,12 +108,12 @@ def _roomiest(
 ) -> WorkerSnapshot | None:
     def order(worker: WorkerSnapshot) -> tuple[bool, bool, int, int, int]:
         uncached = _uncached(worker, need, home)
-        return worker.avoided, _lacks_room(worker, need), worker.sequences, uncached, -worker.free_blocks
+        return worker.avoided, _lacks_capacity(worker, need), worker.sequences, uncached, -worker.free_blocks
 
-    return min((worker for worker in workers if worker.has_room), key=order, default=None)
+    return min((worker for worker in workers if worker.has_capacity), key=order, default=None)
 
 
-def _lacks_room(worker: WorkerSnapshot, need: PlacementRequest) -> bool:
+def _lacks_capacity(worker: WorkerSnapshot, need: PlacementRequest) -> bool:
     return worker.free_blocks * worker.block_tokens <= need.tokens - worker.cached_tokens
 
 
@@ -128,6 +128,6 @@ def _home(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> WorkerSn
         return None
 
     def draw(worker: WorkerSnapshot) -> bytes:
-        return hashlib.blake2b(f"{worker.life.id}\n{need.session}".encode(), digest_size=8).digest()
+        return hashlib.blake2b(f"{worker.incarnation.id}\n{need.session}".encode(), digest_size=8).digest()
 
     return max(workers, key=draw, default=None)

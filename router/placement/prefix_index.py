@@ -23,7 +23,7 @@ BEATS_UNTIL_TOLD = 2
 """The first beat after the end of a request may tell of a look that was taken before it."""
 
 
-def block_names(prompt: bytes, salt: bytes, block_tokens: int) -> array[int]:
+def block_hashes(prompt: bytes, salt: bytes, block_tokens: int) -> array[int]:
     """Of the full blocks of a packed prompt, in order."""
     words = memoryview(array("Q", array("I", prompt))).cast("B")
     size = 8 * block_tokens
@@ -48,15 +48,15 @@ class PromptBlocks:
     async def prepare(self, block_tokens: int) -> None:
         """Hash it now, in a thread if it is long, so that ``names`` keeps nobody waiting."""
         if self.is_shared and len(self._work.prompt) // 4 > LONG_PROMPT:
-            await asyncio.to_thread(self.names, block_tokens)
+            await asyncio.to_thread(self.hashes, block_tokens)
 
-    def names(self, block_tokens: int) -> Sequence[int]:
+    def hashes(self, block_tokens: int) -> Sequence[int]:
         """Of its full blocks; none where they are not shared."""
         if not self.is_shared:
             return ()
         names = self._names.get(block_tokens)
         if names is None:
-            names = self._names[block_tokens] = block_names(self._work.prompt, self._work.salt, block_tokens)
+            names = self._names[block_tokens] = block_hashes(self._work.prompt, self._work.salt, block_tokens)
         return names
 
     def cached_tokens(self, cache: WorkerPrefixCache, block_tokens: int) -> int:
@@ -64,7 +64,7 @@ class PromptBlocks:
         if not self.may_hit:
             return 0
         most = (len(self._work.prompt) // 4 - 1) // block_tokens
-        return min(cache.leading(self.names(block_tokens)), most) * block_tokens
+        return min(cache.leading(self.hashes(block_tokens)), most) * block_tokens
 
 
 class ExpectedBlocks:
@@ -74,7 +74,7 @@ class ExpectedBlocks:
         self.names = names
         self._cache = cache
 
-    def over(self) -> None:
+    def release(self) -> None:
         """The request is no longer there: what was not told by now will be within two beats, or it never comes."""
         self._cache.leaving.append((BEATS_UNTIL_TOLD, self))
 
@@ -100,7 +100,7 @@ class WorkerPrefixCache:
         self._expected.update(dict.fromkeys(new, expected))
         return expected
 
-    def hear(self, beat: wire.Heartbeat) -> None:
+    def apply_heartbeat(self, beat: wire.Heartbeat) -> None:
         """The worker's own word."""
         published, dropped = (array("Q", told) for told in (beat.cache.published, beat.cache.dropped))
         self._held.update(published)

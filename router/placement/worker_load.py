@@ -42,10 +42,10 @@ class CorrectedCounter:
 
 
 class WorkerLoad:
-    """What placement looks at, of one life of one worker."""
+    """What placement looks at, of one incarnation of one worker."""
 
     def __init__(self, facts: WorkerRegistration) -> None:
-        self.life = Incarnation.of(facts.peer)
+        self.incarnation = Incarnation.of(facts.peer)
         self.block_tokens = facts.capacity.block_tokens or 1
         self.work = CorrectedCounter()
         """Tokens to be computed."""
@@ -77,24 +77,24 @@ class WorkerLoad:
         return self._routers is None or router in self._routers
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether anything may be sent there before its next load report."""
         return not self._is_full and self._sent_sequences < self._allowance
 
-    def seen(self, prefix: PromptBlocks | None = None, *, avoided: bool = False) -> WorkerSnapshot:
+    def snapshot(self, prefix: PromptBlocks | None = None, *, avoided: bool = False) -> WorkerSnapshot:
         """For a request with that prompt; None: for any."""
-        load, has_room = self._load, self.has_room
+        load, has_capacity = self._load, self.has_capacity
         return WorkerSnapshot(
-            life=self.life,
+            incarnation=self.incarnation,
             role=load.role,
             layout=self.layout,
             block_tokens=self.block_tokens,
             free_blocks=load.free_blocks + load.cached_blocks - self._sent_tokens // self.block_tokens,
             sequences=self.sequences.now,
             queued_tokens=self.work.now,
-            cached_tokens=self.cached_tokens(prefix) if prefix is not None and has_room else 0,
+            cached_tokens=self.cached_tokens(prefix) if prefix is not None and has_capacity else 0,
             takes_prompts=load.takes_prompts,
-            has_room=has_room,
+            has_capacity=has_capacity,
             avoided=avoided,
         )
 
@@ -102,15 +102,15 @@ class WorkerLoad:
         """Leading tokens of a prompt that are in its cache, as far as is known."""
         return prefix.cached_tokens(self._cached, self.block_tokens)
 
-    def send(self, prefix: PromptBlocks, tokens: int, *, computed: bool) -> LoadReservation:
-        """A sequence of so many tokens goes there, to be computed or to be fetched. Say ``over`` of what is returned
+    def reserve(self, prefix: PromptBlocks, tokens: int, *, computed: bool) -> LoadReservation:
+        """A sequence of so many tokens goes there, to be computed or to be fetched. Release what is returned
         when it is no longer there."""
         fresh = max(0, tokens - self.cached_tokens(prefix))
         self._sent_sequences += 1
         self._sent_tokens += fresh
-        return LoadReservation(self, fresh if computed else 0, self._cached.expect(prefix.names(self.block_tokens)))
+        return LoadReservation(self, fresh if computed else 0, self._cached.expect(prefix.hashes(self.block_tokens)))
 
-    def hear(self, beat: wire.Heartbeat) -> None:
+    def apply_heartbeat(self, beat: wire.Heartbeat) -> None:
         """It tells how it stands."""
         if beat.HasField("load"):
             role = self._load.role
@@ -119,7 +119,7 @@ class WorkerLoad:
             self._load.role = beat.load.role or role
         self.work.tell(self._load.queued_tokens)
         self.sequences.tell(self._load.running + self._load.waiting)
-        self._cached.hear(beat)
+        self._cached.apply_heartbeat(beat)
         if beat.routers or self._routers is None:
             self._routers = frozenset(Incarnation.of(router) for router in beat.routers)
         self._sent_sequences = self._sent_tokens = 0
@@ -131,7 +131,7 @@ class WorkerLoad:
         """Its next heartbeats list all that it has cached, and the routers that it has sessions with."""
         self._cached, self._routers = WorkerPrefixCache(), None
 
-    def refused(self) -> None:
+    def mark_full(self) -> None:
         """It has no room: nothing goes there until it tells its load again, and then few before the next time."""
         self._is_full = True
         self._allowance = FIRST_AGAIN
@@ -148,15 +148,15 @@ class LoadReservation:
         view.sequences.add(1)
         view.work.add(work)
 
-    def read(self) -> None:
+    def mark_prefilled(self) -> None:
         """Its prompt is computed. May be said twice."""
         work, self._work = self._work, 0
         self._view.work.add(-work)
 
-    def over(self) -> None:
+    def release(self) -> None:
         """It is not there any more. May be said twice."""
         if not self._is_over:
             self._is_over = True
-            self.read()
+            self.mark_prefilled()
             self._view.sequences.add(-1)
-            self._expected.over()
+            self._expected.release()

@@ -20,20 +20,20 @@ _log = logs.get(__name__)
 
 
 class RouterRegistrar:
-    """``on_new_era`` is called when Redis has forgotten everything, ``on_replaced`` when another life has this id,
-    ``load`` at each renewal."""
+    """Calls ``on_store_emptied`` when Redis has lost its data, ``on_replaced`` when another incarnation registers under
+    this id. ``load`` is read at each renewal."""
 
     def __init__(
         self,
         store: Store,
         facts: RouterRegistration,
-        on_new_era: Callable[[], None],
+        on_store_emptied: Callable[[], None],
         on_replaced: Callable[[], None],
         load: Callable[[], Load] = Load,
     ) -> None:
         self._store = store
         self._facts = facts
-        self._on_new_era = on_new_era
+        self._on_new_era = on_store_emptied
         self._on_replaced = on_replaced
         self._load = load
         self._registration: Registration[RouterRegistration] | None = None
@@ -77,7 +77,7 @@ class RouterRegistrar:
             self._registration = await self._store.routers.register(self._facts, self._load())
         else:
             await self._registration.renew(self._load())
-        era = (await self._store.era.current()).id
+        era = (await self._store.instance.current()).id
         if self._era is not None and era != self._era:
             _log.warning("the state store was emptied: what is held here is written again")
             self._on_new_era()

@@ -42,7 +42,7 @@ class OrphanRecovery:
     """Watches the directory of routers for as long as its task runs; ``close`` ends it.
 
     ``is_connected``: whether a worker has a live session with a router. The directory is read as often as
-    registrations of these ``lifetimes`` are renewed.
+    registrations of these ``ttls`` are renewed.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class OrphanRecovery:
         dispatcher: RequestRegistry,
         router: Incarnation,
         is_connected: Callable[[Incarnation], bool],
-        lifetimes: Ttls,
+        ttls: Ttls,
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._router = router
         self._is_connected = is_connected
-        self._lifetimes = lifetimes
+        self._ttls = ttls
         self._pauses: dict[Incarnation, _Pause] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -79,7 +79,7 @@ class OrphanRecovery:
 
     async def _watch(self) -> None:
         """Raises StateError when the directory can't be read any more; what was known of dead routers is void then."""
-        clock, look_every_s = asyncio.get_running_loop().time, self._lifetimes.renew_every_s
+        clock, look_every_s = asyncio.get_running_loop().time, self._ttls.renew_every_s
         listing = await self._store.routers.listing()
         readable_since = clock()
         reclaim_at = readable_since
@@ -87,7 +87,7 @@ class OrphanRecovery:
             if clock() >= reclaim_at:
                 await self._reclaim()
                 reclaim_at = clock() + RECLAIM_SECONDS
-            if clock() - readable_since >= self._lifetimes.registration_s:
+            if clock() - readable_since >= self._ttls.registration_s:
                 await self._take_over_dead()
             asked_at = clock()
             listing = await self._store.routers.change(listing, look_every_s)
@@ -96,7 +96,7 @@ class OrphanRecovery:
 
     async def _take_over_dead(self) -> None:
         """In a Redis that was emptied, living routers are not registered at once: until then none is dead."""
-        if (await self._store.era.current()).refill_left_s:
+        if (await self._store.instance.current()).refill_left_s:
             return
         orphaned = await self._store.open.orphaned() - {self._router}
         self._pauses = {dead: pause for dead, pause in self._pauses.items() if dead in orphaned}
@@ -110,7 +110,7 @@ class OrphanRecovery:
         left = await self._store.open.of(dead)
         failures = [error for key in left if (error := await self._take(dead, key)) is not None]
         if failures:
-            pause = self._pauses.setdefault(dead, _Pause(self._lifetimes.renew_every_s))
+            pause = self._pauses.setdefault(dead, _Pause(self._ttls.renew_every_s))
             pause.grow(asyncio.get_running_loop().time())
             words = "requests can't be taken over"
             _log.warning(words, requests=len(failures), router=dead.id, error=str(failures[-1]))

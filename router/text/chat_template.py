@@ -133,7 +133,7 @@ def _read(pipe: int, count: int, ends_at: float) -> bytes:
 
 
 def _ready(pipe: int, event: int, ends_at: float) -> None:
-    """Waits for it. Raises TimeoutError."""
+    """WaitPredictor for it. Raises TimeoutError."""
     poll = select.poll()
     poll.register(pipe, event)
     if not poll.poll(max(0.0, ends_at - time.monotonic()) * 1000):

@@ -100,7 +100,7 @@ class TokenTable(ABC):
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
 
 
-def words_of(tokenizer: Tokenizer) -> TokenTable:
+def make_token_table(tokenizer: Tokenizer) -> TokenTable:
     """Raises UnsupportedDecoder."""
     steps = list(_steps(_described(tokenizer.decoder)))
     names = [step["type"] for step in steps]

@@ -11,15 +11,33 @@ of its own, unless stops are to be included; the last token that may be written 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import OutputOptions
 from decant.router.text.detokenizer import Detokenizer
 from decant.router.text.served_model import ServedModel
 from decant.router.text.stop_strings import StopStrings
 
 
-def begin_text(model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> OutputText:
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What the client is shown, with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all.
+    ``prompt_logprobs`` the same of the prompt's tokens. ``echo``: what stands before each output's text.
+    ``min_chunk_tokens`` go into one delta, except into the last.
+    ``stops``: the texts that end an output; None: no text does."""
+
+    text: bool = True
+    token_ids: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: str = ""
+    skip_special_tokens: bool = True
+    stops: StopStrings | None = None
+    include_stop: bool = False
+    min_chunk_tokens: int = 1
+
+
+def new_output_text(model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> OutputText:
     """The text of an output that such a request asks for, before its first token."""
     kind = OutputText if wanted.stops is None else StoppedText
     return kind(model, wanted, stopping)
@@ -32,7 +50,7 @@ class OutputText:
     """The stop text that ended it."""
 
     def __init__(self, model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> None:
-        self._detokenizer: Detokenizer = model.words.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
+        self._detokenizer: Detokenizer = model.token_table.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
         self._left = stopping.max_tokens
         asked = frozenset(stopping.stop_token_ids)
         self._ends = asked | (frozenset() if stopping.ignore_eos else model.eos_token_ids)
@@ -64,7 +82,6 @@ class StoppedText(OutputText):
         self._stops: StopStrings = wanted.stops
         self._include = wanted.include_stop
         self._early = max(0, stopping.min_tokens - 1)  # tokens that can't complete a stop text, still to come
-        self._state = 0
         self._held = ""
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -81,15 +98,12 @@ class StoppedText(OutputText):
         return self._shown(super().end(), may_stop=True) if self.stop is None else ""
 
     def _shown(self, new: str, *, may_stop: bool) -> str:
+        """Held text always begins where a stop string may begin: no match begins in what the client has."""
         text = self._held + new
-        if may_stop:
-            self._state, place, self.stop = self._stops.scan(self._state, new)
-        else:
-            self._state = self._stops.pass_over(self._state, new)
-        if self.stop is not None:
-            end = len(self._held) + place
-            self._held = ""
-            return text[: end if self._include else end - len(self.stop)]
-        shown = len(text) if self._is_over else len(text) - self._stops.held(self._state)
-        self._held = text[shown:]
-        return text[:shown]
+        match = self._stops.find(text, len(self._held)) if may_stop else None
+        if match is not None:
+            self.stop, self._held = match.stop, ""
+            return text[: match.end if self._include else match.end - len(match.stop)]
+        end = len(text) if self._is_over else len(text) - self._stops.held(text)
+        self._held = text[end:]
+        return text[:end]

@@ -17,7 +17,7 @@ from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import InvalidArgument
 
-WindowOf = Callable[[str], int | None]
+ContextLengthOf = Callable[[str], int | None]
 """The least window that the live workers of a model serve; None while there are none."""
 
 SLICE = 1 << 16
@@ -26,10 +26,10 @@ UNKNOWN_WINDOW = 1 << 20
 """Context length that is assumed for work on words alone while neither the model's files nor workers name one."""
 
 
-def window(model: ServedModel, window_of: WindowOf) -> int | None:
+def window(model: ServedModel, max_context_length: ContextLengthOf) -> int | None:
     """Tokens of prompt and output together: what the workers serve, which may be less than the model was made for, or
     more where its rotary scaling reaches further. None where only they could tell, and there are none."""
-    served = window_of(model.id)
+    served = max_context_length(model.id)
     return model.window if served is None else served
 
 

@@ -20,9 +20,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.limits import check_sampling
+from decant.router.limits import check_sampling
 from decant.router.text.chat_template import ChatTemplate
-from decant.router.text.detokenizer import TokenTable, UnsupportedDecoder, words_of
+from decant.router.text.detokenizer import TokenTable, UnsupportedDecoder, make_token_table
 from decant.router.text.text_work import TextWork
 from decant.router.text.token_bounds import TextBound, text_bound
 from decant.runtime.channel import Deadline
@@ -54,12 +54,12 @@ class ServedModel:
     tokenizer_hash: int
     tokenizer: Tokenizer = field(repr=False)
     texts: TextWork = field(default_factory=TextWork, repr=False)
-    words: TokenTable = field(init=False, repr=False)
+    token_table: TokenTable = field(init=False, repr=False)
     bound: TextBound | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises UnsupportedDecoder."""
-        object.__setattr__(self, "words", words_of(self.tokenizer))
+        object.__setattr__(self, "token_table", make_token_table(self.tokenizer))
         object.__setattr__(self, "bound", text_bound(self.tokenizer))
 
     @property

@@ -17,9 +17,9 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from decant.router.admission.admission_queue import Admission
+from decant.runtime.admission import Admission
 from decant.runtime.channel import Deadline
-from decant.runtime.errors import DeadlineExceeded, QueueFull
+from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, QueueFull
 
 AT_ONCE = 4
 QUEUE_LIMIT = 1024
@@ -28,7 +28,6 @@ MAX_BYTES = 64 * 1024 * 1024
 """Of all texts that wait or are at work."""
 LARGE = 1024 * 1024
 """Bytes from which a text is at work alone among its like."""
-RETRY_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -48,7 +47,7 @@ class TextWork:
         Work that has begun keeps its slot until it is done, also when its caller has gone.
         """
         if self._bytes and self._bytes + size > MAX_BYTES:
-            raise QueueFull(f"at most {MAX_BYTES} bytes of text wait", retry_after=RETRY_SECONDS)
+            raise QueueFull(f"at most {MAX_BYTES} bytes of text wait", retry_after=RETRY_AFTER_SECONDS)
         with ExitStack() as held:
             self._bytes += size
             held.callback(self._forget, size)

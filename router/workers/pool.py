@@ -1,11 +1,11 @@
 """The workers that this router knows, and how each stands.
 
-    directory --who is there--> Pool --one for each life--> Worker --> Session
+    directory --who is there--> Pool --one for each incarnation--> Worker --> Session
                                                               '--> Seen, for placement
 
-A registration says where a worker is and that it may be opened; from then on its session says whether it lives. One
-that ran out ends nothing: the worker goes when its session breaks and nothing of ours is left there. Another life of
-the same id is another worker.
+A registration gives a worker's address; from then on its session shows whether it is alive. An expired registration
+alone removes nothing: a worker is removed when its session breaks and this router has no runs there. A new incarnation
+of an id is a new worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import grpc
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import WorkerRegistration
-from decant.router.admission.wait_prediction import Waits
+from decant.router.admission.wait_prediction import WaitPredictor
 from decant.router.placement.cost_model import PrefillTransferCosts
 from decant.router.placement.policy import WorkerSnapshot
 from decant.router.placement.prefix_index import PromptBlocks
@@ -44,7 +44,7 @@ _log = logs.get(__name__)
 
 
 class WorkerHandle:
-    """One life of one worker: what it registered, its session, and how it stands."""
+    """One incarnation of one worker: what it registered, its session, and how it stands."""
 
     def __init__(
         self, facts: WorkerRegistration, channel: grpc.aio.Channel, session: WorkerSession, generation: int
@@ -52,8 +52,8 @@ class WorkerHandle:
         """`generation` is that of the TLS files which the channel uses."""
         self.facts = facts
         self.generation = generation
-        self.view = WorkerLoad(facts)
-        self.life = self.view.life
+        self.load = WorkerLoad(facts)
+        self.incarnation = self.load.incarnation
         self.channel = channel
         self.prefill = services.PrefillStub(channel)
         self.session = session
@@ -65,29 +65,29 @@ class WorkerHandle:
     def is_usable(self) -> bool:
         """Whether new work may go there."""
         session = self.session
-        return session.is_open and not (session.is_suspect or session.is_stuck or self.view.is_draining)
+        return session.is_open and not (session.is_suspect or session.is_stuck or self.load.is_draining)
 
     @property
     def is_wanted(self) -> bool:
         """Whether its session is worth opening."""
         return self.is_registered or self.session.is_busy
 
-    def seen(self, prefix: PromptBlocks | None, *, avoided: bool) -> WorkerSnapshot:
+    def snapshot(self, prefix: PromptBlocks | None, *, avoided: bool) -> WorkerSnapshot:
         """For a request with that prompt; None: for any."""
-        return self.view.seen(prefix, avoided=avoided or self.is_avoided)
+        return self.load.snapshot(prefix, avoided=avoided or self.is_avoided)
 
     @property
     def is_avoided(self) -> bool:
         """Whether it lost a request of late."""
         return asyncio.get_running_loop().time() < self._avoided_until
 
-    def blame(self) -> None:
+    def record_failure(self) -> None:
         """It lost a request: others come first for a while, longer each time. A broken worker has the least load."""
         seconds = min(BLAMED_SECONDS * 2**self._faults, BLAMED_MOST_SECONDS)
         self._faults = min(self._faults + 1, 10)
         self._avoided_until = asyncio.get_running_loop().time() + seconds
 
-    def praise(self) -> None:
+    def record_success(self) -> None:
         """It brought a request to its end."""
         self._faults = 0
 
@@ -114,13 +114,13 @@ class WorkerPool:
         self._tokenizers = tokenizers
         self._connector = Connector(tls)
         self._workers: dict[Incarnation, WorkerHandle] = {}
-        self._over: set[Incarnation] = set()  # lives that ended, and that the directory may still list
+        self._over: set[Incarnation] = set()  # incarnations that ended, and that the directory may still list
         self._refused: set[Incarnation] = set()  # logged
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._givers: dict[bytes, WorkerSession] = {}
-        self.lines = {model: WaitingLine() for model in tokenizers}
+        self.waiting_lines = {model: WaitingLine() for model in tokenizers}
         """Requests that wait for a place, by model."""
-        self.waits = {model: Waits(now) for model in tokenizers}
+        self.wait_predictors = {model: WaitPredictor(now) for model in tokenizers}
         """How long requests wait for a worker to begin with them, by model."""
         self._listed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -130,7 +130,7 @@ class WorkerPool:
         return self._watching
 
     async def settled(self) -> None:
-        """Waits until the directory was read and each worker there was opened, or could not be."""
+        """WaitPredictor until the directory was read and each worker there was opened, or could not be."""
         await self._listed.wait()
         for worker in list(self._workers.values()):
             await worker.session.tried.wait()
@@ -140,7 +140,7 @@ class WorkerPool:
         if self._watching is not None:
             self._watching.cancel()
         open_sessions = [worker for worker in self._workers.values() if worker.session.is_open]
-        finishing = [self._tasks[worker.life] for worker in open_sessions]
+        finishing = [self._tasks[worker.incarnation] for worker in open_sessions]
         for worker in open_sessions:
             worker.session.finish()
         if finishing:
@@ -153,15 +153,24 @@ class WorkerPool:
 
     # What others ask
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a worker, of all models."""
+        return sum(map(len, self.waiting_lines.values()))
+
     def of(self, model: str) -> Iterator[WorkerHandle]:
         """All that are known for a model, usable or not."""
         return (worker for worker in self._workers.values() if worker.facts.model == model)
 
-    def seen(
+    def snapshot(
         self, model: str, avoid: frozenset[Incarnation] | set[Incarnation], prefix: PromptBlocks | None = None
     ) -> list[WorkerSnapshot]:
         """A snapshot of those to which new work may go, for a request with that prompt."""
-        return [worker.seen(prefix, avoided=worker.life in avoid) for worker in self.of(model) if worker.is_usable]
+        return [
+            worker.snapshot(prefix, avoided=worker.incarnation in avoid)
+            for worker in self.of(model)
+            if worker.is_usable
+        ]
 
     def handoff_min_tokens(self, model: str) -> int:
         """Uncached tokens from which a prompt of the model is handed over."""
@@ -171,35 +180,35 @@ class WorkerPool:
 
     def block_sizes(self, model: str) -> set[int]:
         """Tokens of a block, at whoever serves the model."""
-        return {worker.view.block_tokens for worker in self.of(model)}
+        return {worker.load.block_tokens for worker in self.of(model)}
 
-    def worker(self, life: Incarnation) -> WorkerHandle:
+    def worker(self, incarnation: Incarnation) -> WorkerHandle:
         """Raises KeyError for one that has gone."""
-        return self._workers[life]
+        return self._workers[incarnation]
 
-    def blame(self, life: Incarnation) -> None:
+    def record_failure(self, incarnation: Incarnation) -> None:
         """A worker lost a request."""
-        if (worker := self._workers.get(life)) is not None:
-            worker.blame()
+        if (worker := self._workers.get(incarnation)) is not None:
+            worker.record_failure()
 
-    def cancel(self, life: Incarnation, run: wire.Run, reason: wire.Cancel.Reason) -> None:
+    def cancel(self, incarnation: Incarnation, run: wire.Run, reason: wire.Cancel.Reason) -> None:
         """End whatever a worker has of a run, if the worker is still here."""
-        if (worker := self._workers.get(life)) is not None:
+        if (worker := self._workers.get(incarnation)) is not None:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))
 
     def is_connected(self, router: Incarnation) -> bool:
         """Whether a worker has a live session with that router, as far as this router's own sessions say. One that was
         opened a moment ago has said nothing yet: until then any router may be connected."""
-        return any(worker.session.is_open and worker.view.may_reach(router) for worker in self._workers.values())
+        return any(worker.session.is_open and worker.load.may_reach(router) for worker in self._workers.values())
 
     def layout_of(self, model: str) -> int:
         """What all workers of a model have, where it is one layout and gives equal bits; else 0."""
         layouts = {worker.facts.layout if worker.facts.equal_bits else 0 for worker in self.of(model)}
         return layouts.pop() if len(layouts) == 1 else 0
 
-    def window_of(self, model: str) -> int | None:
+    def max_context_length(self, model: str) -> int | None:
         """Tokens of the shortest window among the usable workers; None while there are none."""
-        windows = [worker.facts.capacity.window_tokens for worker in self.of(model) if worker.is_usable]
+        windows = [worker.facts.capacity.max_context_length for worker in self.of(model) if worker.is_usable]
         return min(windows, default=None)
 
     def can_receive(self, sender: WorkerHandle, avoid: set[Incarnation]) -> bool:
@@ -208,27 +217,27 @@ class WorkerPool:
         fitting = [
             worker
             for worker in self.of(sender.facts.model)
-            if worker is not sender and worker.view.layout == sender.view.layout
-            if worker.is_usable and not worker.is_avoided and worker.life not in avoid
+            if worker is not sender and worker.load.layout == sender.load.layout
+            if worker.is_usable and not worker.is_avoided and worker.incarnation not in avoid
         ]
-        decodes = [worker for worker in fitting if worker.view.role != wire.ROLE_PREFILL]
-        return any(worker.view.has_room for worker in decodes or fitting)
+        decodes = [worker for worker in fitting if worker.load.role != wire.ROLE_PREFILL]
+        return any(worker.load.has_capacity for worker in decodes or fitting)
 
     def has_usable(self, model: str) -> bool:
         """Whether any worker of a model may get new work."""
         return any(worker.is_usable for worker in self.of(model))
 
-    def hold(self, ticket: wire.Ticket, giver: WorkerHandle) -> None:
+    def renew_ticket(self, ticket: wire.Ticket, giver: WorkerHandle) -> None:
         """A ticket that nobody has taken yet: this router renews it."""
         self._givers[ticket.id] = giver.session
         giver.session.unclaimed.add(ticket.id)
 
-    def claimed(self, ticket: wire.Ticket) -> None:
+    def stop_renewing(self, ticket: wire.Ticket) -> None:
         """It has a taker, whose beats renew it from now on."""
         if (giver := self._givers.get(ticket.id)) is not None:
             giver.unclaimed.discard(ticket.id)
 
-    def drop(self, ticket: wire.Ticket) -> None:
+    def drop_ticket(self, ticket: wire.Ticket) -> None:
         """It was opened, or nobody will."""
         if (giver := self._givers.pop(ticket.id, None)) is not None:
             giver.unclaimed.discard(ticket.id)
@@ -238,7 +247,7 @@ class WorkerPool:
 
     def opened(self, session: WorkerSession) -> None:
         if (worker := self._workers.get(Incarnation.of(session.worker))) is not None:
-            worker.view.forget()
+            worker.load.forget()
             self._open_all(worker.facts.model)
 
     def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
@@ -246,22 +255,22 @@ class WorkerPool:
             if (giver := self._givers.get(ticket)) is not None:
                 giver.renewed.add(ticket)
         if (worker := self._workers.get(Incarnation.of(session.worker))) is not None:
-            worker.view.hear(beat)
+            worker.load.apply_heartbeat(beat)
             self._open_places(worker)
 
     # Who waits for a place
 
     def _open_places(self, worker: WorkerHandle) -> None:
         """One heartbeat says what one worker takes: the line learns for which of its kinds."""
-        line = self.lines[worker.facts.model]
-        if line and worker.is_usable and worker.view.has_room:
+        line = self.waiting_lines[worker.facts.model]
+        if line and worker.is_usable and worker.load.has_capacity:
             line.open(kind for kind in line.kinds if self._may_take(worker, kind))
 
     def _may_take(self, worker: WorkerHandle, kind: Kind) -> bool:
         """As ``placement`` decides, but for what depends on the single request."""
-        view, decodes = worker.view, worker.view.role != wire.ROLE_PREFILL
+        view, decodes = worker.load, worker.load.role != wire.ROLE_PREFILL
         if kind.place is WaitsFor.CACHE:
-            fits = kind.layout == view.layout and kind.sender != worker.life
+            fits = kind.layout == view.layout and kind.sender != worker.incarnation
             return fits and (decodes or not self._any_usable(worker, decodes=True))
         if not view.takes_prompts:
             return False
@@ -274,15 +283,15 @@ class WorkerPool:
     def _any_usable(self, beside: WorkerHandle, *, decodes: bool) -> bool:
         """Whether a worker of that role, with the layout of this one, may get new work."""
         return any(
-            (worker.view.role != wire.ROLE_PREFILL) == decodes
-            and worker.view.layout == beside.view.layout
+            (worker.load.role != wire.ROLE_PREFILL) == decodes
+            and worker.load.layout == beside.load.layout
             and worker.is_usable
             for worker in self.of(beside.facts.model)
         )
 
     def _open_all(self, model: str) -> None:
         """Which workers there are has changed."""
-        line = self.lines[model]
+        line = self.waiting_lines[model]
         if self.has_usable(model):
             line.open(line.kinds)
         else:
@@ -291,7 +300,7 @@ class WorkerPool:
     # What the directory tells
 
     async def _watch(self) -> None:
-        """Follows the directory for as long as the router lives; what is known stays while Redis is away."""
+        """Follows the directory for as long as the router incarnations; what is known stays while Redis is away."""
         away = False
         while True:
             try:
@@ -307,13 +316,17 @@ class WorkerPool:
                 await asyncio.sleep(RETRY_SECONDS)
 
     def _follow(self, listing: Listing[WorkerRegistration]) -> None:
-        lives = {present.life for present in listing.present}
-        self._over &= lives
-        self._refused &= lives
-        for life, worker in self._workers.items():
-            worker.is_registered = life in lives
+        incarnations = {present.incarnation for present in listing.present}
+        self._over &= incarnations
+        self._refused &= incarnations
+        for incarnation, worker in self._workers.items():
+            worker.is_registered = incarnation in incarnations
         for present in listing.present:
-            if present.life not in self._workers and present.life not in self._over and self._fits(present.facts):
+            if (
+                present.incarnation not in self._workers
+                and present.incarnation not in self._over
+                and self._fits(present.facts)
+            ):
                 self._add(present.facts)
         self._listed.set()
 
@@ -324,11 +337,11 @@ class WorkerPool:
             return False  # another router's model
         if speaks(facts.peer.protocol) and facts.tokenizer == expected:
             return True
-        life = Incarnation.of(facts.peer)
-        if life not in self._refused:
-            self._refused.add(life)
+        incarnation = Incarnation.of(facts.peer)
+        if incarnation not in self._refused:
+            self._refused.add(incarnation)
             why = "another tokenizer" if speaks(facts.peer.protocol) else "another protocol"
-            _log.warning("a worker can't be used", worker=life.id, model=facts.model, why=why)
+            _log.warning("a worker can't be used", worker=incarnation.id, model=facts.model, why=why)
         return False
 
     def _add(self, facts: WorkerRegistration) -> None:
@@ -336,9 +349,11 @@ class WorkerPool:
         channel = self._connector.open(facts.address)
         session = WorkerSession(self._router, facts.peer, channel, self)
         worker = WorkerHandle(facts, channel, session, generation)
-        self._workers[worker.life] = worker
-        self._tasks[worker.life] = asyncio.create_task(self._live(worker))
-        _log.info("worker found", worker=worker.life.id, address=facts.address, role=enum_name(wire.Role, facts.role))
+        self._workers[worker.incarnation] = worker
+        self._tasks[worker.incarnation] = asyncio.create_task(self._live(worker))
+        _log.info(
+            "worker found", worker=worker.incarnation.id, address=facts.address, role=enum_name(wire.Role, facts.role)
+        )
 
     async def _live(self, worker: WorkerHandle) -> None:
         """A worker's time here, from its registration until it is over."""
@@ -347,12 +362,12 @@ class WorkerPool:
         finally:
             reopens = worker.is_registered and not worker.session.over and self._is_outdated(worker)
             if worker.is_registered and not reopens:
-                self._over.add(worker.life)
-            del self._workers[worker.life], self._tasks[worker.life]
-            _log.info("worker gone", worker=worker.life.id)
+                self._over.add(worker.incarnation)
+            del self._workers[worker.incarnation], self._tasks[worker.incarnation]
+            _log.info("worker gone", worker=worker.incarnation.id)
             self._open_all(worker.facts.model)
             await worker.channel.close()
-        if reopens and worker.life not in self._workers:
+        if reopens and worker.incarnation not in self._workers:
             self._add(worker.facts)
 
     def _is_outdated(self, worker: WorkerHandle) -> bool:

@@ -1,36 +1,45 @@
-"""The call by which a worker reads a prompt."""
+"""The call by which a worker computes a prompt for another one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from decant.protos import worker_pb2 as wire
 from decant.router.workers.stream_io import StreamBroken, read
 from decant.runtime.peer import UnknownMessages
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillOver:
-    """The call has ended, well or not."""
+class PrefillListener(Protocol):
+    """Receives the events of a call: ``on_over`` is the last."""
 
-    broken: StreamBroken | None
+    def on_ticket(self, ticket: wire.Ticket) -> None: ...
+
+    def on_first_tokens(self, message: wire.FirstTokens) -> None: ...
+
+    def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None: ...
+
+    def on_refused(self, refused: wire.Refused) -> None: ...
+
+    def on_failed(self, failed: wire.Failed) -> None: ...
+
+    def on_superseded(self, superseded: wire.Superseded) -> None: ...
+
+    def on_over(self, broken: StreamBroken | None) -> None:
+        """The call has ended; ``broken`` unless its worker ended it."""
 
 
 class PrefillCall:
-    """``tell`` hears what the worker says, and PrefillOver at last; nothing after ``close``."""
+    """Begins when it is made. Its listener receives nothing after ``close``."""
 
-    def __init__(self, stub: Any, request: wire.PrefillRequest, tell: Callable[[Any], None]) -> None:
-        self.is_over = False
-        self._tell = tell
+    def __init__(self, stub: Any, request: wire.PrefillRequest, listener: PrefillListener) -> None:
+        self._listener = listener
         self._unknown = UnknownMessages(request.worker.id)
         self._call = stub.Prefill(request)
         self._reading = asyncio.create_task(self._read())
 
     def close(self) -> None:
-        """End the call; its work ends there too, unless its cache is being fetched."""
+        """End the call. The worker ends the prefill too, unless its KV cache is being fetched."""
         self._reading.cancel()
         self._call.cancel()
 
@@ -38,12 +47,25 @@ class PrefillCall:
         broken = None
         try:
             while (message := await read(self._call)) is not None:
-                event = message.WhichOneof("event")
-                if event is None:
-                    self._unknown.ignore()
-                else:
-                    self._tell(getattr(message, event))
+                self._handle(message)
         except StreamBroken as error:
             broken = error
-        self.is_over = True
-        self._tell(PrefillOver(broken))
+        self._listener.on_over(broken)
+
+    def _handle(self, message: wire.PrefillEvent) -> None:
+        listener = self._listener
+        match message.WhichOneof("event"):
+            case "ticket":
+                listener.on_ticket(message.ticket)
+            case "first":
+                listener.on_first_tokens(message.first)
+            case "prompt_logprobs":
+                listener.on_prompt_logprobs(message.prompt_logprobs)
+            case "refused":
+                listener.on_refused(message.refused)
+            case "failed":
+                listener.on_failed(message.failed)
+            case "superseded":
+                listener.on_superseded(message.superseded)
+            case None:
+                self._unknown.ignore()

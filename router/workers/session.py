@@ -2,40 +2,29 @@
 
     opening --welcome--> open --breaks--> opening ... after 100 ms, 200 ms, ... 1 s
        |                   |                 |
-       |                   |                 |-- the connection is refused: the runs there lost their worker now
-       |                   |                 '-- still not open after RECONNECT_SECONDS: so they did then
+       |                   |                 |-- the connection is refused: the runs there have lost their worker now
+       |                   |                 '-- still not open after RECONNECT_SECONDS: then
        |                   '-- silent: suspect after 1 s, broken after 3 s
-       '-- it is another life, or nobody wants it any more: over
+       '-- another incarnation answers, or nothing needs the session any more: over
 
-    worker's frame  slots | 3 | 7 | 3 |      slot -> Following -> Pen -> Course
-                positions |40 |12 |41 |
-                   tokens | a | b | c |
-
-What the router sends leaves in one queue, see ``outgoing``. Heartbeats have a task of their own, and carry with them
-the renewals of tickets and the runs that ended.
+What the router sends leaves in one queue (`outgoing`). Heartbeats have a task of their own; they carry the renewals of
+tickets and the runs to forget.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
-from decant.router.execution.token_writer import WriteError, unpack
 from decant.router.workers.outgoing import Outgoing
+from decant.router.workers.session_runs import SessionRuns
 from decant.router.workers.stream_io import StreamBroken, read, write
-from decant.router.workers.subscription import (
-    RunKey,
-    RunSubscription,
-    SessionDependent,
-    SessionObserver,
-    WorkerDraining,
-    key_of,
-)
+from decant.router.workers.subscription import RunSubscription, SessionDependent, SessionObserver, key_of
 from decant.runtime import logs
 from decant.runtime.error_details import Reason
 from decant.runtime.heartbeat import HEARTBEAT_SECONDS, LoopTimer, Silence, loop_timeout
@@ -57,34 +46,30 @@ _log = logs.get(__name__)
 
 
 class WorkerSession:
-    """All that this router says to and hears from one life of one worker. Lives on one event loop."""
+    """Lives on one event loop, in the task that calls ``run``."""
 
     def __init__(
-        self, router: wire.Peer, worker: wire.Peer, channel: grpc.aio.Channel, watcher: SessionObserver
+        self, router: wire.Peer, worker: wire.Peer, channel: grpc.aio.Channel, observer: SessionObserver
     ) -> None:
         self.worker = worker
         self.over = False
-        """The worker is another life by now, or speaks another protocol, or the router leaves: never open again."""
+        """The worker is another incarnation or speaks another protocol, or the router leaves: never open again."""
         self.tried = asyncio.Event()
-        """Set once it was opened, or could not be."""
+        """Set once the session was opened, or could not be."""
         self.guests: set[SessionDependent] = set()
         self.unclaimed: set[bytes] = set()
-        """Tickets of this worker's that nobody has taken yet."""
+        """The worker's tickets that no decode worker has yet."""
         self.renewed: set[bytes] = set()
-        """Tickets of this worker's whose takers renewed them since the last beat."""
+        """The worker's tickets that decode workers renewed since the last heartbeat."""
         self.unknown = UnknownMessages(worker.id)
-        self.conflicts = 0
-        """Tokens that came for a known position and differed."""
         self._router = router
         self._stub = services.DecodeStub(channel)
-        self._watcher = watcher
-        self._beat = wire.Heartbeat()
+        self._observer = observer
+        self._heartbeat = wire.Heartbeat()
         self._silence = Silence()
-        self._runs: dict[RunKey, RunSubscription] = {}
-        self._slots: dict[int, RunSubscription] = {}
-        self._incomplete: set[RunSubscription] = set()  # ended, and some tokens are still to come
         self._outgoing = Outgoing()
-        self._grace: LoopTimer | None = None
+        self._runs = SessionRuns(worker.id, self._outgoing)
+        self._reconnect_grace: LoopTimer | None = None
 
     @property
     def is_open(self) -> bool:
@@ -92,7 +77,7 @@ class WorkerSession:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything of ours is there."""
+        """Whether the worker has anything of this router's."""
         return bool(self._runs or self.guests)
 
     @property
@@ -101,62 +86,55 @@ class WorkerSession:
 
     @property
     def is_stuck(self) -> bool:
-        return self._step_older_than(STUCK_MS)
+        return self._has_step_older_than(STUCK_MS)
 
-    # What the router says
+    @property
+    def conflicts(self) -> int:
+        """Tokens that differed from the known ones at their position."""
+        return self._runs.conflicts
 
-    def start(self, following: RunSubscription) -> None:
-        """Begin a run, or take it over; while the session is down that is done with the next one."""
-        self._runs[following.key] = following
+    # What the router sends
+
+    def start(self, run: RunSubscription) -> None:
+        """Start a run, or adopt it; while no session is open, the next one does."""
+        self._runs.add(run)
         if self.is_open:
-            self._say(following.first_word())
+            self._outgoing.send(run.opening_message())
         else:
-            self._hope()
+            self._start_reconnect_grace()
 
-    def leave(self, following: RunSubscription, cancel: wire.Cancel) -> None:
-        """End a run that is not wanted any more, whatever it is doing. It is told nothing from now on."""
-        if self._runs.get(following.key) is following:
-            self._forget(following)
+    def abandon(self, run: RunSubscription, cancel: wire.Cancel) -> None:
+        """Cancel a run, in any state. Nothing more is reported of it."""
+        if self._runs.remove(run):
             self.cancel(cancel)
 
-    def forget(self, following: RunSubscription) -> None:
-        """Another worker has a run, with all its tokens: nothing more is heard of it here."""
-        if self._runs.get(following.key) is following:
-            self._forget(following)
-            self._outgoing.forget(following.run)
+    def retire(self, run: RunSubscription) -> None:
+        """Have the worker forget a run that another one has, with all its tokens. Nothing more is reported of it."""
+        if self._runs.remove(run):
+            self._outgoing.forget(run.run)
 
-    def migrate(self, migrate: wire.Migrate) -> None:
+    def migrate(self, message: wire.Migrate) -> None:
         """Ask for a ticket for a run, or withdraw that."""
         if self.is_open:
-            self._say(wire.RouterMessage(migrate=migrate))
+            self._outgoing.send(wire.RouterMessage(migrate=message))
 
     def cancel(self, cancel: wire.Cancel) -> None:
-        """End whatever is there of a run."""
+        """Cancel whatever the worker has of a run."""
         self._outgoing.cancel(cancel)
 
     def finish(self) -> None:
-        """End the session once the worker has what was said. It is not opened again."""
+        """End the session once the worker has received all that is queued. It is not opened again."""
         self.over = True
         self._outgoing.finish()
 
-    def _say(self, message: wire.RouterMessage) -> None:
-        self._outgoing.send(message)
-
-    def _forget(self, following: RunSubscription) -> None:
-        del self._runs[following.key]
-        self._incomplete.discard(following)
-        for slot in following.slots:
-            if self._slots.get(slot) is following:
-                del self._slots[slot]
-
-    # Its life
+    # Its connections
 
     async def run(self, is_wanted: Callable[[], bool]) -> None:
-        """Opens it, again when it breaks, until it is over or nobody wants it. Cancel to end it."""
+        """Open the session, and again when it breaks, until it is over or not wanted. Cancel the task to end it."""
         backoff = FIRST_BACKOFF_SECONDS
         try:
             while not self.over and is_wanted():
-                if await self._once():
+                if await self._run_connection():
                     backoff = FIRST_BACKOFF_SECONDS
                 if not self.over:
                     await asyncio.sleep(backoff)
@@ -165,101 +143,81 @@ class WorkerSession:
             self.tried.set()
             self._give_up()
 
-    async def _once(self) -> bool:
-        """One session from hello to break; whether it was ever open."""
+    async def _run_connection(self) -> bool:
+        """From hello to break; whether it was ever open."""
         call = self._stub.Session()
         is_lost = False
         try:
             await self._open(call)
-            await first(self._hear(call), self._outgoing.write(call), self._keep_beating())
+            await first(self._receive(call), self._outgoing.write(call), self._send_heartbeats())
         except (StreamBroken, TimeoutError) as error:
-            self._note(error)
+            self._log_break(error)
             is_lost = isinstance(error, StreamBroken) and error.is_of_dead_process
-        except ValueError as error:  # arrays that are none: it would send them again
-            self._note(error)
+        except ValueError as error:  # malformed arrays: the worker would send them again
+            self._log_break(error)
             is_lost = True
         finally:
             was_open = self.is_open
             self._outgoing.close()
             call.cancel()
             self.tried.set()
-            self._broke()
+            self._on_disconnect()
         if is_lost:
             self._give_up()
         return was_open
 
     async def _open(self, call: Any) -> None:
         self._outgoing.begin()
-        named = set(self._runs)
-        owned = [following.owned() for following in self._runs.values()]
+        owned = self._runs.owned()
         hello = wire.Hello(router=self._router, worker=self.worker, owned=owned)
         async with loop_timeout(WELCOME_SECONDS):
             await write(call, wire.RouterMessage(hello=hello))
             answer = await read(call)
         if answer is None or not answer.HasField("welcome"):
             raise StreamBroken("no welcome")
-        if not same_life(answer.welcome.worker, self.worker):
-            raise StreamBroken("the welcome is of another life", Reason.WRONG_PEER)
-        self._welcomed(answer.welcome)
-        for following in [each for key, each in self._runs.items() if key not in named]:
-            self._say(following.first_word())  # begun while the worker was greeted
-
-    def _welcomed(self, welcome: wire.Welcome) -> None:
+        welcome = answer.welcome
+        if not same_life(welcome.worker, self.worker):
+            raise StreamBroken("the welcome is of another incarnation", Reason.WRONG_PEER)
         self._outgoing.open(list(welcome.orphans))
         self._silence.reset()
-        if self._grace is not None:
-            self._grace.cancel()
-            self._grace = None
+        self._end_reconnect_grace()
         self.tried.set()
-        for held in welcome.runs:
-            self._held(held)
-        for run in welcome.unknown_runs:
-            self._lacks(run)
+        self._runs.on_welcome(welcome, {key_of(each.run) for each in owned})
         _log.info("session open", worker=self.worker.id, held=len(welcome.runs), orphans=len(welcome.orphans))
-        self._watcher.opened(self)
+        self._observer.opened(self)
 
-    def _lacks(self, run: wire.Run) -> None:
-        """Said before the break, and perhaps never heard: it is said again. What was heard once is gone."""
-        following = self._runs.get(key_of(run))
-        if following is not None and following.start is not None:
-            self._say(wire.RouterMessage(start=following.start))
-        elif following is not None:
-            self._fail(following, wire.CAUSE_UNKNOWN_RUN, "the worker lacks it after a break")
-
-    def _broke(self) -> None:
-        self._beat = wire.Heartbeat()
-        self._slots.clear()
-        for following in self._runs.values():
-            following.slots.clear()
-            following.asked = None
+    def _on_disconnect(self) -> None:
+        self._heartbeat = wire.Heartbeat()
+        self._runs.on_disconnect()
         if self.is_busy:
-            self._hope()
+            self._start_reconnect_grace()
 
-    def _hope(self) -> None:
-        """Those who are here wait a little for the session to come back."""
-        if self._grace is None:
-            self._grace = LoopTimer(RECONNECT_SECONDS, self._give_up)
-
-    def _give_up(self, detail: str = "the session broke and did not come back") -> None:
-        """All requests here go to other workers. What the worker still runs of them is cancelled there."""
-        if self._grace is not None:
-            self._grace.cancel()
-            self._grace = None
-        for following in list(self._runs.values()):
-            self.cancel(wire.Cancel(run=following.run, reason=wire.Cancel.REASON_ATTEMPT))
-            self._fail(following, wire.CAUSE_PEER_LOST, detail)
-        for guest in list(self.guests):
-            guest.lost(self)
-
-    def _note(self, error: Exception) -> None:
+    def _log_break(self, error: Exception) -> None:
         if isinstance(error, StreamBroken) and error.reason in (Reason.WRONG_PEER, Reason.WRONG_PROTOCOL):
             self.over = True
         if self.is_open or self.over:
             _log.warning("session broke", worker=self.worker.id, error=str(error), over=self.over)
 
-    # The tasks of an open session; the third writes the queue
+    def _start_reconnect_grace(self) -> None:
+        """Keep the runs for RECONNECT_SECONDS while the session reconnects."""
+        if self._reconnect_grace is None:
+            self._reconnect_grace = LoopTimer(RECONNECT_SECONDS, self._give_up)
 
-    async def _keep_beating(self) -> None:
+    def _end_reconnect_grace(self) -> None:
+        if self._reconnect_grace is not None:
+            self._reconnect_grace.cancel()
+            self._reconnect_grace = None
+
+    def _give_up(self, detail: str = "the session broke and did not come back") -> None:
+        """All requests here go to other workers."""
+        self._end_reconnect_grace()
+        self._runs.fail_all(detail)
+        for dependent in list(self.guests):
+            dependent.on_session_lost()
+
+    # The tasks of an open session, beside the one that writes the queue
+
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             self._silence.tick()
@@ -268,138 +226,30 @@ class WorkerSession:
             self._outgoing.heartbeat(wire.Heartbeat(renew=self.unclaimed | self.renewed))
             self.renewed.clear()
 
-    async def _hear(self, call: Any) -> None:
+    async def _receive(self, call: Any) -> None:
         while (message := await read(call)) is not None:
             self._silence.reset()
-            self._take(message)
+            self._handle(message)
 
-    def _take(self, message: wire.WorkerMessage) -> None:
-        kind = message.WhichOneof("message")
-        match kind:
-            case "frame":
-                self._write(message.frame)
-            case "heartbeat":
-                self._hear_beat(message.heartbeat)
-            case "run_status":
-                self._held(message.run_status)
-            case "decode_started":
-                self._join(message.decode_started)
-            case "ended":
-                self._ended(message.ended)
-            case "scheduled" | "ticket":
-                self._pass_on(getattr(message, kind))
-            case "prompt_logprobs":
-                self._explain(message.prompt_logprobs)
-            case "refused" | "failed" | "superseded":
-                self._pass_on(getattr(message, kind), last=True)
-            case None:
-                self.unknown.ignore()
-
-    # What the worker says
-
-    def _write(self, frame: wire.Frame) -> None:
-        slots = self._slots
-        logprobs = {entry.entry: entry for entry in frame.logprobs}
-        entries = zip(unpack(frame.slots), unpack(frame.positions), unpack(frame.tokens), strict=True)
-        for entry, (slot, position, token) in enumerate(entries):
-            following = slots.get(slot)
-            if following is not None:
-                trouble = following.put(position, token, logprobs.get(entry) if logprobs else None)
-                if trouble is not None:
-                    self._troubled(following, trouble)
-        if self._incomplete:
-            for following in [each for each in self._incomplete if each.is_complete]:
-                self._finish(following)
-
-    def _explain(self, told: wire.PromptLogprobs) -> None:
-        following = self._runs.get(key_of(told.run))
-        if following is not None and (trouble := following.explain(told)) is not None:
-            self._troubled(following, trouble)
-
-    def _troubled(self, following: RunSubscription, trouble: WriteError) -> None:
-        if trouble is WriteError.GAP:
-            self._ask_again(following)
+    def _handle(self, message: wire.WorkerMessage) -> None:
+        if self._runs.handle(message):
             return
-        if trouble is WriteError.CONFLICT:
-            self.conflicts += 1
-            self._refuse(following, "it brought another token for a known position")
+        if message.HasField("heartbeat"):
+            self._on_heartbeat(message.heartbeat)
         else:
-            self._refuse(following, "it brought a token or logprobs that the request can't have")
+            self.unknown.ignore()
 
-    def _refuse(self, following: RunSubscription, detail: str) -> None:
-        """A message about this run is wrong: the attempt fails here, and the worker's other runs go on."""
-        _log.error("a worker's message about a run is wrong", worker=self.worker.id, run=following.key, why=detail)
-        self.cancel(wire.Cancel(run=following.run, reason=wire.Cancel.REASON_ATTEMPT))
-        self._fail(following, wire.CAUSE_CORRUPT, detail)
+    def _on_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
+        self._heartbeat = heartbeat
+        if self._has_step_older_than(GIVEN_UP_MS) and self.is_busy:
+            age_ms = heartbeat.step_age_ms
+            _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=age_ms)
+            self._give_up(f"its step is stuck: {age_ms} ms old")
+        self._observer.heard(self, heartbeat)
+        if heartbeat.load.draining:
+            self._runs.on_draining()
 
-    def _ask_again(self, following: RunSubscription) -> None:
-        """Once for each place: the stream loses nothing."""
-        if following.asked != following.position:
-            following.asked = following.position
-            lacking = wire.ResumePosition(output=0, position=following.position)
-            self._say(wire.RouterMessage(resend=wire.Resend(run=following.run, resume=lacking)))
-
-    def _hear_beat(self, beat: wire.Heartbeat) -> None:
-        self._beat = beat
-        if self._step_older_than(GIVEN_UP_MS) and self.is_busy:
-            _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=beat.step_age_ms)
-            self._give_up(f"its step is stuck: {beat.step_age_ms} ms old")
-        self._watcher.heard(self, beat)
-        if beat.load.draining:
-            for following in list(self._runs.values()):
-                following.tell(WorkerDraining())
-
-    def _step_older_than(self, ms: int) -> bool:
-        beat = self._beat
-        return beat.HasField("step_age_ms") and beat.step_age_ms > max(ms, STUCK_STEPS * beat.longest_step_ms)
-
-    def _join(self, decode_started: wire.DecodeStarted) -> None:
-        following = self._runs.get(key_of(decode_started.run))
-        if following is not None:
-            self._number(following, decode_started.slots)
-            self._pass_on(decode_started)
-
-    def _held(self, held: wire.RunStatus) -> None:
-        following = self._runs.get(key_of(held.run))
-        if following is not None:
-            self._number(following, held.slots)
-            self._pass_on(held)
-            for end in held.ended:
-                self._ended(wire.Ended(run=held.run, end=end))
-
-    def _number(self, following: RunSubscription, slots: Iterable[wire.Slot]) -> None:
-        for slot in slots:
-            self._slots[slot.slot] = following
-            following.slots.add(slot.slot)
-
-    def _ended(self, ended: wire.Ended) -> None:
-        following = self._runs.get(key_of(ended.run))
-        if following is None:
-            self._outgoing.forget(ended.run)
-            return
-        if ended.end.end_position > following.end_limit:
-            self._refuse(following, f"it ended at {ended.end.end_position}, after {following.end_limit}")
-            return
-        following.ended = ended
-        if following.is_complete:
-            self._finish(following)
-        else:
-            self._incomplete.add(following)
-            self._ask_again(following)
-
-    def _finish(self, following: RunSubscription) -> None:
-        self._forget(following)
-        self._outgoing.forget(following.run)
-        following.tell(following.ended)
-
-    def _fail(self, following: RunSubscription, cause: wire.Cause, detail: str) -> None:
-        self._forget(following)
-        following.tell(wire.Failed(run=following.run, failure=wire.Failure(cause=cause, detail=detail)))
-
-    def _pass_on(self, event: Any, *, last: bool = False) -> None:
-        following = self._runs.get(key_of(event.run))
-        if following is not None:
-            following.start = None
-            if last:
-                self._forget(following)
-            following.tell(event)
+    def _has_step_older_than(self, ms: int) -> bool:
+        heartbeat = self._heartbeat
+        limit_ms = max(ms, STUCK_STEPS * heartbeat.longest_step_ms)
+        return heartbeat.HasField("step_age_ms") and heartbeat.step_age_ms > limit_ms

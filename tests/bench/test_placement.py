@@ -39,7 +39,7 @@ def test_conversations_share_and_documents_do_not() -> None:
         load = arrivals(200, 50, share, seed=1)
         assert len(load) == 200
         assert [arrival.at for arrival in load] == sorted(arrival.at for arrival in load)
-        names = [name for arrival in load for name in arrival.prefix.names(16)]
+        names = [name for arrival in load for name in arrival.prefix.hashes(16)]
         return 1 - len(set(names)) / len(names)
 
     assert shared(1.0) > 0.5

@@ -19,8 +19,8 @@ from google.rpc import error_details_pb2
 
 import decant
 from decant.protos import inference_pb2 as pb
-from decant.router.api.limits import limits
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
+from decant.router.limits import limits
 from decant.router.settings import RouterSettings
 from decant.runtime.error_details import Reason
 from decant.state.keys import Ttls

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import Finish, ValidRequest
-from decant.router.execution.token_writer import pack
+from decant.router.execution.token_stream import Finish
+from decant.router.execution.valid_request import ValidRequest
+from decant.runtime.packed import pack
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
@@ -141,7 +142,7 @@ def _registered(place: Place) -> Any:
     capacity = Capacity(
         total_blocks=hub.total_blocks,
         block_tokens=hub.block_size,
-        window_tokens=hub.window,
+        max_context_length=hub.window,
         max_running=hub.max_running,
     )
     facts = WorkerRegistration(

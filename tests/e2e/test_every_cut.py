@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.valid_request import ValidRequest
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Cancelled, Unavailable
 from decant.state.store import Store

@@ -102,8 +102,8 @@ async def stepping(place: Place) -> None:
         await asyncio.sleep(0.2)
 
 
-async def registered_are(store: Store, lives: list[Incarnation], expected: bool) -> bool:
-    return all([await store.routers.alive(life) is expected for life in lives])
+async def registered_are(store: Store, incarnations: list[Incarnation], expected: bool) -> bool:
+    return all([await store.routers.alive(incarnation) is expected for incarnation in incarnations])
 
 
 async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_registration(
@@ -127,13 +127,13 @@ async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_reg
             begun.append((await scene.dispatcher.begin(request), alone(request.engine_request)))
         for course, _ in begun:
             await written(course, 2)
-        lives = [Incarnation.of(scene.router.peer) for scene in routers]
+        incarnations = [Incarnation.of(scene.router.peer) for scene in routers]
         async with asyncio.timeout(PATIENCE):
             line.cut()
-            await eventually(partial(registered_are, direct, lives[1:], False))
+            await eventually(partial(registered_are, direct, incarnations[1:], False))
             await asyncio.sleep(2 * LIFETIMES.registration_s)
             line.is_cut = False
-            await eventually(partial(registered_are, direct, lives, True))
+            await eventually(partial(registered_are, direct, incarnations, True))
             await asyncio.sleep(2 * LIFETIMES.registration_s)
         assert [course.end for course, _ in begun] == [None] * len(begun)
         place.device.go_on()

@@ -8,11 +8,12 @@ from typing import Any
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.admission.admission_queue import Admission
 from decant.router.execution.execution import Execution, RouterServices
-from decant.router.execution.token_stream import Finish, ValidRequest
+from decant.router.execution.token_stream import Finish
+from decant.router.execution.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
+from decant.runtime.admission import Admission
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from decant.state.directory import DirectoryEntry, Listing
@@ -51,7 +52,7 @@ class Case:
 class Listener:
     """Stands for the registry, the store and the quotas: counts what it is told of the request's end."""
 
-    is_away: bool = False
+    is_unavailable: bool = False
     ends: int = 0
     persisted: int = 0
 
@@ -141,7 +142,7 @@ class Trial:
             prompt=PROMPT, max_tokens=self.case.max_tokens, shown=shown, eos_token_ids=frozenset({EOS})
         )
         at = self.case.stop_text_at
-        return request if at is None else replace(request, begin_text=lambda: StopText(at))  # type: ignore[arg-type,return-value]
+        return request if at is None else replace(request, new_output_text=lambda: StopText(at))  # type: ignore[arg-type,return-value]
 
     async def connect(self) -> None:
         self.pool.start()
@@ -249,12 +250,12 @@ class Trial:
             assert self.course.tokens == expected
         if not self.faults_done and not self.case.is_cancelled:
             assert isinstance(end, Finish), end
-            assert self.course.is_explained
+            assert self.course.has_prompt_logprobs
             assert self.execution.owned.attempt == 1
         self._check_released()
 
     def _check_released(self) -> None:
-        assert not any(self.pool.lines.values())
+        assert not any(self.pool.waiting_lines.values())
         for worker in self.world.workers.values():
             assert not any(prefill.connection.is_open for prefill in worker.prefills)
             if worker.is_alive:
@@ -262,4 +263,4 @@ class Trial:
                 assert not worker.renewed, "a ticket is renewed though its request has ended"
             known = self.pool.worker(Incarnation.of(worker.facts.peer))
             assert not known.session.is_busy
-            assert known.view.work.ours == known.view.sequences.ours == 0
+            assert known.load.work.ours == known.load.sequences.ours == 0

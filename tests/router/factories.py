@@ -14,9 +14,10 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RequestRecord
 from decant.router.api.auth import EVERYBODY
-from decant.router.api.get_generation import RequestSnapshot
 from decant.router.api.validation import validate
-from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
+from decant.router.execution.stored import RequestSnapshot
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.valid_request import ValidRequest
 from decant.router.text.served_model import Models, ServedModel, served
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import Cancelled, NotFound, ServiceError
@@ -55,8 +56,8 @@ async def valid(
 def write(course: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
     """What dispatch does when tokens arrive."""
     course.tokens += tokens
-    if course.request.wanted.logprobs is not None:
-        course.logprobs.extend(logprobs(course.request.wanted.logprobs, token) for token in tokens)
+    if course.request.output_options.logprobs is not None:
+        course.logprobs.extend(logprobs(course.request.output_options.logprobs, token) for token in tokens)
     course.last_token_at = asyncio.get_running_loop().time()
     course.end = course.end or end
     course.told()
@@ -116,7 +117,7 @@ class ScriptedDispatcher:
     def stream_lost(self, course: TokenStream) -> None:
         self.lost.put_nowait(course)
 
-    def window_of(self, model: str) -> int | None:
+    def max_context_length(self, model: str) -> int | None:
         return self.window
 
     async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:

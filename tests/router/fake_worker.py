@@ -18,9 +18,9 @@ import grpc
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_writer import pack, unpack
 from decant.runtime.error_details import Reason, trailers
 from decant.runtime.errors import FailedPrecondition, ServiceError, Unavailable
+from decant.runtime.packed import pack, unpack
 from decant.runtime.peer import new_peer, same_life
 
 LAYOUT = 7
@@ -141,7 +141,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             model=MODEL,
             layout=layout,
             tokenizer=TOKENIZER,
-            capacity=Capacity(total_blocks=1000, block_tokens=16, window_tokens=2048, max_running=64),
+            capacity=Capacity(total_blocks=1000, block_tokens=16, max_context_length=2048, max_running=64),
             equal_bits=True,
         )
         self.cache = wire.PrefixCacheUpdate()
@@ -167,7 +167,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self._routers: dict[int, wire.Peer] = {}  # by the id of their sessions' queues
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # ------------------------------------------------------------------------------------------------ its life
+    # ------------------------------------------------------------------------------------------------ its incarnation
 
     async def start(self, port: int = 0) -> None:
         server = grpc.aio.server()
@@ -194,7 +194,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             await server.stop(None)
 
     async def restart(self) -> None:
-        """Streams broke, the life is the same: as after a loss of the network."""
+        """Streams broke, the incarnation is the same: as after a loss of the network."""
         assert self._server is not None
         await self._server.stop(None)
         await self.start(int(self.facts.address.rpartition(":")[2]))
@@ -296,7 +296,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
     async def Session(self, requests: Any, context: Any) -> AsyncIterator[wire.WorkerMessage]:  # noqa: N802
         hello = (await anext(aiter(requests))).hello
         if not same_life(hello.worker, self.facts.peer):
-            error: ServiceError = FailedPrecondition(Reason.WRONG_PEER, "another life")
+            error: ServiceError = FailedPrecondition(Reason.WRONG_PEER, "another incarnation")
             await context.abort(error.code, error.fault.message, trailers(error.fault))
         if self.script.is_starting:
             error = Unavailable(Reason.NO_WORKER, "this worker is starting", retry_after=1)

@@ -12,17 +12,19 @@ from typing import Any
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.admission.admission_queue import Admission
 from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.execution import RouterServices
+from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
-from decant.router.execution.token_stream import Finish, OutputOptions, TokenStream, ValidRequest
-from decant.router.execution.token_writer import pack
-from decant.router.recovery.journal_writer import JournalWriter
-from decant.router.recovery.restore import RestoreRequest
+from decant.router.execution.stored import RestoreRequest
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
+from decant.router.text.output_text import OutputOptions
 from decant.router.workers.pool import WorkerPool
+from decant.runtime.admission import Admission
 from decant.runtime.channel import Deadline
+from decant.runtime.packed import pack
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from decant.state.ids import RequestKey
@@ -53,13 +55,13 @@ def make_request(
     if more.pop("cut_to_window", False):
         work.stopping.cut_to_window = True
     shown: pb.ResponseOptions = more.pop("shown", pb.ResponseOptions())
-    wanted = OutputOptions()
+    output_options = OutputOptions()
     if shown.HasField("logprobs"):
         work.logprobs = shown.logprobs
-        wanted = replace(wanted, logprobs=shown.logprobs)
+        output_options = replace(output_options, logprobs=shown.logprobs)
     if shown.HasField("prompt_logprobs"):
         work.prompt_logprobs = shown.prompt_logprobs
-        wanted = replace(wanted, prompt_logprobs=shown.prompt_logprobs)
+        output_options = replace(output_options, prompt_logprobs=shown.prompt_logprobs)
     values: dict[str, Any] = {
         "key": RequestKey("default", id),
         "payload": pb.GenerateRequest(
@@ -70,9 +72,9 @@ def make_request(
         ),
         "engine_request": work,
         "prompt_tokens": len(prompt),
-        "wanted": wanted,
+        "output_options": output_options,
         "deadline": Deadline.after(seconds),
-        "id_made_up": False,
+        "id_generated": False,
         "accepted_at": asyncio.get_running_loop().time(),
     }
     return ValidRequest(**values | more)
@@ -161,11 +163,11 @@ async def core(
         assert admission.active == 0
         assert not bookings._held
         assert not pool._givers
-        assert not any(pool.lines.values())
+        assert not any(pool.waiting_lines.values())
         for worker in list(pool._workers.values()):
             assert not worker.session.is_busy
-            assert not worker.session._slots
-            assert worker.view.work.ours == worker.view.sequences.ours == 0
+            assert not worker.session._runs.has_slots
+            assert worker.load.work.ours == worker.load.sequences.ours == 0
     finally:
         await dispatcher.close()
         await bookings.close()

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_writer import pack, unpack
 from decant.runtime.error_details import Reason, trailers
 from decant.runtime.errors import Unavailable
+from decant.runtime.packed import pack, unpack
 
 if TYPE_CHECKING:
     from tests.router.scripted_workers import ScriptedWorker

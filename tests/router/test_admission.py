@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from decant.router.admission.admission_queue import SECONDS_PER_PRIORITY, Admission, AdmissionSlot
+from decant.runtime.admission import SECONDS_PER_PRIORITY, Admission, AdmissionSlot
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import DeadlineExceeded, QueueFull
 
@@ -77,7 +77,7 @@ async def test_the_urgent_come_first_then_those_who_came_first():
 async def test_who_has_waited_long_enough_is_before_the_urgent(monkeypatch):
     door, [inside] = await full()
     clock = 100.0
-    monkeypatch.setattr("decant.router.admission.admission_queue.time.monotonic", lambda: clock)
+    monkeypatch.setattr("decant.runtime.admission.time.monotonic", lambda: clock)
     patient = asyncio.create_task(door.enter(-1000, NEVER))
     await settle()
     clock += 2000 * SECONDS_PER_PRIORITY + 1

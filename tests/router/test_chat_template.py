@@ -101,7 +101,7 @@ async def test_messages_are_a_prompt_as_the_template_writes_it(both):
         )
         expected = theirs.apply_chat_template(plain, add_generation_prompt=opens, return_dict=False)
         assert unpacked(made.engine_request.prompt) == expected
-        assert made.wanted.echo == theirs.decode(expected, skip_special_tokens=True)
+        assert made.output_options.echo == theirs.decode(expected, skip_special_tokens=True)
 
 
 async def test_a_prompt_of_messages_that_is_too_long_is_refused_by_its_field(both):

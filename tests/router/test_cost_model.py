@@ -19,11 +19,11 @@ class Scene:
 
     def read(self, per_token: float, times: int = 4, *, beside: bool = False) -> None:
         for _ in range(times):
-            self.costs.read(100, 100 * per_token, beside_answers=beside)
+            self.costs.add_prefill(100, 100 * per_token, on_decode_worker=beside)
 
     def moved(self, fixed: float, per_token: float, sizes: tuple[int, ...] = (100, 200, 400, 800)) -> None:
         for tokens in sizes:
-            self.costs.moved(tokens, fixed + per_token * tokens)
+            self.costs.add_transfer(tokens, fixed + per_token * tokens)
 
     @property
     def threshold(self) -> int:
@@ -82,7 +82,7 @@ def test_it_follows_what_changes() -> None:
     scene.read(0.001)
     scene.moved(0.1, 0.0, sizes=(100,) * 100)
     for _ in range(40):
-        scene.costs.moved(100, 0.02)
+        scene.costs.add_transfer(100, 0.02)
     assert scene.threshold == pytest.approx(20, rel=0.5)
 
 
@@ -102,6 +102,6 @@ def test_what_is_not_measured_any_more_is_forgotten_within_minutes_and_then_meas
 def test_a_negative_slope_is_none() -> None:
     scene = Scene()
     scene.read(0.001)
-    scene.costs.moved(100, 0.03)
-    scene.costs.moved(1000, 0.01)
+    scene.costs.add_transfer(100, 0.03)
+    scene.costs.add_transfer(1000, 0.01)
     assert scene.threshold == pytest.approx(20, abs=1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
 from decant import models as trained
-from decant.router.text.detokenizer import Detokenizer, TokenTable, UnsupportedDecoder, words_of
+from decant.router.text.detokenizer import Detokenizer, TokenTable, UnsupportedDecoder, make_token_table
 from tests.router.tokenizers_made import MADE
 
 KINDS = ["tiny-python", *MADE]
@@ -23,7 +23,7 @@ def tokenizer(kind: str) -> Tokenizer:
 
 @cache
 def words(kind: str) -> TokenTable:
-    return words_of(tokenizer(kind))
+    return make_token_table(tokenizer(kind))
 
 
 def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
@@ -151,4 +151,4 @@ def test_a_decoder_that_can_not_be_followed_is_refused_by_name(decoder, name):
     made = MADE["words"]()
     made.decoder = decoder
     with pytest.raises(UnsupportedDecoder, match=name):
-        words_of(made)
+        make_token_table(made)

@@ -51,7 +51,7 @@ async def test_what_runs_is_written_while_it_runs(store: Store) -> None:
         workers[1].script.pause_at = 3
         course = await scene.dispatcher.begin(make_request())
         await written(course, 3)
-        await until(lambda: scene.owned("r").stored == 3)
+        await until(lambda: scene.owned("r").synced_entries == 3)
         found = await store.requests.read(KEY)
         assert found.length == 3
         assert found.state == Generation.STATE_DECODING
@@ -85,7 +85,7 @@ async def test_without_redis_requests_go_on_and_are_written_when_it_is_back(own:
         begun = await scene.dispatcher.begin(make_request())
         await written(begun, 2)
         own.stop()
-        await until(lambda: scene.router.flusher.is_away)
+        await until(lambda: scene.router.flusher.is_unavailable)
         meanwhile = await scene.dispatcher.begin(make_request("meanwhile"))
         assert begun.resumable
         assert not meanwhile.resumable
@@ -136,7 +136,7 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
         replaced = lambda: told.append("replaced")  # noqa: E731
         membership = RouterRegistrar(store, facts, scene.router.flusher.rewrite, replaced)
         membership.start(0.02)
-        await until(lambda: membership._era and not scene.owned("r").unwritten)
+        await until(lambda: membership._era and not scene.owned("r").needs_write)
         bare.flushall()
         async with asyncio.timeout(PATIENCE):
             while True:

@@ -12,9 +12,9 @@ import redis as sync_redis
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from decant.protos import worker_pb2 as wire
+from decant.router.execution import journal_writer as flush
+from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.recovery import journal_writer as flush
-from decant.router.recovery.journal_writer import JournalWriter
 from decant.state import keys
 from decant.state.client import Client
 from decant.state.errors import StoreFault, StoreUnavailable
@@ -93,7 +93,7 @@ async def test_a_round_trip_has_a_bound_in_bytes_and_in_writes(store: Store, mon
     assert len(trips.sizes) > 6
     assert max(trips.sizes) < 1.2 * BATCH_BYTES
     assert max(trips.writes) <= BATCH_WRITES + 2, "their entries in open sets beside them"
-    assert not any(request.unwritten for request in (*large, *small))
+    assert not any(request.needs_write for request in (*large, *small))
 
 
 async def test_a_request_larger_than_a_round_trip_is_written_by_itself(store: Store) -> None:
@@ -108,12 +108,12 @@ async def test_what_was_answered_before_redis_went_away_is_not_sent_again(store:
     trips = Trips(monkeypatch, away_from=3)
     with pytest.raises(StoreUnavailable):
         await store.requests.flush(requests)
-    left = [request for request in requests if request.unwritten]
+    left = [request for request in requests if request.needs_write]
     assert 0 < len(left) < len(requests)
     trips.away_from = None
     sent = sum(trips.sizes)
     await store.requests.flush(left)
-    assert not any(request.unwritten for request in requests)
+    assert not any(request.needs_write for request in requests)
     assert sum(trips.sizes) - sent <= 1.2 * sum(len(request.payload) for request in left)
 
 
@@ -131,16 +131,16 @@ async def test_while_redis_is_away_a_try_costs_one_round_trip_and_tries_become_f
     monkeypatch.setattr(flush, "AWAY_SECONDS", 0.01)
     async with flushing(store, requests) as (flusher, _):
         await until(lambda: len(tried) >= 3)
-        assert flusher.is_away
+        assert flusher.is_unavailable
         assert max(tried) < 1.2 * BATCH_BYTES, "not all that is unwritten"
         monkeypatch.undo()
-        await until(lambda: not any(request.unwritten for request in requests))
-        assert not flusher.is_away
+        await until(lambda: not any(request.needs_write for request in requests))
+        assert not flusher.is_unavailable
 
 
 async def test_pauses_grow_while_redis_is_away_and_differ_between_routers(store: Store) -> None:
     flusher = JournalWriter(store.requests, flush_ms=50)
-    flusher.is_away = True
+    flusher.is_unavailable = True
     for failures, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (40, 4.0), (100_000, 4.0)):
         flusher._failures = failures
         pauses = [flusher._pause() for _ in range(50)]
@@ -186,7 +186,7 @@ async def test_a_request_that_redis_refuses_concerns_no_other(store: Store, bare
     refused = await store.requests.flush(requests)
     assert list(refused) == [requests[2]]
     assert isinstance(refused[requests[2]], StoreFault)
-    assert [request.unwritten for request in requests] == [False, False, True, False, False]
+    assert [request.needs_write for request in requests] == [False, False, True, False, False]
     with pytest.raises(StoreFault, match="WRONGTYPE"):
         await store.requests.write(requests[2])
 
@@ -196,7 +196,7 @@ async def test_a_key_of_another_type_does_not_mark_the_store_as_away(store: Stor
         workers[1].script.pause_at = 3
         course = await scene.dispatcher.begin(make_request("a", max_tokens=50))
         await written(course, 3)
-        await until(lambda: scene.owned("a").stored == 3)
+        await until(lambda: scene.owned("a").synced_entries == 3)
         poison(bare, RequestKey("default", "a"))
         workers[1].script.pause_at = None
         workers[1].go.set()
@@ -205,7 +205,7 @@ async def test_a_key_of_another_type_does_not_mark_the_store_as_away(store: Stor
         other = await scene.answer(make_request("b"))
         assert other.resumable
         await until(lambda: bare.hget(keys.request(RequestKey("default", "b")), "state") == b"5")
-        assert not scene.router.flusher.is_away
+        assert not scene.router.flusher.is_unavailable
         bare.delete(keys.journal(RequestKey("default", "a")))
         await until(lambda: scene.store_is_done)
         assert (await store.requests.read(RequestKey("default", "a"))).length == 50, "it is tried again"
@@ -220,13 +220,13 @@ async def test_an_ended_request_that_redis_refuses_is_given_up(
     poison(bare, requests[0].key)
     async with flushing(store, requests) as (flusher, held):
         for each in held:
-            each.owned.move(SUCCEEDED, NOW)
+            each.owned.transition(SUCCEEDED, NOW)
             flusher.end(each)
         async with asyncio.timeout(PATIENCE):
             await flusher.idle()
         assert all(each.is_settled for each in held)
         assert not flusher._faults
-    assert [request.unwritten for request in requests] == [True, False]
+    assert [request.needs_write for request in requests] == [True, False]
 
 
 @pytest.mark.parametrize("error", ["BUSY Redis is busy running a script", "MISCONF no snapshot", "OOM no memory"])
@@ -243,7 +243,7 @@ async def test_what_concerns_every_write_is_a_store_that_is_away(store: Store, m
     monkeypatch.setattr(Client, "_send", send)
     with pytest.raises(StoreUnavailable):
         await store.requests.flush(requests)
-    assert sum(request.unwritten for request in requests) == 1, "the others' replies count"
+    assert sum(request.needs_write for request in requests) == 1, "the others' replies count"
 
 
 async def test_an_end_leaves_the_open_set_though_redis_was_away_just_then(store: Store, monkeypatch: Patch) -> None:
@@ -251,12 +251,12 @@ async def test_an_end_leaves_the_open_set_though_redis_was_away_just_then(store:
     await store.requests.flush(requests)
     async with flushing(store, requests) as (flusher, held):
         for each in held:
-            each.owned.move(SUCCEEDED, NOW)
+            each.owned.transition(SUCCEEDED, NOW)
         trips = Trips(monkeypatch, away_from=1)  # the ends are written, and then Redis is away
         for each in held:
             flusher.end(each)
-        await until(lambda: flusher.is_away)
-        assert not any(request.has_news for request in requests)
+        await until(lambda: flusher.is_unavailable)
+        assert not any(request.is_unsynced for request in requests)
         trips.away_from = None
         async with asyncio.timeout(PATIENCE):
             await flusher.idle()

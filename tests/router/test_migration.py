@@ -21,9 +21,10 @@ from decant.engine.request import Request, StopParams
 from decant.engine.transfer import IncomingSequence
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import Finish, TokenStream, ValidRequest
-from decant.router.execution.token_writer import pack
+from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.valid_request import ValidRequest
 from decant.runtime.errors import Cancelled, DeadlineExceeded
+from decant.runtime.packed import pack
 from decant.state.store import Store
 from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
 from tests.router.fake_worker import TOKENIZER
@@ -45,7 +46,7 @@ def registered(place: Place) -> Any:
     capacity = Capacity(
         total_blocks=hub.total_blocks,
         block_tokens=hub.block_size,
-        window_tokens=hub.window,
+        max_context_length=hub.window,
         max_running=hub.max_running,
     )
     return Registered(

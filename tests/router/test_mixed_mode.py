@@ -53,8 +53,8 @@ async def test_the_way_follows_what_was_measured_and_is_measured_on_either(store
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=None) as scene:
         costs = scene.router.pool.costs["m"]
         for _ in range(100):
-            costs.read(200, 0.2, beside_answers=False)
-            costs.moved(200, 1.0)
+            costs.add_prefill(200, 0.2, on_decode_worker=False)
+            costs.add_transfer(200, 1.0)
         assert (await scene.answer(make_request("cheap", LONG))).path.prefill_worker == ""
         beside = costs._read_beside.per_token
         assert beside == 3.0 / (len(LONG) - 5), "as the scripted worker told"
@@ -85,6 +85,6 @@ async def test_who_takes_no_hits_has_no_home(store: Store) -> None:
         for worker in workers[:2]:
             worker.load.running = 0 if worker is other else 1
         pool = scene.router.pool
-        await until(lambda: {seen.life.id: seen.sequences for seen in pool.seen("m", set())}[home] == 1)
+        await until(lambda: {seen.incarnation.id: seen.sequences for seen in pool.snapshot("m", set())}[home] == 1)
         await scene.answer(request)
         assert len(other.prefills) == before + 1

@@ -45,7 +45,7 @@ async def test_a_request_that_another_router_cancels_leaves_its_owners_open_set(
     await store.requests.accept(make_request())
     taken = OwnedRequest.adopted(await store.requests.cancel(KEY, router(2)))
     assert await store.open.of(router(1)) == set(), "its owner need not learn of it for that"
-    taken.move(CANCELLED, NOW)
+    taken.transition(CANCELLED, NOW)
     await store.requests.write(taken)
     assert await store.open.of(router(2)) == set()
 
@@ -91,12 +91,12 @@ async def test_a_request_that_begins_anew_keeps_its_entry_when_the_failed_ones_r
     async with fleet(*pools) as workers, core(store, workers, attempts=1) as scene:
         workers[0].script.prefill_fails_before_ticket = 1
         assert not isinstance((await scene.answer(asked())).end, Finish)
-        await until(lambda: scene.router.flusher.is_away)
+        await until(lambda: scene.router.flusher.is_unavailable)
         workers[1].script.pause_at = 2
         course = await scene.dispatcher.begin(asked())
         await entries_written(course, 2)
         losing.clear()
-        await until(lambda: not scene.router.flusher._ended and not scene.owned("r").unwritten)
+        await until(lambda: not scene.router.flusher._ended and not scene.owned("r").needs_write)
         assert await store.open.of(Incarnation.of(scene.router.peer)) == {RequestKey("default", "r")}
         workers[1].go.set()
         assert isinstance((await ended(course)).end, Finish)
@@ -105,7 +105,7 @@ async def test_a_request_that_begins_anew_keeps_its_entry_when_the_failed_ones_r
 async def test_a_late_write_of_a_failed_request_leaves_the_entry_of_the_one_that_began_anew(store: Store) -> None:
     failed = make_request()
     await store.requests.accept(failed)
-    failed.move(FAILED, NOW)
+    failed.transition(FAILED, NOW)
     failed.is_listed = False
     await store.requests.flush([failed])
     assert await store.open.of(router(1)) == {KEY}
@@ -126,61 +126,61 @@ class Routers:
         actions = [self.accept, self.adopt, self.cancel, self.write, self.write, self.end, self.expire]
         for action in self.random.choices(actions, k=steps):
             self.losing[:] = [True] if self.random.random() < 0.3 else []
-            life, key = self.random.choice(list(self.held)), self.random.choice(self.keys)
+            incarnation, key = self.random.choice(list(self.held)), self.random.choice(self.keys)
             with suppress(StateError):
-                await action(life, key)
+                await action(incarnation, key)
             self.losing.clear()
             await self.each_open_request_is_found()
 
-    async def accept(self, life: Incarnation, key: RequestKey) -> None:
-        if key not in self.held[life]:
-            request = make_request(key, owner=life)
+    async def accept(self, incarnation: Incarnation, key: RequestKey) -> None:
+        if key not in self.held[incarnation]:
+            request = make_request(key, owner=incarnation)
             if await self.store.requests.accept(request) is None:
-                self.held[life][key] = request
+                self.held[incarnation][key] = request
 
-    async def adopt(self, life: Incarnation, key: RequestKey) -> None:
-        if key not in self.held[life]:
-            found = await self.store.requests.adopt(key, life)
+    async def adopt(self, incarnation: Incarnation, key: RequestKey) -> None:
+        if key not in self.held[incarnation]:
+            found = await self.store.requests.adopt(key, incarnation)
             if not found.ended:
-                self.take(life, found)
+                self.take(incarnation, found)
 
-    async def cancel(self, life: Incarnation, key: RequestKey) -> None:
-        if key not in self.held[life]:
-            found = await self.store.requests.cancel(key, life)
+    async def cancel(self, incarnation: Incarnation, key: RequestKey) -> None:
+        if key not in self.held[incarnation]:
+            found = await self.store.requests.cancel(key, incarnation)
             if not found.ended:
-                self.take(life, found)
-                self.held[life][key].move(CANCELLED, NOW)
+                self.take(incarnation, found)
+                self.held[incarnation][key].transition(CANCELLED, NOW)
 
-    def take(self, life: Incarnation, found: StoredRequest) -> None:
-        self.held[life][found.key] = OwnedRequest.adopted(found)
+    def take(self, incarnation: Incarnation, found: StoredRequest) -> None:
+        self.held[incarnation][found.key] = OwnedRequest.adopted(found)
 
-    async def write(self, life: Incarnation, key: RequestKey) -> None:
+    async def write(self, incarnation: Incarnation, key: RequestKey) -> None:
         """As a router's flusher does, all that it holds."""
-        for request in self.held[life].values():
+        for request in self.held[incarnation].values():
             if not request.ended:
                 request.append(written(7))
-        await self.flush(life)
+        await self.flush(incarnation)
 
-    async def end(self, life: Incarnation, key: RequestKey) -> None:
-        request = self.held[life].get(key)
+    async def end(self, incarnation: Incarnation, key: RequestKey) -> None:
+        request = self.held[incarnation].get(key)
         if request is not None and not request.ended:
-            request.move(self.random.choice([SUCCEEDED, FAILED, CANCELLED]), NOW)
-        await self.flush(life)
+            request.transition(self.random.choice([SUCCEEDED, FAILED, CANCELLED]), NOW)
+        await self.flush(incarnation)
 
-    async def expire(self, life: Incarnation, key: RequestKey) -> None:
+    async def expire(self, incarnation: Incarnation, key: RequestKey) -> None:
         if not any(key in held for held in self.held.values()):
             self.bare.delete(keys.request(key), keys.journal(key))
 
-    async def flush(self, life: Incarnation) -> None:
-        held = self.held[life]
-        lost = await self.store.requests.flush([request for request in held.values() if request.unwritten])
+    async def flush(self, incarnation: Incarnation) -> None:
+        held = self.held[incarnation]
+        lost = await self.store.requests.flush([request for request in held.values() if request.needs_write])
         for request in list(held.values()):
-            if request in lost or (request.ended and not request.unwritten):
+            if request in lost or (request.ended and not request.needs_write):
                 del held[request.key]
 
     async def open_requests(self) -> dict[Incarnation, set[RequestKey]]:
         """By owner, as Redis has them."""
-        found: dict[Incarnation, set[RequestKey]] = {life: set() for life in self.held}
+        found: dict[Incarnation, set[RequestKey]] = {incarnation: set() for incarnation in self.held}
         for key in self.keys:
             state, owner = self.bare.hmget(keys.request(key), "state", "owner")
             if state is not None and int(state) < SUCCEEDED:
@@ -188,17 +188,17 @@ class Routers:
         return found
 
     async def each_open_request_is_found(self) -> None:
-        for life, owned in (await self.open_requests()).items():
-            assert owned <= await self.store.open.of(life), "nobody would find it were its owner lost"
+        for incarnation, owned in (await self.open_requests()).items():
+            assert owned <= await self.store.open.of(incarnation), "nobody would find it were its owner lost"
 
     async def open_sets_are_exact(self) -> None:
-        for life in self.held:
-            await self.flush(life)
-            entries = OpenEntries(self.store, life)
+        for incarnation in self.held:
+            await self.flush(incarnation)
+            entries = OpenEntries(self.store, incarnation)
             await entries.sweep()
             await entries.sweep()
-        for life, owned in (await self.open_requests()).items():
-            assert await self.store.open.of(life) == owned
+        for incarnation, owned in (await self.open_requests()).items():
+            assert await self.store.open.of(incarnation) == owned
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -8,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.protos import worker_pb2 as wire
-from decant.router.placement.policy import Placement, PlacementRequest, WorkerSnapshot, first_place, taker
+from decant.router.placement.policy import (
+    Placement,
+    PlacementRequest,
+    WorkerSnapshot,
+    choose_decode_worker,
+    choose_first_worker,
+)
 from decant.state.ids import Incarnation
 
 P, D = wire.ROLE_PREFILL, wire.ROLE_DECODE
 NOBODY = Incarnation("", 0)
 
 
-def seen(name: str, role: wire.Role = D, **more: object) -> WorkerSnapshot:
+def snapshot(name: str, role: wire.Role = D, **more: object) -> WorkerSnapshot:
     worker = WorkerSnapshot(
         Incarnation(name, 1), role, layout=1, block_tokens=16, free_blocks=100, sequences=0, queued_tokens=0
     )
@@ -23,100 +29,118 @@ def seen(name: str, role: wire.Role = D, **more: object) -> WorkerSnapshot:
 
 
 def place(*workers: WorkerSnapshot, tokens: int = 10, from_tokens: bool = False) -> Placement | None:
-    return first_place(workers, PlacementRequest(tokens, from_tokens))
+    return choose_first_worker(workers, PlacementRequest(tokens, from_tokens))
 
 
 def test_a_prompt_goes_where_the_fewest_tokens_are_queued() -> None:
-    long, short = seen("long", P, queued_tokens=900), seen("short", P, queued_tokens=100, sequences=9)
-    assert place(long, short, seen("d")) == Placement(short.life, prefill=True)
+    long, short = snapshot("long", P, queued_tokens=900), snapshot("short", P, queued_tokens=100, sequences=9)
+    assert place(long, short, snapshot("d")) == Placement(short.incarnation, prefill=True)
 
 
 def test_a_cached_prefix_outweighs_as_many_queued_tokens() -> None:
-    holder, idle = seen("holder", P, queued_tokens=500, cached_tokens=800), seen("idle", P)
-    assert place(holder, idle, seen("d"), tokens=1000) == Placement(holder.life, prefill=True)
+    holder, idle = snapshot("holder", P, queued_tokens=500, cached_tokens=800), snapshot("idle", P)
+    assert place(holder, idle, snapshot("d"), tokens=1000) == Placement(holder.incarnation, prefill=True)
     crowded = replace(holder, queued_tokens=900)
-    assert place(crowded, idle, seen("d"), tokens=1000) == Placement(idle.life, prefill=True)
+    assert place(crowded, idle, snapshot("d"), tokens=1000) == Placement(idle.incarnation, prefill=True)
 
 
 def test_a_cache_goes_to_the_calm_and_among_equals_to_who_has_most_of_it() -> None:
-    calm, holder = seen("calm", sequences=3), seen("holder", sequences=4, cached_tokens=16)
-    assert taker([calm, holder], PlacementRequest(20), 1, Incarnation("p", 1)) == calm.life
-    assert taker([replace(calm, sequences=4), holder], PlacementRequest(20), 1, Incarnation("p", 1)) == holder.life
+    calm, holder = snapshot("calm", sequences=3), snapshot("holder", sequences=4, cached_tokens=16)
+    assert choose_decode_worker([calm, holder], PlacementRequest(20), 1, Incarnation("p", 1)) == calm.incarnation
+    assert (
+        choose_decode_worker([replace(calm, sequences=4), holder], PlacementRequest(20), 1, Incarnation("p", 1))
+        == holder.incarnation
+    )
 
 
 def test_room_is_needed_for_what_is_not_cached() -> None:
-    tight, other = seen("tight", free_blocks=2, cached_tokens=64), seen("other", sequences=1)
-    assert taker([tight, other], PlacementRequest(90), 1, Incarnation("p", 1)) == tight.life
-    assert taker([replace(tight, cached_tokens=48), other], PlacementRequest(90), 1, Incarnation("p", 1)) == other.life
+    tight, other = snapshot("tight", free_blocks=2, cached_tokens=64), snapshot("other", sequences=1)
+    assert choose_decode_worker([tight, other], PlacementRequest(90), 1, Incarnation("p", 1)) == tight.incarnation
+    assert (
+        choose_decode_worker([replace(tight, cached_tokens=48), other], PlacementRequest(90), 1, Incarnation("p", 1))
+        == other.incarnation
+    )
 
 
 def test_a_full_prefill_pool_is_waited_for_and_a_missing_one_is_not() -> None:
-    full = seen("p", P, takes_prompts=False)
-    busy = seen("q", P, has_room=False)
-    decode = seen("d")
+    full = snapshot("p", P, takes_prompts=False)
+    busy = snapshot("q", P, has_capacity=False)
+    decode = snapshot("d")
     assert place(full, busy, decode) is None
-    assert place(decode) == Placement(decode.life, prefill=False)
+    assert place(decode) == Placement(decode.incarnation, prefill=False)
 
 
 def test_without_decode_workers_a_prefill_worker_does_both() -> None:
-    only = seen("p", P)
-    assert place(only) == Placement(only.life, prefill=False)
+    only = snapshot("p", P)
+    assert place(only) == Placement(only.incarnation, prefill=False)
 
 
 def test_tokens_that_are_written_go_to_a_decode_worker() -> None:
-    decode = seen("d", sequences=50)
-    assert place(seen("p", P), decode, from_tokens=True) == Placement(decode.life, prefill=False)
+    decode = snapshot("d", sequences=50)
+    assert place(snapshot("p", P), decode, from_tokens=True) == Placement(decode.incarnation, prefill=False)
 
 
 def test_a_prefill_worker_without_a_partner_is_not_asked() -> None:
-    decode = seen("d")
-    assert place(seen("p", P, layout=2), decode) == Placement(decode.life, prefill=False)
+    decode = snapshot("d")
+    assert place(snapshot("p", P, layout=2), decode) == Placement(decode.incarnation, prefill=False)
 
 
 def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> None:
-    tight = seen("tight", free_blocks=1)
-    calm, crowded = seen("calm", sequences=3), seen("crowded", sequences=8, free_blocks=1000)
-    assert taker([tight, crowded, calm], PlacementRequest(20), 1, Incarnation("p", 1)) == calm.life
-    assert taker([tight], PlacementRequest(20), 1, Incarnation("p", 1)) == tight.life, "its queue is the backpressure"
+    tight = snapshot("tight", free_blocks=1)
+    calm, crowded = snapshot("calm", sequences=3), snapshot("crowded", sequences=8, free_blocks=1000)
+    assert (
+        choose_decode_worker([tight, crowded, calm], PlacementRequest(20), 1, Incarnation("p", 1)) == calm.incarnation
+    )
+    assert choose_decode_worker([tight], PlacementRequest(20), 1, Incarnation("p", 1)) == tight.incarnation, (
+        "its queue is the backpressure"
+    )
 
 
 def test_a_cache_goes_to_no_other_layout_and_never_back_to_its_giver() -> None:
-    giver = seen("p", P)
-    assert taker([seen("d", layout=2), giver], PlacementRequest(20), 1, giver.life) is None
+    giver = snapshot("p", P)
+    assert choose_decode_worker([snapshot("d", layout=2), giver], PlacementRequest(20), 1, giver.incarnation) is None
 
 
 def test_a_cache_goes_to_another_prefill_worker_when_no_decode_worker_is_left() -> None:
-    giver, other = seen("p", P), seen("q", P)
-    assert taker([giver, other], PlacementRequest(20), 1, giver.life) == other.life
+    giver, other = snapshot("p", P), snapshot("q", P)
+    assert choose_decode_worker([giver, other], PlacementRequest(20), 1, giver.incarnation) == other.incarnation
 
 
 def test_who_failed_is_asked_last_but_asked() -> None:
-    failed, idle = seen("a", avoided=True), seen("b", sequences=99)
-    assert place(failed, idle) == Placement(idle.life, prefill=False)
-    assert place(failed) == Placement(failed.life, prefill=False)
+    failed, idle = snapshot("a", avoided=True), snapshot("b", sequences=99)
+    assert place(failed, idle) == Placement(idle.incarnation, prefill=False)
+    assert place(failed) == Placement(failed.incarnation, prefill=False)
 
 
 def test_a_short_prompt_is_read_where_it_is_decoded() -> None:
-    prefill, decode = seen("p", P), seen("d")
+    prefill, decode = snapshot("p", P), snapshot("d")
     short = PlacementRequest(99, handoff_min_tokens=100)
-    assert first_place([prefill, decode], short) == Placement(decode.life, prefill=False)
-    assert first_place([prefill, decode], replace(short, tokens=100)) == Placement(prefill.life, prefill=True)
-    assert first_place([prefill, replace(decode, queued_tokens=1)], short) == Placement(prefill.life, prefill=True)
-    assert first_place([prefill, replace(decode, avoided=True)], short) == Placement(prefill.life, prefill=True)
-    assert first_place([prefill, replace(decode, free_blocks=6)], short) == Placement(prefill.life, prefill=True)
+    assert choose_first_worker([prefill, decode], short) == Placement(decode.incarnation, prefill=False)
+    assert choose_first_worker([prefill, decode], replace(short, tokens=100)) == Placement(
+        prefill.incarnation, prefill=True
+    )
+    assert choose_first_worker([prefill, replace(decode, queued_tokens=1)], short) == Placement(
+        prefill.incarnation, prefill=True
+    )
+    assert choose_first_worker([prefill, replace(decode, avoided=True)], short) == Placement(
+        prefill.incarnation, prefill=True
+    )
+    assert choose_first_worker([prefill, replace(decode, free_blocks=6)], short) == Placement(
+        prefill.incarnation, prefill=True
+    )
 
 
 def test_a_long_prompt_is_read_where_it_is_decoded_when_most_of_it_is_there() -> None:
-    holder, calm, prefill = seen("holder", sequences=9, cached_tokens=960), seen("calm"), seen("p", P)
+    holder, calm, prefill = snapshot("holder", sequences=9, cached_tokens=960), snapshot("calm"), snapshot("p", P)
     need = PlacementRequest(1000, handoff_min_tokens=100)
-    assert first_place([calm, holder, prefill], need) == Placement(holder.life, prefill=False)
+    assert choose_first_worker([calm, holder, prefill], need) == Placement(holder.incarnation, prefill=False)
 
 
 def home_of(session: str, *names: str, role: wire.Role = P) -> str:
-    present = [seen(name, role) for name in names]
-    found = first_place([*present, seen("d")], PlacementRequest(100, session=session))
+    present = [snapshot(name, role) for name in names]
+    found = choose_first_worker([*present, snapshot("d")], PlacementRequest(100, session=session))
     assert found is not None
-    return found.life.id
+    return found.incarnation.id
 
 
 SESSIONS = [f"session {n}" for n in range(200)]
@@ -135,41 +159,45 @@ def test_when_a_worker_goes_only_its_own_sessions_move() -> None:
 
 
 def test_a_home_is_a_hint_that_what_is_known_and_a_long_queue_outweigh() -> None:
-    home, other = seen("a", P), seen("b", P)
+    home, other = snapshot("a", P), snapshot("b", P)
     session = next(session for session in SESSIONS if home_of(session, "a", "b") == "a")
     need = PlacementRequest(100, session=session)
-    assert first_place([home, other, seen("d")], need) == Placement(home.life, prefill=True)
+    assert choose_first_worker([home, other, snapshot("d")], need) == Placement(home.incarnation, prefill=True)
     busy = replace(home, queued_tokens=100)
-    assert first_place([busy, other, seen("d")], need) == Placement(other.life, prefill=True)
+    assert choose_first_worker([busy, other, snapshot("d")], need) == Placement(other.incarnation, prefill=True)
     holder = replace(other, cached_tokens=16)
-    assert first_place([home, holder, seen("d")], need) == Placement(other.life, prefill=True)
+    assert choose_first_worker([home, holder, snapshot("d")], need) == Placement(other.incarnation, prefill=True)
 
 
 def test_a_home_has_no_more_room_than_it_has() -> None:
-    pair = [seen("a"), seen("b")]
+    pair = [snapshot("a"), snapshot("b")]
     session = next(
-        each for each in SESSIONS if taker(pair, PlacementRequest(1, session=each), 1, NOBODY) == Incarnation("a", 1)
+        each
+        for each in SESSIONS
+        if choose_decode_worker(pair, PlacementRequest(1, session=each), 1, NOBODY) == Incarnation("a", 1)
     )
     need = PlacementRequest(200, session=session)
-    assert taker([seen("a", free_blocks=2), seen("b", sequences=9)], need, 1, NOBODY) == Incarnation("b", 1)
+    assert choose_decode_worker(
+        [snapshot("a", free_blocks=2), snapshot("b", sequences=9)], need, 1, NOBODY
+    ) == Incarnation("b", 1)
 
 
 workers = st.builds(
-    seen,
+    snapshot,
     st.sampled_from("abcdef"),
     st.sampled_from([P, D]),
     layout=st.integers(1, 2),
     free_blocks=st.integers(0, 5),
     sequences=st.integers(0, 5),
     takes_prompts=st.booleans(),
-    has_room=st.booleans(),
+    has_capacity=st.booleans(),
     avoided=st.booleans(),
     cached_tokens=st.sampled_from([0, 0, 4, 9]),
 )
 
 
 @given(
-    st.lists(workers, max_size=6, unique_by=lambda worker: worker.life),
+    st.lists(workers, max_size=6, unique_by=lambda worker: worker.incarnation),
     st.booleans(),
     st.sampled_from(["", "s"]),
     st.sampled_from([0, 7, 1000]),
@@ -177,15 +205,15 @@ workers = st.builds(
 def test_a_choice_is_always_somebody_who_takes_it(
     present: list[WorkerSnapshot], from_tokens: bool, session: str, handoff_min: int
 ) -> None:
-    chosen = first_place(present, PlacementRequest(10, from_tokens, session, handoff_min))
-    by_life = {worker.life: worker for worker in present}
+    chosen = choose_first_worker(present, PlacementRequest(10, from_tokens, session, handoff_min))
+    by_life = {worker.incarnation: worker for worker in present}
     if chosen is not None:
-        worker = by_life[chosen.life]
-        assert worker.has_room
+        worker = by_life[chosen.incarnation]
+        assert worker.has_capacity
         assert worker.takes_prompts
         if chosen.prefill:
             assert worker.role == P
             assert any(other.role == D and other.layout == worker.layout for other in present)
     elif from_tokens or not any(worker.role == P for worker in present):
         decode = [worker for worker in present if worker.role == D] or present
-        assert not any(worker.has_room and worker.takes_prompts for worker in decode)
+        assert not any(worker.has_capacity and worker.takes_prompts for worker in decode)

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_writer import pack
-from decant.router.placement.prefix_index import PromptBlocks, block_names
+from decant.router.placement.prefix_index import PromptBlocks, block_hashes
 from decant.router.workers import pool, session
+from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router.fake_worker import FakeWorker, Fleet, answer, fleet
@@ -22,7 +22,7 @@ LONG = tuple(range(1000, 1200))
 
 
 def names(scene: Core) -> set[str]:
-    return {seen.life.id for seen in scene.router.pool.seen("m", frozenset())}
+    return {seen.incarnation.id for seen in scene.router.pool.snapshot("m", frozenset())}
 
 
 async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
@@ -123,13 +123,13 @@ async def test_a_router_leaves_soon_though_a_worker_does_not_answer(
 
 async def test_the_window_is_the_shortest_of_those_that_can_be_used(store: Store) -> None:
     async with fleet(D, D2) as workers:
-        workers[0].facts.capacity.window_tokens = 100
+        workers[0].facts.capacity.max_context_length = 100
         async with core(store, workers) as scene:
-            assert scene.dispatcher.window_of("m") == 100
-            assert scene.dispatcher.window_of("another") is None
+            assert scene.dispatcher.max_context_length("m") == 100
+            assert scene.dispatcher.max_context_length("another") is None
             await store.workers.remove(Incarnation.of(workers[0].facts.peer))
             await workers[0].stop()
-            await until(lambda: scene.dispatcher.window_of("m") == 2048)
+            await until(lambda: scene.dispatcher.max_context_length("m") == 2048)
 
 
 async def test_many_at_once_are_spread(store: Store) -> None:
@@ -148,19 +148,19 @@ async def test_many_at_once_are_spread(store: Store) -> None:
 async def test_who_refused_gets_few_before_the_next_word(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as scene:
         (worker,) = scene.router.pool.of("m")
-        view = worker.view
-        view.refused()
-        assert not view.seen().has_room
-        view.hear(wire.Heartbeat())
+        view = worker.load
+        view.mark_full()
+        assert not view.snapshot().has_capacity
+        view.apply_heartbeat(wire.Heartbeat())
         sent = []
-        while view.seen().has_room:
-            sent.append(view.send(PromptBlocks(wire.EngineRequest(prompt=bytes(4))), 1, computed=True))
+        while view.snapshot().has_capacity:
+            sent.append(view.reserve(PromptBlocks(wire.EngineRequest(prompt=bytes(4))), 1, computed=True))
         assert len(sent) == 16
         for each in sent:
-            each.over()
+            each.release()
         for _ in range(20):
-            view.hear(wire.Heartbeat())
-        assert view.seen().has_room
+            view.apply_heartbeat(wire.Heartbeat())
+        assert view.snapshot().has_capacity
 
 
 async def test_who_loses_requests_is_asked_last_for_a_while(store: Store) -> None:
@@ -193,7 +193,7 @@ async def test_a_ticket_is_renewed_with_and_without_a_taker(store: Store) -> Non
 
 
 def names_of(prompt: tuple[int, ...]) -> bytes:
-    return block_names(pack(list(prompt)), b"", 16).tobytes()
+    return block_hashes(pack(list(prompt)), b"", 16).tobytes()
 
 
 async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
@@ -203,14 +203,14 @@ async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
             holder.load.queued_tokens = 100
         pool = scene.router.pool
         prefix = PromptBlocks(make_request(prompt=LONG).engine_request)
-        await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.seen("m", set(), prefix)) == 2)
+        await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.snapshot("m", set(), prefix)) == 2)
         await scene.answer(make_request("first", LONG))
         assert [len(worker.starts) for worker in workers[2:]] == [0, 1], "less is to be fetched there"
         for n in range(2):
             await scene.answer(make_request(str(n), LONG))
         assert [len(worker.prefills) for worker in workers[:2]] == [0, 3]
         workers[1].cache = wire.PrefixCacheUpdate(dropped=names_of(LONG))
-        await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.seen("m", set(), prefix)) == 1)
+        await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.snapshot("m", set(), prefix)) == 1)
         await scene.answer(make_request("after", LONG))
         assert len(workers[0].prefills) == 1
 
@@ -219,5 +219,5 @@ async def test_the_next_of_a_prefix_follows_before_it_was_told_and_then_it_is_fo
     async with fleet(P, P2, D) as workers, core(store, workers) as scene:
         paths = [(await scene.answer(make_request(str(n), (*LONG, n)))).path for n in range(4)]
         assert len({path.prefill_worker for path in paths}) == 1
-        caches = [worker.view._cached for worker in scene.router.pool.of("m")]
+        caches = [worker.load._cached for worker in scene.router.pool.of("m")]
         await until(lambda: not any(cache._held or cache.leaving for cache in caches))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import ValidRequest
+from decant.router.execution.valid_request import ValidRequest
 from decant.router.placement.prefix_index import PromptBlocks
 from decant.state.store import Store
 from tests.router.fake_worker import TOKENIZER
@@ -31,7 +31,7 @@ async def nodes(*names: str, blocks: int = 64) -> AsyncIterator[list[tuple[Node,
         yield []
         return
     async with Node(names[0], blocks=blocks, lease_ms=1000) as node, nodes(*names[1:], blocks=blocks) as others:
-        capacity = Capacity(total_blocks=blocks, block_tokens=BLOCK, window_tokens=blocks * BLOCK, max_running=8)
+        capacity = Capacity(total_blocks=blocks, block_tokens=BLOCK, max_context_length=blocks * BLOCK, max_running=8)
         facts = WorkerRegistration(
             peer=node.peer,
             role=wire.ROLE_DECODE,
@@ -62,7 +62,7 @@ async def test_a_router_learns_what_engines_hold_and_forgets_what_they_gave_up(s
             pool, prefix = scene.router.pool, PromptBlocks(asked("s", 2).engine_request)
 
             def known() -> dict[str, int]:
-                return {seen.life.id: seen.cached_tokens for seen in pool.seen("m", set(), prefix)}
+                return {seen.incarnation.id: seen.cached_tokens for seen in pool.snapshot("m", set(), prefix)}
 
             await until(lambda: known() == {holder: len(SHARED), "b" if holder == "a" else "a": 0})
             course = await scene.answer(asked("s", 2))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from decant.engine.blocks import hash_blocks, root_hash
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_writer import pack
-from decant.router.placement.prefix_index import LONG_PROMPT, PromptBlocks, WorkerPrefixCache, block_names
+from decant.router.placement.prefix_index import LONG_PROMPT, PromptBlocks, WorkerPrefixCache, block_hashes
 from decant.router.placement.worker_load import WorkerLoad
+from decant.runtime.packed import pack
 
 BLOCK = 4
 
@@ -38,16 +38,16 @@ def view() -> WorkerLoad:
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.binary(max_size=20), st.integers(1, 7))
 def test_a_block_has_the_same_name_here_and_in_the_engine(tokens: list[int], salt: bytes, size: int) -> None:
     expected = [int.from_bytes(digest[:8], "little") for digest in hash_blocks(root_hash(salt), tokens, size)]
-    assert list(block_names(pack(tokens), salt, size)) == expected
+    assert list(block_hashes(pack(tokens), salt, size)) == expected
 
 
 def test_what_a_worker_told_is_found_up_to_the_first_block_that_it_lacks() -> None:
     prefix = PromptBlocks(work())
-    names = prefix.names(BLOCK)
+    names = prefix.hashes(BLOCK)
     cache = WorkerPrefixCache()
-    cache.hear(told([names[0], names[1], names[3]]))
+    cache.apply_heartbeat(told([names[0], names[1], names[3]]))
     assert prefix.cached_tokens(cache, BLOCK) == 2 * BLOCK
-    cache.hear(told([names[2]], dropped=[names[1]]))
+    cache.apply_heartbeat(told([names[2]], dropped=[names[1]]))
     assert prefix.cached_tokens(cache, BLOCK) == BLOCK
     assert PromptBlocks(work(salt=b"another")).cached_tokens(cache, BLOCK) == 0
     assert PromptBlocks(work(first=1)).cached_tokens(cache, BLOCK) == 0
@@ -55,71 +55,71 @@ def test_what_a_worker_told_is_found_up_to_the_first_block_that_it_lacks() -> No
 
 def test_one_token_is_always_computed() -> None:
     prefix, cache = PromptBlocks(work(5 * BLOCK)), WorkerPrefixCache()
-    cache.hear(told(prefix.names(BLOCK)))
+    cache.apply_heartbeat(told(prefix.hashes(BLOCK)))
     assert prefix.cached_tokens(cache, BLOCK) == 4 * BLOCK
 
 
 def test_who_wants_no_hits_gets_none_and_who_shares_nothing_names_nothing() -> None:
     explained, bypassing = PromptBlocks(work(prompt_logprobs=0)), PromptBlocks(work(bypass_prefix_cache=True))
     cache = WorkerPrefixCache()
-    cache.hear(told(PromptBlocks(work()).names(BLOCK)))
+    cache.apply_heartbeat(told(PromptBlocks(work()).hashes(BLOCK)))
     assert explained.cached_tokens(cache, BLOCK) == bypassing.cached_tokens(cache, BLOCK) == 0
-    assert len(explained.names(BLOCK)) == 5, "others will find what it computes"
-    assert not bypassing.names(BLOCK)
+    assert len(explained.hashes(BLOCK)) == 5, "others will find what it computes"
+    assert not bypassing.hashes(BLOCK)
 
 
 async def test_a_long_prompt_is_hashed_aside_to_the_same_names() -> None:
     long = work(LONG_PROMPT + 100)
     prefix = PromptBlocks(long)
     await prefix.prepare(16)
-    assert list(prefix.names(16)) == list(block_names(long.prompt, long.salt, 16))
+    assert list(prefix.hashes(16)) == list(block_hashes(long.prompt, long.salt, 16))
 
 
 def test_what_is_sent_counts_at_once_and_what_never_comes_up_is_forgotten() -> None:
     known, prefix = view(), PromptBlocks(work())
-    sent = known.send(prefix, 20, computed=True)
+    sent = known.reserve(prefix, 20, computed=True)
     assert known.cached_tokens(prefix) == 16
     for _ in range(5):
-        known.hear(wire.Heartbeat())
+        known.apply_heartbeat(wire.Heartbeat())
     assert known.cached_tokens(prefix) == 16, "it may be computed late"
-    known.hear(told(prefix.names(BLOCK)[:2]))
-    sent.over()
-    known.hear(wire.Heartbeat())
+    known.apply_heartbeat(told(prefix.hashes(BLOCK)[:2]))
+    sent.release()
+    known.apply_heartbeat(wire.Heartbeat())
     assert known.cached_tokens(prefix) == 16, "this beat may be older"
-    known.hear(wire.Heartbeat())
+    known.apply_heartbeat(wire.Heartbeat())
     assert known.cached_tokens(prefix) == 8
 
 
 def test_of_two_that_sent_the_same_the_last_one_decides() -> None:
     known, prefix = view(), PromptBlocks(work())
-    first = known.send(prefix, 20, computed=True)
-    second = known.send(prefix, 20, computed=True)
-    first.over()
+    first = known.reserve(prefix, 20, computed=True)
+    second = known.reserve(prefix, 20, computed=True)
+    first.release()
     for _ in range(3):
-        known.hear(wire.Heartbeat())
+        known.apply_heartbeat(wire.Heartbeat())
     assert known.cached_tokens(prefix) == 16
-    second.over()
+    second.release()
     for _ in range(2):
-        known.hear(wire.Heartbeat())
+        known.apply_heartbeat(wire.Heartbeat())
     assert known.cached_tokens(prefix) == 0
 
 
 def test_what_is_cached_is_neither_work_nor_room() -> None:
     known, prefix = view(), PromptBlocks(work(100))
-    known.hear(told(prefix.names(BLOCK)[:20]))
-    known.send(prefix, 100, computed=True)
-    seen = known.seen(prefix)
+    known.apply_heartbeat(told(prefix.hashes(BLOCK)[:20]))
+    known.reserve(prefix, 100, computed=True)
+    seen = known.snapshot(prefix)
     assert (seen.queued_tokens, seen.free_blocks, seen.cached_tokens) == (20, 95, 96)
 
 
 def test_a_new_session_begins_with_nothing() -> None:
     known, prefix = view(), PromptBlocks(work())
-    known.hear(told(prefix.names(BLOCK)))
-    sent = known.send(prefix, 20, computed=True)
+    known.apply_heartbeat(told(prefix.hashes(BLOCK)))
+    sent = known.reserve(prefix, 20, computed=True)
     known.forget()
     assert known.cached_tokens(prefix) == 0
-    sent.over()
-    known.hear(told(prefix.names(BLOCK)))
+    sent.release()
+    known.apply_heartbeat(told(prefix.hashes(BLOCK)))
     assert known.cached_tokens(prefix) == 16
 
 
@@ -139,17 +139,17 @@ def test_when_all_that_was_sent_is_over_what_was_told_is_left(
     for kind, some, others in story:
         if kind == "told":
             dropped = [name for name in others if name not in some]
-            cache.hear(told(some, dropped))
+            cache.apply_heartbeat(told(some, dropped))
             held = (held | set(some)) - set(dropped)
         elif kind == "sent":
             here.append(cache.expect(some))
         elif here:
-            here.pop(0).over()
+            here.pop(0).release()
         assert all(cache.leading([name]) for name in held)
     for sent in here:
-        sent.over()
-    cache.hear(wire.Heartbeat())
-    cache.hear(wire.Heartbeat())
+        sent.release()
+    cache.apply_heartbeat(wire.Heartbeat())
+    cache.apply_heartbeat(wire.Heartbeat())
     assert {name for name in range(8) if cache.leading([name])} == held
     assert not cache._expected
     assert not cache.leaving

@@ -9,9 +9,11 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import OutputOptions, TokenStream
-from decant.router.execution.token_writer import TokenWriter, unpack
+from decant.router.execution.token_stream import TokenStream
+from decant.router.execution.token_writer import TokenWriter
+from decant.router.text.output_text import OutputOptions
 from decant.runtime.errors import InvalidArgument
+from decant.runtime.packed import unpack
 from decant.state.store import Store
 from tests.router.factories import AT_LENGTH, tiny, valid, write
 from tests.router.fake_worker import fleet
@@ -43,8 +45,8 @@ async def test_a_prompt_of_tokens_is_shown_as_text_like_the_output_is():
     ids = [0, *await tiny().encode("x = 日", special=False)]
     for skip, shown in (True, "x = 日"), (False, "<|begin|>x = 日"):
         made = await valid(token_ids=pb.TokenIds(ids=ids), **options(echo=True, skip_special_tokens=skip))
-        assert made.wanted.echo == tiny().tokenizer.decode(ids, skip_special_tokens=skip)
-        assert made.wanted.echo.endswith(shown[-5:])
+        assert made.output_options.echo == tiny().tokenizer.decode(ids, skip_special_tokens=skip)
+        assert made.output_options.echo.endswith(shown[-5:])
 
 
 async def test_a_stop_text_in_the_prompt_stops_nothing():
@@ -147,6 +149,6 @@ async def test_they_survive_a_decode_worker(store: Store) -> None:
 
 
 def asked() -> Any:
-    made = make_request(prompt=PROMPT, wanted=OutputOptions(prompt_logprobs=0))
+    made = make_request(prompt=PROMPT, output_options=OutputOptions(prompt_logprobs=0))
     made.engine_request.prompt_logprobs = 0
     return made

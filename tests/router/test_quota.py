@@ -204,7 +204,7 @@ async def test_a_request_counts_once_wherever_it_goes(store: Store, at_work: Cal
         workers[1].script.pause_at = 2
         first = await one.dispatcher.begin(make_request())
         await written(first, 2)
-        await until(lambda: one.owned("r").stored == 2)
+        await until(lambda: one.owned("r").synced_entries == 2)
         async with core(store, workers, id="two", quotas=ONE) as two:
             second = await two.dispatcher.begin(make_request())
             assert at_work() == {"r"}
@@ -256,7 +256,7 @@ async def test_while_redis_is_away_nobody_is_refused_and_all_count_when_it_is_ba
         with monkeypatch.context() as patch:
             patch.setattr(Quotas, "acquire", away)
             await scene.dispatcher.begin(make_request("second"))
-        scene.router.flusher.is_away = True
+        scene.router.flusher.is_unavailable = True
         third = await scene.dispatcher.begin(make_request("third"))
         assert not third.resumable
         await until(lambda: at_work() == {"r", "second", "third"})
@@ -268,7 +268,7 @@ async def test_a_router_that_wants_redis_takes_nothing_without_it(
     store: Store, at_work: Callable[[], set[str]]
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE, serve_without_redis=False) as scene:
-        scene.router.flusher.is_away = True
+        scene.router.flusher.is_unavailable = True
         with pytest.raises(Unavailable) as refusal:
             await scene.dispatcher.begin(make_request())
         assert refusal.value.reason is Reason.STATE_STORE_AWAY

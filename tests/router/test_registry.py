@@ -1,4 +1,4 @@
-"""One request's life over scripted workers: it ends once, with the right tokens, and nothing is left of it.
+"""One request's incarnation over scripted workers: it ends once, with the right tokens, and nothing is left of it.
 
 Whatever goes wrong, `core` checks at its end that no place, ticket, run or waiter is left in the router.
 """
@@ -16,7 +16,6 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.token_writer import unpack
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import (
     Aborted,
@@ -28,6 +27,7 @@ from decant.runtime.errors import (
     Unavailable,
     Unimplemented,
 )
+from decant.runtime.packed import unpack
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
@@ -287,7 +287,7 @@ async def test_a_clients_mistake_is_told_once_and_held_against_nobody(
         assert error.fault.violation is not None
         assert error.fault.violation.field == "sampling.top_p"
         assert len(workers[0].prefills) + len(workers[0].starts) == 1
-        assert not any(seen.avoided for seen in scene.router.pool.seen("m", frozenset()))
+        assert not any(seen.avoided for seen in scene.router.pool.snapshot("m", frozenset()))
 
 
 @pytest.mark.parametrize("cause", [wire.CAUSE_BUSY, wire.CAUSE_DRAINING])
@@ -425,7 +425,7 @@ async def test_without_any_worker_a_request_is_refused_at_once(store: Store) -> 
 async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hanging(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decant.router.execution.assignment.GONE_SECONDS", 0.5)
+    monkeypatch.setattr("decant.router.execution.placement_search.NO_WORKER_PATIENCE_S", 0.5)
     async with fleet(D) as workers, core(store, workers) as scene:
         workers[0].script.pause_at = 2
         course = await scene.dispatcher.begin(make_request())
@@ -520,7 +520,7 @@ async def test_a_lost_stream_has_a_grace_unless_nobody_could_come_back(store: St
         scene.dispatcher.stream_lost(course)
         assert course.end is None
         assert isinstance((await ended(course)).end, Cancelled)
-        nameless = await scene.dispatcher.begin(make_request("made-up", id_made_up=True))
+        nameless = await scene.dispatcher.begin(make_request("made-up", id_generated=True))
         scene.dispatcher.stream_lost(nameless)
         assert isinstance(nameless.end, Cancelled)
         scene.dispatcher.stream_lost(nameless)
@@ -634,7 +634,7 @@ async def test_a_bug_ends_the_course_too(store: Store, monkeypatch: pytest.Monke
         def broken(*_: object) -> None:
             raise KeyError("a bug")
 
-        monkeypatch.setattr("decant.router.execution.assignment.WorkerAssignment._place", broken)
+        monkeypatch.setattr("decant.router.execution.placement_search.PromptSearch.choose", broken)
         course = await scene.answer(make_request())
         assert error_of(course).reason is Reason.INTERNAL
         assert (await stored(store, scene)).state == FAILED

@@ -42,7 +42,7 @@ def replace(old: PeerFiles, new: PeerFiles) -> None:
 
 def usable(pool: WorkerPool) -> dict[str, int]:
     """Workers with an open session, and the generation of the files with which each was reached."""
-    return {worker.life.id: worker.generation for worker in pool.of(MODEL) if worker.is_usable}
+    return {worker.incarnation.id: worker.generation for worker in pool.of(MODEL) if worker.is_usable}
 
 
 async def test_a_router_reaches_workers_again_after_all_certificates_were_replaced(

@@ -206,7 +206,7 @@ async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
         workers[1].script.pause_at = 3
         first = await one.dispatcher.begin(make_request())
         await written(first, 3)
-        await until(lambda: one.owned("r").stored == 3)
+        await until(lambda: one.owned("r").synced_entries == 3)
         async with core(store, workers) as two:
             second = await two.dispatcher.resume(KEY)
             assert isinstance((await ended(first)).end, Aborted)
@@ -224,7 +224,7 @@ async def test_what_no_worker_has_any_more_goes_on_from_what_is_written(store: S
         workers[1].script.pause_at = 3
         first = await one.dispatcher.begin(make_request())
         await written(first, 3)
-        await until(lambda: one.owned("r").stored == 3)
+        await until(lambda: one.owned("r").synced_entries == 3)
         async with core(store, workers) as two:
             lose_runs(workers[1])
             second = await two.dispatcher.resume(KEY)
@@ -243,7 +243,7 @@ async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
         workers[1].script.pause_at = 3
         first = await one.dispatcher.begin(make_request())
         await written(first, 3)
-        await until(lambda: one.owned("r").stored == 3)
+        await until(lambda: one.owned("r").synced_entries == 3)
         async with core(store, workers) as two:
             assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
             await until(lambda: workers[1].cancels)
@@ -260,7 +260,7 @@ async def test_who_learns_from_the_store_that_it_was_cancelled_elsewhere_says_so
         workers[1].script.pause_at = 3
         course = await scene.dispatcher.begin(make_request())
         await written(course, 3)
-        await until(lambda: scene.owned("r").stored == 3)
+        await until(lambda: scene.owned("r").synced_entries == 3)
         await store.requests.cancel(KEY, Incarnation("other", 1))
         pass_on(workers[1], 4)
         assert isinstance((await ended(course)).end, Cancelled)
@@ -314,7 +314,7 @@ async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(stor
         workers[0].script.prefill_pause = True
         course = await scene.dispatcher.begin(make_request())
         await store.requests.adopt(KEY, Incarnation("other", 1), 1)
-        scene.owned("r").move(Generation.STATE_PREFILLING, datetime.now(UTC))
+        scene.owned("r").transition(Generation.STATE_PREFILLING, datetime.now(UTC))
         error = (await ended(course)).end
         assert isinstance(error, Unavailable)
         assert error.reason is Reason.OWNER_CHANGED
@@ -419,7 +419,7 @@ async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> No
         workers[1].script.pause_at = 3
         first = await one.dispatcher.begin(make_request())
         await written(first, 3)
-        await until(lambda: one.owned("r").stored == 3)
+        await until(lambda: one.owned("r").synced_entries == 3)
         async with core(store, workers) as two:
             seen = await two.dispatcher.look(KEY)
             assert (seen.course.tokens, seen.course.end) == (first.tokens, None)
@@ -434,7 +434,7 @@ async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> No
 SHOWN = pb.ResponseOptions(logprobs=2, prompt_logprobs=1)
 
 
-def is_explained(course: TokenStream) -> bool:
+def has_prompt_logprobs(course: TokenStream) -> bool:
     """Every token of it, and of the prompt, has the logprobs that a worker gave it."""
     prompt = [found.logprob for found in course.prompt_logprobs]
     output = [(found.logprob, list(found.top_ids)) for found in course.logprobs]
@@ -447,28 +447,28 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
         workers[1].script.pause_at = 3
         first = await one.dispatcher.begin(make_request(shown=SHOWN))
         await written(first, 3)
-        await until(lambda: one.owned("r").stored == 3)
+        await until(lambda: one.owned("r").synced_entries == 3)
         seen = (await one.dispatcher.look(KEY)).course
-        assert is_explained(seen)
+        assert has_prompt_logprobs(seen)
         async with core(store, workers) as two:
             if not holder_is_there:
                 lose_runs(workers[1])
-            assert is_explained((await two.dispatcher.look(KEY)).course)
+            assert has_prompt_logprobs((await two.dispatcher.look(KEY)).course)
             second = await two.dispatcher.resume(KEY)
             assert second.tokens[:3] == first.tokens, "no token is waited for that is written"
-            assert is_explained(second)
+            assert has_prompt_logprobs(second)
             if not holder_is_there:
                 pass_on(workers[1], 4)
                 await written(second, 4)
             workers[1].go.set()
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
-            assert is_explained(second)
+            assert has_prompt_logprobs(second)
             await one.dispatcher.close()
             await until(lambda: one.store_is_done and two.store_is_done)
         again = await one.dispatcher.resume(KEY)
         assert again.recorded is not None
         assert len(again.tokens) == 5
-        assert is_explained(again)
+        assert has_prompt_logprobs(again)
 
 
 async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_read_again(store: Store) -> None:
@@ -477,15 +477,15 @@ async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_read_again
         workers[1].script.pause_at = 3
         first = await one.dispatcher.begin(make_request(shown=SHOWN))
         await written(first, 3)
-        await until(lambda: one.owned("r").stored == 3)
-        await store._client.ask("HDEL", keys.request(KEY), "prompt_logprobs")
+        await until(lambda: one.owned("r").synced_entries == 3)
+        await store._client.execute("HDEL", keys.request(KEY), "prompt_logprobs")
         async with core(store, workers) as two:
             second = await two.dispatcher.resume(KEY)
             pass_on(workers[1], 4)
             await written(second, 4)
             workers[1].go.set()
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
-            assert is_explained(second)
+            assert has_prompt_logprobs(second)
 
 
 async def left_behind(store: Store, *tokens: int, layout: int | None = None, **asked: Any) -> None:
@@ -498,7 +498,7 @@ async def left_behind(store: Store, *tokens: int, layout: int | None = None, **a
     owned = OwnedRequest.begin(KEY, Incarnation("gone", 1), request.payload, record, datetime.now(UTC))
     await store.requests.accept(owned)
     owned.append(Entry(0, token) for token in tokens)
-    owned.move(Generation.STATE_DECODING, datetime.now(UTC))
+    owned.transition(Generation.STATE_DECODING, datetime.now(UTC))
     await store.requests.write(owned)
 
 
@@ -511,10 +511,10 @@ async def watching(
     is_connected: Callable[[Incarnation], bool] = lambda _: False,
 ) -> AsyncIterator[None]:
     """The router is registered and takes over what others leave. What it takes for a registration's time is short."""
-    life, lifetimes = Incarnation.of(scene.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
-    store.era = StoreInstance(store._client, lifetimes)
-    registration = await store.routers.register(router_facts(life))
-    takeover = OrphanRecovery(store, scene.dispatcher, life, is_connected, lifetimes)
+    incarnation, ttls = Incarnation.of(scene.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
+    store.instance = StoreInstance(store._client, ttls)
+    registration = await store.routers.register(router_facts(incarnation))
+    takeover = OrphanRecovery(store, scene.dispatcher, incarnation, is_connected, ttls)
     takeover.start()
     try:
         yield
@@ -555,7 +555,7 @@ async def test_nobody_is_gone_until_those_that_live_had_the_time_to_say_so(
     orphaned, looks = store.open.orphaned, []
 
     async def looked() -> set[Incarnation]:
-        looks.append((await store.era.current()).refill_left_s)
+        looks.append((await store.instance.current()).refill_left_s)
         return await orphaned()
 
     monkeypatch.setattr(store.open, "orphaned", looked)
@@ -571,7 +571,7 @@ async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
         async with watching(store, one):
             course = await one.dispatcher.begin(make_request())
             await written(course, 2)
-            await until(lambda: one.owned("r").stored == 2)
+            await until(lambda: one.owned("r").synced_entries == 2)
             with pytest.raises(OwnerAlive):
                 await two.dispatcher.take_over(KEY)
         workers[1].go.set()
@@ -658,7 +658,7 @@ async def test_what_is_uncertain_stays_so_in_the_store_until_somebody_reads_it_a
         await written(course, 4)
         if is_read:
             await begun_behind(course, 0)
-        await until(lambda: scene.owned("r").stored == 4)
+        await until(lambda: scene.owned("r").synced_entries == 4)
         workers[1].go.set()
         await ended(course)
         await until(lambda: scene.store_is_done)
@@ -677,7 +677,7 @@ async def test_what_was_uncertain_to_one_router_is_to_the_next(store: Store) -> 
         workers[1].script.pause_at = 4
         course = await one.dispatcher.resume(KEY)
         await written(course, 4)
-        await until(lambda: one.owned("r").stored == 4)
+        await until(lambda: one.owned("r").synced_entries == 4)
         course = await two.dispatcher.resume(KEY)
         await refused_behind(course, 3, certain=2)
         workers[1].go.set()

@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
 from decant.router.api.auth import AuthenticatedCall, Authenticator, NoAuthentication
-from decant.router.api.limits import limits
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.router.execution import reader_lease as reading
 from decant.router.execution.token_stream import TokenStream
+from decant.router.limits import limits
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.served_model import Models, ServedModel
 from decant.runtime.channel import open_channel

@@ -15,14 +15,17 @@ from structlog.testing import capture_logs
 
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.token_stream import TokenStream
-from decant.router.execution.token_writer import TokenWriter, WriteError, pack, unpack
+from decant.router.execution.token_writer import TokenWriter
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
+from decant.router.workers.token_sink import WriteError
 from decant.runtime.channel import open_channel
+from decant.runtime.packed import pack, unpack
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from tests.router.fake_worker import FakeWorker, answer, fleet
 from tests.router.harness import PATIENCE, ended_run, make_request, until
+from tests.router.run_recorder import RunRecorder
 
 D = ("d", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
@@ -43,26 +46,26 @@ class Watcher:
 
 @dataclass
 class Run:
-    """A run at a worker, and all that is told of it."""
+    """A run at a worker, and what is reported of it."""
 
     following: RunSubscription
     course: TokenStream
-    told: list[Any]
+    events: list[Any]
 
     @property
     def kinds(self) -> list[type]:
-        return [type(event) for event in self.told]
+        return [type(event) for event in self.events]
 
 
 def make_run(max_tokens: int = 5, attempt: int = 1) -> Run:
     request = make_request(max_tokens=max_tokens)
     course = TokenStream(request)
-    told: list[Any] = []
+    recorder = RunRecorder()
     run = wire.Run(request="t/r", epoch=1, attempt=attempt)
     following = RunSubscription(
-        wire.Start(run=run, engine_request=request.engine_request), TokenWriter(course), told.append
+        wire.Start(run=run, engine_request=request.engine_request), TokenWriter(course), recorder
     )
-    return Run(following, course, told)
+    return Run(following, course, recorder.events)
 
 
 @asynccontextmanager
@@ -133,7 +136,7 @@ async def test_what_another_session_left_there_is_ended() -> None:
             run = make_run()
             opened.start(run.following)
             await until(lambda: len(run.course.tokens) == 2)
-        assert isinstance(run.told[-1], wire.Failed)
+        assert isinstance(run.events[-1], wire.Failed)
         async with session(worker, router):
             await until(lambda: worker.cancels)
             assert worker.cancels[0].run == run.following.run
@@ -152,9 +155,9 @@ async def test_a_start_that_never_arrived_is_said_again_and_one_that_did_is_lost
         opened.start(unheard.following)
         worker.runs.clear()  # it has forgotten what it had
         await until(lambda: len(unheard.course.tokens) == 2)
-        await until(lambda: known.told and isinstance(known.told[-1], wire.Failed))
-        assert known.told[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
-        opened.leave(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
+        await until(lambda: known.events and isinstance(known.events[-1], wire.Failed))
+        assert known.events[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
+        opened.abandon(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
 
 
 async def test_a_start_while_the_worker_is_greeted_is_said_after_the_welcome() -> None:
@@ -181,7 +184,7 @@ async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_nex
         worker.break_session()
         await until(lambda: len(worker.hellos) == 2 if is_greeted else not opened.is_open)
         cancel = wire.Cancel(run=run.following.run, reason=wire.Cancel.REASON_STOP_TEXT, end_position=4)
-        opened.leave(run.following, cancel)
+        opened.abandon(run.following, cancel)
         worker.script.refuse_sessions = False
         worker.go.set()
         await until(lambda: worker.cancels)
@@ -259,7 +262,7 @@ async def test_a_session_that_does_not_come_back_loses_its_runs_once() -> None:
         await until(lambda: len(run.course.tokens) == 2)
         await worker.stop()
         await until(lambda: wire.Failed in run.kinds)
-        assert run.told[-1].failure.cause == wire.CAUSE_PEER_LOST
+        assert run.events[-1].failure.cause == wire.CAUSE_PEER_LOST
         assert not opened.is_busy
         assert run.kinds.count(wire.Failed) == 1
 
@@ -280,7 +283,7 @@ async def test_the_runs_of_a_killed_worker_are_lost_at_once(
         else:
             await worker.stop()
         await until(lambda: wire.Failed in run.kinds)
-        assert run.told[-1].failure.cause == wire.CAUSE_PEER_LOST
+        assert run.events[-1].failure.cause == wire.CAUSE_PEER_LOST
         assert not opened.is_busy
 
 
@@ -337,7 +340,7 @@ async def test_a_stuck_step_is_one_far_older_than_its_like() -> None:
         await until(lambda: opened.is_stuck)
         worker.script.stuck_ms = 1_900
         await until(lambda: not opened.is_stuck)
-        opened._hear_beat(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
+        opened._on_heartbeat(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
         assert not opened.is_stuck, "its like take as long"
         assert watcher.loads > 0
 

@@ -72,7 +72,7 @@ async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_o
 
 async def test_names_in_open_sets_that_cannot_be_read_are_passed_over(store: Store, bare: sync_redis.Redis) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    bare.sadd(keys.OWNERS, "no life", b"\xff")
+    bare.sadd(keys.OWNERS, "no incarnation", b"\xff")
     bare.sadd(keys.open_set(DEAD), b"\xff")
     async with fleet(P, D) as workers, core(store, workers) as scene, watching(store, scene):
         await until(lambda: workers[1].starts)
@@ -84,7 +84,7 @@ async def test_an_owner_that_cannot_be_read_does_not_end_the_flusher(store: Stor
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
         course = await scene.dispatcher.begin(make_request("r", max_tokens=5))
-        await until(lambda: scene.owned("r").stored == 2)
+        await until(lambda: scene.owned("r").synced_entries == 2)
         bare.hset(HASH, "owner", b"\xff")
         workers[1].go.set()
         assert isinstance((await ended(course)).end, Finish)

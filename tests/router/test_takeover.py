@@ -68,10 +68,10 @@ async def test_a_router_that_a_worker_has_a_session_with_keeps_its_requests(
 async def test_a_worker_names_the_routers_that_it_has_sessions_with(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, id="one") as one:
         async with core(store, workers, id="two") as two:
-            life = Incarnation.of(two.router.peer)
-            await until(lambda: one.router.pool.is_connected(life))
+            incarnation = Incarnation.of(two.router.peer)
+            await until(lambda: one.router.pool.is_connected(incarnation))
             assert not one.router.pool.is_connected(GONE)
-        await until(lambda: not one.router.pool.is_connected(life))
+        await until(lambda: not one.router.pool.is_connected(incarnation))
 
 
 async def test_every_router_may_be_alive_until_a_reopened_session_names_those_that_are(store: Store) -> None:
@@ -79,7 +79,7 @@ async def test_every_router_may_be_alive_until_a_reopened_session_names_those_th
         pool = scene.router.pool
         await until(lambda: not pool.is_connected(GONE))
         (worker,) = pool.of(MODEL)
-        worker.session._watcher.opened(worker.session)
+        worker.session._observer.opened(worker.session)
         assert pool.is_connected(GONE)
         await until(lambda: not pool.is_connected(GONE))
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.limits import (
+from decant.router.api.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
+from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
@@ -23,9 +24,8 @@ from decant.router.api.limits import (
     MAX_STOP_TOKEN_IDS,
     limits,
 )
-from decant.router.api.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
-from decant.router.execution.token_stream import OutputOptions
 from decant.router.text.chat_template import ChatTemplate
+from decant.router.text.output_text import OutputOptions
 from decant.router.text.served_model import Models
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
@@ -100,9 +100,9 @@ async def outcome(request: pb.GenerateRequest) -> Any:
         made = await validate(request, Models([model(chat=CHAT)]), window(None), Deadline(), "default")
     except ServiceError as error:
         return type(error), str(error)
-    key = None if made.id_made_up else made.key
+    key = None if made.id_generated else made.key
     work = made.engine_request.SerializeToString(deterministic=True)
-    return key, work, made.wanted, made.prompt_tokens, made.detach_ms, made.session
+    return key, work, made.output_options, made.prompt_tokens, made.detach_ms, made.session
 
 
 def plain() -> pb.GenerateRequest:
@@ -378,18 +378,18 @@ async def test_an_unset_seed_is_drawn_from_all_that_there_are():
 
 async def test_an_empty_id_is_made_up_and_a_given_one_is_kept():
     made, other = await valid(), await valid()
-    assert made.id_made_up
+    assert made.id_generated
     assert made.key.id != other.key.id
     assert made.payload.request_id == made.key.id
     given = await valid(request_id="mine")
-    assert (given.key.id, given.id_made_up, given.payload.request_id) == ("mine", False, "mine")
+    assert (given.key.id, given.id_generated, given.payload.request_id) == ("mine", False, "mine")
 
 
 async def test_what_is_wanted_is_what_was_asked_for():
-    assert (await valid()).wanted == OutputOptions()
+    assert (await valid()).output_options == OutputOptions()
     asked = pb.ResponseOptions(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
     made = await valid(response=asked)
-    assert made.wanted == OutputOptions(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
+    assert made.output_options == OutputOptions(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
     assert made.engine_request.HasField("logprobs")
     assert not (await valid()).engine_request.HasField("logprobs")
 

@@ -11,7 +11,7 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc as services
 from decant.protos import worker_pb2 as wire
-from decant.router.admission.wait_prediction import LONG_SECONDS, Wait, Waits
+from decant.router.admission.wait_prediction import LONG_SECONDS, Wait, WaitPredictor
 from decant.router.api.auth import NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.execution.token_stream import Finish
@@ -41,53 +41,53 @@ class Clock:
         return self.at
 
 
-def queue(clock: Clock, each: float, arriving: int, begun: int) -> tuple[Waits, list[Wait]]:
+def queue(clock: Clock, each: float, arriving: int, begun: int) -> tuple[WaitPredictor, list[Wait]]:
     """So many requests that came at once to a server that begins one every ``each`` seconds."""
-    waits = Waits(clock)
+    waits = WaitPredictor(clock)
     entered = [waits.enter(0) for _ in range(arriving)]
     for wait in entered[:begun]:
         clock.at += each
-        wait.begun()
-        wait.over()
+        wait.mark_scheduled()
+        wait.discard()
     return waits, entered[begun:]
 
 
 def test_a_wait_is_predicted_by_those_of_the_requests_before() -> None:
     clock = Clock()
     waits, left = queue(clock, 0.5, arriving=40, begun=20)
-    assert waits.predicted(0) == pytest.approx(0.5 + 0.5 * 20, rel=0.01)
+    assert waits.predict(0) == pytest.approx(0.5 + 0.5 * 20, rel=0.01)
     for wait in left[10:]:
-        wait.over()
-    assert waits.predicted(0) == pytest.approx(0.5 + 0.5 * 10, rel=0.01)
+        wait.discard()
+    assert waits.predict(0) == pytest.approx(0.5 + 0.5 * 10, rel=0.01)
 
 
 def test_it_counts_only_what_goes_before() -> None:
     clock = Clock()
     waits, _ = queue(clock, 0.5, arriving=40, begun=20)
-    assert waits.predicted(1000) == pytest.approx(0.5, rel=0.01)
-    assert waits.predicted(-1000) == waits.predicted(0)
+    assert waits.predict(1000) == pytest.approx(0.5, rel=0.01)
+    assert waits.predict(-1000) == waits.predict(0)
 
 
 def test_it_follows_workers_that_became_faster() -> None:
     clock = Clock()
     waits, left = queue(clock, 1.0, arriving=200, begun=20)
-    before = waits.predicted(0)
+    before = waits.predict(0)
     for wait in left[:100]:
         clock.at += 0.01
-        wait.begun()
-    assert waits.predicted(0) < before / 2
+        wait.mark_scheduled()
+    assert waits.predict(0) < before / 2
 
 
 def test_nothing_is_predicted_of_a_burst_that_has_only_begun() -> None:
     clock = Clock()
     waits, _ = queue(clock, 1.0, arriving=1, begun=1)
     late = [waits.enter(0) for _ in range(1000)]
-    assert waits.predicted(0) == 0.0
+    assert waits.predict(0) == 0.0
     clock.at += LONG_SECONDS
-    assert waits.predicted(0) > 0.0
+    assert waits.predict(0) > 0.0
     for wait in late:
-        wait.over()
-    assert waits.predicted(0) == 0.0
+        wait.discard()
+    assert waits.predict(0) == 0.0
     assert len(waits) == 0
 
 
@@ -95,14 +95,14 @@ def test_nothing_is_predicted_before_anything_was_measured() -> None:
     clock = Clock()
     waits, _ = queue(clock, 1.0, arriving=50, begun=0)
     clock.at += 100
-    assert waits.predicted(0) == 0.0
+    assert waits.predict(0) == 0.0
 
 
 # ---------------------------------------------------------------------------------------- over scripted workers
 
 
 def predicting(scene: Core, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scene.router.pool.waits[MODEL], "predicted", lambda priority: seconds)
+    monkeypatch.setattr(scene.router.pool.wait_predictors[MODEL], "predict", lambda priority: seconds)
 
 
 async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
@@ -129,16 +129,16 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
 async def test_what_waits_for_a_place_counts_against_the_limit(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, queue_limit=2) as scene:
         workers[0].load.takes_prompts = False
-        (view,) = [worker.view for worker in scene.router.pool.of(MODEL) if worker.view.role == wire.ROLE_PREFILL]
+        (view,) = [worker.load for worker in scene.router.pool.of(MODEL) if worker.load.role == wire.ROLE_PREFILL]
         await until(lambda: not view.takes_prompts)
         waiting = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(2)]
-        await until(lambda: len(scene.router.pool.lines[MODEL]) == 2)
+        await until(lambda: len(scene.router.pool.waiting_lines[MODEL]) == 2)
         with pytest.raises(QueueFull, match="2 requests"):
             await scene.dispatcher.begin(make_request("another"))
         workers[0].load.takes_prompts = True
         for course in waiting:
             await ended(course)
-        assert len(scene.router.pool.waits[MODEL]) == 0
+        assert len(scene.router.pool.wait_predictors[MODEL]) == 0
 
 
 async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(store: Store) -> None:
@@ -189,7 +189,7 @@ async def test_a_known_request_is_not_refused_before_it_is_read(store: Store, mo
         with pytest.raises(QueueFull):
             await scene.dispatcher.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
         with monkeypatch.context() as patch:
-            patch.setattr(scene.router.flusher, "is_away", True)
+            patch.setattr(scene.router.flusher, "is_unavailable", True)
             await scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
         workers[1].go.set()
         await ended(course)

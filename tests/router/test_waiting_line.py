@@ -115,9 +115,9 @@ async def waiting(scene: Core, workers: list[FakeWorker], count: int) -> Waiting
     """So many requests wait, because the prefill workers are full."""
     for worker in workers:
         worker.load.takes_prompts = False
-    views = [worker.view for worker in scene.router.pool.of("m") if worker.view.role == wire.ROLE_PREFILL]
+    views = [worker.load for worker in scene.router.pool.of("m") if worker.load.role == wire.ROLE_PREFILL]
     await until(lambda: not any(view.takes_prompts for view in views))
-    line = scene.router.pool.lines["m"]
+    line = scene.router.pool.waiting_lines["m"]
     for place in range(count):
         await scene.dispatcher.begin(make_request(f"r{place}"))
     await until(lambda: len(line) == count)
@@ -126,17 +126,19 @@ async def waiting(scene: Core, workers: list[FakeWorker], count: int) -> Waiting
 
 async def heartbeats(scene: Core, count: int) -> None:
     """So many of each worker are received."""
-    received = dict.fromkeys((worker.life for worker in scene.router.pool.of("m")), 0)
+    received = dict.fromkeys((worker.incarnation for worker in scene.router.pool.of("m")), 0)
     for worker in scene.router.pool.of("m"):
-        hear = worker.view.hear
+        hear = worker.load.apply_heartbeat
 
         def counted(
-            beat: wire.Heartbeat, life: Incarnation = worker.life, hear: Callable[[wire.Heartbeat], None] = hear
+            beat: wire.Heartbeat,
+            incarnation: Incarnation = worker.incarnation,
+            hear: Callable[[wire.Heartbeat], None] = hear,
         ) -> None:
-            received[life] += 1
+            received[incarnation] += 1
             hear(beat)
 
-        worker.view.hear = counted  # type: ignore[method-assign]
+        worker.load.apply_heartbeat = counted  # type: ignore[method-assign]
     await until(lambda: min(received.values()) >= count)
 
 
@@ -187,12 +189,12 @@ async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
             await written(course, 2)
         placements = 0
 
-        def seen(*_: object) -> list[WorkerSnapshot]:
+        def snapshot(*_: object) -> list[WorkerSnapshot]:
             nonlocal placements
             placements += 1
             return []
 
-        monkeypatch.setattr(scene.router.pool, "seen", seen)
+        monkeypatch.setattr(scene.router.pool, "snapshot", snapshot)
         workers[0].load.draining = True
         await heartbeats(scene, 4)
         assert not placements

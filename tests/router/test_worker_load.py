@@ -18,7 +18,7 @@ def view() -> WorkerLoad:
 
 
 def figures(known: WorkerLoad) -> tuple[int, int, int]:
-    seen = known.seen()
+    seen = known.snapshot()
     return seen.sequences, seen.queued_tokens, seen.free_blocks
 
 
@@ -28,28 +28,28 @@ def load(**fields: int) -> wire.Heartbeat:
 
 def test_what_was_just_sent_counts_until_it_is_over() -> None:
     known = view()
-    sent = known.send(ANY, 160, computed=True)
+    sent = known.reserve(ANY, 160, computed=True)
     assert figures(known) == (1, 160, 990)
-    fetched = known.send(ANY, 160, computed=False)
+    fetched = known.reserve(ANY, 160, computed=False)
     assert figures(known) == (2, 160, 980), "what is fetched is not computed"
-    sent.read()
+    sent.mark_prefilled()
     assert figures(known) == (2, 0, 980)
-    sent.over()
-    sent.over()
-    fetched.over()
+    sent.release()
+    sent.release()
+    fetched.release()
     assert figures(known) == (0, 0, 980), "its blocks may be free: that is for the worker to say"
 
 
 def test_a_load_of_before_does_not_hide_what_is_there() -> None:
     known = view()
-    sent = known.send(ANY, 160, computed=True)
-    known.hear(load())
+    sent = known.reserve(ANY, 160, computed=True)
+    known.apply_heartbeat(load())
     assert figures(known)[:2] == (1, 160)
-    known.hear(load(waiting=3, queued_tokens=500))
+    known.apply_heartbeat(load(waiting=3, queued_tokens=500))
     assert figures(known)[:2] == (3, 500), "ours is in it"
-    sent.over()
+    sent.release()
     assert figures(known)[:2] == (2, 340), "and no longer"
-    known.hear(load())
+    known.apply_heartbeat(load())
     assert figures(known)[:2] == (0, 0)
 
 
@@ -70,9 +70,9 @@ def test_a_count_is_never_less_than_what_is_ours(story: list[tuple[str, int]]) -
 
 def test_nothing_of_ours_is_left_when_all_is_over() -> None:
     known = view()
-    sent: list[LoadReservation] = [known.send(ANY, n, computed=n % 2 == 0) for n in range(1, 20)]
+    sent: list[LoadReservation] = [known.reserve(ANY, n, computed=n % 2 == 0) for n in range(1, 20)]
     for each in sent[::2]:
-        each.read()
+        each.mark_prefilled()
     for each in sent:
-        each.over()
+        each.release()
     assert (known.work.ours, known.sequences.ours) == (0, 0)

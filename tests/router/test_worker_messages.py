@@ -22,17 +22,19 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.execution.failures import AttemptFailed, raised_by
 from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.token_writer import TokenWriter, pack
+from decant.router.execution.token_writer import TokenWriter
 from decant.router.placement.worker_load import WorkerLoad
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, ServiceError, Unavailable
+from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker, fleet, logprobs_of
 from tests.router.harness import Core, core, ended, make_request, until, written
+from tests.router.run_recorder import RunRecorder
 
 P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 SHOWN = pb.ResponseOptions(logprobs=1)
@@ -43,13 +45,13 @@ class Views:
     """What a pool does with the heartbeats of one worker."""
 
     def __init__(self) -> None:
-        self.view = WorkerLoad(WorkerRegistration())
+        self.load = WorkerLoad(WorkerRegistration())
 
     def opened(self, session: WorkerSession) -> None:
-        self.view.forget()
+        self.load.forget()
 
     def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
-        self.view.hear(beat)
+        self.load.apply_heartbeat(beat)
 
 
 def make_session() -> WorkerSession:
@@ -63,12 +65,13 @@ def follow(
 ) -> tuple[TokenStream, list[Any]]:
     """A running sequence of that session: its tokens, and the events that its attempt gets."""
     shown = pb.ResponseOptions() if logprobs is None else pb.ResponseOptions(logprobs=logprobs)
-    course, events = TokenStream(make_request(request, max_tokens=1000, shown=shown)), list[Any]()
+    course, recorder = TokenStream(make_request(request, max_tokens=1000, shown=shown)), RunRecorder()
     run = wire.Run(request=request, epoch=1, attempt=1)
-    following = RunSubscription(wire.Start(run=run), TokenWriter(course), events.append)
-    session._runs[following.key] = session._slots[slot] = following
-    following.slots.add(slot)
-    return course, events
+    following = RunSubscription(wire.Start(run=run), TokenWriter(course), recorder)
+    session.start(following)
+    session._handle(wire.WorkerMessage(decode_started=wire.DecodeStarted(run=run, slots=[wire.Slot(slot=slot)])))
+    recorder.events.clear()
+    return course, recorder.events
 
 
 def more_ids_than_logprobs(found: wire.TokenLogprobs) -> None:
@@ -139,7 +142,7 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
 async def test_a_token_without_the_logprobs_that_were_asked_for_is_never_shown() -> None:
     session = make_session()
     course, events = follow(session, "r", 0, logprobs=1)
-    session._take(wire.WorkerMessage(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
+    session._handle(wire.WorkerMessage(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
     assert not course.tokens
     (failed,) = events
     assert failed.failure.cause == wire.CAUSE_CORRUPT
@@ -152,7 +155,7 @@ async def test_a_token_that_the_request_cannot_have_fails_its_run_alone(position
     other, others = follow(session, "other", 1)
     course.tokens += [5] * (position - 3)
     frame = wire.Frame(slots=pack([0, 1]), positions=pack([position, 3]), tokens=pack([token, 8]))
-    session._take(wire.WorkerMessage(frame=frame))
+    session._handle(wire.WorkerMessage(frame=frame))
     assert len(course.tokens) == position - 3
     assert [event.failure.cause for event in events] == [wire.CAUSE_CORRUPT]
     assert (other.tokens, others) == ([8], [])
@@ -162,7 +165,7 @@ async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_wai
     session = make_session()
     _, events = follow(session, "r", 0)
     end = wire.OutputEnd(reason=wire.OutputEnd.REASON_LENGTH, end_position=LAST)
-    session._take(wire.WorkerMessage(ended=wire.Ended(run=wire.Run(request="r", epoch=1, attempt=1), end=end)))
+    session._handle(wire.WorkerMessage(ended=wire.Ended(run=wire.Run(request="r", epoch=1, attempt=1), end=end)))
     assert [event.failure.cause for event in events] == [wire.CAUSE_CORRUPT]
     assert not session.is_busy
 
@@ -182,7 +185,7 @@ async def test_logprobs_keep_no_frame_in_memory() -> None:
         frame.slots += pack([1] * len(others))
         frame.positions += pack([3] * len(others))
         frame.tokens += pack([7] * len(others))
-        session._take(wire.WorkerMessage.FromString(wire.WorkerMessage(frame=frame).SerializeToString()))
+        session._handle(wire.WorkerMessage.FromString(wire.WorkerMessage(frame=frame).SerializeToString()))
 
     for k in range(50):
         step(k)
@@ -285,7 +288,7 @@ def test_whatever_a_worker_says_its_session_reads_it_or_breaks_in_order(seed: in
         courses = [follow(session, request, slot, logprobs=1)[0] for slot, request in enumerate("ab")]
         for message in messages(seed, RUNS, 40):
             with suppress(ValueError):
-                session._take(message)
+                session._handle(message)
         for course in courses:
             assert len(course.logprobs) == len(course.tokens) <= 1000
 

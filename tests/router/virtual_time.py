@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class _Selector(selectors.SelectSelector):
-    """Waits for nothing: what it would have waited is added to the clock."""
+    """WaitPredictor for nothing: what it would have waited is added to the clock."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,41 +46,44 @@ async def walk(store: Store) -> list[Step]:
     me = await store.routers.register(router_facts(router(1)))
 
     async def write() -> None:
-        request.stored, request.told = 0, (1, request.state)  # as if nothing had been heard of the last write
+        request.synced_entries, request.synced_state = (
+            0,
+            (1, request.state),
+        )  # as if nothing had been heard of the last write
         await store.requests.write(request)
 
     async def go_on() -> None:
         if request.length == 2:
-            request.move(DECODING, NOW)
+            request.transition(DECODING, NOW)
             request.append(written(3, 4))
         await write()
 
     async def write_logprobs() -> None:
         if not shown.length:
             shown.record.prompt_tokens = 3
-            shown.explain(packed([logprobs(1, 0), logprobs(2, 0)], 0))
+            shown.add_prompt_logprobs(packed([logprobs(1, 0), logprobs(2, 0)], 0))
             continued(shown, 1, 2)
-        shown.stored, shown.told = 0, (1, shown.state)
+        shown.synced_entries, shown.synced_state = 0, (1, shown.state)
         await store.requests.write(shown)
 
     async def fail() -> None:
         if not failing.ended:
-            failing.move(FAILED, NOW)
-        failing.told = None
+            failing.transition(FAILED, NOW)
+        failing.synced_state = None
         await store.requests.write(failing)
 
     async def end() -> None:
         if not request.ended:
-            request.move(SUCCEEDED, NOW)
+            request.transition(SUCCEEDED, NOW)
         await write()
 
     async def write_whole() -> None:
-        later.told = None
+        later.synced_state = None
         await store.requests.write(later)
 
     request.append(written(1, 2))
     return [
-        Step("era", store.era.current, 1),
+        Step("era", store.instance.current, 1),
         Step("register", lambda: store.workers.register(worker_facts(Incarnation("w", 3))), 1),
         Step("renew", lambda: worker.renew(Load(running=1)), 1),
         Step("renew router", me.renew, 1),

@@ -29,9 +29,9 @@ QUEUED, PREFILLING, HANDING_OFF, DECODING = (
 SUCCEEDED, FAILED, CANCELLED = Generation.STATE_SUCCEEDED, Generation.STATE_FAILED, Generation.STATE_CANCELLED
 
 
-def make_store(url: str, deadline_s: float = 10.0, connections: int = 16, **lifetimes: float) -> Store:
+def make_store(url: str, deadline_s: float = 10.0, connections: int = 16, **ttls: float) -> Store:
     """The deadline is long: other tests' processes share the cores."""
-    return Store(StoreSettings(url, deadline_s, connections, Ttls(**lifetimes)))
+    return Store(StoreSettings(url, deadline_s, connections, Ttls(**ttls)))
 
 
 def router(number: int = 1) -> Incarnation:
@@ -53,7 +53,7 @@ def make_request(
 
 def continued(request: OwnedRequest, *tokens: int) -> None:
     """So many more tokens, with the logprobs that were asked for."""
-    alternatives = request.asked.output
+    alternatives = request.logprobs_options.output
     found = [] if alternatives is None else [logprobs(token, alternatives) for token in tokens]
     request.append(written(*tokens), packed(found, alternatives or 0))
 
@@ -74,12 +74,14 @@ def written(*tokens: int) -> list[Entry]:
     return [Entry(0, token) for token in tokens]
 
 
-def router_facts(life: Incarnation) -> RouterRegistration:
-    return RouterRegistration(peer=Peer(id=life.id, incarnation=life.incarnation, protocol=1), address="host:1")
+def router_facts(incarnation: Incarnation) -> RouterRegistration:
+    return RouterRegistration(
+        peer=Peer(id=incarnation.id, incarnation=incarnation.incarnation, protocol=1), address="host:1"
+    )
 
 
-def worker_facts(life: Incarnation, address: str = "host:2") -> WorkerRegistration:
-    peer = Peer(id=life.id, incarnation=life.incarnation, protocol=1)
+def worker_facts(incarnation: Incarnation, address: str = "host:2") -> WorkerRegistration:
+    peer = Peer(id=incarnation.id, incarnation=incarnation.incarnation, protocol=1)
     return WorkerRegistration(peer=peer, address=address, role=ROLE_DECODE, layout=(1 << 64) - 1)
 
 
@@ -100,7 +102,7 @@ def everything(bare: Any) -> dict[bytes, Any]:
 
 
 def pass_time(bare: Any, seconds: float) -> None:
-    """Make all that Redis holds so much older: tests of lifetimes neither wait nor race against a busy machine."""
+    """Make all that Redis holds so much older: tests of ttls neither wait nor race against a busy machine."""
     ms = round(seconds * 1000)
     for key in bare.keys("*"):
         if bare.type(key) == b"zset":

@@ -119,8 +119,8 @@ class Writers:
 
     async def explain(self) -> None:
         owner = self.pick()
-        if not owner.is_explained:
-            owner.explain(packed(PROMPT, 1))
+        if not owner.has_prompt_logprobs:
+            owner.add_prompt_logprobs(packed(PROMPT, 1))
 
     async def move(self) -> None:
         owner, state = self.pick(), self.random.choice(STATES)
@@ -128,18 +128,18 @@ class Writers:
             return
         try:
             if state is None:
-                owner.start_over(NOW)
+                owner.start_attempt(NOW)
             else:
-                owner.move(state, NOW)
+                owner.transition(state, NOW)
         except ValueError:
             return
         owner.record.prompt_tokens += 1
 
     async def write(self) -> None:
         owner = self.pick()
-        whole = owner.told is None
-        base = 0 if whole else owner.stored
-        explains = (bool(owner.packed_prompt_logprobs()), owner.unexplained)
+        whole = owner.synced_state is None
+        base = 0 if whole else owner.synced_entries
+        explains = (bool(owner.packed_prompt_logprobs()), owner.prompt_logprobs_unsynced)
         said = (owner.attempt, owner.state, base, owner.length, whole, owner.record.prompt_tokens, *explains)
         self.writes.append(Write(self.store.requests._writing(owner), owner, *said))
         if self.random.random() < 0.7:
@@ -156,10 +156,10 @@ class Writers:
         if answer == b"written":
             assert reply[1] == length
             if heard:
-                write.owner.stored, write.owner.told = length, (write.attempt, write.state)
-                write.owner.unexplained &= not write.explains
+                write.owner.synced_entries, write.owner.synced_state = length, (write.attempt, write.state)
+                write.owner.prompt_logprobs_unsynced &= not write.explains
         elif heard and answer != b"superseded":
-            write.owner.stored, write.owner.told = 0, None
+            write.owner.synced_entries, write.owner.synced_state = 0, None
 
     def expect(self, write: Write) -> tuple[bytes, int]:
         """Brings the model up to date; the answer and the length of the journal."""
@@ -182,13 +182,13 @@ class Writers:
         return b"written", now.length
 
     async def adopt(self) -> None:
-        life, now = router(self.random.randrange(4)), self.model
-        if now and any((old.owner, old.epoch) == (life, now.owner.epoch + 1) for old in self.owners):
+        incarnation, now = router(self.random.randrange(4)), self.model
+        if now and any((old.owner, old.epoch) == (incarnation, now.owner.epoch + 1) for old in self.owners):
             return  # a router doesn't hold one request twice
         behind = self.random.choice([None, 0, 1])  # takes over any epoch, this one, an earlier one
         epoch = None if behind is None or now is None else now.owner.epoch - behind
         try:
-            found = await self.store.requests.adopt(KEY, life, epoch)
+            found = await self.store.requests.adopt(KEY, incarnation, epoch)
         except UnknownRequest:
             assert now is None
             return
@@ -196,7 +196,7 @@ class Writers:
             assert behind == 1
             return
         assert now
-        if life == now.owner.owner or now.state in ENDED:
+        if incarnation == now.owner.owner or now.state in ENDED:
             assert found.epoch == now.owner.epoch
         else:
             assert behind != 1, "an epoch that is over was taken over"
@@ -207,12 +207,12 @@ class Writers:
 
     async def ask_again(self) -> None:
         """An equal request begins anew where nothing is left of the one before, and nothing was written of it."""
-        life, now = router(self.random.randrange(4)), self.model
+        incarnation, now = router(self.random.randrange(4)), self.model
         begins = now is None or (now.state == FAILED and not now.length)
         epoch = now.owner.epoch + 1 if now else 1
-        if begins and any((old.owner, old.epoch) == (life, epoch) for old in self.owners):
+        if begins and any((old.owner, old.epoch) == (incarnation, epoch) for old in self.owners):
             return  # a router doesn't hold one request twice
-        new = make_request(owner=life, shown=self.shown)
+        new = make_request(owner=incarnation, shown=self.shown)
         new.record.prompt_tokens = 1
         found = await self.store.requests.accept(new)
         assert (found is None) is begins
@@ -238,7 +238,7 @@ class Writers:
         assert found.length == now.length, "another length"
         assert found.entries == now.owner.entries()[: now.length], "the journal isn't its owner's"
         assert found.record.prompt_tokens == now.serial, "an older record"
-        asked = now.owner.asked
+        asked = now.owner.logprobs_options
         if asked.output is not None:
             assert found.logprobs.entries() == [logprobs(entry.token, asked.output) for entry in found.entries]
         assert found.prompt_logprobs.entries() == (PROMPT if now.explained else []), "the prompt's logprobs"

@@ -1,4 +1,4 @@
-"""Registrations: renewed or gone, and only the present life of an id speaks for it."""
+"""Registrations: renewed or gone, and only the present incarnation of an id speaks for it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.state.factories import make_store, pass_time, router, router_facts, w
 OLD, NEW = Incarnation("worker", (1 << 64) - 1), Incarnation("worker", 7)
 
 
-async def lives(store: Store) -> set[Incarnation]:
-    return {present.life for present in (await store.workers.listing()).present}
+async def incarnations(store: Store) -> set[Incarnation]:
+    return {present.incarnation for present in (await store.workers.listing()).present}
 
 
 async def test_a_registration_reads_back_with_its_load(store: Store) -> None:
     facts = worker_facts(OLD)
     registered = await store.workers.register(facts, Load(free_blocks=3))
     (present,) = (await store.workers.listing()).present
-    assert (present.facts, present.load, present.life) == (facts, Load(free_blocks=3), OLD)
+    assert (present.facts, present.load, present.incarnation) == (facts, Load(free_blocks=3), OLD)
     await registered.renew(Load(free_blocks=2))
     (present,) = (await store.workers.listing()).present
     assert present.load == Load(free_blocks=2)
@@ -36,28 +36,28 @@ async def test_a_registration_that_cannot_be_read_hides_no_other(store: Store, b
     for number in range(2):
         await store.workers.register(worker_facts(Incarnation(f"w{number}", number)))
     bare.hset(keys.peers("workers"), "f:w1", b"\xff")
-    assert await lives(store) == {Incarnation("w0", 0)}
+    assert await incarnations(store) == {Incarnation("w0", 0)}
     bare.hdel(keys.peers("workers"), "f:w1", "l:w1")
-    assert await lives(store) == {Incarnation("w0", 0)}
+    assert await incarnations(store) == {Incarnation("w0", 0)}
 
 
 async def test_workers_and_routers_are_apart(store: Store) -> None:
     await store.workers.register(worker_facts(OLD))
     await store.routers.register(router_facts(router()))
-    assert await lives(store) == {OLD}
-    assert [present.life for present in (await store.routers.listing()).present] == [router()]
+    assert await incarnations(store) == {OLD}
+    assert [present.incarnation for present in (await store.routers.listing()).present] == [router()]
 
 
 async def test_who_does_not_renew_is_gone(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=60) as store:
         await store.workers.register(worker_facts(OLD))
         other = await store.workers.register(worker_facts(Incarnation("other", 1)))
-        assert await lives(store) == {OLD, Incarnation("other", 1)}
+        assert await incarnations(store) == {OLD, Incarnation("other", 1)}
         pass_time(bare, 40)
         await other.renew()
         pass_time(bare, 30)
         assert not await store.workers.alive(OLD)
-        assert await lives(store) == {Incarnation("other", 1)}
+        assert await incarnations(store) == {Incarnation("other", 1)}
         assert await store.workers.alive(Incarnation("other", 1))
         assert not bare.hexists(keys.peers("workers"), f"f:{OLD.id}"), "it left something behind"
 
@@ -78,9 +78,9 @@ async def test_who_ran_out_comes_back_by_renewing(store: Store, bare: sync_redis
     for listed in (True, False):
         pass_time(bare, 60)
         if listed:
-            assert await lives(store) == set()
+            assert await incarnations(store) == set()
         await registered.renew()
-        assert await lives(store) == {OLD}
+        assert await incarnations(store) == {OLD}
 
 
 async def test_an_old_life_has_no_effect_on_the_new(store: Store) -> None:
@@ -89,11 +89,11 @@ async def test_an_old_life_has_no_effect_on_the_new(store: Store) -> None:
     with pytest.raises(IncarnationReplaced):
         await old.renew()
     await old.remove()
-    assert await lives(store) == {NEW}
+    assert await incarnations(store) == {NEW}
     assert not await store.workers.alive(OLD)
     await new.renew()
     await new.remove()
-    assert await lives(store) == set()
+    assert await incarnations(store) == set()
 
 
 async def test_the_order_of_lives_outlasts_an_emptied_redis(store: Store, bare: sync_redis.Redis) -> None:
@@ -104,7 +104,7 @@ async def test_the_order_of_lives_outlasts_an_emptied_redis(store: Store, bare: 
     await new.renew()
     with pytest.raises(IncarnationReplaced):
         await old.renew()
-    assert await lives(store) == {NEW}
+    assert await incarnations(store) == {NEW}
 
 
 async def test_registering_twice_keeps_the_order(store: Store) -> None:
@@ -112,7 +112,7 @@ async def test_registering_twice_keeps_the_order(store: Store) -> None:
     again = await store.workers.register(worker_facts(OLD))
     await first.renew()
     await again.renew()
-    assert await lives(store) == {OLD}
+    assert await incarnations(store) == {OLD}
 
 
 async def test_a_change_wakes_who_waits(store: Store) -> None:
@@ -121,7 +121,7 @@ async def test_a_change_wakes_who_waits(store: Store) -> None:
     await asyncio.sleep(0.05)
     registered = await store.workers.register(worker_facts(OLD))
     seen = await asyncio.wait_for(waiting, 10)
-    assert [present.life for present in seen.present] == [OLD]
+    assert [present.incarnation for present in seen.present] == [OLD]
 
     waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))
     registered.facts.role = ROLE_PREFILL
@@ -158,4 +158,4 @@ async def test_an_emptied_redis_wakes_who_waits_when_somebody_returns(store: Sto
     bare.flushall()
     await registered.renew()
     seen = await asyncio.wait_for(waiting, 10)
-    assert [present.life for present in seen.present] == [OLD]
+    assert [present.incarnation for present in seen.present] == [OLD]

@@ -51,7 +51,7 @@ async def test_what_is_done_twice_is_done_once(store: Store, bare: sync_redis.Re
 async def test_trips_and_scripts_are_as_few_as_said(store: Store, monkeypatch: Patch) -> None:
     for step in await walk(store):  # loads what Redis lacks
         await step.run()
-    await store._client.ask("FLUSHALL")
+    await store._client.execute("FLUSHALL")
     tape = Tape(monkeypatch)
     steps = await walk(store)
     tape.take()
@@ -77,7 +77,7 @@ def calls(bare: sync_redis.Redis) -> Counter[str]:
 async def test_a_write_costs_the_same_late_in_a_request(store: Store, bare: sync_redis.Redis) -> None:
     request = make_request()
     await store.requests.accept(request)
-    request.move(DECODING, NOW)
+    request.transition(DECODING, NOW)
     await store.requests.write(request)
     costs = []
     for _ in range(20):
@@ -125,7 +125,7 @@ async def test_a_cluster_takes_every_operation() -> None:
         bare: Any = sync_redis.Redis.from_url(server.url, protocol=2)
         bare.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
         async with make_store(server.url) as store:
-            while b"cluster_state:ok" not in await store._client.ask("CLUSTER", "INFO"):
+            while b"cluster_state:ok" not in await store._client.execute("CLUSTER", "INFO"):
                 pass
             for step in await walk(store):
                 await step.run()

@@ -61,7 +61,7 @@ async def test_a_dead_routers_requests_go_on_elsewhere(server: PrivateRedis, bar
         held = [make_request(key, tokens=[1]) for key in named(3)]
         for request in held:
             await store.requests.accept(request)
-        held[2].move(SUCCEEDED, NOW)
+        held[2].transition(SUCCEEDED, NOW)
         await store.requests.flush(held)
         pass_time(bare, 60)
 
@@ -69,8 +69,8 @@ async def test_a_dead_routers_requests_go_on_elsewhere(server: PrivateRedis, bar
         for key in await store.open.take(router(1), router(2)):
             adopted = OwnedRequest.adopted(await store.requests.adopt_orphan(key, router(2)))
             assert adopted.epoch == 2
-            adopted.start_over(NOW)
-            adopted.move(SUCCEEDED, NOW)
+            adopted.start_attempt(NOW)
+            adopted.transition(SUCCEEDED, NOW)
             await store.requests.write(adopted)
         assert await store.open.of(router(2)) == set()
         lost = await store.requests.flush(held[:2])

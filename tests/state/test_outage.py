@@ -34,7 +34,7 @@ ASKS: list[Callable[[Store], Coroutine[Any, Any, object]]] = [
     lambda store: store.workers.register(worker_facts(router())),
     lambda store: store.routers.listing(),
     lambda store: store.open.orphaned(),
-    lambda store: store.era.current(),
+    lambda store: store.instance.current(),
 ]
 
 

@@ -43,7 +43,7 @@ from tests.state.factories import (
 async def test_a_request_reads_back_as_it_was_written(store: Store) -> None:
     request = make_request()
     assert await store.requests.accept(request) is None
-    request.move(PREFILLING, NOW + timedelta(seconds=1))
+    request.transition(PREFILLING, NOW + timedelta(seconds=1))
     request.append([Entry(0, 7), Entry(255, (1 << 24) - 1)])
     request.record.usage.completion_tokens = 2
     await store.requests.write(request)
@@ -72,7 +72,7 @@ async def test_logprobs_read_back_beside_their_tokens(store: Store, shown: Respo
         continued(request, token)
         await store.requests.write(request)
         if token == 1:
-            request.explain(packed(of_prompt, shown.prompt_logprobs))
+            request.add_prompt_logprobs(packed(of_prompt, shown.prompt_logprobs))
     equal = make_request(owner=router(2), shown=shown)
     for found in (
         await store.requests.read(KEY),
@@ -80,7 +80,7 @@ async def test_logprobs_read_back_beside_their_tokens(store: Store, shown: Respo
         await store.requests.adopt(KEY, router(2)),
     ):
         assert found
-        asked = request.asked.output
+        asked = request.logprobs_options.output
         assert found.entries == written(0, 1, 2, 3)
         assert found.logprobs.entries() == ([] if asked is None else [logprobs(token, asked) for token in range(4)])
         assert found.prompt_logprobs.entries() == (of_prompt if shown.prompt_logprobs else [])
@@ -127,8 +127,8 @@ async def failed(store: Store, *tokens: int) -> OwnedRequest:
     request = make_request(tokens=tokens, shown=ResponseOptions(prompt_logprobs=0))
     await store.requests.accept(request)
     request.record.prompt_tokens = 2
-    request.explain(packed([logprobs(1, 0)], 0))
-    request.move(FAILED, NOW)
+    request.add_prompt_logprobs(packed([logprobs(1, 0)], 0))
+    request.transition(FAILED, NOW)
     await store.requests.write(request)
     return request
 
@@ -151,10 +151,10 @@ async def test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_requ
     assert found.expires_in_s > Ttls().ended_s
     assert await store.open.of(router(2)) == {KEY}
 
-    old.told = None
+    old.synced_state = None
     with pytest.raises(Superseded):
         await store.requests.write(old)
-    again.move(DECODING, NOW)
+    again.transition(DECODING, NOW)
     await store.requests.write(again)
     assert (await store.requests.read(KEY)).state == DECODING
 
@@ -163,7 +163,7 @@ async def test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_requ
 async def test_whatever_else_has_the_id_keeps_it(store: Store, state: State, tokens: int) -> None:
     request = make_request(tokens=range(tokens))
     await store.requests.accept(request)
-    request.move(state, NOW)
+    request.transition(state, NOW)
     await store.requests.write(request)
     found = await store.requests.accept(make_request(owner=router(2)))
     assert found
@@ -182,12 +182,12 @@ async def test_of_many_that_begin_a_failed_one_anew_one_does_and_the_others_find
 
 async def test_one_that_follows_a_failure_of_which_redis_has_not_heard_is_the_greater(store: Store) -> None:
     old = await failed(store)
-    await store._client.ask("FLUSHALL")
+    await store._client.execute("FLUSHALL")
     again = equal_request(1)
     again.epoch = 2
     assert await store.requests.accept(again) is None
     assert again.epoch == 2
-    old.told = None
+    old.synced_state = None
     assert list(await store.requests.flush([old])) == [old]
     assert (await store.requests.read(KEY)).state == QUEUED
     assert await store.open.of(router(1)) == {KEY}, "the entry is the newer one's"
@@ -248,18 +248,18 @@ def test_only_states_that_follow_are_entered() -> None:
             request = make_request()
             request.state = old
             if new in following:
-                request.move(new, NOW)
+                request.transition(new, NOW)
             else:
                 with pytest.raises(ValueError, match="doesn't follow"):
-                    request.move(new, NOW)
+                    request.transition(new, NOW)
         request = make_request()
         request.state = old
         if following:
-            request.start_over(NOW)
+            request.start_attempt(NOW)
             assert (request.state, request.attempt) == (QUEUED, 2)
         else:
             with pytest.raises(ValueError, match="doesn't follow"):
-                request.start_over(NOW)
+                request.start_attempt(NOW)
 
 
 async def test_an_ended_request_is_kept_for_its_time(server: PrivateRedis, bare: sync_redis.Redis) -> None:
@@ -269,7 +269,7 @@ async def test_an_ended_request_is_kept_for_its_time(server: PrivateRedis, bare:
         await store.requests.write(request)
         assert (await store.requests.read(KEY)).expires_in_s > 50
         late = store.requests._writing(request)
-        request.move(SUCCEEDED, NOW)
+        request.transition(SUCCEEDED, NOW)
         await store.requests.write(request)
         await store.requests._client.run(late)
         assert (await store.requests.read(KEY)).expires_in_s <= 50, "a late write doesn't prolong it"
@@ -287,7 +287,7 @@ async def test_every_key_that_is_not_the_era_has_a_lifetime(store: Store, bare: 
     await store.requests.accept(make_request())
     await store.requests.write(make_request(RequestKey("t", "whole"), tokens=[1]))
     await store.routers.register(router_facts(router()))
-    await store.era.current()
+    await store.instance.current()
     lasting = {key for key in bare.keys("*") if bare.pttl(key) < 0}
     assert lasting == {keys.ERA.encode()}
 
@@ -303,7 +303,7 @@ async def test_the_newest_stream_owns_the_request_and_the_older_owner_is_told(st
     assert (found.epoch, found.owner, found.entries) == (2, router(2), written(1, 2))
 
     old.append(written(99))
-    old.move(FAILED, NOW)
+    old.transition(FAILED, NOW)
     with pytest.raises(Superseded) as caught:
         await store.requests.write(old)
     assert (caught.value.epoch, caught.value.owner) == (2, router(2))
@@ -351,7 +351,7 @@ async def test_a_superseded_owner_learns_whether_a_clients_stream_took_the_reque
 async def test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment(store: Store) -> None:
     old = make_request(tokens=[1, 2])
     await store.requests.accept(old)
-    old.move(DECODING, NOW)
+    old.transition(DECODING, NOW)
     await store.requests.write(old)
     found = await store.requests.cancel(KEY, router(2))
     assert (found.epoch, found.owner, found.state) == (2, router(2), DECODING)
@@ -367,7 +367,7 @@ async def test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment(sto
 
     new = OwnedRequest.adopted(found)
     new.record.usage.completion_tokens = 2
-    new.move(CANCELLED, NOW)
+    new.transition(CANCELLED, NOW)
     await store.requests.write(new)
     assert (await store.requests.read(KEY)).record.usage.completion_tokens == 2
     assert await store.open.of(router(2)) == set()
@@ -376,7 +376,7 @@ async def test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment(sto
 async def test_what_has_ended_is_not_cancelled(store: Store) -> None:
     request = make_request(tokens=[1])
     await store.requests.accept(request)
-    request.move(SUCCEEDED, NOW)
+    request.transition(SUCCEEDED, NOW)
     await store.requests.write(request)
     found = await store.requests.cancel(KEY, router(2))
     assert (found.epoch, found.state) == (1, SUCCEEDED)
@@ -397,7 +397,7 @@ async def test_of_many_that_race_for_one_epoch_one_wins(store: Store) -> None:
 async def test_what_has_ended_is_shown_and_not_adopted(store: Store) -> None:
     request = make_request(tokens=[1])
     await store.requests.accept(request)
-    request.move(SUCCEEDED, NOW)
+    request.transition(SUCCEEDED, NOW)
     await store.requests.write(request)
     found = await store.requests.adopt(KEY, router(2))
     assert (found.epoch, found.owner, found.state) == (1, router(1), SUCCEEDED)
@@ -436,14 +436,14 @@ async def test_nothing_that_owners_hold_is_lost_with_the_data(store: Store, bare
     bare.flushall()
     for request in held:
         request.append(written(77))
-    held[5].move(SUCCEEDED, NOW)
+    held[5].transition(SUCCEEDED, NOW)
     assert await store.requests.flush(held) == {}
 
     for n, request in enumerate(held):
         found = await store.requests.read(request.key)
         assert found.entries == written(*range(n), 77)
         assert (found.payload.request_id, found.state) == (str(n), SUCCEEDED if n == 5 else QUEUED)
-        assert not request.unwritten
+        assert not request.needs_write
     assert await store.open.of(router()) == {request.key for request in held[:5]}
     assert await store.requests.accept(make_request(held[1].key)), "the id is still taken by its payload"
 
@@ -471,7 +471,7 @@ async def test_logprobs_that_lost_their_end_are_mended(store: Store, bare: sync_
 
 async def test_a_request_taken_while_redis_was_away_is_written_later(store: Store) -> None:
     request = make_request(tokens=[1, 2])
-    assert request.unwritten
+    assert request.needs_write
     await store.requests.write(request)
     assert (await store.requests.read(KEY)).entries == written(1, 2)
     assert await store.open.of(router()) == {KEY}

@@ -21,18 +21,18 @@ def key(number: int, tenant: str = "t") -> RequestKey:
 
 
 async def test_an_era_is_begun_once_and_ends_with_the_data(store: Store, bare: sync_redis.Redis) -> None:
-    found = await asyncio.gather(*(store.era.current() for _ in range(8)))
+    found = await asyncio.gather(*(store.instance.current() for _ in range(8)))
     assert len({era.id for era in found}) == 1
     assert found[0].refill_left_s > 0
     bare.flushall()
-    assert (await store.era.current()).id != found[0].id
+    assert (await store.instance.current()).id != found[0].id
 
 
 async def test_an_era_ages(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, refill_s=60) as store:
-        assert (await store.era.current()).refill_left_s > 0
+        assert (await store.instance.current()).refill_left_s > 0
         pass_time(bare, 60)
-        now = await store.era.current()
+        now = await store.instance.current()
         assert now.refill_left_s == 0
         assert now.age_s >= 60
 

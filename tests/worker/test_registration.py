@@ -38,7 +38,7 @@ def server() -> Iterator[PrivateRedis]:
 
 @pytest.fixture
 async def store(server: PrivateRedis) -> AsyncIterator[Store]:
-    async with Store(StoreSettings(server.url, lifetimes=Ttls(registration_s=30))) as store:
+    async with Store(StoreSettings(server.url, ttls=Ttls(registration_s=30))) as store:
         yield store
 
 

@@ -12,8 +12,8 @@ import { FinishReason, GenerateRequestSchema, InferenceService } from "./gen/inf
 const address = process.env.DECANT_ADDRESS ?? "127.0.0.1:50051";
 const client = createClient(InferenceService, createGrpcTransport({ baseUrl: `http://${address}` }));
 
-/** A request that is greedy, and whatever else is given. */
-function asking(fields) {
+/** A greedy request with these fields. */
+function newRequest(fields) {
   return create(GenerateRequestSchema, {
     requestId: randomUUID(),
     input: { case: "prompt", value: "def read_lines(path):\n" },
@@ -23,9 +23,9 @@ function asking(fields) {
   });
 }
 
-/** Prints deltas as they come; the last message has usage and receipt. */
+/** Print deltas as they arrive; the last message has usage and receipt. */
 async function stream() {
-  for await (const { event, usage, receipt } of client.generateStream(asking(), { timeoutMs: 60_000 })) {
+  for await (const { event, usage, receipt } of client.generateStream(newRequest(), { timeoutMs: 60_000 })) {
     if (event.case === "delta") {
       process.stdout.write(event.value.text);
     } else if (event.case === "finished") {
@@ -35,10 +35,10 @@ async function stream() {
   }
 }
 
-/** Why a request was refused: details are typed messages. */
+/** Read why a request was refused: details are typed messages. */
 async function refused() {
   try {
-    await client.generate(asking({ sampling: { temperature: -1 } }));
+    await client.generate(newRequest({ sampling: { temperature: -1 } }));
   } catch (thrown) {
     const error = ConnectError.from(thrown);
     const [info] = error.findDetails(ErrorInfoSchema);
@@ -47,15 +47,15 @@ async function refused() {
   }
 }
 
-/** Ends a request: by CancelGeneration, which other readers hear of too, and by leaving the stream. */
+/** End a request by CancelGeneration, which ends the streams of other readers too, and by leaving the stream. */
 async function cancel() {
-  const request = asking({ stopping: { ignoreEos: true } });
-  const left = new AbortController();
+  const request = newRequest({ stopping: { ignoreEos: true } });
+  const abort = new AbortController();
   try {
-    for await (const { event } of client.generateStream(request, { signal: left.signal })) {
+    for await (const { event } of client.generateStream(request, { signal: abort.signal })) {
       if (event.case === "delta") {
         await client.cancelGeneration({ requestId: request.requestId });
-        left.abort();
+        abort.abort();
       }
     }
   } catch (thrown) {

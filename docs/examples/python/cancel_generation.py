@@ -1,4 +1,4 @@
-"""CancelGeneration: ends a request, also one that somebody else reads."""
+"""CancelGeneration: end a request, also one that another client reads."""
 
 import os
 import uuid
@@ -15,4 +15,4 @@ with decant.Client(ADDRESS) as client:
                 print(client.cancel(request_id))
         except decant.Cancelled as error:
             print("the stream ended:", error.reason)
-    print(client.cancel(request_id), client.cancel("never heard of"))
+    print(client.cancel(request_id), client.cancel("unknown"))

@@ -1,4 +1,4 @@
-"""GenerateStream: the prompt is a conversation, written down by the model's own chat template."""
+"""GenerateStream: the prompt is a conversation, rendered with the model's chat template."""
 
 import os
 

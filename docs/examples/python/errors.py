@@ -1,4 +1,4 @@
-"""Generate: errors are exceptions with everything that the server said."""
+"""Generate: errors are exceptions with all details that the server sent."""
 
 import os
 

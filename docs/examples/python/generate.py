@@ -1,4 +1,4 @@
-"""Generate: the whole answer at once."""
+"""Generate: the whole output at once."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""GenerateStream: the answer as it is written."""
+"""GenerateStream: the output as it is generated."""
 
 import os
 

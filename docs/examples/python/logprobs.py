@@ -1,4 +1,4 @@
-"""Generate: how likely each token was, and what else was likely."""
+"""Generate: the logprob of each token, and of its alternatives."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Generate, GenerateStream: many at once on one event loop."""
+"""Generate, GenerateStream: many requests at once on one event loop."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""ListModels, GetModel: what is served, and how long a request may be."""
+"""ListModels, GetModel: the models, and how long a request may be."""
 
 import os
 

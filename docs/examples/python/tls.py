@@ -1,4 +1,4 @@
-"""GetServerInfo: over TLS, and with a certificate of one's own where the server asks for it."""
+"""GetServerInfo: over TLS, with a client certificate if the server wants one."""
 
 import os
 

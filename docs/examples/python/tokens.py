@@ -1,4 +1,4 @@
-"""Tokenize, Detokenize: what a model makes of a text, and back."""
+"""Tokenize, Detokenize: the tokens of a text, and back."""
 
 import os
 

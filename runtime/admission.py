@@ -17,12 +17,10 @@ from bisect import bisect_left, insort
 from itertools import count
 
 from decant.runtime.channel import Deadline
-from decant.runtime.errors import DeadlineExceeded, QueueFull
+from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, QueueFull
 
 SECONDS_PER_PRIORITY = 1.0
 """Waiting that one level of priority is worth."""
-RETRY_SECONDS = 1.0
-"""What those are told who find the queue full."""
 
 _Waiter = tuple[float, int, asyncio.Future[None]]
 """Order, number of arrival (which breaks ties), and the future that is done when the place is given."""
@@ -49,7 +47,7 @@ class Admission:
             self.active += 1
             return AdmissionSlot(self)
         if len(self._queue) >= self._queue_limit:
-            raise QueueFull(self._queue_limit, retry_after=RETRY_SECONDS)
+            raise QueueFull(self._queue_limit, retry_after=RETRY_AFTER_SECONDS)
         await self._turn(time.monotonic() - priority * SECONDS_PER_PRIORITY, deadline)
         return AdmissionSlot(self)
 

@@ -68,7 +68,7 @@ class JournalWriter:
     """The one writer of requests. ``close`` ends its task after one last write."""
 
     def __init__(self, requests: Requests, flush_ms: int) -> None:
-        self.is_away = False
+        self.is_unavailable = False
         self._requests = requests
         self._interval = flush_ms / 1000
         self._running: dict[OwnedRequest, JournaledRequest] = {}
@@ -112,13 +112,13 @@ class JournalWriter:
     def rewrite(self) -> None:
         """Redis was emptied: all that is here is written whole."""
         for owned in (*self._running, *self._ended):
-            owned.stored, owned.told = 0, None
+            owned.synced_entries, owned.synced_state = 0, None
         self._faults.clear()
         self._something.set()
         self._soon.set()
 
     async def idle(self) -> None:
-        """Waits until nothing is left to write."""
+        """WaitPredictor until nothing is left to write."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -133,7 +133,7 @@ class JournalWriter:
         while True:
             await self._something.wait()
             tick = clock() + self._pause()
-            while not self.is_away and clock() < tick and await self._ended_before(tick):
+            while not self.is_unavailable and clock() < tick and await self._ended_before(tick):
                 await self._flush(list(self._ended))
             await asyncio.sleep(tick - clock())
             began = clock()
@@ -144,7 +144,7 @@ class JournalWriter:
 
     def _pause(self) -> float:
         """Seconds until the next flush of all requests."""
-        if self.is_away:
+        if self.is_unavailable:
             return _doubled(AWAY_SECONDS, self._failures - 1, AWAY_MOST_SECONDS) * random.uniform(0.5, 1.0)
         busy = self._took_seconds * (1 - BUSY_SHARE) / BUSY_SHARE
         return max(self._interval, min(busy, BUSY_MOST_SECONDS))
@@ -165,7 +165,7 @@ class JournalWriter:
         for owned in requests:
             if (written := self._running.get(owned)) is not None:
                 append_new(owned, written.course)
-        batch = [owned for owned in requests if owned.unwritten and self._is_due(owned, now)]
+        batch = [owned for owned in requests if owned.needs_write and self._is_due(owned, now)]
         lost: Mapping[OwnedRequest, Lost] = {}
         try:
             lost = await self._requests.flush(batch) if batch else {}
@@ -185,7 +185,7 @@ class JournalWriter:
             if written is None:
                 continue
             match lost.get(owned):
-                case None if not owned.unwritten:
+                case None if not owned.needs_write:
                     self._faults.pop(owned, None)
                     if owned in self._ended:
                         self.forget(written)
@@ -211,17 +211,17 @@ class JournalWriter:
             self.forget(written)
 
     def _failed(self, error: StateError) -> None:
-        if not self.is_away:
+        if not self.is_unavailable:
             _log.warning("the state store is away: requests go on", error=str(error))
-        self.is_away = True
+        self.is_unavailable = True
         self._failures += 1
 
     def _answered(self, written: int) -> None:
         if not written:
             return
         self._failures = 0
-        if self.is_away:
-            self.is_away = False
+        if self.is_unavailable:
+            self.is_unavailable = False
             _log.info("the state store is back", requests=written)
 
     def _see_if_idle(self) -> None:
@@ -236,8 +236,8 @@ def _doubled(seconds: float, times: int, most: float) -> float:
 
 def append_new(owned: OwnedRequest, course: TokenStream) -> None:
     """The course's new tokens become entries of the journal, with their logprobs if they have any."""
-    if not owned.is_explained and course.is_explained:
-        owned.explain(course.prompt_logprobs.packed())
+    if not owned.has_prompt_logprobs and course.has_prompt_logprobs:
+        owned.add_prompt_logprobs(course.prompt_logprobs.packed())
     if len(course.tokens) > owned.length:
         first = owned.length
         owned.append((Entry(0, token) for token in course.tokens[first:]), course.logprobs.packed(first))

@@ -1,0 +1,58 @@
+"""What a request has cost, and when: from its token stream and its attempts.
+
+All times are read from this router's event loop clock; what a worker measured arrives as a duration.
+"""
+
+from __future__ import annotations
+
+from decant.protos import inference_pb2 as pb
+from decant.router.execution.token_stream import TokenStream
+
+
+def usage_of(course: TokenStream) -> pb.Usage:
+    prompt, written = course.request.prompt_tokens, len(course.tokens)
+    return pb.Usage(
+        prompt_tokens=prompt,
+        completion_tokens=written,
+        total_tokens=prompt + written,
+        cached_prompt_tokens=course.cached_tokens,
+    )
+
+
+def receipt_of(course: TokenStream, now: float) -> pb.Receipt:
+    """As of ``now`` by the event loop's clock."""
+    path, accepted_at = course.path, course.request.accepted_at
+    return pb.Receipt(
+        queue_ms=_ms(queue_s(course)),
+        prefill_ms=_ms(path.prefill_s),
+        handoff_ms=_ms(path.handoff_s),
+        decode_wait_ms=_ms(path.decode_wait_s),
+        decode_ms=_ms(decode_s(course)),
+        ttft_ms=_ms(_between(accepted_at, course.first_sent_at)),
+        second_token_ms=_ms(_between(course.first_sent_at, course.second_sent_at)),
+        e2e_ms=_ms(now - accepted_at),
+        handoff_bytes=path.handoff_bytes,
+        prefill_worker=path.prefill_worker,
+        decode_worker=path.decode_worker,
+        attempts=path.attempts,
+    )
+
+
+def queue_s(course: TokenStream) -> float | None:
+    """Seconds until a worker began with it; None where none has."""
+    path = course.path
+    return _between(course.request.accepted_at, path.taken_up_at) if path.queue_s is None else path.queue_s
+
+
+def decode_s(course: TokenStream) -> float | None:
+    """Seconds from the start of decoding to the newest token."""
+    return _between(course.path.decode_began_at, course.last_token_at)
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else max(0.0, end - begin)
+
+
+def _ms(seconds: float | None) -> float | None:
+    """Milliseconds, to the microsecond: more digits are noise of floating point."""
+    return None if seconds is None else round(seconds * 1000, 3)

@@ -1,0 +1,230 @@
+"""The runs of one session: the worker's messages about them go to their streams and listeners.
+
+    frame       slots | 3 | 7 | 3 |      slot -> RunSubscription -> sink: the token stream
+            positions |40 |12 |41 |
+               tokens | a | b | c |
+
+This is the path of every token: one lookup a token, no task switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from decant.protos import worker_pb2 as wire
+from decant.router.workers.outgoing import Outgoing
+from decant.router.workers.subscription import RunKey, RunSubscription, key_of
+from decant.router.workers.token_sink import WriteError
+from decant.runtime import logs
+from decant.runtime.packed import unpack
+
+_log = logs.get(__name__)
+
+
+class SessionRuns:
+    """Has the worker forget a run once all its tokens are here. A wrong message fails its run, and no other."""
+
+    def __init__(self, worker_id: str, outgoing: Outgoing) -> None:
+        self.conflicts = 0
+        """Tokens that differed from the known ones at their position."""
+        self._worker_id = worker_id
+        self._outgoing = outgoing
+        self._runs: dict[RunKey, RunSubscription] = {}
+        self._slots: dict[int, RunSubscription] = {}
+        self._incomplete: set[RunSubscription] = set()  # ended, and some tokens are missing
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def has_slots(self) -> bool:
+        return bool(self._slots)
+
+    def owned(self) -> list[wire.Hello.Owned]:
+        return [run.owned() for run in self._runs.values()]
+
+    def add(self, run: RunSubscription) -> None:
+        self._runs[run.key] = run
+
+    def remove(self, run: RunSubscription) -> bool:
+        """Whether it was here. Nothing more is reported of it."""
+        if self._runs.get(run.key) is not run:
+            return False
+        del self._runs[run.key]
+        self._incomplete.discard(run)
+        for slot in run.slots:
+            if self._slots.get(slot) is run:
+                del self._slots[slot]
+        return True
+
+    # What happens to all runs
+
+    def on_welcome(self, welcome: wire.Welcome, named: Collection[RunKey]) -> None:
+        """``named`` were in the hello. The worker may never have received what was started before the break."""
+        for status in welcome.runs:
+            self._on_run_status(status)
+        for unknown in welcome.unknown_runs:
+            run = self._runs.get(key_of(unknown))
+            if run is not None and run.start is not None:
+                self._outgoing.send(run.opening_message())
+            elif run is not None:
+                self._fail(run, wire.CAUSE_UNKNOWN_RUN, "the worker lacks it after a break")
+        for run in [each for key, each in self._runs.items() if key not in named]:
+            self._outgoing.send(run.opening_message())  # started while the session was opened
+
+    def on_disconnect(self) -> None:
+        """Slots are those of one session."""
+        self._slots.clear()
+        for run in self._runs.values():
+            run.slots.clear()
+            run.last_resend_position = None
+
+    def on_draining(self) -> None:
+        for run in list(self._runs.values()):
+            run.listener.on_draining()
+
+    def fail_all(self, detail: str) -> None:
+        """Their requests go to other workers. What this one still runs of them is cancelled."""
+        for run in list(self._runs.values()):
+            self._cancel(run)
+            self._fail(run, wire.CAUSE_PEER_LOST, detail)
+
+    # Messages about one run
+
+    def handle(self, message: wire.WorkerMessage) -> bool:
+        """Whether it is of a known kind."""
+        match message.WhichOneof("message"):
+            case "frame":
+                self._on_frame(message.frame)
+            case "run_status":
+                self._on_run_status(message.run_status)
+            case "decode_started":
+                self._on_decode_started(message.decode_started)
+            case "ended":
+                self._on_ended(message.ended)
+            case "prompt_logprobs":
+                self._on_prompt_logprobs(message.prompt_logprobs)
+            case "scheduled":
+                if (run := self._reported(message.scheduled.run)) is not None:
+                    run.listener.on_scheduled(message.scheduled)
+            case "ticket":
+                if (run := self._reported(message.ticket.run)) is not None:
+                    run.listener.on_offer(message.ticket)
+            case _:
+                return self._handle_failure(message)
+        return True
+
+    def _handle_failure(self, message: wire.WorkerMessage) -> bool:
+        match message.WhichOneof("message"):
+            case "refused":
+                if (run := self._removed(message.refused.run)) is not None:
+                    run.listener.on_refused(message.refused)
+            case "failed":
+                if (run := self._removed(message.failed.run)) is not None:
+                    run.listener.on_failed(message.failed)
+            case "superseded":
+                if (run := self._removed(message.superseded.run)) is not None:
+                    run.listener.on_superseded(message.superseded)
+            case _:
+                return False
+        return True
+
+    def _reported(self, run: wire.Run) -> RunSubscription | None:
+        """The run, which the worker has received."""
+        subscription = self._runs.get(key_of(run))
+        if subscription is not None:
+            subscription.start = None
+        return subscription
+
+    def _removed(self, run: wire.Run) -> RunSubscription | None:
+        subscription = self._runs.get(key_of(run))
+        if subscription is not None:
+            self.remove(subscription)
+        return subscription
+
+    def _on_frame(self, frame: wire.Frame) -> None:
+        slots = self._slots
+        logprobs = {entry.entry: entry for entry in frame.logprobs}
+        entries = zip(unpack(frame.slots), unpack(frame.positions), unpack(frame.tokens), strict=True)
+        for entry, (slot, position, token) in enumerate(entries):
+            run = slots.get(slot)
+            if run is not None:
+                error = run.sink.put(position, token, logprobs.get(entry) if logprobs else None)
+                if error is not None:
+                    self._on_write_error(run, error)
+        if self._incomplete:
+            for run in [each for each in self._incomplete if each.is_complete]:
+                self._finish(run)
+
+    def _on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None:
+        run = self._runs.get(key_of(message.run))
+        if run is not None and (error := run.sink.explain(message)) is not None:
+            self._on_write_error(run, error)
+
+    def _on_write_error(self, run: RunSubscription, error: WriteError) -> None:
+        match error:
+            case WriteError.GAP:
+                self._request_resend(run)
+            case WriteError.CONFLICT:
+                self.conflicts += 1
+                self._reject(run, "it brought another token for a known position")
+            case WriteError.MALFORMED:
+                self._reject(run, "it brought a token or logprobs that the request can't have")
+
+    def _reject(self, run: RunSubscription, detail: str) -> None:
+        """A message about this run is wrong: its attempt fails."""
+        _log.error("a worker's message about a run is wrong", worker=self._worker_id, run=run.key, why=detail)
+        self._cancel(run)
+        self._fail(run, wire.CAUSE_CORRUPT, detail)
+
+    def _request_resend(self, run: RunSubscription) -> None:
+        """Once for each position: the connection loses nothing."""
+        if run.last_resend_position != run.position:
+            run.last_resend_position = run.position
+            resend = wire.Resend(run=run.run, resume=run.resume_position)
+            self._outgoing.send(wire.RouterMessage(resend=resend))
+
+    def _on_decode_started(self, message: wire.DecodeStarted) -> None:
+        if (run := self._reported(message.run)) is not None:
+            self._assign_slots(run, message.slots)
+            run.listener.on_decode_started(message)
+
+    def _on_run_status(self, status: wire.RunStatus) -> None:
+        if (run := self._reported(status.run)) is not None:
+            self._assign_slots(run, status.slots)
+            run.listener.on_run_status(status)
+            for end in status.ended:
+                self._on_ended(wire.Ended(run=status.run, end=end))
+
+    def _assign_slots(self, run: RunSubscription, slots: Iterable[wire.Slot]) -> None:
+        for slot in slots:
+            self._slots[slot.slot] = run
+            run.slots.add(slot.slot)
+
+    def _on_ended(self, ended: wire.Ended) -> None:
+        run = self._runs.get(key_of(ended.run))
+        if run is None:
+            self._outgoing.forget(ended.run)
+            return
+        if ended.end.end_position > run.end_limit:
+            self._reject(run, f"it ended at {ended.end.end_position}, after {run.end_limit}")
+            return
+        run.ended = ended
+        if run.is_complete:
+            self._finish(run)
+        else:
+            self._incomplete.add(run)
+            self._request_resend(run)
+
+    def _finish(self, run: RunSubscription) -> None:
+        assert run.ended is not None
+        self.remove(run)
+        self._outgoing.forget(run.run)
+        run.listener.on_ended(run.ended)
+
+    def _cancel(self, run: RunSubscription) -> None:
+        self._outgoing.cancel(wire.Cancel(run=run.run, reason=wire.Cancel.REASON_ATTEMPT))
+
+    def _fail(self, run: RunSubscription, cause: wire.Cause, detail: str) -> None:
+        self.remove(run)
+        run.listener.on_failed(wire.Failed(run=run.run, failure=wire.Failure(cause=cause, detail=detail)))

@@ -1,0 +1,24 @@
+"""Arrays of integers as the wire has them: little-endian uint32, without a length."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+
+def pack(numbers: Iterable[int]) -> bytes:
+    """Raises OverflowError for a number outside uint32."""
+    packed = array("I", numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(data: bytes) -> array[int]:
+    """Raises ValueError where the bytes end within a number."""
+    numbers = array("I")
+    numbers.frombytes(data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
