@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
+from decant.engine import inspection
 from decant.engine.blocks import BlockPool, hash_blocks, root_hash
 from decant.engine.costs import StepTimePredictor
-from decant.engine.errors import InvalidConfig, InvalidRequest, UnknownSequence
-from decant.engine.exports import KvTransfers, lease_owner
+from decant.engine.errors import InvalidConfig, InvalidRequest, OutOfBlocks, UnknownSequence
+from decant.engine.exports import KvTransfers
 from decant.engine.output import Load, PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
 from decant.engine.plan import Device, FurtherToken, StepPlan, StepResult, TokenLogprobs
 from decant.engine.request import FinishReason, Request, check_request
@@ -67,6 +69,33 @@ class Engine:
         sequence = self.new_sequence(request)
         self.sequences[request.id] = sequence
         self.scheduler.add(sequence)
+
+    def fork(self, id: str, child: str, output_index: int) -> None:
+        """Start ``child``: a copy of a sequence as it is now, that draws its next tokens as output ``output_index``.
+
+        Full blocks are shared, a partial last one is copied; without blocks it waits as its source does. It emits only
+        what follows. Raises UnknownSequence, InvalidRequest, OutOfBlocks; then nothing is kept.
+        """
+        source, scheduler, size = self.sequences.get(id), self.scheduler, self.pool.block_size
+        if source is None:
+            raise UnknownSequence(f"{id} is not alive here")
+        sampling = replace(source.request.sampling, output_index=output_index)
+        sequence = self.new_sequence(replace(source.request, id=child, sampling=sampling))
+        sequence.continue_from(source, source.computed // size)
+        length = len(sequence.tokens)
+        sequence.next_check_length = sequence.request.next_check_length(length, self.limits.context_length)
+        if source.block_table is not None:
+            shared = source.block_table.blocks[: source.computed // size]
+            fresh = self.pool.blocks_for(length) - len(shared)
+            if len(scheduler.running) + len(self.transfers.arrivals) >= self.limits.max_running:
+                raise OutOfBlocks(fresh, 0)
+            sequence.block_table = self.pool.allocate(child, fresh, shared, spare=len(scheduler.running))
+            sequence.computed = source.computed
+            if source.computed % size:
+                partial = self.device.read(source.block_table.blocks[len(shared)])
+                self.device.write(sequence.block_table.blocks[len(shared)], partial)
+        self.sequences[child] = sequence
+        scheduler.add(sequence)
 
     def cancel(self, id: str, keep: int | None = None) -> bool:
         """End a sequence or arrival in any state and free its blocks; False if the id is unknown.
@@ -247,46 +276,15 @@ class Engine:
 
     def load(self) -> Load:
         """Snapshot of the current load."""
-        scheduler, pool = self.scheduler, self.pool
-        return Load(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            parked=len(self.parked),
-            arriving=len(self.transfers.arrivals),
-            exports=len(self.transfers.exports),
-            queued_tokens=scheduler.queued_tokens(),
-            free_blocks=pool.free,
-            cached_blocks=pool.cached,
-            held_blocks=pool.num_blocks - pool.available,
-            total_blocks=pool.num_blocks,
-            preemptions=scheduler.preemptions,
-            steps=self.steps,
-        )
+        return inspection.load(self)
 
     def blocks_of(self, ids: Iterable[str]) -> int:
         """Number of distinct blocks that these sequences and their exports hold."""
-        held: set[int] = set()
-        for id in ids:
-            sequence, export = self.sequences.get(id), self.transfers.exports.get(id)
-            if sequence is not None and sequence.block_table:
-                held.update(sequence.block_table.blocks)
-            if export is not None:
-                held.update(export.blocks)
-        return len(held)
+        return inspection.blocks_of(self, ids)
 
     def check_integrity(self) -> None:
         """Check that every block is free, cached or held by a live owner. Raises AssertionError."""
-        leases = (lease_owner(id) for id in self.transfers.exports)
-        self.pool.check_integrity({*self.sequences, *self.transfers.arrivals, *leases})
-        scheduled = [s.id for s in (*self.scheduler.running, *self.scheduler.waiting)]
-        if sorted([*scheduled, *self.parked]) != sorted(self.sequences):
-            raise AssertionError("a live sequence is in no state, or in two")
-        for sequence in self.sequences.values():
-            capacity = len(sequence.block_table.blocks) * self.pool.block_size if sequence.block_table else 0
-            if sequence.computed > capacity:
-                raise AssertionError(f"{sequence.id} has {sequence.computed} computed tokens in {capacity} slots")
-
-    # -- helpers ------------------------------------------------------------------------------------------------
+        inspection.check_integrity(self)
 
     def new_sequence(self, request: Request) -> EngineSequence:
         """A sequence in no queue yet. Raises InvalidRequest."""

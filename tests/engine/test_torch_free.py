@@ -37,7 +37,7 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-names = "blocks counter_rng costs engine errors exports fake kv_layout loop output plan request"
+names = "blocks counter_rng costs engine errors exports fake inspection kv_layout loop output plan request"
 names += " sampler_state scheduler sequence transfer"
 for name in names.split():
     importlib.import_module(f"decant.engine.{name}")
