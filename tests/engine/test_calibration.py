@@ -77,7 +77,7 @@ def test_measuring_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize(("context_length", "num_slots"), [(4, 4), (96, 96), (2048, 2048)])
-def test_a_device_with_little_room_is_measured_as_far_as_it_goes(context_length: int, num_slots: int) -> None:
+def test_a_device_with_few_blocks_is_measured_with_the_shapes_that_fit(context_length: int, num_slots: int) -> None:
     device = Timed(COSTS, context_length=context_length, num_slots=num_slots)
     found = measure(device, clock=device.clock)
     assert found.seconds(chunk(0, 1)) == pytest.approx(COSTS.seconds(chunk(0, 1)), rel=0.01)
@@ -106,7 +106,7 @@ def test_no_cost_is_negative_whatever_was_measured(samples: list[tuple[StepWork,
     st.builds(StepCostModel, st.floats(0, 1), st.floats(1e-6, 0.1), st.floats(0, 0.1), st.floats(0, 1e-4)),
     st.floats(0.01, 10),
 )
-def test_a_token_budget_is_what_prompts_alone_have_the_time_for(costs: StepCostModel, step_seconds: float) -> None:
+def test_a_token_budget_is_what_a_prefill_only_step_has_time_for(costs: StepCostModel, step_seconds: float) -> None:
     budget = choose_token_budget(costs, step_seconds)
     assert MIN_TOKEN_BUDGET <= budget <= MAX_TOKEN_BUDGET
     assert budget.bit_count() == 1

@@ -89,7 +89,7 @@ def test_it_takes_fewer_steps() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [30, 40])
-def test_sequences_that_preempt_each_other_write_as_alone(num_blocks: int) -> None:
+def test_sequences_that_preempt_each_other_generate_as_alone(num_blocks: int) -> None:
     engine = several_tokens(num_blocks)
     requests = [replace(request, id=f"{name}-{copy}") for name, request in REQUESTS.items() for copy in range(2)]
     log = run(engine, *requests)

@@ -9,7 +9,7 @@ from tests.engine.factories import BLOCK
 
 
 class Timed(FakeDevice):
-    """Keeps its plans; each step moves ``now`` on by ``truth``, which its costs are unless told, times ``slower``."""
+    """Records its plans; each step advances ``now`` by ``truth`` (default: its costs) times ``slower``."""
 
     def __init__(
         self, costs: StepCostModel, slower: float = 1.0, *, context_length: int = 2048, num_slots: int = 8192
