@@ -110,9 +110,9 @@ class Checkpoint:
         return dtype
 
     def choose_context_length(self, context_length: int | None) -> int:
-        """The served window: what the checkpoint was made for, or less. Where its rotary scaling is for more than
-        ``max_position_embeddings``, that is the limit; for a scaling that changes with the length or does not name the
-        original length, only when asked for. Raises InvalidConfig, ModelRefused.
+        """The served context length, at most what the checkpoint is made for. Raises InvalidConfig, ModelRefused.
+
+        The limit is the length after rotary scaling. The default is ``rope.default_length``.
         """
         text = self.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
