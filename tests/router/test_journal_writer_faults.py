@@ -15,6 +15,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.execution import journal_writer as flush
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.token_stream import Finish, TokenStream
+from decant.runtime.background import BackgroundTask
 from decant.state import keys
 from decant.state.client import Client
 from decant.state.errors import StoreFault, StoreUnavailable
@@ -57,9 +58,9 @@ async def flushing(store: Store, requests: Sequence[OwnedRequest]) -> AsyncItera
     flusher, held = JournalWriter(store.requests, flush_ms=10), [Held(request) for request in requests]
     for each in held:
         flusher.begin(each)
-    flusher.start()
     try:
-        yield flusher, held
+        async with BackgroundTask("flusher", flusher.run):
+            yield flusher, held
     finally:
         await flusher.close()
 

@@ -107,9 +107,7 @@ async def all_goes_on(scene: Core) -> None:
     course = await scene.answer(make_request("another"))
     assert isinstance(course.end, Finish)
     assert course.resumable
-    task = scene.router.flusher._task
-    assert task is not None
-    assert not task.done()
+    assert scene.flushing.is_running
 
 
 @pytest.mark.parametrize("fault", FAULTS)
