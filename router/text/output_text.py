@@ -82,7 +82,6 @@ class StoppedText(OutputText):
         self._stops: StopStrings = wanted.stops
         self._include = wanted.include_stop
         self._early = max(0, stopping.min_tokens - 1)  # tokens that can't complete a stop text, still to come
-        self._state = 0
         self._held = ""
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -99,15 +98,12 @@ class StoppedText(OutputText):
         return self._shown(super().end(), may_stop=True) if self.stop is None else ""
 
     def _shown(self, new: str, *, may_stop: bool) -> str:
+        """Held text always begins where a stop string may begin: no match begins in what the client has."""
         text = self._held + new
-        if may_stop:
-            self._state, place, self.stop = self._stops.scan(self._state, new)
-        else:
-            self._state = self._stops.pass_over(self._state, new)
-        if self.stop is not None:
-            end = len(self._held) + place
-            self._held = ""
-            return text[: end if self._include else end - len(self.stop)]
-        shown = len(text) if self._is_over else len(text) - self._stops.held(self._state)
-        self._held = text[shown:]
-        return text[:shown]
+        match = self._stops.find(text, len(self._held)) if may_stop else None
+        if match is not None:
+            self.stop, self._held = match.stop, ""
+            return text[: match.end if self._include else match.end - len(match.stop)]
+        end = len(text) if self._is_over else len(text) - self._stops.held(text)
+        self._held = text[end:]
+        return text[:end]

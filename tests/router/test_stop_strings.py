@@ -1,4 +1,4 @@
-"""Stop texts: found wherever tokens and messages are cut, by who writes a course and by who reads it alike."""
+"""Stop strings: found however tokens and messages divide the text, by the writer and the readers of a stream alike."""
 
 from __future__ import annotations
 
@@ -48,30 +48,36 @@ def plain_held(text: str, stops: Sequence[str]) -> int:
 
 @given(st.text("ab\n", max_size=30), STOPS, st.data())
 @settings(max_examples=400, deadline=None)
-def test_the_first_text_to_be_complete_is_found_in_any_pieces(text, stops, data):
-    search, state, done, found = StopStrings(stops), 0, 0, None
+def test_the_first_complete_stop_string_is_found_in_any_pieces(text, stops, data):
+    search, held, done, found = StopStrings(stops), "", 0, None
     while done < len(text) and found is None:
         piece = text[done : done + data.draw(st.integers(1, 6))]
-        state, place, stop = search.scan(state, piece)
-        done += place
-        found = None if stop is None else (done, stop)
-        if found is None:
-            assert search.held(state) == plain_held(text[:done], stops)
+        match = search.find(held + piece, len(held))
+        if match is not None:
+            found = (done - len(held) + match.end, match.stop)
+            continue
+        done += len(piece)
+        count = search.held(held + piece)
+        assert count == search.held(text[:done]) == plain_held(text[:done], stops)
+        held = text[done - count : done]
     assert found == plain_end(text, stops)
 
 
 @given(st.text("ab", max_size=12), st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4)))
 @settings(max_examples=300, deadline=None)
-def test_what_does_not_count_may_still_begin_what_does(early, late, stops):
+def test_text_before_min_tokens_completes_no_stop_string_but_may_begin_one(early, late, stops):
     search = StopStrings(stops)
-    state = search.pass_over(0, early)
-    assert search.held(state) == plain_held(early, stops)
-    _, place, stop = search.scan(state, late)
-    ends = [end for end in range(len(early) + 1, len(early + late) + 1) if plain_end((early + late)[:end], stops)]
-    ends = [end for end in ends if any((early + late)[:end].endswith(each) for each in stops)]
-    assert (stop is not None) == bool(ends)
-    if ends:
-        assert len(early) + place == ends[0]
+    count = search.held(early)
+    assert count == plain_held(early, stops)
+    match = search.find(early[len(early) - count :] + late, count)
+    ends = [
+        end
+        for end in range(len(early) + 1, len(early + late) + 1)
+        if any((early + late)[:end].endswith(each) for each in stops)
+    ]
+    assert (match is not None) == bool(ends)
+    if match is not None:
+        assert len(early) - count + match.end == ends[0]
 
 
 # --------------------------------------------------------------------- one output, written and read
@@ -145,7 +151,7 @@ async def scene(data: st.DataObject) -> tuple[dict[str, Any], list[int], list[st
 
 @given(st.data())
 @settings(max_examples=250, deadline=None)
-async def test_text_and_end_are_those_of_a_plain_look_at_the_whole_however_tokens_are_cut(data):
+async def test_output_text_equals_a_search_in_the_whole_text_however_tokens_are_divided(data):
     fields, tokens, stops = await scene(data)
     request = await valid(**fields)
     shown, stop = Plain(request, stops).texts(tokens)
@@ -167,7 +173,7 @@ async def test_text_and_end_are_those_of_a_plain_look_at_the_whole_however_token
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-async def test_a_stream_is_stopped_wherever_it_is_cut_and_wherever_it_is_resumed(data):
+async def test_a_stream_stops_at_the_same_place_however_it_is_divided_and_resumed(data):
     fields, tokens, stops = await scene(data)
     request = await valid(**fields)
     shown, stop = Plain(request, stops).texts(tokens)
@@ -194,7 +200,7 @@ async def test_a_stream_is_stopped_wherever_it_is_cut_and_wherever_it_is_resumed
     assert (shown[after - 1] if after else "") + later.text == whole
 
 
-async def test_nothing_is_held_back_that_can_not_be_a_stop_text():
+async def test_only_text_that_may_begin_a_stop_string_is_held_back():
     request = await valid(stopping=pb.StoppingParams(stop=["\nclass"]))
     text = new_output_text(tiny(), request.output_options, request.engine_request.stopping)
     parts = [text.add([token]) for token in await tiny().encode("def f(x):\n    return\ncl", special=False)]
@@ -202,7 +208,7 @@ async def test_nothing_is_held_back_that_can_not_be_a_stop_text():
     assert text.stop is None
 
 
-async def test_a_character_that_is_certain_only_at_the_end_stops_too():
+async def test_a_character_that_the_end_completes_can_complete_a_stop_string():
     smile = await tiny().encode("x😀", special=False)
     stopping = pb.StoppingParams(stop=["😀"], max_tokens=len(smile))
     request = await valid(stopping=stopping)
@@ -235,7 +241,7 @@ class StopRecorder:
         self.stops.append(self.writer.stopped)
 
 
-async def test_what_comes_after_a_stop_is_dropped_and_never_missed():
+async def test_tokens_after_a_stop_are_dropped_and_not_requested_again():
     pen, _, tokens = await stopped_pen()
     pen.listener = recorder = StopRecorder(pen)
     base = pen.position
@@ -249,7 +255,7 @@ async def test_what_comes_after_a_stop_is_dropped_and_never_missed():
     assert len(written) < len(tokens)
 
 
-async def test_who_takes_over_a_course_knows_what_it_says():
+async def test_a_token_writer_of_an_adopted_stream_continues_its_text():
     pen, course, tokens = await stopped_pen()
     base = pen.position
     for place, token in enumerate(tokens):
@@ -289,7 +295,7 @@ def stops_after(count: int, **more: Any) -> ValidRequest:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("pools", [(P, D), (D,)])
-async def test_workers_hear_what_stopped_and_where(store: Store, count: int, pools: Any) -> None:
+async def test_workers_are_told_to_cancel_at_a_stop_string(store: Store, count: int, pools: Any) -> None:
     async with fleet(*pools) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = count  # they would go on
@@ -321,7 +327,7 @@ async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
         assert course.path.attempts == 2
 
 
-async def test_tokens_after_a_stop_are_in_no_frame_that_is_still_read(store: Store) -> None:
+async def test_frames_after_a_stop_are_ignored(store: Store) -> None:
     """The worker goes on until it hears of it; all of that comes, and none of it counts."""
     async with fleet(D) as (decode,), core(store, [decode]) as scene:
         course = await ended(await scene.dispatcher.begin(stops_after(2, max_tokens=200)))
