@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RouterRegistration
@@ -35,6 +36,7 @@ from decant.router.text.served_model import Models, load
 from decant.router.workers.pool import WorkerPool
 from decant.runtime import logs, shutdown
 from decant.runtime.admission import Admission
+from decant.runtime.background import BackgroundTask
 from decant.runtime.health import Readiness
 from decant.runtime.metrics import Registry, RequestMetrics
 from decant.runtime.model_files import ModelUnreadable
@@ -155,23 +157,17 @@ class RouterProcess:
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
         membership = RouterRegistrar(self._store, facts, self.journal_writer.rewrite, replaced, self.dispatcher.load)
-        self._keep("sessions", self.pool.start())
-        self._ends.push_async_callback(self.pool.close)
-        self._keep("registration", membership.start(Ttls().renew_every_s))
-        self._ends.push_async_callback(membership.close)
-        self._keep("writing", self.journal_writer.start())
-        self._ends.push_async_callback(self.journal_writer.close)
-        self._keep("bookings", self.quota_leases.start())
-        self._ends.push_async_callback(self.quota_leases.close)
-        self._ends.push_async_callback(self.dispatcher.close)
         takeover = OrphanRecovery(
             self._store, self.dispatcher, Incarnation.of(self.peer), self.pool.is_connected, Ttls()
         )
-        self._keep("takeover", takeover.start())
-        self._ends.push_async_callback(takeover.close)
         entries = OpenEntries(self._store, Incarnation.of(self.peer))
-        self._keep("open entries", entries.start())
-        self._ends.push_async_callback(entries.close)
+        await self._run("sessions", self.pool.run, self.pool.close)
+        await self._run("registration", partial(membership.run, Ttls().renew_every_s), membership.close)
+        await self._run("writing", self.journal_writer.run, self.journal_writer.close)
+        await self._run("bookings", self.quota_leases.run, self.quota_leases.close)
+        self._ends.push_async_callback(self.dispatcher.close)
+        await self._run("takeover", takeover.run)
+        await self._run("open entries", entries.run)
         try:
             async with asyncio.timeout(PERSIST_SECONDS):
                 await self.pool.settled()
@@ -195,15 +191,17 @@ class RouterProcess:
                 told = True
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _keep(self, name: str, task: asyncio.Task[None]) -> None:
-        """A task without which the process can't do its work."""
+    async def _run(
+        self, name: str, run: Callable[[], Coroutine[Any, Any, None]], *closes: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Run a part until the process closes: its task is cancelled then, and its `closes` are awaited."""
+        for close in closes:
+            self._ends.push_async_callback(close)
+        await self._ends.enter_async_context(BackgroundTask(name, run, self._part_failed))
 
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                _log.error("a part of the router failed", part=name, exc_info=error)
-                self.readiness.failed(f"{name} failed")
-
-        task.add_done_callback(ended)
+    def _part_failed(self, name: str, error: BaseException) -> None:
+        """The process can't do its work without that part."""
+        self.readiness.failed(f"{name} failed")
 
     def _ready_workers(self, model: str, role: wire.Role) -> int:
         return sum(worker.is_usable for worker in self.pool.of(model) if worker.facts.role == role)

@@ -65,7 +65,7 @@ class _Fault:
 
 
 class JournalWriter:
-    """The one writer of requests. ``close`` ends its task after one last write."""
+    """The one writer of requests. Its owner runs `run` as a background task, and calls `close` after it."""
 
     def __init__(self, requests: Requests, flush_ms: int) -> None:
         self.is_unavailable = False
@@ -80,11 +80,6 @@ class JournalWriter:
         self._soon = asyncio.Event()  # something ended
         self._idle = asyncio.Event()
         self._idle.set()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._run())
-        return self._task
 
     def begin(self, written: JournaledRequest) -> None:
         """It is written from now on, until it has ended and that is written too."""
@@ -122,12 +117,10 @@ class JournalWriter:
         await self._idle.wait()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        """Write once more, after `run` was cancelled."""
         await self._flush([*self._running, *self._ended])
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         """Ends are written as they come, everything at each tick."""
         clock = asyncio.get_running_loop().time
         while True:

@@ -93,8 +93,9 @@ class WorkerHandle:
 
 
 class WorkerPool:
-    """All workers. Its tasks end with ``close``. ``tokenizers`` are the hashes of this router's models, by id.
+    """All workers. `run` follows the directory; `close`, called after it was cancelled, ends the sessions.
 
+    ``tokenizers`` are the hashes of this router's models, by id.
     ``costs`` are what was measured, by model; ``handoff_min_tokens`` stands for what follows from them, if it is set.
     """
 
@@ -123,11 +124,6 @@ class WorkerPool:
         self.wait_predictors = {model: WaitPredictor(now) for model in tokenizers}
         """How long requests wait for a worker to begin with them, by model."""
         self._listed = asyncio.Event()
-        self._watching: asyncio.Task[None] | None = None
-
-    def start(self) -> asyncio.Task[None]:
-        self._watching = asyncio.create_task(self._watch())
-        return self._watching
 
     async def settled(self) -> None:
         """WaitPredictor until the directory was read and each worker there was opened, or could not be."""
@@ -137,15 +133,13 @@ class WorkerPool:
 
     async def close(self) -> None:
         """End all sessions. A worker keeps an ended run for a lease unless it hears that the run is retired."""
-        if self._watching is not None:
-            self._watching.cancel()
         open_sessions = [worker for worker in self._workers.values() if worker.session.is_open]
         finishing = [self._tasks[worker.incarnation] for worker in open_sessions]
         for worker in open_sessions:
             worker.session.finish()
         if finishing:
             await asyncio.wait(finishing, timeout=FINISH_SECONDS)
-        tasks = [*self._tasks.values(), *([self._watching] if self._watching else [])]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         if tasks:
@@ -299,7 +293,7 @@ class WorkerPool:
 
     # What the directory tells
 
-    async def _watch(self) -> None:
+    async def run(self) -> None:
         """Follows the directory for as long as the router incarnations; what is known stays while Redis is away."""
         away = False
         while True:

@@ -14,6 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RouterRegistration
 from decant.router.recovery.registration import RouterRegistrar
 from decant.router.recovery.takeover import OrphanRecovery
+from decant.runtime.background import BackgroundTask
 from decant.state.ids import Incarnation
 from decant.state.keys import Ttls
 from decant.state.private_redis import PrivateRedis
@@ -88,12 +89,11 @@ async def member(store: Store, id: str) -> AsyncIterator[Core]:
         takeover = OrphanRecovery(
             store, scene.dispatcher, Incarnation.of(peer), scene.router.pool.is_connected, LIFETIMES
         )
-        membership.start(LIFETIMES.renew_every_s)
-        takeover.start()
+        renewing = BackgroundTask("renewing", partial(membership.run, LIFETIMES.renew_every_s))
         try:
-            yield scene
+            async with renewing, BackgroundTask("takeover", takeover.run):
+                yield scene
         finally:
-            await takeover.close()
             await membership.close()
 
 

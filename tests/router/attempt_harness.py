@@ -15,6 +15,7 @@ from decant.router.execution.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission
+from decant.runtime.background import BackgroundTask
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from decant.state.directory import DirectoryEntry, Listing
@@ -128,6 +129,7 @@ class Trial:
         self.world = World(roles, case.max_tokens, case.stops_at)
         self.listener: Any = Listener()
         self.pool = WorkerPool(new_peer("router"), Directory(self.world), {MODEL: TOKENIZER}, PeerTls(), 0)  # type: ignore[arg-type]
+        self.watching = BackgroundTask("pool", self.pool.run)
         self.pool._connector = Connector(self.world)  # type: ignore[assignment]
         checked = RouterSettings(models=(MODEL,), attempts=5)
         parts: Any = {
@@ -151,7 +153,7 @@ class Trial:
         return request if at is None else replace(request, new_output_text=lambda: StopText(at))  # type: ignore[arg-type,return-value]
 
     async def connect(self) -> None:
-        self.pool.start()
+        self.watching.start()
         for _ in range(2):
             await settle()
             while steps := self.world.steps():

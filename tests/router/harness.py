@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from decant.router.settings import RouterSettings
 from decant.router.text.output_text import OutputOptions
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission
+from decant.runtime.background import BackgroundTask
 from decant.runtime.channel import Deadline
 from decant.runtime.packed import pack
 from decant.runtime.peer import new_peer
@@ -98,6 +99,7 @@ async def revived(found: StoredRequest) -> ValidRequest:
 class Core:
     router: RouterServices
     dispatcher: RequestRegistry
+    flushing: BackgroundTask
 
     async def answer(self, request: ValidRequest) -> TokenStream:
         return await ended(await self.dispatcher.begin(request))
@@ -153,13 +155,19 @@ async def core(
         peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, 3600.0
     )
     dispatcher = RequestRegistry(router)
-    pool.start()
-    journal_writer.start()
-    quota_leases.start()
-    try:
+    async with AsyncExitStack() as stack:
+        flushing = BackgroundTask("flusher", journal_writer.run)
+        for close, task in (
+            (journal_writer.close, flushing),
+            (pool.close, BackgroundTask("pool", pool.run)),
+            (quota_leases.close, BackgroundTask("quota_leases", quota_leases.run)),
+        ):
+            stack.push_async_callback(close)
+            await stack.enter_async_context(task)
+        stack.push_async_callback(dispatcher.close)
         async with asyncio.timeout(PATIENCE):
             await pool.settled()
-        yield Core(router, dispatcher)
+        yield Core(router, dispatcher, flushing)
         async with asyncio.timeout(PATIENCE):
             await dispatcher.drain()
         assert admission.active == 0
@@ -170,11 +178,6 @@ async def core(
             assert not worker.session.is_busy
             assert not worker.session._runs.has_slots
             assert worker.load.work.ours == worker.load.sequences.ours == 0
-    finally:
-        await dispatcher.close()
-        await quota_leases.close()
-        await pool.close()
-        await journal_writer.close()
     del registrations
 
 

@@ -54,6 +54,7 @@ async def play(trial: Trial, drains: int | None = None) -> None:
         trial.execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
     await trial.finish()
     trial.check_end()
+    await trial.watching.close()
     await trial.pool.close()
 
 

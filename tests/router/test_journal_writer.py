@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RouterRegistration
 from decant.router.recovery.registration import RouterRegistrar
+from decant.runtime.background import BackgroundTask
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Unavailable
 from decant.runtime.peer import new_peer
@@ -135,20 +137,20 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
         told: list[str] = []
         replaced = lambda: told.append("replaced")  # noqa: E731
         membership = RouterRegistrar(store, facts, scene.router.journal_writer.rewrite, replaced)
-        membership.start(0.02)
-        await until(lambda: membership._era and not scene.owned("r").needs_write)
-        bare.flushall()
-        async with asyncio.timeout(PATIENCE):
-            while True:
-                try:
-                    found = await store.requests.read(KEY)
-                except StateError:  # unknown, or not yet known
-                    await asyncio.sleep(0.01)
-                else:
-                    break
-        assert found.state == Generation.STATE_DECODING
-        await store.routers.register(RouterRegistration(peer=new_peer("me"), address="x:2"))
-        await until(lambda: told)
+        async with BackgroundTask("renewing", partial(membership.run, 0.02)):
+            await until(lambda: membership._era and not scene.owned("r").needs_write)
+            bare.flushall()
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    try:
+                        found = await store.requests.read(KEY)
+                    except StateError:  # unknown, or not yet known
+                        await asyncio.sleep(0.01)
+                    else:
+                        break
+            assert found.state == Generation.STATE_DECODING
+            await store.routers.register(RouterRegistration(peer=new_peer("me"), address="x:2"))
+            await until(lambda: told)
         await membership.close()
         (present,) = (await store.routers.listing()).present
         assert present.facts.address == "x:2"

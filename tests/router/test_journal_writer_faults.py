@@ -15,6 +15,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.execution import journal_writer as flush
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.token_stream import Finish, TokenStream
+from decant.runtime.background import BackgroundTask
 from decant.state import keys
 from decant.state.client import Client
 from decant.state.errors import StoreFault, StoreUnavailable
@@ -57,9 +58,9 @@ async def flushing(store: Store, requests: Sequence[OwnedRequest]) -> AsyncItera
     journal_writer, held = JournalWriter(store.requests, flush_ms=10), [Held(request) for request in requests]
     for each in held:
         journal_writer.begin(each)
-    journal_writer.start()
     try:
-        yield journal_writer, held
+        async with BackgroundTask("journal_writer", journal_writer.run):
+            yield journal_writer, held
     finally:
         await journal_writer.close()
 

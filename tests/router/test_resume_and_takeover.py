@@ -18,6 +18,7 @@ from decant.protos.state_pb2 import RequestRecord
 from decant.router.execution.reader_lease import wait_for_resume_point
 from decant.router.execution.token_stream import TokenStream
 from decant.router.recovery.takeover import OrphanRecovery
+from decant.runtime.background import BackgroundTask
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound, OutOfRange, Unavailable
 from decant.runtime.peer import new_peer
@@ -515,11 +516,10 @@ async def watching(
     store.instance = StoreInstance(store._client, ttls)
     registration = await store.routers.register(router_facts(incarnation))
     takeover = OrphanRecovery(store, scene.dispatcher, incarnation, is_connected, ttls)
-    takeover.start()
     try:
-        yield
+        async with BackgroundTask("takeover", takeover.run):
+            yield
     finally:
-        await takeover.close()
         await registration.remove()
 
 

@@ -107,9 +107,7 @@ async def all_goes_on(scene: Core) -> None:
     stream = await scene.answer(make_request("another"))
     assert isinstance(stream.end, Finish)
     assert stream.resumable
-    task = scene.router.journal_writer._task
-    assert task is not None
-    assert not task.done()
+    assert scene.flushing.is_running
 
 
 @pytest.mark.parametrize("fault", FAULTS)
