@@ -30,7 +30,7 @@ from bench.options import positive
 from decant.engine.checkpoint import checkpoint
 from decant.engine.model.attention import AttentionCall, attending
 from decant.engine.model.model import ModelConfig, ModelDevice, load
-from decant.engine.model.probe import learn
+from decant.engine.model.probe import learn_attention
 from decant.engine.plan import Row
 from decant.engine.request import Request
 
@@ -130,7 +130,7 @@ def run(shape: str, dtype: str, runs: int) -> dict[str, Any]:
     device = load(ModelConfig(folder, dtype=dtype, device="cpu", context_length=2048, kv_bytes=1 << 30))
     source = checkpoint.open(folder)
     model = source.read(getattr(torch, dtype), torch.device("cpu"))
-    learn(model, source.name, 2048)
+    learn_attention(model, source.name, 2048)
     cases = track(CASES.items(), "measuring", console=Console(stderr=True), transient=True)
     results = {name: measure(model, device, case, runs) for name, case in cases}
     return {"shape": shape, "dtype": dtype, "threads": torch.get_num_threads(), "context": CONTEXT, "cases": results}

@@ -25,7 +25,9 @@ from rich.table import Table
 from bench import machine
 from bench.medians import in_turn
 from bench.options import positive
-from decant.engine.model import sampler
+from decant.engine.cpu.sampler import SCORES_AT_ONCE
+from decant.engine.model.backend import make_backend
+from decant.engine.model.sampler import Sampler
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams
 from decant.engine.sampler_state import SamplerState
@@ -64,20 +66,15 @@ def make_logits(count: int, vocabulary: int) -> torch.Tensor:
     return logits.to(torch.bfloat16)
 
 
-def in_tensor_operations(rows: list[Row], logits: torch.Tensor) -> None:
+def in_tensor_operations(rows: list[Row], logits: torch.Tensor) -> list[int]:
     """As without kernels."""
-    kernels = vars(sampler)["KERNELS"]
-    vars(sampler)["KERNELS"] = None
-    try:
-        sampler.sample(rows, logits, frozenset())
-    finally:
-        vars(sampler)["KERNELS"] = kernels
+    return Sampler(SCORES_AT_ONCE).sample(rows, logits, frozenset())
 
 
 def measure(count: int, vocabulary: int, runs: int, written: int = WRITTEN) -> dict[str, Any]:
     """Milliseconds for all rows, by kind of request and contender."""
     logits = make_logits(count, vocabulary)
-    kinds = {}
+    kinds, sampler = {}, make_backend(torch.device("cpu")).sampler
     for name, kind in track(KINDS.items(), "measuring", console=Console(stderr=True), transient=True):
         rows = make_rows(count, vocabulary, kind, written)
         contenders: dict[str, Callable[[], object]] = {

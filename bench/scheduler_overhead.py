@@ -33,8 +33,7 @@ from bench.options import positive
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.engine.model import runner as runner_module
-from decant.engine.model.kv_store import KvStore
+from decant.engine.model.backend import Backend, make_backend
 from decant.engine.model.runner import ModelRunner
 from decant.engine.plan import Device, StepPlan, StepResult
 from decant.engine.request import Request, StopParams
@@ -87,8 +86,9 @@ class LaidOutDevice(NullDevice):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         layout = KvLayout((LayerSpec(1, 1, 1),), BLOCK_SIZE, 4)
-        store = KvStore(layout, num_blocks, torch.float32, torch.device("cpu"))
-        self._runner = ModelRunner(NullModel(), store, (), frozenset())
+        self.backend = make_backend(torch.device("cpu"))
+        store = self.backend.make_store(layout, num_blocks, torch.float32)
+        self._runner = ModelRunner(NullModel(), store, (), frozenset(), self.backend)
 
     def run(self, plan: StepPlan) -> StepResult:
         return self._runner.run(plan)
@@ -145,20 +145,20 @@ def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -
 
 
 class Parts:
-    """CPU seconds within named functions of ``decant.engine.model.runner``, while open."""
+    """CPU seconds within named methods of a backend and its sampler, while open."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, backend: Backend, *names: str) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
-        self._originals = {name: getattr(runner_module, name) for name in names}
+        self._owners = {name: backend if hasattr(backend, name) else backend.sampler for name in names}
 
     def __enter__(self) -> Parts:
-        for name, original in self._originals.items():
-            setattr(runner_module, name, self._timed(original, self.seconds[name]))
+        for name, owner in self._owners.items():
+            setattr(owner, name, self._timed(getattr(owner, name), self.seconds[name]))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(runner_module, name, original)
+        for name, owner in self._owners.items():
+            delattr(owner, name)
 
     def _timed(self, function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
@@ -173,7 +173,9 @@ class Parts:
 def parts(running: int, context: int, steps: int) -> dict[str, float]:
     """Median CPU milliseconds a step of the functions that lay a decode step out."""
     scene = Scene(LaidOutDevice, running, context, churn=False)
-    with Parts("flatten", "make_attention", "highest") as timed:
+    device = scene.engine.device
+    assert isinstance(device, LaidOutDevice)
+    with Parts(device.backend, "flatten", "make_attention", "top_tokens") as timed:
         for _ in range(min(ROUND, steps)):
             scene.step()
     return {name: distribution("x", seconds)["median_x_ms"] for name, seconds in timed.seconds.items()}

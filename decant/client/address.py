@@ -1,10 +1,10 @@
-"""Addresses of routers, from what people write to what gRPC takes. No I/O.
+"""Addresses of routers: parses what users write into gRPC targets. No I/O.
 
 localhost                       localhost:50051
 10.0.0.1:9000, [::1], router    the same, with port 50051 where there is none
 http://router:9000              router:9000, plaintext; https:// with TLS; grpc:// and grpcs:// likewise
 dns:///router                   dns:///router:50051
-ipv4:, ipv6:, unix:, xds: ...   as they are: gRPC's own
+ipv4:, ipv6:, unix:, xds: ...   unchanged: gRPC's own schemes
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 PORT = 50051
-"""Where a router listens unless it is configured otherwise."""
+"""Default port of a router."""
 
 _LISTS = ("ipv4:", "ipv6:")
 _GRPC_OWN = re.compile(r"(ipv4|ipv6|unix|unix-abstract|vsock|xds|google-c2p):", re.IGNORECASE)
@@ -22,15 +22,15 @@ _WITH_TLS = {"http": False, "grpc": False, "https": True, "grpcs": True}
 
 
 def targets(addresses: str | Sequence[str], *, tls: bool = False) -> tuple[str, ...]:
-    """The routers that are meant, as gRPC takes them: one for each part between commas, but for ``ipv4:`` and
-    ``ipv6:``, which may list addresses themselves. `tls`: whether the client speaks TLS.
+    """gRPC targets of the routers, one for each part between commas; ``ipv4:`` and ``ipv6:`` may list addresses
+    themselves. `tls`: whether the client uses TLS.
 
-    Raises ValueError for no address, one that can't be one, and a scheme that contradicts `tls`.
+    Raises ValueError without an address, for an invalid one, and for a scheme that contradicts `tls`.
     """
-    given = [addresses] if isinstance(addresses, str) else addresses
-    if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+    listed = [addresses] if isinstance(addresses, str) else addresses
+    if not isinstance(listed, Sequence) or not all(isinstance(one, str) for one in listed):
         raise ValueError(f"address: 'host:port', or several with commas between them, got {addresses!r}")
-    parts = [part.strip() for one in given for part in ([one] if one.startswith(_LISTS) else one.split(","))]
+    parts = [part.strip() for one in listed for part in ([one] if one.startswith(_LISTS) else one.split(","))]
     if not parts or not all(parts):
         raise ValueError(f"address: 'host:port', or several with commas between them, got {addresses!r}")
     return tuple(dict.fromkeys(_target(part, tls) for part in parts))

@@ -1,13 +1,13 @@
-"""Whose turn it is among several routers. No I/O.
+"""Selects the next of several routers: round robin, with backoff after failures. No I/O.
 
-    asked      A  B  C  A  B  C          in turn
-    B fails    A  B! C  A     C  A  B    passed over while it rests, it comes back by itself
-    all rest   the one that has rested first, and how long that is from now
+    round robin  A  B  C  A  B  C
+    B fails      A  B! C  A     C  A  B    skipped during its backoff, then used again
+    all failed   the one whose backoff ends first, and the seconds until then
 
-`Turns` is shared by all calls: a router rests there for what concerns every call, a lost connection or a drain. What
-concerns one call alone, such as a full queue, is in `Rests` of that call.
+All calls share a `RouterSelector`: a router backs off there after a lost connection or a drain, which concern every
+call. What concerns one call only, such as a full queue, is in the `Backoffs` of that call.
 
-A router rests longer each time that it fails again, and never shorter than it asked for.
+The backoff of a router doubles with each failure in a row. It is never shorter than the router asks for.
 """
 
 from __future__ import annotations
@@ -17,17 +17,30 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-FIRST_REST_S = 0.1
-LONGEST_REST_S = 1.0
-"""Short beside the grace that a router gives a lost stream."""
-SPREAD = 0.5
-"""Of a wait that a server asked for, the largest part that is added to it: calls that were refused together must not
-come back together."""
+JITTER = 0.5
+"""Largest part that is added to a wait that a server asks for, so that clients that it refused do not return at once
+together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Who is asked next, in how many seconds."""
+class Backoff:
+    """Seconds for which a router is skipped after its first failure, and at most. The longest is short beside the grace
+    that a router gives a lost stream."""
+
+    first_s: float = 0.1
+    longest_s: float = 1.0
+
+    def seconds(self, failures: int) -> float:
+        """After that many failures in a row, at least 1."""
+        return min(self.longest_s, self.first_s * float(2 ** min(failures - 1, 16)))
+
+
+DEFAULT_BACKOFF = Backoff()
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The router to call next, and the seconds to wait before."""
 
     router: int
     pause: float
@@ -35,57 +48,58 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Health:
-    """How often a router has failed in a row, and until when it rests."""
+    """Failures of a router in a row, and the end of its backoff."""
 
     failures: int = 0
-    rests_until: float = 0.0
+    backoff_until: float = 0.0
 
 
-_WELL = _Health()
+_HEALTHY = _Health()
 
 
-class Rests:
-    """Until when each of the routers 0 to ``count`` - 1 rests: for all calls, or for one."""
+class Backoffs:
+    """Backoffs of the routers 0 to `count` - 1, for all calls or for one."""
 
-    def __init__(self, count: int, clock: Callable[[], float], chance: Callable[[], float]) -> None:
+    def __init__(self, count: int, clock: Callable[[], float], chance: Callable[[], float], backoff: Backoff) -> None:
         self._clock = clock
         self._chance = chance
-        self._health = [_WELL] * count
+        self._backoff = backoff
+        self._health = [_HEALTHY] * count
 
     def until(self, router: int) -> float:
-        return self._health[router].rests_until
+        return self._health[router].backoff_until
 
     def failed(self, router: int, at_least: float = 0.0) -> None:
-        """Lets it rest for `at_least` so many seconds. What fails while it rests failed together with the first, and
-        counts once."""
+        """Skip it for `at_least` seconds or more. Failures during a backoff count as one with the failure before it."""
         now, before = self._clock(), self._health[router]
-        failures = before.failures + (now >= before.rests_until)
-        rest = min(LONGEST_REST_S, FIRST_REST_S * 2 ** min(failures - 1, 16)) * (0.5 + self._chance() / 2)
-        self._health[router] = _Health(failures, max(before.rests_until, now + max(rest, at_least)))
+        failures = before.failures + (now >= before.backoff_until)
+        seconds = self._backoff.seconds(failures) * (0.5 + self._chance() / 2)
+        self._health[router] = _Health(failures, max(before.backoff_until, now + max(seconds, at_least)))
 
     def answered(self, router: int) -> None:
-        self._health[router] = _WELL
+        self._health[router] = _HEALTHY
 
 
-class RouterSelector(Rests):
-    """Of the routers 0 to ``count`` - 1. Threads may share one: each step replaces one value, and two that come
-    together are at worst sent to the same router."""
+class RouterSelector(Backoffs):
+    """Selects among the routers 0 to `count` - 1. Threads may share one: each step replaces one value, and two threads
+    at the same time may select the same router."""
 
     def __init__(
         self,
         count: int,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
+        backoff: Backoff = DEFAULT_BACKOFF,
     ) -> None:
-        """`chance` draws from 0 to 1: the first router, and how much of a rest is kept, so that clients that lost a
-        router together do not come back together."""
-        super().__init__(count, clock, chance)
+        """`chance` draws from 0 to 1, for the first router and the jitter of each backoff: clients that lose a router
+        together do not return together."""
+        super().__init__(count, clock, chance, backoff)
         self.count = count
         self.clock = clock
         self._last = int(chance() * count)
 
-    def take(self, of_call: Rests | None = None) -> Turn:
-        """The next router, which rests neither for all calls nor for this one; or the one that has rested first."""
+    def select(self, of_call: Backoffs | None = None) -> Selection:
+        """The next router without a backoff for all calls or for this one, else the one whose backoff ends first."""
         now = self.clock()
 
         def free_at(router: int) -> float:
@@ -94,12 +108,12 @@ class RouterSelector(Rests):
         circle = [(self._last + step) % self.count for step in range(1, self.count + 1)]
         router = min(circle, key=free_at)
         self._last = router
-        return Turn(router, free_at(router) - now)
+        return Selection(router, free_at(router) - now)
 
-    def rests_of_call(self) -> Rests:
-        """Rests for one call alone, none yet."""
-        return Rests(self.count, self.clock, self._chance)
+    def backoffs_of_call(self) -> Backoffs:
+        """New backoffs for one call."""
+        return Backoffs(self.count, self.clock, self._chance, self._backoff)
 
-    def spread(self, seconds: float) -> float:
-        """A wait that a server asked for, and up to ``SPREAD`` of it more."""
-        return seconds * (1 + SPREAD * self._chance())
+    def add_jitter(self, seconds: float) -> float:
+        """A wait that a server asks for, and up to `JITTER` of it more."""
+        return seconds * (1 + JITTER * self._chance())

@@ -10,10 +10,10 @@ import grpc
 import grpc.aio
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""As servers have it by default."""
+"""The servers' default."""
 
-# A name that stands for several routers: each call goes to the next of those that are ready. One that is not ready
-# fails at once, so that another is asked; who that is, and what is asked again, `decant.client.retry` decides alone.
+# Where a name resolves to several routers, each call goes to the next that is ready. gRPC itself repeats nothing:
+# `decant.client.retry` decides what is repeated, and where.
 _SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": ""},
@@ -23,25 +23,24 @@ _OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A connection that vanished without a word is noticed while a long prompt is read and nothing is sent. Not more
-    # often than the servers allow.
+    # Detects a dead connection during a long prefill, when nothing is sent. Not more often than the servers allow.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A router that comes back is found while the requests that it left can still be resumed.
+    # Reconnects to a restarted router while its requests can still be resumed.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # for a connection to come about, whatever its name says
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # despite its name, the limit for establishing a connection
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How a server is recognised, and how this client proves itself where servers ask for it (mutual TLS).
+    """How a server is verified, and this client's certificate where servers need one (mutual TLS).
 
     ca           PEM file of the roots that the server's certificate chains to; None: gRPC's own
     certificate  PEM chain of this client, with ``key``; None: none
-    name         name expected in the server's certificate, where it is reached by another
+    name         name expected in the server's certificate, if it differs from the address
     """
 
     ca: str | Path | None = None
@@ -59,7 +58,7 @@ class Tls:
 
 
 def credentials_of(token: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of every call: who asks. Raises ValueError, which doesn't repeat the token."""
+    """Metadata of every call. Raises ValueError, which doesn't repeat the token."""
     if token is None:
         return ()
     if not token or not all("!" <= character <= "~" for character in token):

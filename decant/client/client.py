@@ -1,6 +1,6 @@
-"""The client that blocks. `decant.client.async_client` has the one that awaits.
+"""The blocking client. `decant.client.async_client` has the asyncio one.
 
-Every method raises the typed errors of this package (`decant.ServiceError` and those below it).
+Every method raises `decant.ServiceError` and its subclasses.
 """
 
 from __future__ import annotations
@@ -11,11 +11,20 @@ from typing import Any, Self, Unpack, cast
 
 from google.protobuf.message import Message
 
-from decant.client import options, results
+from decant.client import results
 from decant.client.address import targets
+from decant.client.balancer import DEFAULT_BACKOFF, Backoff
 from decant.client.channel import Tls
 from decant.client.option_help import with_options
-from decant.client.options import Messages, Options, Prompt
+from decant.client.options import (
+    Messages,
+    Options,
+    Prompt,
+    detokenize_request,
+    fill,
+    named_request,
+    tokenize_request,
+)
 from decant.client.results import Answer, CancelStatus, Generation
 from decant.client.retry import RetryState
 from decant.client.routers import Routers
@@ -25,13 +34,12 @@ from decant.runtime.errors import ServiceError
 
 
 class Client:
-    """A service and its routers: "host:port" or "host", which means port 50051; several, as a sequence or with commas
-    between them; or "dns:///name:port" for all that a name stands for. Threads may share one. Close it, or use it in a
-    ``with``.
+    """A client of one or several routers: "host:port", or "host" for port 50051; several as a sequence or separated by
+    commas; or "dns:///name:port" for all addresses of a name. Threads may share one. Close it, or use it in a ``with``.
 
-    Routers are asked in turn; one that drains, is not ready or not there is passed over until it is back. What may be
-    asked again is, before an error is raised: where a connection broke or a router can't take the call now, as soon
-    as the server said, within the deadline. A mistake of the caller's is not.
+    Routers are called in turn; one that drains, is not ready or can't be reached is skipped until it is back. A call is
+    repeated where a connection broke or a router can't take it now: not before the server allows it, within the
+    deadline. Errors of the caller are raised at once.
 
     >>> with Client("router-1:50051,router-2:50051") as client:
     ...     print(client.generate("def add(a, b):", max_tokens=40).text)
@@ -46,17 +54,21 @@ class Client:
         token: str | None = None,
         call_seconds: float = 30.0,
         resume_seconds: float = 30.0,
+        backoff: Backoff = DEFAULT_BACKOFF,
     ) -> None:
-        """Connects when first asked; plaintext without `tls`. `token` is the secret of who asks, where the service
-        wants to know: sent with every call, and shown nowhere. `call_seconds` bounds every call that writes nothing,
-        `resume_seconds` how long a stream that broke is tried to be gone on with; 0: not at all.
+        """Connects with the first call; plaintext without `tls`.
+
+        token           secret of this tenant, sent with every call and shown nowhere
+        call_seconds    deadline of every call that does not generate
+        resume_seconds  how long the client tries to resume a stream that broke; 0: not at all
+        backoff         how long a router that failed is skipped
 
         Raises ValueError without an address and for a token that can't be sent, OSError for a TLS file that can't be
         read.
         """
         self._call_seconds = call_seconds
         self._resume_seconds = resume_seconds
-        self._routers = Routers(targets(address, tls=tls is not None), tls, token)
+        self._routers = Routers(targets(address, tls=tls is not None), tls, token, backoff)
 
     @with_options
     def generate(
@@ -65,25 +77,25 @@ class Client:
         *,
         messages: Messages | None = None,
         timeout: float | None = None,
-        **wanted: Unpack[Options],
+        **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer at once. `timeout` is the request's deadline in seconds.
+        """The whole answer. `timeout` is the request's deadline in seconds.
 
         >>> answer = client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms
         ((311, 264, 489, 293), <FinishReason.STOP: 'stop'>, 5.0)
         """
-        request = options.named_request(prompt, messages, wanted)
+        request = named_request(prompt, messages, options)
         ended = False
         try:
-            message = self._routers.ask("Generate", request, timeout)
+            message = self._routers.call("Generate", request, timeout)
             ended = True
         except ServiceError:
             ended = True
             raise
         finally:
             if not ended:
-                self._routers.leave(request.request_id)
+                self._routers.cancel_request(request.request_id)
         return results.answer(message)
 
     @with_options
@@ -93,10 +105,10 @@ class Client:
         *,
         messages: Messages | None = None,
         timeout: float | None = None,
-        **wanted: Unpack[Options],
+        **options: Unpack[Options],
     ) -> Stream:
-        """The answer as it is written; it goes on by itself when a connection breaks. Leaving it early cancels the
-        request, but for one with ``on_disconnect="detach"``.
+        """The answer as it is generated. It resumes by itself when a connection breaks. Leaving it early cancels the
+        request, except with ``on_disconnect="detach"``.
 
         >>> with client.stream("def add(a, b):", temperature=0.7, seed=1) as stream:
         ...     for delta in stream:
@@ -105,52 +117,51 @@ class Client:
         >>> stream.finished.reason, stream.usage.completion_tokens, stream.receipt.decode_worker
         (<FinishReason.STOP: 'stop'>, 4, 'd')
         """
-        request = options.named_request(prompt, messages, wanted)
-        return Stream(self._routers, request, RetryState(self._routers.turns, timeout, self._resume_seconds))
+        request = named_request(prompt, messages, options)
+        return Stream(self._routers, request, RetryState(self._routers.selector, timeout, self._resume_seconds))
 
     def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> Stream:
-        """The rest of a request's stream, from whichever router: what comes after `after_seq` output tokens. The
-        stream from which it is taken ends with Aborted (SUPERSEDED). Leaving this one cancels nothing; the request
-        ends or goes on as its own ``on_disconnect`` says. Raises, when it is read, NotFound for an id that is unknown
-        or forgotten.
+        """The rest of a request's stream, from any router: all after `after_seq` output tokens. An older stream of
+        the request ends with Aborted (SUPERSEDED). Leaving this one cancels nothing: the request's ``on_disconnect``
+        decides. Reading raises NotFound for an id that is unknown or has expired.
 
         >>> for delta in client.resume("6f9c", after_seq=2):
         ...     print(repr(delta.text))
         ' +'
         ' b'
         """
-        request = options.filled(pb.ResumeStreamRequest(), request_id=request_id, after_seq=after_seq)
-        return Stream(self._routers, request, RetryState(self._routers.turns, timeout, self._resume_seconds))
+        request = fill(pb.ResumeStreamRequest(), request_id=request_id, after_seq=after_seq)
+        return Stream(self._routers, request, RetryState(self._routers.selector, timeout, self._resume_seconds))
 
     def generation(self, request_id: str) -> Generation:
-        """Where a request stands, and what is written of it so far, until it is forgotten. Raises NotFound.
+        """State and output so far of a request, until it expires. Raises NotFound.
 
         >>> found = client.generation("6f9c")
         >>> found.state, found.last_seq, found.text
         (<GenerationState.DECODING: 'decoding'>, 2, 'return a')
         """
-        request = options.filled(pb.GetGenerationRequest(), request_id=request_id)
-        return results.generation(self._ask("GetGeneration", request))
+        request = fill(pb.GetGenerationRequest(), request_id=request_id)
+        return results.generation(self._call("GetGeneration", request))
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """Ends a request in whatever state it is. May be repeated.
+        """Cancel a request in any state. May be repeated.
 
         >>> client.cancel("6f9c")
         <CancelStatus.CANCELLED: 'cancelled'>
         """
-        request = options.filled(pb.CancelGenerationRequest(), request_id=request_id)
-        return results.cancel_status(self._ask("CancelGeneration", request))
+        request = fill(pb.CancelGenerationRequest(), request_id=request_id)
+        return results.cancel_status(self._call("CancelGeneration", request))
 
     def tokenize(
         self, text: str | Sequence[Any], *, model: str = "", add_special_tokens: bool | None = None
     ) -> pb.TokenizeResponse:
-        """Ids and texts of the tokens of a text, or of messages.
+        """Tokens of a text or of messages.
 
         >>> client.tokenize("def add").token_ids
         [41, 310]
         """
-        request = options.tokenize_request(text, model, add_special_tokens)
-        return cast(pb.TokenizeResponse, self._ask("Tokenize", request))
+        request = tokenize_request(text, model, add_special_tokens)
+        return cast(pb.TokenizeResponse, self._call("Tokenize", request))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool | None = None) -> str:
         """The text of token ids.
@@ -158,39 +169,39 @@ class Client:
         >>> client.detokenize([41, 310])
         'def add'
         """
-        request = options.detokenize_request(token_ids, model, skip_special_tokens)
-        return cast(str, self._ask("Detokenize", request).text)
+        request = detokenize_request(token_ids, model, skip_special_tokens)
+        return cast(str, self._call("Detokenize", request).text)
 
     def models(self) -> tuple[pb.Model, ...]:
-        """What is served.
+        """The models that are served.
 
         >>> [model.id for model in client.models()]
         ['tiny-python']
         """
-        return tuple(self._ask("ListModels", pb.ListModelsRequest()).models)
+        return tuple(self._call("ListModels", pb.ListModelsRequest()).models)
 
     def model(self, name: str = "") -> pb.Model:
-        """A model by its id or alias; without one the server's default. Raises NotFound.
+        """A model by its id or alias; without a name, the server's default. Raises NotFound.
 
         >>> client.model().max_context_length
         2048
         """
-        return cast(pb.Model, self._ask("GetModel", options.filled(pb.GetModelRequest(), model=name)))
+        return cast(pb.Model, self._call("GetModel", fill(pb.GetModelRequest(), model=name)))
 
     def server_info(self) -> pb.ServerInfo:
-        """Which router answers, its limits, and the fields that it does not honour.
+        """Id, version and limits of the router that answers, and the fields that it does not support.
 
         >>> client.server_info().limits.max_outputs
         1
         """
-        return cast(pb.ServerInfo, self._ask("GetServerInfo", pb.GetServerInfoRequest()))
+        return cast(pb.ServerInfo, self._call("GetServerInfo", pb.GetServerInfoRequest()))
 
     def close(self) -> None:
-        """Ends the connections, and every call that is still open on them; those raise Cancelled."""
+        """End the connections; calls that are open on them raise Cancelled."""
         self._routers.close()
 
-    def _ask(self, method: str, request: Message) -> Any:
-        return self._routers.ask(method, request, self._call_seconds)
+    def _call(self, method: str, request: Message) -> Any:
+        return self._routers.call(method, request, self._call_seconds)
 
     def __enter__(self) -> Self:
         return self

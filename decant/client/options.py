@@ -1,7 +1,7 @@
-"""What one can ask for: keyword arguments by the names of protos/inference.proto, put into a GenerateRequest.
+"""Options of a request: keyword arguments named as in protos/inference.proto, and the messages that carry them.
 
-The groups of the message (sampling, stopping, response, guided, cache, stream) are flattened: their fields have
-different names. None is the same as leaving an option out.
+The groups of GenerateRequest (sampling, stopping, response, guided, cache, stream) are flattened: their field
+names are unique. None is the same as leaving an option out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Prompt: TypeAlias = str | Sequence[int] | Messages
 
 
 class Options(TypedDict, total=False):
-    """The options of a request. protos/inference.proto says what each means and which values it takes."""
+    """Options of a request. protos/inference.proto defines their meaning and values."""
 
     request_id: str | None
     model: str | None
@@ -89,21 +89,20 @@ _GROUP_OF = {field.name: group for group, kind in _GROUPS.items() for field in k
 
 
 def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    """The request that asks for this. Raises InvalidArgument for a value that its field can't hold, TypeError for an
-    unknown option."""
+    """Raises InvalidArgument for a value that its field can't hold, TypeError for an unknown option."""
     made = pb.GenerateRequest()
-    _put_prompt(made, prompt)
+    _set_input(made, prompt)
     for name, value in options.items():
         if value is not None:
-            _put(made, name, value)
+            _set_option(made, name, value)
     return made
 
 
 def named_request(prompt: Prompt | None, messages: Messages | None, options: Options) -> pb.GenerateRequest:
-    """The request, under an id of its own where none is given, so that it can be repeated and is run once. Its input is
-    `prompt` or `messages`. Raises as `request`, and TypeError where both are given or neither."""
+    """A request with an id, generated where `options` has none: the service runs an id once, however often it is sent.
+    Raises as `request`, and TypeError unless exactly one of `prompt` and `messages` is given."""
     if prompt is None and messages is None:
-        request("", options)  # raises for token ids that were given as token_ids=
+        request("", options)  # raises for token ids that are passed as token_ids=
     if (prompt is None) == (messages is None):
         raise TypeError(
             f"{_PROMPTS}, or messages=: " + ("both are given" if messages is not None else "neither is given")
@@ -117,11 +116,11 @@ def named_request(prompt: Prompt | None, messages: Messages | None, options: Opt
 
 def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: bool | None) -> pb.TokenizeRequest:
     """Raises InvalidArgument."""
-    made = filled(pb.TokenizeRequest(return_tokens=True), model=model, add_special_tokens=add_special_tokens)
+    made = fill(pb.TokenizeRequest(return_tokens=True), model=model, add_special_tokens=add_special_tokens)
     if isinstance(text, str):
-        _fill(made, "text", text, "text")
+        _set_field(made, "text", text, "text")
     elif _are_messages(text):
-        put_messages(made.messages, text)
+        add_messages(made.messages, text)
     else:
         raise InvalidArgument("text", "a text or messages", repr(text))
     return made
@@ -129,37 +128,37 @@ def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: 
 
 def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
     """Raises InvalidArgument."""
-    made = filled(pb.DetokenizeRequest(), model=model, skip_special_tokens=skip_special_tokens)
-    _fill(made, "token_ids", token_ids, "token_ids")
+    made = fill(pb.DetokenizeRequest(), model=model, skip_special_tokens=skip_special_tokens)
+    _set_field(made, "token_ids", token_ids, "token_ids")
     return made
 
 
-def filled(made: M, **values: Any) -> M:
-    """The message with these fields set, but for those that are None. Raises InvalidArgument by the field's name."""
+def fill(made: M, **values: Any) -> M:
+    """Set these fields, except those that are None, and return the message. Raises InvalidArgument."""
     for name, value in values.items():
         if value is not None:
-            _fill(made, name, value, name)
+            _set_field(made, name, value, name)
     return made
 
 
-def put_messages(to: pb.Messages, messages: Sequence[Any]) -> None:
+def add_messages(target: pb.Messages, messages: Sequence[Any]) -> None:
     """Raises InvalidArgument."""
     for index, message in enumerate(messages):
         field = f"messages[{index}]"
         if not isinstance(message, Mapping) or not message.keys() <= {"role", "content"}:
             raise InvalidArgument(field, "role and content, and nothing else", repr(message))
-        made = to.messages.add()
+        made = target.messages.add()
         for name, value in message.items():
-            _fill(made, name, value, f"{field}.{name}")
+            _set_field(made, name, value, f"{field}.{name}")
 
 
-def _put_prompt(made: pb.GenerateRequest, prompt: Any) -> None:
+def _set_input(made: pb.GenerateRequest, prompt: Any) -> None:
     if isinstance(prompt, str):
-        _fill(made, "prompt", prompt, "prompt")
+        _set_field(made, "prompt", prompt, "prompt")
     elif isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__len__"):
         raise InvalidArgument("prompt", _PROMPTS, repr(prompt))
     elif _are_messages(prompt):
-        put_messages(made.messages, prompt)
+        add_messages(made.messages, prompt)
     else:
         try:
             made.token_ids.ids.extend(prompt)
@@ -174,25 +173,25 @@ def _are_messages(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def _put(made: pb.GenerateRequest, name: str, value: object) -> None:
+def _set_option(made: pb.GenerateRequest, name: str, value: object) -> None:
     if name == "add_generation_prompt":
         if made.WhichOneof("input") != "messages":
             raise InvalidArgument(name, "only with messages", value)
-        _fill(made.messages, name, value, name)
+        _set_field(made.messages, name, value, name)
     elif name == "choice":
         made.guided.choice.SetInParent()
-        _fill(made.guided.choice, "choices", value, name)
+        _set_field(made.guided.choice, "choices", value, name)
     elif group := _GROUP_OF.get(name):
-        _fill(getattr(made, group), name, _as_sent(name, value), name, value)
+        _set_field(getattr(made, group), name, _to_field_value(name, value), name, value)
     elif name in Options.__annotations__:
-        _fill(made, name, value, name)
+        _set_field(made, name, value, name)
     else:
         near = difflib.get_close_matches(name, [*Options.__annotations__, "timeout", "messages"], n=1)
         raise TypeError(f"no such option: {name}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def _as_sent(name: str, value: object) -> object:
-    """The form that the message has, of an option that may be given in a shorter one."""
+def _to_field_value(name: str, value: object) -> object:
+    """The value for the message's field, of an option that has a shorter form."""
     if name == "stop" and isinstance(value, str):
         return [value]
     if name == "json_schema" and isinstance(value, Mapping):
@@ -202,8 +201,8 @@ def _as_sent(name: str, value: object) -> object:
     return value
 
 
-def _fill(message: Message, name: str, value: Any, option: str, given: object = None) -> None:
-    """Sets one field to `value`; an error names the `option` and shows what was `given` for it."""
+def _set_field(message: Message, name: str, value: Any, option: str, given: object = None) -> None:
+    """Set one field to `value`. An error names `option` and shows the value `given` for it."""
     field = message.DESCRIPTOR.fields_by_name[name]
     try:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -220,7 +219,7 @@ def _fill(message: Message, name: str, value: Any, option: str, given: object = 
 
 
 def _expected(field: Any, value: object) -> str:
-    """What a field takes, in Python's words."""
+    """Values of a field, in Python's terms."""
     if field.name == "token_ids" and not field.is_repeated:
         return "True or False; as input, token ids are the prompt: generate([1, 2])"
     if field.name == "on_disconnect":

@@ -1,8 +1,7 @@
-"""What comes back: frozen values. No I/O.
+"""Results as frozen dataclasses. No I/O.
 
-An answer, its usage and its receipt are dataclasses rather than messages: what is unset is None instead of 0, they
-compare, print and copy, and a finish reason reads as a word. Logprobs stay messages (`pb.TokenLogprob`): there may be
-many, and copying them costs.
+Unlike the messages they have None for unset fields, and finish reasons as words. Logprobs stay messages
+(`pb.TokenLogprob`): there may be many, and copying them is slow.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class FinishReason(StrEnum):
 
 
 class CancelStatus(StrEnum):
-    """What a cancel met."""
+    """Result of a cancel."""
 
     UNSPECIFIED = "unspecified"
     CANCELLED = "cancelled"
@@ -43,7 +42,7 @@ class CancelStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What some new tokens add to one output. `token_ids` and `logprobs` are empty unless they were asked for."""
+    """New tokens of one output. `token_ids` and `logprobs` are empty unless requested."""
 
     index: int
     text: str
@@ -54,7 +53,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Why an output ended; `stop` is what stopped it: a text, or the id of a stop token or EOS."""
+    """Why an output ended; `stop` is the stop string, or the id of the stop token or EOS."""
 
     reason: FinishReason
     stop: str | int | None = None
@@ -73,9 +72,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Where a request's time went, and who did it: `Receipt` in protos/inference.proto draws the spans.
+    """Times of a request's phases, and its workers; `Receipt` in protos/inference.proto draws the spans.
 
-    Milliseconds by the router's clock; None for a phase that it never entered.
+    Milliseconds by the router's clock; None for a phase that the request did not enter.
     """
 
     queue_ms: float | None = None
@@ -94,7 +93,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output of a request; `finished` is None while it is being written."""
+    """One output of a request; `finished` is None while it is generated."""
 
     index: int
     text: str
@@ -105,8 +104,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer. `text`, `token_ids`, `logprobs` and `finished` are those of the first output, mostly the only
-    one."""
+    """A whole answer. `text`, `token_ids`, `logprobs` and `finished` are those of the first output."""
 
     request_id: str
     model: str
@@ -134,7 +132,7 @@ class Answer:
 
 
 class GenerationState(StrEnum):
-    """Where a request stands; `Generation.State` in protos/inference.proto says what may follow what."""
+    """State of a request; `Generation.State` in protos/inference.proto defines the transitions."""
 
     UNSPECIFIED = "unspecified"
     QUEUED = "queued"
@@ -152,7 +150,7 @@ class GenerationState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """When a request came into a state; `attempt` counts from 1."""
+    """When a request entered a state; `attempt` counts from 1."""
 
     state: GenerationState
     time: datetime
@@ -163,10 +161,10 @@ class Transition:
 class Generation:
     """A request as the service remembers it. Times are in UTC.
 
-    last_seq     output tokens written so far
-    answer       what is written so far; whole once it has succeeded
-    error        with what its stream ended, where it failed or was cancelled
-    expire_time  when an ended request is forgotten; None before its end
+    last_seq     output tokens so far
+    answer       output so far; complete once it has succeeded
+    error        error with which its stream ended, if it failed or was cancelled
+    expire_time  when an ended request expires; None before its end
     transitions  oldest first
     """
 
@@ -217,7 +215,7 @@ def cancel_status(message: pb.CancelGenerationResponse) -> CancelStatus:
 
 
 def plain(kind: type[_T], message: Message) -> _T:
-    """A dataclass with the values of the message's fields of the same names; None for those that are unset."""
+    """A dataclass with the message's fields of the same names; None for unset ones."""
     values: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         has = not message.DESCRIPTOR.fields_by_name[field.name].has_presence or message.HasField(field.name)

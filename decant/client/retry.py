@@ -1,22 +1,23 @@
-"""What comes after an error: another try, or the error itself. No I/O, no waiting.
+"""Decides after an error: another try, or raise it. No I/O, no waiting.
 
-    error                                           another try
-    a lost connection: a status without ErrorInfo   yes
-    somebody else there: UNIMPLEMENTED without it   yes
-    UNAVAILABLE, QUEUE_FULL, QUOTA_EXCEEDED         yes, not before the server's RetryInfo
-    ABORTED (DRAINING, OWNER_CHANGED, SLOW_READER)  yes
-    any other                                       no
+    error                                                   another try
+    lost connection: a status without ErrorInfo             yes
+    another server at that address: UNIMPLEMENTED without   yes
+    UNAVAILABLE, QUEUE_FULL, QUOTA_EXCEEDED                 yes, after the server's RetryInfo
+    ABORTED (DRAINING, OWNER_CHANGED, SLOW_READER)          yes
+    any other                                               no
 
-All that the client asks for may be asked again: what generates carries an id, under which the service runs it once.
+Every request of the client may be repeated: one that generates carries an id, and the service runs an id once.
 
-    cause                                          rests
+    cause                                          backs off
     a lost connection, no ErrorInfo, DRAINING      the router, for all calls
     QUOTA_EXCEEDED                                 all routers, for this call: they share the quota
     any other: QUEUE_FULL, NO_WORKER ...           the router, for this call
 
-    nothing has come yet      each router once, and ``MORE_TRIES``; after QUOTA_EXCEEDED these alone
-    a stream has begun        for ``patience`` seconds after it broke, counted anew whenever something comes
-    a deadline                holds for both: a try that would come too late is not waited for
+    limit of tries
+    before the first message   each router once, and `MORE_TRIES`; after QUOTA_EXCEEDED only these
+    a stream that has begun    `patience` seconds after it broke, counted anew after each new message
+    a deadline                 limits both: a try that would begin after it is not waited for
 """
 
 from __future__ import annotations
@@ -25,108 +26,105 @@ import math
 
 import grpc
 
-from decant.client.balancer import SPREAD, RouterSelector, Turn
+from decant.client.balancer import JITTER, RouterSelector, Selection
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import InvalidArgument, ServiceError
 
 MORE_TRIES = 2
 LONGEST_PAUSE_S = 30.0
-"""Before anything has come. An error whose server asks for a longer pause is raised."""
+"""Before the first message. An error whose server asks for a longer pause is raised."""
 
-_LOST = frozenset(
+_LOST_CODES = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.CANCELLED,
         grpc.StatusCode.INTERNAL,
         grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.UNIMPLEMENTED,  # another's server: a dead router's address is free for anyone to take
+        grpc.StatusCode.UNIMPLEMENTED,  # a dead router's address may be another server's by now
     }
 )
+_ROUTER_REASONS = frozenset({Reason.UNSPECIFIED, Reason.DRAINING})
+_MOVED_REASONS = frozenset({Reason.DRAINING, Reason.OWNER_CHANGED, Reason.SLOW_READER})
+"""Reasons after which the request runs at another router, or is complete in the store."""
 
 
-_OF_ROUTER = frozenset({Reason.UNSPECIFIED, Reason.DRAINING})
-_MOVED = frozenset({Reason.DRAINING, Reason.OWNER_CHANGED, Reason.SLOW_READER})
-"""The request goes on at another router, or is whole in the store."""
-
-
-def may_try_again(error: ServiceError) -> bool:
-    """Whether the same, asked elsewhere or later, may be answered."""
+def is_retryable(error: ServiceError) -> bool:
+    """Whether the same request may succeed at another router or later."""
     if error.reason is Reason.UNSPECIFIED:
-        return error.code in _LOST
-    return error.retryable or error.reason in _MOVED
+        return error.code in _LOST_CODES
+    return error.retryable or error.reason in _MOVED_REASONS
 
 
 class RetryState:
-    """The tries of one call, or of one stream and what it is resumed with."""
+    """Retries of one call, or of one stream with the calls that resume it."""
 
-    def __init__(self, turns: RouterSelector, seconds: float | None = None, patience: float = 0.0) -> None:
-        """`seconds` until the deadline, None without one; `patience` with a stream that has begun, 0 for none. The
-        first try is not held up by what others met: it begins at once. Raises InvalidArgument for `seconds` that are no
-        finite number."""
+    def __init__(self, selector: RouterSelector, seconds: float | None = None, patience: float = 0.0) -> None:
+        """`seconds` until the deadline, None without one; `patience` as above, 0 for no resumption. The first try
+        begins at once, whatever backoffs there are. Raises InvalidArgument unless `seconds` is a finite number."""
         if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
             limit = "a finite number of seconds, or None for no deadline"
             raise InvalidArgument("timeout", limit, repr(seconds))
         self.seconds = seconds
-        self._turns = turns
-        self._clock = turns.clock
-        self._deadline = None if seconds is None else turns.clock() + seconds
+        self._selector = selector
+        self._clock = selector.clock
+        self._deadline = None if seconds is None else selector.clock() + seconds
         self._patience = patience
-        self._rests = turns.rests_of_call()
-        self._unasked = set(range(turns.count))
+        self._backoffs = selector.backoffs_of_call()
+        self._untried = set(range(selector.count))
         self._left = MORE_TRIES
         self._has_begun = False
         self._broke_at: float | None = None
-        self._router = turns.take().router
-        self._is_well = False
+        self._router = selector.select().router
+        self._is_healthy = False
 
     @property
     def router(self) -> int:
-        """Whom to ask."""
+        """Index of the router to call."""
         return self._router
 
     def remaining(self) -> float | None:
         """Seconds until the deadline, at least 0; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
-    def heard(self) -> None:
-        """The router answered: with all of it, or with something new of a stream."""
-        if not self._is_well:
-            self._is_well = self._has_begun = True
+    def mark_progress(self) -> None:
+        """The router sent a response, or a new message of a stream."""
+        if not self._is_healthy:
+            self._is_healthy = self._has_begun = True
             self._broke_at = None
-            self._rests = self._turns.rests_of_call()
-            self._turns.answered(self._router)
+            self._backoffs = self._selector.backoffs_of_call()
+            self._selector.answered(self._router)
 
-    def after(self, error: ServiceError) -> float:
-        """The seconds to wait before `router`, which may be another now, is asked. Raises `error` where it is final."""
-        if not may_try_again(error):
+    def pause_after(self, error: ServiceError) -> float:
+        """Select the next `router`. Returns the seconds to wait before its call. Raises `error` where it is final."""
+        if not is_retryable(error):
             raise error
-        self._is_well = False
-        self._rest(error)
-        turn = self._turns.take(self._rests)
-        if self._is_late(turn):
+        self._is_healthy = False
+        self._back_off(error)
+        selection = self._selector.select(self._backoffs)
+        if self._is_late(selection):
             raise error
-        self._router = turn.router
-        return turn.pause
+        self._router = selection.router
+        return selection.pause
 
-    def _rest(self, error: ServiceError) -> None:
-        asked_for = self._turns.spread(error.retry_after or 0.0)
-        self._unasked.discard(self._router)
-        if error.reason in _OF_ROUTER:
-            self._turns.failed(self._router, asked_for)
+    def _back_off(self, error: ServiceError) -> None:
+        at_least = self._selector.add_jitter(error.retry_after or 0.0)
+        self._untried.discard(self._router)
+        if error.reason in _ROUTER_REASONS:
+            self._selector.failed(self._router, at_least)
             return
-        self._turns.answered(self._router)
+        self._selector.answered(self._router)
         shared = error.reason is Reason.QUOTA_EXCEEDED
-        for router in range(self._turns.count) if shared else [self._router]:
-            self._rests.failed(router, asked_for)
+        for router in range(self._selector.count) if shared else [self._router]:
+            self._backoffs.failed(router, at_least)
         if shared:
-            self._unasked.clear()
+            self._untried.clear()
 
-    def _is_late(self, turn: Turn) -> bool:
+    def _is_late(self, selection: Selection) -> bool:
         now = self._clock()
-        if self._deadline is not None and now + turn.pause >= self._deadline:
+        if self._deadline is not None and now + selection.pause >= self._deadline:
             return True
         if self._has_begun:
             self._broke_at = now if self._broke_at is None else self._broke_at
-            return now + turn.pause >= self._broke_at + self._patience
-        self._left -= turn.router not in self._unasked
-        return self._left < 0 or turn.pause > LONGEST_PAUSE_S * (1 + SPREAD)
+            return now + selection.pause >= self._broke_at + self._patience
+        self._left -= selection.router not in self._untried
+        return self._left < 0 or selection.pause > LONGEST_PAUSE_S * (1 + JITTER)

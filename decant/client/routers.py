@@ -1,5 +1,7 @@
-"""All routers that a client knows: who is asked, and again after what. The blocking and the awaiting kind differ in
-how they wait, and in nothing else; what they decide stands in `decant.client.retry` and `decant.client.balancer`.
+"""Calls to the routers of a client, with retries, for threads and for an event loop.
+
+The two kinds differ only in how they wait. `decant.client.balancer` selects the router, `decant.client.retry` decides
+what is tried again.
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ from weakref import WeakSet
 import grpc
 from google.protobuf.message import Message
 
-from decant.client.balancer import RouterSelector
+from decant.client.balancer import Backoff, RouterSelector
 from decant.client.channel import Tls, credentials_of, open_async, open_blocking
 from decant.client.retry import RetryState
-from decant.client.transport import clearer
+from decant.client.transport import with_advice
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.runtime.errors import Cancelled, EndedCall, ServiceError, from_call
 
 CANCEL_SECONDS = 2.0
-"""For the cancel of a request that is being left: a router that is gone must not hold up its client."""
+"""Deadline of a cancel: a router that is gone must not hold up its client."""
 
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """gRPC's error of a call becomes the service's own."""
+    """Raise gRPC's error of a call as the service's typed error."""
     try:
         yield
     except grpc.RpcError as error:
@@ -41,134 +43,133 @@ def closed_here() -> Cancelled:
 
 
 class CancelSignal:
-    """Ends the waiting of one call or stream, for good. Rung from any thread and from a signal handler, also in the
-    middle of `wait`: a SimpleQueue allows that, an Event does not."""
+    """Ends the waits of one call or stream. `set` may be called from any thread and from a signal handler, also inside
+    `wait`: a SimpleQueue allows that, an Event does not."""
 
     def __init__(self) -> None:
-        self.has_rung = False
-        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.is_set = False
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def ring(self) -> None:
-        self.has_rung = True
-        self._rings.put(None)
+    def set(self) -> None:
+        self.is_set = True
+        self._wakeups.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Until it rings, so long at most."""
-        if seconds > 0 and not self.has_rung:
+        """Wait until it is set, at most for so long."""
+        if seconds > 0 and not self.is_set:
             with contextlib.suppress(queue.Empty):
-                self._rings.get(timeout=seconds)
+                self._wakeups.get(timeout=seconds)
 
 
 class Routers:
-    """For threads, which may share one."""
+    """For threads, which may share it."""
 
-    def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None) -> None:
-        """Connects when first asked. Raises OSError for a TLS file that can't be read, ValueError for a token that
+    def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None, backoff: Backoff) -> None:
+        """Connects with the first call. Raises OSError for a TLS file that can't be read, ValueError for a token that
         can't be sent."""
         self.addresses = addresses
         self._metadata = credentials_of(token)
         self._has_tls = tls is not None
-        self.turns = RouterSelector(len(addresses))
+        self.selector = RouterSelector(len(addresses), backoff=backoff)
         self._channels = [open_blocking(address, tls) for address in addresses]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
-        self._bells: WeakSet[CancelSignal] = WeakSet()
+        self._signals: WeakSet[CancelSignal] = WeakSet()
         self._is_closed = False
-        self._lock = threading.RLock()  # a stream that is collected as garbage is left, at whatever point that is
+        self._lock = threading.RLock()  # reentrant: garbage collection may close a stream at any point
 
-    def bell(self) -> CancelSignal:
-        """Rings when all is closed."""
-        made = CancelSignal()
+    def cancel_signal(self) -> CancelSignal:
+        """A signal that is also set by `close`."""
+        signal = CancelSignal()
         with self._lock:
             if self._is_closed:
-                made.ring()
+                signal.set()
             else:
-                self._bells.add(made)
-        return made
+                self._signals.add(signal)
+        return signal
 
-    def ask(self, method: str, request: Message, seconds: float | None) -> Any:
-        """The response of a unary method, from whoever can give it. Raises ServiceError."""
-        tries, bell = RetryState(self.turns, seconds), self.bell()
+    def call(self, method: str, request: Message, seconds: float | None) -> Any:
+        """The response of a unary method, from any router. Raises ServiceError."""
+        retries, signal = RetryState(self.selector, seconds), self.cancel_signal()
         while True:
             try:
                 with typed_errors():
-                    return self._asked_once(method, request, tries)
+                    return self._call_once(method, request, retries)
             except ServiceError as error:
-                self.wait(tries, bell, error)
+                self.wait(retries, signal, error)
 
-    def begin(self, method: str, request: Message, tries: RetryState) -> Any:
-        """The call of a stream, where it is whose turn it is. Raises Cancelled when all is closed."""
-        return self._start(getattr(self._stubs[tries.router], method), request, tries)
+    def start_call(self, method: str, request: Message, retries: RetryState) -> Any:
+        """Start the call of a stream at the selected router. Raises Cancelled after `close`."""
+        return self._start(getattr(self._stubs[retries.router], method), request, retries)
 
-    def wait(self, tries: RetryState, bell: CancelSignal, error: ServiceError) -> None:
-        """Until the next try. Raises `error` where there is none, Cancelled when the bell rings."""
-        if not bell.has_rung:
-            bell.wait(tries.after(self._clearer(error, tries)))
-        if bell.has_rung:
+    def wait(self, retries: RetryState, signal: CancelSignal, error: ServiceError) -> None:
+        """Wait until the next try. Raises `error` where there is none, Cancelled once `signal` is set."""
+        if not signal.is_set:
+            signal.wait(retries.pause_after(self._with_advice(error, retries)))
+        if signal.is_set:
             raise closed_here() from None
 
-    def _clearer(self, error: ServiceError, tries: RetryState) -> ServiceError:
-        return clearer(error, self.addresses[tries.router], tls=self._has_tls, seconds=tries.seconds)
+    def _with_advice(self, error: ServiceError, retries: RetryState) -> ServiceError:
+        return with_advice(error, self.addresses[retries.router], tls=self._has_tls, seconds=retries.seconds)
 
-    def leave(self, request_id: str) -> None:
-        """Cancels what nobody waits for any more. The end of its call says the same, only later, so an error here is
-        none."""
+    def cancel_request(self, request_id: str) -> None:
+        """Cancel a request whose stream is closed. Errors are ignored: the end of its call cancels it too, later."""
         with contextlib.suppress(ServiceError):
-            self.ask("CancelGeneration", pb.CancelGenerationRequest(request_id=request_id), CANCEL_SECONDS)
+            self.call("CancelGeneration", pb.CancelGenerationRequest(request_id=request_id), CANCEL_SECONDS)
 
     def close(self) -> None:
-        """Ends every call and every wait."""
+        """End every call and every wait."""
         with self._lock:
             self._is_closed = True
-            for bell in self._bells:
-                bell.ring()
+            for signal in self._signals:
+                signal.set()
         for channel in self._channels:
             channel.close()
 
-    def _asked_once(self, method: str, request: Message, tries: RetryState) -> Any:
-        call = self._start(getattr(self._stubs[tries.router], method).future, request, tries)
+    def _call_once(self, method: str, request: Message, retries: RetryState) -> Any:
+        call = self._start(getattr(self._stubs[retries.router], method).future, request, retries)
         try:
             response = call.result()
         finally:
             call.cancel()
-        tries.heard()
+        retries.mark_progress()
         return response
 
-    def _start(self, call: Any, request: Message, tries: RetryState) -> Any:
-        with self._lock:  # a channel that is being closed takes no calls
+    def _start(self, method: Any, request: Message, retries: RetryState) -> Any:
+        with self._lock:  # a channel that is being closed accepts no calls
             if self._is_closed:
                 raise closed_here()
-            return call(request, timeout=tries.remaining(), metadata=self._metadata)
+            return method(request, timeout=retries.remaining(), metadata=self._metadata)
 
 
-class AsyncBell:
-    """Ends the waiting of one call or stream, for good."""
+class AsyncCancelSignal:
+    """Ends the waits of one call or stream."""
 
     def __init__(self) -> None:
-        self._rings = asyncio.Event()
+        self._wakeups = asyncio.Event()
 
     @property
-    def has_rung(self) -> bool:
-        return self._rings.is_set()
+    def is_set(self) -> bool:
+        return self._wakeups.is_set()
 
-    def ring(self) -> None:
-        self._rings.set()
+    def set(self) -> None:
+        self._wakeups.set()
 
     async def wait(self, seconds: float) -> None:
-        """Until it rings, so long at most."""
+        """Wait until it is set, at most for so long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._rings.wait()
+                await self._wakeups.wait()
 
 
 @contextlib.contextmanager
-def typed_errors_until(bell: AsyncBell) -> Iterator[None]:
-    """`typed_errors`; a call that ends because the bell rings is not its task's own cancel."""
+def typed_errors_until(signal: AsyncCancelSignal) -> Iterator[None]:
+    """As `typed_errors`. Raises Cancelled, not CancelledError, for a call that `signal` ended."""
     try:
         with typed_errors():
             yield
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if bell.has_rung and task is not None and not task.cancelling():
+        if signal.is_set and task is not None and not task.cancelling():
             raise closed_here() from None
         raise
 
@@ -176,65 +177,65 @@ def typed_errors_until(bell: AsyncBell) -> Iterator[None]:
 class AsyncRouters:
     """For the tasks of one event loop."""
 
-    def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None) -> None:
-        """Connects when first asked. Raises OSError for a TLS file that can't be read, ValueError for a token that
+    def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None, backoff: Backoff) -> None:
+        """Connects with the first call. Raises OSError for a TLS file that can't be read, ValueError for a token that
         can't be sent."""
         self.addresses = addresses
         self._metadata = credentials_of(token)
         self._has_tls = tls is not None
-        self.turns = RouterSelector(len(addresses))
+        self.selector = RouterSelector(len(addresses), backoff=backoff)
         self._channels = [open_async(address, tls) for address in addresses]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
-        self._bells: WeakSet[AsyncBell] = WeakSet()
+        self._signals: WeakSet[AsyncCancelSignal] = WeakSet()
         self._is_closed = False
 
-    def bell(self) -> AsyncBell:
-        """Rings when all is closed."""
-        made = AsyncBell()
+    def cancel_signal(self) -> AsyncCancelSignal:
+        """A signal that is also set by `close`."""
+        signal = AsyncCancelSignal()
         if self._is_closed:
-            made.ring()
+            signal.set()
         else:
-            self._bells.add(made)
-        return made
+            self._signals.add(signal)
+        return signal
 
-    async def ask(self, method: str, request: Message, seconds: float | None) -> Any:
-        """The response of a unary method, from whoever can give it. Raises ServiceError."""
-        tries, bell = RetryState(self.turns, seconds), self.bell()
+    async def call(self, method: str, request: Message, seconds: float | None) -> Any:
+        """The response of a unary method, from any router. Raises ServiceError."""
+        retries, signal = RetryState(self.selector, seconds), self.cancel_signal()
         while True:
             try:
-                with typed_errors_until(bell):
-                    response = await self.begin(method, request, tries)
-                tries.heard()
+                with typed_errors_until(signal):
+                    response = await self.start_call(method, request, retries)
+                retries.mark_progress()
                 return response
             except ServiceError as error:
-                await self.wait(tries, bell, error)
+                await self.wait(retries, signal, error)
 
-    def begin(self, method: str, request: Message, tries: RetryState) -> Any:
-        """The call, where it is whose turn it is. Raises Cancelled when all is closed."""
+    def start_call(self, method: str, request: Message, retries: RetryState) -> Any:
+        """Start a call at the selected router. Raises Cancelled after `close`."""
         if self._is_closed:
             raise closed_here()
-        call = getattr(self._stubs[tries.router], method)
-        return call(request, timeout=tries.remaining(), metadata=self._metadata)
+        call = getattr(self._stubs[retries.router], method)
+        return call(request, timeout=retries.remaining(), metadata=self._metadata)
 
-    async def wait(self, tries: RetryState, bell: AsyncBell, error: ServiceError) -> None:
-        """Until the next try. Raises `error` where there is none, Cancelled when the bell rings."""
-        if not bell.has_rung:
-            await bell.wait(tries.after(self._clearer(error, tries)))
-        if bell.has_rung:
+    async def wait(self, retries: RetryState, signal: AsyncCancelSignal, error: ServiceError) -> None:
+        """Wait until the next try. Raises `error` where there is none, Cancelled once `signal` is set."""
+        if not signal.is_set:
+            await signal.wait(retries.pause_after(self._with_advice(error, retries)))
+        if signal.is_set:
             raise closed_here() from None
 
-    def _clearer(self, error: ServiceError, tries: RetryState) -> ServiceError:
-        return clearer(error, self.addresses[tries.router], tls=self._has_tls, seconds=tries.seconds)
+    def _with_advice(self, error: ServiceError, retries: RetryState) -> ServiceError:
+        return with_advice(error, self.addresses[retries.router], tls=self._has_tls, seconds=retries.seconds)
 
-    async def leave(self, request_id: str) -> None:
-        """Cancels what nobody waits for any more; see `Routers.leave`."""
+    async def cancel_request(self, request_id: str) -> None:
+        """See `Routers.cancel_request`."""
         with contextlib.suppress(ServiceError):
-            await self.ask("CancelGeneration", pb.CancelGenerationRequest(request_id=request_id), CANCEL_SECONDS)
+            await self.call("CancelGeneration", pb.CancelGenerationRequest(request_id=request_id), CANCEL_SECONDS)
 
     async def close(self) -> None:
-        """Ends every call and every wait."""
+        """End every call and every wait."""
         self._is_closed = True
-        for bell in self._bells:
-            bell.ring()
+        for signal in self._signals:
+            signal.set()
         for channel in self._channels:
             await channel.close()

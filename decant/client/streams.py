@@ -1,10 +1,10 @@
-"""An answer that is being written, for whoever blocks and for whoever awaits.
+"""Streams of an answer, blocking and asyncio, which resume at another router when they break.
 
     GenerateStream --started, deltas--X                                     a connection breaks, a router drains
                                        ResumeStream(id, seq) --deltas----X
                                                                           ResumeStream(id, seq) --deltas, finished
 
-Nothing comes twice and nothing is left out: a seq means the same on every router.
+No token is repeated or lost: a seq means the same position at every router.
 """
 
 from __future__ import annotations
@@ -22,53 +22,53 @@ from decant.client.transcript import Transcript
 from decant.protos import inference_pb2 as pb
 from decant.runtime.errors import ServiceError
 
-Asked = pb.GenerateRequest | pb.ResumeStreamRequest
-"""With what a stream begins."""
+StreamRequest = pb.GenerateRequest | pb.ResumeStreamRequest
+"""The first request of a stream."""
 
 
 class ResumableStream(Transcript):
-    """What both kinds of stream share: how far it is, and what it would be resumed with."""
+    """Common part of both kinds of stream: its progress, and the request that resumes it."""
 
-    def __init__(self, asked: Asked, addresses: tuple[str, ...], tries: RetryState) -> None:
-        super().__init__(asked.request_id)
+    def __init__(self, request: StreamRequest, addresses: tuple[str, ...], retries: RetryState) -> None:
+        super().__init__(request.request_id)
         self.resumed_at: list[str] = []
-        """The routers that the stream went on at after it broke; empty if it never did."""
-        self._asked = asked
+        """Addresses of the routers where the stream was resumed, in order."""
+        self._request = request
         self._addresses = addresses
-        self._tries = tries
+        self._retries = retries
         self._is_over = False
         self._is_resuming = False
-        if isinstance(asked, pb.ResumeStreamRequest):
-            self.seq = asked.after_seq
+        if isinstance(request, pb.ResumeStreamRequest):
+            self.seq = request.after_seq
 
     @property
     def router(self) -> str:
-        """The router that it is read from, by its address."""
-        return self._addresses[self._tries.router]
+        """Address of the router that sends the stream."""
+        return self._addresses[self._retries.router]
 
     @property
     def _cancels(self) -> bool:
-        """Whether the request ends with whoever leaves its stream: it began with this one, and wasn't detached."""
-        asked = self._asked
+        """Whether closing the stream cancels the request: it began with this stream and is not detached."""
+        request = self._request
         return (
-            isinstance(asked, pb.GenerateRequest)
-            and asked.stream.on_disconnect != pb.StreamOptions.ON_DISCONNECT_DETACH
+            isinstance(request, pb.GenerateRequest)
+            and request.stream.on_disconnect != pb.StreamOptions.ON_DISCONNECT_DETACH
         )
 
     def _next_call(self) -> tuple[str, Message]:
-        """The method and request that bring what has not come yet. Before anything has, the same request again
-        finds what runs under its id, or runs it where nobody has heard of it."""
-        if not self.seq and isinstance(self._asked, pb.GenerateRequest):
-            return "GenerateStream", self._asked
+        """Method and request for the rest of the stream. Before the first message it is the first request again: a
+        router attaches to the request that runs under its id, or starts it."""
+        if not self.seq and isinstance(self._request, pb.GenerateRequest):
+            return "GenerateStream", self._request
         return "ResumeStream", pb.ResumeStreamRequest(request_id=self.request_id, after_seq=self.seq)
 
     def _resumption(self) -> tuple[str, Message]:
         self._is_resuming = self.started is not None
         return self._next_call()
 
-    def _heard(self, message: pb.GenerateStreamResponse) -> Delta | None:
+    def _receive(self, message: pb.GenerateStreamResponse) -> Delta | None:
         if message.seq > self.seq or self.started is None or message.HasField("usage"):
-            self._tries.heard()  # something new: a stream that is resumed begins with what is known
+            self._retries.mark_progress()  # a resumed stream begins with messages that are known already
         if self._is_resuming:
             self._is_resuming = False
             self.resumed_at.append(self.router)
@@ -76,32 +76,32 @@ class ResumableStream(Transcript):
 
 
 class Stream(ResumableStream):
-    """An answer that is being written; iterating gives its deltas. What has arrived so far stays readable: `text`,
-    `outputs`, and after the end `finished`, `usage` and `receipt`.
+    """The stream of an answer; iterate for its deltas. All that has arrived stays readable: `text`, `outputs`, and
+    after the end `finished`, `usage` and `receipt`.
 
-    A stream that breaks goes on at another router by itself; `resumed_at` says where. Whoever leaves it early (a
-    break, an exception, the end of a ``with``) cancels the request, unless it was detached.
+    A stream that breaks resumes at another router by itself; `resumed_at` lists them. Leaving it early (a break, an
+    exception, the end of a ``with``) cancels the request, unless it is detached.
     """
 
-    def __init__(self, routers: Routers, asked: Asked, tries: RetryState) -> None:
+    def __init__(self, routers: Routers, request: StreamRequest, retries: RetryState) -> None:
         """For `Client.stream` and `Client.resume`."""
-        super().__init__(asked, routers.addresses, tries)
+        super().__init__(request, routers.addresses, retries)
         self._routers = routers
-        self._bell = routers.bell()
-        self._call = routers.begin(*self._next_call(), tries)
+        self._signal = routers.cancel_signal()
+        self._call = routers.start_call(*self._next_call(), retries)
 
     def __iter__(self) -> Iterator[Delta]:
-        """Raises the error with which the stream ended, if it did."""
+        """Raises the error with which the stream ended, if any."""
         try:
             while not self.is_complete:
                 try:
                     with typed_errors():
                         for message in self._call:
-                            if delta := self._heard(message):
+                            if delta := self._receive(message):
                                 yield delta
                     break
                 except ServiceError as error:
-                    self._go_on(error)
+                    self._resume_after(error)
             self._is_over = True
         except ServiceError:
             self._is_over = True
@@ -110,28 +110,28 @@ class Stream(ResumableStream):
             self.close()
 
     def close(self) -> None:
-        """Cancels the request unless it has ended or was detached. May be repeated."""
+        """Cancel the request unless it has ended or is detached. May be repeated."""
         if not self._is_over:
             self._is_over = True
-            self._bell.ring()
+            self._signal.set()
             try:
                 if self._cancels:
-                    self._routers.leave(self.request_id)
+                    self._routers.cancel_request(self.request_id)
             finally:
                 self._call.cancel()
 
-    def break_off(self) -> None:
-        """Ends the call and tells nobody: iterating raises Cancelled. From any thread, and from a signal handler."""
-        self._bell.ring()
+    def disconnect(self) -> None:
+        """End the call without cancelling the request: iterating raises Cancelled. For any thread or signal handler."""
+        self._signal.set()
         self._call.cancel()
 
-    def _go_on(self, error: ServiceError) -> None:
-        """Opens the next call after `error` ended the last. Raises `error` where there is none."""
-        if self.is_complete:  # all had arrived but the call's end
+    def _resume_after(self, error: ServiceError) -> None:
+        """Start the next call after `error` ended the last. Raises `error` where there is none."""
+        if self.is_complete:  # only the call's end was missing
             return
-        self._routers.wait(self._tries, self._bell, error)
-        self._call = self._routers.begin(*self._resumption(), self._tries)
-        if self._bell.has_rung:
+        self._routers.wait(self._retries, self._signal, error)
+        self._call = self._routers.start_call(*self._resumption(), self._retries)
+        if self._signal.is_set:
             self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -144,27 +144,27 @@ class Stream(ResumableStream):
 
 
 class AsyncStream(ResumableStream):
-    """An answer that is being written; see `Stream`. Cancelling the task that reads leaves it too."""
+    """The stream of an answer; see `Stream`. Cancelling the task that reads it leaves it too."""
 
-    def __init__(self, routers: AsyncRouters, asked: Asked, tries: RetryState) -> None:
+    def __init__(self, routers: AsyncRouters, request: StreamRequest, retries: RetryState) -> None:
         """For `AsyncClient.stream` and `AsyncClient.resume`."""
-        super().__init__(asked, routers.addresses, tries)
+        super().__init__(request, routers.addresses, retries)
         self._routers = routers
-        self._bell = routers.bell()
-        self._call = routers.begin(*self._next_call(), tries)
+        self._signal = routers.cancel_signal()
+        self._call = routers.start_call(*self._next_call(), retries)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Raises the error with which the stream ended, if it did."""
+        """Raises the error with which the stream ended, if any."""
         try:
             while not self.is_complete:
                 try:
-                    with typed_errors_until(self._bell):
+                    with typed_errors_until(self._signal):
                         async for message in self._call:
-                            if delta := self._heard(message):
+                            if delta := self._receive(message):
                                 yield delta
                     break
                 except ServiceError as error:
-                    await self._go_on(error)
+                    await self._resume_after(error)
             self._is_over = True
         except ServiceError:
             self._is_over = True
@@ -173,27 +173,27 @@ class AsyncStream(ResumableStream):
             await self.close()
 
     async def close(self) -> None:
-        """Cancels the request unless it has ended or was detached. May be repeated."""
+        """Cancel the request unless it has ended or is detached. May be repeated."""
         if not self._is_over:
             self._is_over = True
-            self._bell.ring()
+            self._signal.set()
             try:
                 if self._cancels:
-                    await self._routers.leave(self.request_id)
+                    await self._routers.cancel_request(self.request_id)
             finally:
                 self._call.cancel()
 
-    def break_off(self) -> None:
-        """Ends the call and tells nobody: iterating raises Cancelled."""
-        self._bell.ring()
+    def disconnect(self) -> None:
+        """End the call without cancelling the request: iterating raises Cancelled."""
+        self._signal.set()
         self._call.cancel()
 
-    async def _go_on(self, error: ServiceError) -> None:
-        """Opens the next call after `error` ended the last. Raises `error` where there is none."""
+    async def _resume_after(self, error: ServiceError) -> None:
+        """Start the next call after `error` ended the last. Raises `error` where there is none."""
         if self.is_complete:
             return
-        await self._routers.wait(self._tries, self._bell, error)
-        self._call = self._routers.begin(*self._resumption(), self._tries)
+        await self._routers.wait(self._retries, self._signal, error)
+        self._call = self._routers.start_call(*self._resumption(), self._retries)
 
     async def __aenter__(self) -> Self:
         return self

@@ -8,14 +8,14 @@ from decant.protos import inference_pb2 as pb
 
 
 class Transcript:
-    """What has arrived of a stream so far; complete once it has ended."""
+    """All that has arrived of a stream."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.seq = 0
-        """Output tokens that have arrived; where a stream can be resumed."""
+        """Output tokens that have arrived; the position to resume from."""
         self.started: pb.Started | None = None
-        """The model that answers, the prompt's tokens, the seed; comes right before the first delta."""
+        """Model, number of prompt tokens and seed; arrives right before the first delta."""
         self.usage: Usage | None = None
         self.receipt: Receipt | None = None
         self._finished: dict[int, Finished] = {}
@@ -23,7 +23,7 @@ class Transcript:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last message has arrived: it alone brings the usage."""
+        """Whether the last message has arrived, the one with the usage."""
         return self.usage is not None
 
     @property
@@ -52,7 +52,7 @@ class Transcript:
         )
 
     def _take(self, message: pb.GenerateStreamResponse) -> Delta | None:
-        """Adds a message; what it brings to read, if anything."""
+        """Add a message; returns its delta, if any."""
         self.seq = message.seq
         if message.HasField("usage"):
             self.usage = results.plain(Usage, message.usage)
@@ -68,8 +68,8 @@ class Transcript:
         return None
 
     def _add(self, delta: Delta) -> Delta | None:
-        """None for text that is there already. An output may end with text that no new token brings; where its stream
-        broke right after, no seq tells that it has arrived."""
+        """None for text that has arrived already: a final delta may have text without tokens, and if the stream breaks
+        right after it, the seq does not show that it arrived."""
         deltas = self._deltas.setdefault(delta.index, [])
         if not delta.num_tokens and deltas and not deltas[-1].num_tokens:
             return None

@@ -1,4 +1,4 @@
-"""What gRPC itself says of a call that got no answer, in words that say what to do. No I/O."""
+"""Adds advice to gRPC's own errors of calls without a response. No I/O."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _NO_CONNECTION = re.compile(
     re.DOTALL,
 )
 _CLOSED = "Socket closed"
-"""What a server with TLS does to a plaintext call, or to one without the certificate that it asks for."""
+"""gRPC's text where a server with TLS gets a plaintext call, or one without the client certificate that it needs."""
 _NO_TLS = "WRONG_VERSION_NUMBER"
-"""What OpenSSL says of bytes that are no TLS."""
+"""OpenSSL's text for bytes that are not TLS."""
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _OTHER_NAME = "Hostname Verification Check failed"
 
 
-def clearer(error: ServiceError, router: str, *, tls: bool, seconds: float | None) -> ServiceError:
-    """The error of a call to `router`: a deadline that passed at the client has the reason that the service gives it,
-    and a connection that did not come about says why. Any other is returned as it is.
+def with_advice(error: ServiceError, router: str, *, tls: bool, seconds: float | None) -> ServiceError:
+    """The error of a call to `router`, typed for a deadline that passed at the client, with the cause for a connection
+    that failed. Any other is returned unchanged.
 
-    `tls`: whether the client speaks TLS. `seconds`: the deadline of the call.
+    `tls`: whether the client uses TLS. `seconds`: the deadline of the call.
     """
     if error.reason is not Reason.UNSPECIFIED:
         return error

@@ -128,13 +128,13 @@ def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
     """
     asked = False
 
-    def break_off(*_: object) -> None:
+    def disconnect(*_: object) -> None:
         nonlocal asked
         asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        stream.break_off()
+        stream.disconnect()
 
-    before = signal.signal(signal.SIGINT, break_off)
+    before = signal.signal(signal.SIGINT, disconnect)
     try:
         yield
     except Cancelled:

@@ -12,7 +12,7 @@ from google.protobuf.descriptor_pb2 import EnumDescriptorProto
 from google.rpc import error_details_pb2
 
 import decant
-from decant.client.retry import may_try_again
+from decant.client.retry import is_retryable
 from decant.runtime import errors
 from decant.runtime.error_details import ErrorDetail, Reason
 from docs.generate import proto_comments as proto
@@ -109,6 +109,6 @@ def _error(name: str, status: str) -> errors.ServiceError:
 
 
 def _again(error: errors.ServiceError) -> str:
-    if not may_try_again(error):
+    if not is_retryable(error):
         return "no retry"
     return "resume" if error.code is grpc.StatusCode.ABORTED else "call again"

@@ -1,13 +1,13 @@
-"""What lies in a model folder or under a hub name, and whether it may be opened at all.
+"""Checkpoints: model folders and hub repositories, checked before they are opened.
 
-Safetensors only; no code from a repository is ever run.
+Safetensors only; no code of a repository is run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,6 @@ from transformers import (
 from decant.engine.checkpoint import model_types, weight_files
 from decant.engine.checkpoint.weight_hash import Digests, digest_files
 from decant.engine.checkpoint.weight_shapes import CONSTANTS, predicting
-from decant.engine.cpu import kernels as native
 from decant.engine.errors import InvalidConfig, ModelRefused
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model import rope
@@ -52,14 +51,14 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-"""What transformers and a model's code raise over a checkpoint that is broken, or of a kind that is not served."""
+"""Exceptions of transformers and of model code for broken or unsupported checkpoints."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @contextmanager
 def refusing(name: str, what: str) -> Iterator[None]:
-    """Whatever goes wrong inside refuses the model, with ``what`` as the reason. Raises ModelRefused."""
+    """Turn the block's ``FAILURES`` into ModelRefused, with ``what`` as the reason."""
     try:
         yield
     except FAILURES as error:
@@ -82,7 +81,7 @@ def choose_device(name: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that may be opened; its weights are not read yet. ``revision``: of a hub name, the commit."""
+    """A checkpoint that may be opened; weights are not read yet. ``revision``: commit of a hub name."""
 
     path: str
     revision: str | None
@@ -93,18 +92,18 @@ class Checkpoint:
         architectures = self.config.architectures or [self.config.model_type]
         return f"{architectures[0]} ({self.path})"
 
-    def choose_dtype(self, name: str, device: torch.device) -> torch.dtype:
+    def choose_dtype(self, name: str, fast: Set[torch.dtype]) -> torch.dtype:
         """The named dtype, or the checkpoint's own. Raises InvalidConfig.
 
-        A CPU multiplies float16 three orders of magnitude slower than bfloat16: there a float16 checkpoint is
-        loaded as bfloat16, and float16 asked for by name is refused.
+        ``fast``: dtypes that the device multiplies at full speed. If float16 is not among them, a float16 checkpoint
+        is loaded as bfloat16, and float16 by name is refused.
         """
         stored = self.config.get_text_config().dtype or self.config.dtype or "float32"
         named = str(stored).removeprefix("torch.") if name == "auto" else name
         if named not in DTYPES:
             raise InvalidConfig("dtype", f"one of {', '.join(DTYPES)}; the checkpoint has another", named)
         dtype = DTYPES[named]
-        if device.type == "cpu" and dtype == torch.float16:
+        if dtype not in fast:
             if name == "auto":
                 return torch.bfloat16
             raise InvalidConfig("dtype", "bfloat16 or float32 on a CPU, which has no fast float16", name)
@@ -121,13 +120,13 @@ class Checkpoint:
             if context_length is None:
                 raise ModelRefused(self.name, "it names no max_position_embeddings; give a window")
             return context_length
-        reach = rope.reach(text, most)
-        if context_length is not None and context_length > reach:
-            raise InvalidConfig("window", f"at most the checkpoint's {reach} positions", context_length)
+        positions = rope.max_positions(text, most)
+        if context_length is not None and context_length > positions:
+            raise InvalidConfig("window", f"at most the checkpoint's {positions} positions", context_length)
         return context_length or rope.default_length(text, most)
 
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        """Weights into transformers' own causal model; parts for other media are left empty. Raises ModelRefused."""
+        """Load the weights into transformers' causal model; towers of other media are dropped. Raises ModelRefused."""
         with refusing(self.name, "transformers can't load it"):
             loaded: Any = _auto_class(self.config).from_pretrained(
                 self.path,
@@ -141,12 +140,12 @@ class Checkpoint:
             )
         model: PreTrainedModel = loaded[0]
         missing = sorted(loaded[1]["missing_keys"])
-        if missing:  # transformers goes on with random numbers
+        if missing:  # transformers would use random numbers
             raise ModelRefused(self.name, f"it lacks {len(missing)} of its weights, {missing[0]} among them")
         if surplus := _surplus(loaded[1]["unexpected_keys"], self.config.get_text_config()):
             reason = f"it has {len(surplus)} weights that the model does not use, {surplus[0]} among them"
             raise ModelRefused(self.name, reason)
-        if self.revision is not None:  # a hub's weight files are there only now
+        if self.revision is not None:  # only now are a hub's weight files here
             folder = _fetch_small(self.path, self.revision)
             weight_files.check_weights(folder, weight_files.read_config(folder))
         _drop_other_media(model)
@@ -155,8 +154,10 @@ class Checkpoint:
         return model
 
     def weights(self) -> Digests:
-        """What stands for the weights: a hub commit, or digests of a folder's configuration and weight files, which are
-        read unless their digests are kept. Raises ModelRefused."""
+        """Identity of the weights: a hub commit, or digests of a folder's configuration and weight files.
+
+        Files are read unless their digests are cached. Raises ModelRefused.
+        """
         if self.revision is not None:
             return Digests((f"{self.path}@{self.revision}",), {})
         folder = Path(self.path)
@@ -165,7 +166,7 @@ class Checkpoint:
             return digest_files([folder / "config.json", *files])
 
     def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
-        """End tokens, from the generation config if it names any. One that the vocabulary lacks is never drawn."""
+        """End tokens that are in the vocabulary, from the generation config if it names any."""
         generation = getattr(model, "generation_config", None)
         named = generation.eos_token_id if generation is not None else None
         named = self.config.get_text_config().eos_token_id if named is None else named
@@ -177,13 +178,13 @@ class Checkpoint:
 
 
 def open(path: str, revision: str | None = None) -> Checkpoint:
-    """Read the configuration of a folder or hub name. Raises ModelRefused with what stands in the way."""
+    """Read the configuration of a folder or hub name. Raises ModelRefused."""
     local = Path(path).exists()
     if local:
         weight_files.check(Path(path))
     with refusing(path, "its configuration can't be read" if local else "no folder, and no hub name within reach"):
         folder = Path(path) if local else _fetch_small(path, revision)
-        revision = None if local else folder.name  # all that is read later is read of that commit
+        revision = None if local else folder.name  # later reads use that commit
     if not local:
         weight_files.check_adapters(folder, path)
     with refusing(path, "its configuration can't be read"):
@@ -201,13 +202,12 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
 
 
 def _fetch_small(name: str, revision: str | None) -> Path:
-    """The folder of a hub name on this machine, called as the commit, with the files by which it is judged."""
+    """Download the small files of a hub name; the folder is named by the commit."""
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "adapter_config.json"]))
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """The class of models that a checkpoint was saved from: of a multimodal one, the text model's own class would leave
-    the weights of other media over."""
+    """The model class of a checkpoint: the text class of a multimodal one would report surplus weights."""
     multimodal: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM if multimodal is None else AutoModelForImageTextToText
@@ -216,10 +216,9 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
-    """Tensors that the model has no use for, though they may matter: all but constants, and the layers that predict
-    further tokens, which follow the model's own where its configuration counts them.
+    """Tensors that the model does not use: all but constants and the layers that predict further tokens.
 
-    transformers has left out what the model's class lists in ``_keys_to_ignore_on_load_unexpected``.
+    transformers has removed those in the class's ``_keys_to_ignore_on_load_unexpected``.
     """
     further = predicting(getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", None))
     return sorted(
@@ -230,7 +229,7 @@ def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
 
 
 def _drop_other_media(model: PreTrainedModel) -> None:
-    """Free the towers of a multimodal checkpoint: submodels of a sub-config that is not the text's."""
+    """Replace the towers of a multimodal model: submodels of a sub-config that is not the text's."""
     text = model.config.get_text_config()
     if text is model.config:
         return
@@ -243,16 +242,14 @@ def _drop_other_media(model: PreTrainedModel) -> None:
 
 
 def layout_hash(
-    weights: Digests, layout: KvLayout, context_length: int, dtype: torch.dtype, device: torch.device
+    weights: Digests, layout: KvLayout, context_length: int, dtype: torch.dtype, hardware: tuple[str, str]
 ) -> str:
-    """Equal exactly when two devices can exchange blocks: same weights, shapes, software and kind of device."""
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else native.kind()
+    """Equal exactly when two devices can exchange blocks: same weights, shapes, software, device type and kind."""
     facts = [
         str(layout),
         str(context_length),
         str(dtype),
-        device.type,
-        kind,
+        *hardware,
         torch.__version__,
         transformers.__version__,
     ]

@@ -16,7 +16,7 @@ from decant.engine.cpu.threads import team
 from decant.engine.model.attention import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.step_batch import FlatBatch, Ints, ending
+from decant.engine.model.step_batch import FlatBatch, Ints, cut_before
 
 
 class _Step(ctypes.Structure):
@@ -60,11 +60,11 @@ class NativeAttention:
         self._views = views
         self._visible: dict[int, torch.Tensor] = {}  # for all layers of a view, by what Python calls it
         self._flat = flat  # the step points into its arrays
-        self._step = _Step(flat.lines.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
+        self._step = _Step(flat.row_table.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
         self.step = ctypes.addressof(self._step)
         self._asked: _Asked | None = None
         if keep is not None and len(keep) < len(flat.tokens):
-            self._late = lines, places = ending(flat, keep)
+            self._late = lines, places = cut_before(flat, keep)
             late = _Step(lines.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
             self._asked = _Asked(places.ctypes.data, len(places), late)
 
@@ -116,7 +116,7 @@ class NativeAttention:
         """Of what is a layer's own: its part of the blocks, what each token sees first, and which tokens its answer is
         needed of (0: all). Nobody attends to what the last layer answers."""
         asked = 0 if self._asked is None or layer < len(self._views) - 1 else ctypes.addressof(self._asked)
-        return self._store.places[layer], self._first_visible(self._views[layer]), asked
+        return self._store.layer_descriptors[layer], self._first_visible(self._views[layer]), asked
 
     def _first_visible(self, view: AttentionWindow) -> int:
         if (known := self._visible.get(id(view))) is None:

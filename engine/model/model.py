@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint becomes a device: loaded, learnt, made row-safe, probed, and given blocks."""
+"""Loads a Hugging Face checkpoint as a device: read weights, replace attention, prepare, probe, allocate blocks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ import torch
 from decant.engine.checkpoint import checkpoint
 from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.costs import StepCostModel
-from decant.engine.cpu import fused_layer as layer
-from decant.engine.cpu import fused_ops as small
-from decant.engine.cpu import linear as linears
 from decant.engine.errors import InvalidConfig, check_whole
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model import rope
 from decant.engine.model.attention.paged import TILE
+from decant.engine.model.backend import PARTS, Backend, make_backend
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.probe import ProbeResult, alone, check_attention, learn, probe, table, trials
+from decant.engine.model.probe import (
+    ProbeResult,
+    Subject,
+    check_attention,
+    learn_attention,
+    probe,
+    probe_sequences,
+    reference_logits,
+    token_embeddings,
+)
 from decant.engine.model.recurrent_state import refuse_other_state
 from decant.engine.model.runner import ModelRunner
 from decant.engine.plan import StepPlan, StepResult
@@ -26,14 +33,14 @@ from decant.engine.plan import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What to serve and with how much memory.
+    """Which model to serve, on what, with how much memory.
 
-    model       a folder or a hub name; ``revision`` pins the latter
-    dtype       "auto" (the checkpoint's; float16 becomes bfloat16 on a CPU), or a name in DTYPES
-    device      "auto" (CUDA when there is one), "cpu", "cuda", "cuda:1", ...
-    window      longest sequence served, in tokens; None: what the checkpoint names
-    kv_bytes    memory for the blocks
-    block_size  tokens per block: a power of two of at most 128
+    model           a folder or a hub name; ``revision`` pins the latter
+    dtype           "auto" (the checkpoint's; float16 becomes bfloat16 on a CPU), or a name in DTYPES
+    device          "auto" (CUDA when there is one), "cpu", "cuda", "cuda:1", ...
+    context_length  longest sequence, in tokens; None: the checkpoint's
+    kv_bytes        memory for the blocks
+    block_size      tokens per block: a power of two of at most 128
     """
 
     model: str
@@ -57,10 +64,7 @@ class ModelConfig:
 
 @dataclass(slots=True)
 class ModelDevice:
-    """A served model with its blocks: the ``Device`` of an engine.
-
-    ``verdict`` is what the probe found; ``costs`` are unknown until ``calibration`` measured them.
-    """
+    """A served model with its blocks: the ``Device`` of an engine. ``costs`` are unknown until ``calibration``."""
 
     store: KvStore
     runner: ModelRunner
@@ -69,7 +73,8 @@ class ModelDevice:
     eos_token_ids: frozenset[int]
     layout: str
     equal_bits: bool
-    verdict: ProbeResult
+    probe_result: ProbeResult
+    backend: Backend
     model: torch.nn.Module = field(repr=False)
     costs: StepCostModel = field(default_factory=StepCostModel)
 
@@ -96,57 +101,56 @@ class ModelDevice:
 
 
 HASHED, READ = 5, 20
-"""Percent of a load that is done when the weight files are hashed, and when they are read."""
+"""Percent of a load done when the weight files are hashed, and when they are read."""
 
 
 def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: None) -> ModelDevice:
     """Load a checkpoint and decide whether it is served. Raises ModelRefused, InvalidConfig.
 
-    Order matters: the reference is computed by transformers' own attention before anything is replaced. `progress` is
-    called with the part of the steps that is done, in percent.
+    The reference is computed by transformers' own attention before anything is replaced. ``progress`` gets the percent
+    done.
     """
     progress(0)
-    device = checkpoint.choose_device(config.device)
+    backend = make_backend(checkpoint.choose_device(config.device))
     source = checkpoint.open(config.model, config.revision)
-    dtype = source.choose_dtype(config.dtype, device)
+    dtype = source.choose_dtype(config.dtype, backend.dtypes)
     context_length = source.choose_context_length(config.context_length)
     weights = source.weights()
     progress(HASHED)
-    model = source.read(dtype, device)
+    model = source.read(dtype, backend.device)
     progress(READ)
     with checkpoint.refusing(source.name, "its rotary scaling can't be frozen"):
         rope.freeze(model, context_length)
-    refuse_other_state(model, source.name, trials(model, context_length)[0].tokens)
+    refuse_other_state(model, source.name, probe_sequences(model, context_length)[0].tokens)
     progress(40)
-    reference = alone(model, source.name, context_length)
+    reference = reference_logits(model, source.name, context_length)
     progress(60)
-    views, specs = learn(model, source.name, context_length)
+    views, specs = learn_attention(model, source.name, context_length)
     progress(70)
     layout = KvLayout(specs, config.block_size, dtype.itemsize)
     if config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
-    difference = check_attention(model, source.name, layout, views, reference, context_length)
+    subject = Subject(model, source.name, context_length, backend)
+    difference = check_attention(subject, layout, views, reference)
     progress(80)
-    if device.type == "cpu":
-        with checkpoint.refusing(source.name, "laying its weights out failed"):
-            linears.pack(model)
-        small.fuse(model, dtype)
-        layer.fuse(model, dtype)
-    weights.check_unchanged(source.name)  # only now are all of them copied from the mapped files
+    with checkpoint.refusing(source.name, "laying its weights out failed"):
+        backend.prepare(model, dtype)
+    weights.check_unchanged(source.name)  # all weights are copied from the mapped files now
     progress(90)
-    exact = probe(model, source.name, layout, views, reference, context_length)
+    exact = probe(subject, layout, views, reference)
     progress(98)
     eos = source.eos_token_ids(model)
-    store = KvStore(layout, config.kv_bytes // layout.block_bytes, dtype, device)
-    store.settle()
+    store = backend.make_store(layout, config.kv_bytes // layout.block_bytes, dtype)
+    store.prefault()
     return ModelDevice(
         store=store,
-        runner=ModelRunner(model, store, views, eos),
+        runner=ModelRunner(model, store, views, eos, backend),
         context_length=context_length,
-        vocab_size=table(model).num_embeddings,
+        vocab_size=token_embeddings(model).num_embeddings,
         eos_token_ids=eos,
-        layout=checkpoint.layout_hash(weights, layout, context_length, dtype, device),
-        equal_bits=device.type == "cpu",
-        verdict=ProbeResult(exact, difference),
+        layout=checkpoint.layout_hash(weights, layout, context_length, dtype, (backend.device.type, backend.kind)),
+        equal_bits=backend.exact >= PARTS,
+        probe_result=ProbeResult(exact, difference),
+        backend=backend,
         model=model,
     )

@@ -11,12 +11,6 @@ from tests.decant.scripted import Script, serving
 from tests.decant.two_routers import Two
 
 
-@pytest.fixture
-def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decant.client.balancer.FIRST_REST_S", 0.001)
-    monkeypatch.setattr("decant.client.balancer.LONGEST_REST_S", 0.01)
-
-
 @pytest.fixture(scope="module")
 def both() -> Iterator[Two]:
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Whose turn it is, and what is tried again, with a clock that tests move."""
+"""Selection of routers and retries, with a clock that tests move."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import decant
 from decant.client.address import targets
-from decant.client.balancer import LONGEST_REST_S, SPREAD, RouterSelector, Turn
-from decant.client.retry import LONGEST_PAUSE_S, MORE_TRIES, RetryState, may_try_again
+from decant.client.balancer import DEFAULT_BACKOFF, JITTER, RouterSelector, Selection
+from decant.client.retry import LONGEST_PAUSE_S, MORE_TRIES, RetryState, is_retryable
 from decant.runtime.error_details import ErrorDetail, Reason, ResumePoint
 from decant.runtime.errors import from_fault
 
@@ -25,75 +25,75 @@ class Clock:
         return self.now
 
 
-def make_turns(count: int, clock: Clock) -> RouterSelector:
-    """Begins with router 0, keeps every rest in full, and adds all that may be added to a wait."""
+def make_selector(count: int, clock: Clock) -> RouterSelector:
+    """Begins with router 0, with full backoffs and the largest jitter."""
     draws = iter([(count - 1) / count])
     return RouterSelector(count, clock, lambda: next(draws, 1.0))
 
 
 def lost(code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> decant.ServiceError:
-    return from_fault(ErrorDetail(code.value[0], "as gRPC says it"))
+    return from_fault(ErrorDetail(code.value[0], "gRPC's text"))
 
 
-def away(retry_after: float = 0.0) -> decant.ServiceError:
+def unavailable(retry_after: float = 0.0) -> decant.ServiceError:
     return decant.Unavailable(Reason.NO_WORKER, "none", retry_after=retry_after)
 
 
-def test_routers_are_asked_in_turn() -> None:
-    turns = make_turns(3, Clock())
-    assert [turns.take() for _ in range(5)] == [Turn(router, 0) for router in (0, 1, 2, 0, 1)]
+def test_routers_are_selected_in_turn() -> None:
+    selector = make_selector(3, Clock())
+    assert [selector.select() for _ in range(5)] == [Selection(router, 0) for router in (0, 1, 2, 0, 1)]
 
 
-def test_one_that_failed_is_passed_over_and_comes_back_by_itself() -> None:
+def test_a_router_that_failed_is_skipped_until_its_backoff_ends() -> None:
     clock = Clock()
-    turns = make_turns(2, clock)
-    turns.failed(1)
-    assert [turns.take().router for _ in range(3)] == [0, 0, 0]
+    selector = make_selector(2, clock)
+    selector.failed(1)
+    assert [selector.select().router for _ in range(3)] == [0, 0, 0]
     clock.now += 0.11
-    assert [turns.take().router for _ in range(3)] == [1, 0, 1]
+    assert [selector.select().router for _ in range(3)] == [1, 0, 1]
 
 
-def test_a_router_rests_longer_each_time_and_as_long_as_it_asked_for() -> None:
+def test_backoff_doubles_and_is_at_least_what_the_server_asks_for() -> None:
     clock = Clock()
-    turns = make_turns(1, clock)
-    rests = []
+    selector = make_selector(1, clock)
+    backoffs = []
     for _ in range(6):
-        turns.failed(0)
-        rests.append(round(turns.take().pause, 6))
-        clock.now += rests[-1] + 0.001
-    assert rests == [0.1, 0.2, 0.4, 0.8, LONGEST_REST_S, LONGEST_REST_S]
-    turns.failed(0, 7.0)
-    assert turns.take().pause == 7.0
-    turns.answered(0)
-    assert turns.take().pause == 0
+        selector.failed(0)
+        backoffs.append(round(selector.select().pause, 6))
+        clock.now += backoffs[-1] + 0.001
+    assert backoffs == [0.1, 0.2, 0.4, 0.8, DEFAULT_BACKOFF.longest_s, DEFAULT_BACKOFF.longest_s]
+    selector.failed(0, 7.0)
+    assert selector.select().pause == 7.0
+    selector.answered(0)
+    assert selector.select().pause == 0
 
 
-def test_a_crowd_that_fails_together_counts_once() -> None:
-    turns = make_turns(1, Clock())
+def test_failures_during_a_backoff_count_once() -> None:
+    selector = make_selector(1, Clock())
     for _ in range(100):
-        turns.failed(0)
-    assert round(turns.take().pause, 6) == 0.1
+        selector.failed(0)
+    assert round(selector.select().pause, 6) == 0.1
 
 
 @given(st.lists(st.tuples(st.sampled_from(["fails", "answers", "time"]), st.integers(0, 2), st.floats(0, 3))))
-def test_whoever_is_well_goes_before_whoever_rests(steps: list[tuple[str, int, float]]) -> None:
+def test_routers_without_backoff_are_selected_first(steps: list[tuple[str, int, float]]) -> None:
     clock = Clock()
-    turns = RouterSelector(3, clock)
-    rests = [0.0, 0.0, 0.0]
+    selector = RouterSelector(3, clock)
+    backoffs = [0.0, 0.0, 0.0]
     for step, router, seconds in steps:
         if step == "fails":
-            turns.failed(router, seconds)
-            rests[router] = max(rests[router], clock.now + seconds)
+            selector.failed(router, seconds)
+            backoffs[router] = max(backoffs[router], clock.now + seconds)
         elif step == "answers":
-            turns.answered(router)
-            rests[router] = 0.0
+            selector.answered(router)
+            backoffs[router] = 0.0
         else:
             clock.now += seconds
-        turn = turns.take()
-        assert clock.now + turn.pause >= rests[turn.router] - 1e-9
-        assert turn.pause <= 3
-        if not all(rests):
-            assert turn.pause == 0
+        selection = selector.select()
+        assert clock.now + selection.pause >= backoffs[selection.router] - 1e-9
+        assert selection.pause <= 3
+        if not all(backoffs):
+            assert selection.pause == 0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_whoever_is_well_goes_before_whoever_rests(steps: list[tuple[str, int, f
         (lost(grpc.StatusCode.DEADLINE_EXCEEDED), False),
         (lost(grpc.StatusCode.RESOURCE_EXHAUSTED), False),  # gRPC's own: a message that is too large
         (lost(grpc.StatusCode.UNIMPLEMENTED), True),  # another's server, where a router was
-        (away(), True),
+        (unavailable(), True),
         (decant.Unavailable(Reason.DRAINING, "draining", retry_after=0.1), True),
         (decant.QueueFull(4, retry_after=1), True),
         (decant.QuotaExceeded("t", "in_flight", 4, 5, retry_after=1), True),
@@ -131,16 +131,16 @@ def test_whoever_is_well_goes_before_whoever_rests(steps: list[tuple[str, int, f
     ],
     ids=lambda value: f"{value.code.name}-{value.label}" if isinstance(value, decant.ServiceError) else str(value),
 )
-def test_only_what_may_be_answered_elsewhere_or_later_is_tried_again(error: decant.ServiceError, again: bool) -> None:
-    assert may_try_again(error) is again
-    tries = RetryState(make_turns(2, Clock()), patience=30)
-    tries.heard()
+def test_only_retryable_errors_are_tried_again(error: decant.ServiceError, again: bool) -> None:
+    assert is_retryable(error) is again
+    tries = RetryState(make_selector(2, Clock()), patience=30)
+    tries.mark_progress()
     if again:
-        pause = tries.after(error)
-        assert (pause, tries.router) == (1 + SPREAD if error.reason is Reason.QUOTA_EXCEEDED else 0, 1)
+        pause = tries.pause_after(error)
+        assert (pause, tries.router) == (1 + JITTER if error.reason is Reason.QUOTA_EXCEEDED else 0, 1)
     else:
         with pytest.raises(type(error)):
-            tries.after(error)
+            tries.pause_after(error)
 
 
 def tried(tries: RetryState, clock: Clock, error: decant.ServiceError) -> int:
@@ -148,117 +148,119 @@ def tried(tries: RetryState, clock: Clock, error: decant.ServiceError) -> int:
     count = 1
     while True:
         try:
-            clock.now += tries.after(error)
+            clock.now += tries.pause_after(error)
         except type(error):
             return count
         count += 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_what_nobody_answers_is_given_up_soon(count: int) -> None:
+def test_tries_before_the_first_message_are_limited(count: int) -> None:
     clock = Clock()
-    assert tried(RetryState(make_turns(count, clock), patience=30), clock, lost()) == count + MORE_TRIES
+    assert tried(RetryState(make_selector(count, clock), patience=30), clock, lost()) == count + MORE_TRIES
     assert clock.now < 100.0 + 1
 
 
-def test_a_stream_that_has_begun_is_tried_for_as_long_as_the_patience_lasts() -> None:
+def test_a_stream_that_has_begun_is_tried_for_its_patience() -> None:
     clock = Clock()
-    tries = RetryState(make_turns(1, clock), patience=30)
-    tries.heard()
+    tries = RetryState(make_selector(1, clock), patience=30)
+    tries.mark_progress()
     assert tried(tries, clock, lost()) > 20
     assert 28 < clock.now - 100 < 30
 
 
-def test_patience_is_whole_again_when_something_came() -> None:
+def test_patience_is_counted_anew_after_a_message() -> None:
     clock = Clock()
-    tries = RetryState(make_turns(1, clock), patience=3)
+    tries = RetryState(make_selector(1, clock), patience=3)
     for _ in range(20):
-        tries.heard()
-        clock.now += tries.after(lost()) + 1
+        tries.mark_progress()
+        clock.now += tries.pause_after(lost()) + 1
     assert clock.now > 120
 
 
 def test_without_patience_a_stream_that_broke_is_over() -> None:
     for count in (1, 2):
-        tries = RetryState(make_turns(count, Clock()), patience=0)
-        tries.heard()
+        tries = RetryState(make_selector(count, Clock()), patience=0)
+        tries.mark_progress()
         with pytest.raises(decant.Unavailable):
-            tries.after(lost())
+            tries.pause_after(lost())
 
 
-def test_a_new_call_is_not_held_up_by_what_others_met() -> None:
+def test_a_new_call_begins_at_once_despite_backoffs() -> None:
     clock = Clock()
-    turns = make_turns(1, clock)
-    turns.failed(0, 60)
-    assert RetryState(turns).router == 0
-    assert turns.take().pause == 60
+    selector = make_selector(1, clock)
+    selector.failed(0, 60)
+    assert RetryState(selector).router == 0
+    assert selector.select().pause == 60
 
 
-def test_what_the_server_asks_for_is_waited_for_unless_it_is_much_or_too_late() -> None:
+def test_retry_after_is_waited_for_unless_it_is_long_or_beyond_the_deadline() -> None:
     clock = Clock()
-    assert RetryState(make_turns(1, clock)).after(away(2)) == 2 * (1 + SPREAD)
-    assert RetryState(make_turns(1, clock)).after(away(LONGEST_PAUSE_S)) == LONGEST_PAUSE_S * (1 + SPREAD)
-    assert RetryState(make_turns(1, clock), seconds=4).after(away(2)) == 2 * (1 + SPREAD)
+    assert RetryState(make_selector(1, clock)).pause_after(unavailable(2)) == 2 * (1 + JITTER)
+    assert RetryState(make_selector(1, clock)).pause_after(unavailable(LONGEST_PAUSE_S)) == LONGEST_PAUSE_S * (
+        1 + JITTER
+    )
+    assert RetryState(make_selector(1, clock), seconds=4).pause_after(unavailable(2)) == 2 * (1 + JITTER)
     for seconds, asked in ((1, 2), (None, LONGEST_PAUSE_S + 1)):
         with pytest.raises(decant.Unavailable):
-            RetryState(make_turns(1, clock), seconds).after(away(asked))
+            RetryState(make_selector(1, clock), seconds).pause_after(unavailable(asked))
 
 
-def test_another_router_is_asked_before_one_is_waited_for() -> None:
-    tries = RetryState(make_turns(2, Clock()))
-    assert (tries.after(away(3)), tries.router) == (0, 1)
-    assert (tries.after(away(3)), tries.router) == (3 * (1 + SPREAD), 0)
+def test_another_router_is_tried_before_waiting_for_one() -> None:
+    tries = RetryState(make_selector(2, Clock()))
+    assert (tries.pause_after(unavailable(3)), tries.router) == (0, 1)
+    assert (tries.pause_after(unavailable(3)), tries.router) == (3 * (1 + JITTER), 0)
 
 
-def test_a_router_that_refused_one_call_is_still_asked_by_others() -> None:
+def test_a_refusal_backs_off_for_its_own_call_only() -> None:
     for refusal in (
         decant.QueueFull(4, retry_after=20),
-        away(20),
+        unavailable(20),
         decant.Unavailable(Reason.WORKERS_LOST, "lost", retry_after=20),
         decant.Unavailable(Reason.STATE_STORE_AWAY, "away", retry_after=20),
     ):
-        turns = make_turns(2, Clock())
-        refused = RetryState(turns)
-        assert (refused.after(refusal), refused.router) == (0, 1)
-        assert RetryState(turns).router == 0
-        other = RetryState(turns)
+        selector = make_selector(2, Clock())
+        refused = RetryState(selector)
+        assert (refused.pause_after(refusal), refused.router) == (0, 1)
+        assert RetryState(selector).router == 0
+        other = RetryState(selector)
         assert other.router == 1
-        assert (other.after(lost()), other.router) == (0, 0)
+        assert (other.pause_after(lost()), other.router) == (0, 0)
 
 
-def test_a_router_that_drains_or_is_gone_is_passed_over_by_others() -> None:
+def test_a_drain_or_lost_connection_backs_off_for_all_calls() -> None:
     for error in (lost(), decant.Unavailable(Reason.DRAINING, "draining", retry_after=0.1)):
-        turns = make_turns(2, Clock())
-        assert RetryState(turns).after(error) == 0
-        assert [turns.take().router for _ in range(3)] == [1, 1, 1]
+        selector = make_selector(2, Clock())
+        assert RetryState(selector).pause_after(error) == 0
+        assert [selector.select().router for _ in range(3)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 10])
-def test_a_quota_is_not_asked_of_the_next_router_before_its_time(count: int) -> None:
+def test_an_exceeded_quota_backs_off_all_routers(count: int) -> None:
     clock = Clock()
-    tries = RetryState(make_turns(count, clock))
+    tries = RetryState(make_selector(count, clock))
     refusal = decant.QuotaExceeded("t", "in_flight", 4, 5, retry_after=2)
     for _ in range(MORE_TRIES):
-        pause = tries.after(refusal)
+        pause = tries.pause_after(refusal)
         assert pause >= 2
         clock.now += pause
     with pytest.raises(decant.QuotaExceeded):
-        tries.after(refusal)
+        tries.pause_after(refusal)
 
 
-def test_calls_that_are_refused_together_do_not_come_back_together() -> None:
+def test_calls_that_are_refused_together_return_at_different_times() -> None:
     for refusal in (decant.QueueFull(4, retry_after=1), decant.QuotaExceeded("t", "in_flight", 4, 5, retry_after=1)):
-        turns = RouterSelector(1, Clock())
-        pauses = [RetryState(turns).after(refusal) for _ in range(100)]
-        assert all(1 <= pause <= 1 + SPREAD for pause in pauses)
+        selector = RouterSelector(1, Clock())
+        pauses = [RetryState(selector).pause_after(refusal) for _ in range(100)]
+        assert all(1 <= pause <= 1 + JITTER for pause in pauses)
         assert len({round(pause, 2) for pause in pauses}) > 20
 
 
 def test_a_refusal_before_the_stream_began_does_not_delay_its_resumption() -> None:
-    tries = RetryState(make_turns(2, Clock()), patience=3)
-    assert (tries.after(decant.QueueFull(4, retry_after=20)), tries.router) == (0, 1)
-    tries.heard()
-    assert (tries.after(lost()), tries.router) == (0, 0)
+    tries = RetryState(make_selector(2, Clock()), patience=3)
+    assert (tries.pause_after(decant.QueueFull(4, retry_after=20)), tries.router) == (0, 1)
+    tries.mark_progress()
+    assert (tries.pause_after(lost()), tries.router) == (0, 0)
 
 
 @given(st.floats(0, 50), st.lists(st.tuples(st.booleans(), st.floats(0, 8)), max_size=30))
@@ -268,9 +270,9 @@ def test_no_try_begins_after_the_deadline(seconds: float, steps: list[tuple[bool
     for hears, took in steps:
         clock.now += took
         if hears:
-            tries.heard()
+            tries.mark_progress()
         try:
-            clock.now += tries.after(away(took))
+            clock.now += tries.pause_after(unavailable(took))
         except decant.Unavailable:
             return
         assert clock.now < 100 + seconds
@@ -297,11 +299,11 @@ def test_no_try_begins_after_the_deadline(seconds: float, steps: list[tuple[bool
         ("unix:/run/decant.sock", ("unix:/run/decant.sock",)),
     ],
 )
-def test_routers_are_named_one_by_one(addresses: str | list[str], meant: tuple[str, ...]) -> None:
+def test_addresses_become_one_target_each(addresses: str | list[str], meant: tuple[str, ...]) -> None:
     assert targets(addresses) == meant
 
 
-def test_a_scheme_says_whether_tls_is_meant() -> None:
+def test_a_scheme_must_agree_with_tls() -> None:
     assert targets("https://a:1, grpcs://b", tls=True) == ("a:1", "b:50051")
     with pytest.raises(ValueError, match=r"https:// means TLS: give its roots too \(tls=Tls\(ca=...\), --ca\)"):
         targets("https://a:1")
@@ -313,6 +315,6 @@ BAD = ["", ",", "a:1,", [], "ftp://a:1", "a:0", "a:65536", "a:http", "http://a:1
 
 
 @pytest.mark.parametrize("addresses", BAD)
-def test_what_is_no_address_is_refused(addresses: str | list[str]) -> None:
+def test_an_invalid_address_is_refused(addresses: str | list[str]) -> None:
     with pytest.raises(ValueError, match="address: "):
         targets(addresses)

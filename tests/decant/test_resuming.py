@@ -1,4 +1,4 @@
-"""Streams that break, and calls that are refused: what the client makes of it, and what it asks the servers."""
+"""Retries and resumption: streams that break and calls that are refused, and the calls that follow."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import decant
-from decant import AsyncClient, Client
+from decant.client.balancer import Backoff
 from decant.client.retry import MORE_TRIES
 from decant.runtime.error_details import Reason, ResumePoint
 from tests.decant.scripted import PATIENCE_S, Break, Script, for_ever, serving, with_a_tail
-from tests.decant.two_routers import LOST, Two, is_whole
-
-pytestmark = pytest.mark.usefixtures("short_rests")
+from tests.decant.two_routers import LOST, AsyncClient, Client, Two, is_whole
 
 DRAINING = decant.Aborted(Reason.DRAINING, "draining", resume=ResumePoint(0, 3))
 KINDS: list[decant.ServiceError | grpc.StatusCode] = [
@@ -32,6 +30,7 @@ KINDS: list[decant.ServiceError | grpc.StatusCode] = [
     decant.Aborted(Reason.OWNER_CHANGED, "taken over", resume=ResumePoint(0, 3)),
     decant.Unavailable(Reason.STATE_STORE_AWAY, "away", retry_after=0.001),
 ]
+LONG_BACKOFF = Backoff(first_s=1000.0, longest_s=1000.0)
 MESSAGES = 6
 """Of `with_a_tail`: started, three deltas, a tail, finished."""
 
@@ -48,8 +47,8 @@ async def read_async(address: str) -> Any:
     return stream
 
 
-async def test_a_name_stands_for_its_addresses(two: Two) -> None:
-    """As a headless Service's does; here the one that every machine knows."""
+async def test_a_dns_name_is_one_address(two: Two) -> None:
+    """A headless Service has such a name; every machine has localhost."""
     two.reset([Break(2, LOST)])
     port = two.address.split(",")[0].rpartition(":")[2]
     name = f"dns:///localhost:{port}"
@@ -96,7 +95,7 @@ def test_no_sequence_of_breaks_changes_anything(both: Two, breaks: list[Break], 
             read(address)
 
 
-def test_without_resuming_the_break_is_raised_and_what_came_stays(two: Two) -> None:
+def test_resume_seconds_0_raises_the_break_and_keeps_the_text(two: Two) -> None:
     two.reset([Break(2, LOST)])
     with Client(two.address, resume_seconds=0) as client, client.stream("x") as stream:
         with pytest.raises(decant.Unavailable):
@@ -105,17 +104,17 @@ def test_without_resuming_the_break_is_raised_and_what_came_stays(two: Two) -> N
     assert (two.asked, two.resumed) == (1, [])
 
 
-async def test_a_stream_that_goes_on_nowhere_is_over_when_patience_is(two: Two) -> None:
+async def test_a_stream_that_no_router_resumes_ends_after_resume_seconds(two: Two) -> None:
     two.reset([Break(2, LOST), *[Break(1, LOST)] * 10_000])
     async with AsyncClient(two.address, resume_seconds=0.5) as client:
         stream = client.stream("x")
         with pytest.raises(decant.Unavailable):
             [delta async for delta in stream]
     assert stream.text == "a"
-    assert 2 < len(two.resumed) < 500  # it rests in between
+    assert 2 < len(two.resumed) < 500  # with backoff in between
 
 
-NEVER_AGAIN = [
+NOT_RETRYABLE = [
     decant.InvalidArgument("f", "l", 1),
     decant.NotFound("model", "m"),
     decant.AlreadyExists("r"),
@@ -130,8 +129,8 @@ NEVER_AGAIN = [
 ]
 
 
-@pytest.mark.parametrize("error", NEVER_AGAIN, ids=lambda error: f"{type(error).__name__}-{error.label}")
-async def test_what_cannot_be_answered_better_is_asked_once(two: Two, error: Any) -> None:
+@pytest.mark.parametrize("error", NOT_RETRYABLE, ids=lambda error: f"{type(error).__name__}-{error.label}")
+async def test_an_error_that_is_not_retryable_is_raised_after_one_call(two: Two, error: Any) -> None:
     for after in (0, 3):
         two.reset([Break(after, error)])
         with Client(two.address) as client, pytest.raises(type(error)) as caught:
@@ -148,7 +147,7 @@ async def test_what_cannot_be_answered_better_is_asked_once(two: Two, error: Any
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_what_nobody_takes_is_given_up_after_a_few_tries(two: Two, count: int) -> None:
+async def test_a_request_that_every_router_refuses_is_tried_a_few_times(two: Two, count: int) -> None:
     address = ",".join(two.address.split(",")[:count])
     for script in two.routers:
         script.refusal = decant.Unavailable(Reason.NO_WORKER, "none", retry_after=0.001)
@@ -164,7 +163,7 @@ async def test_what_nobody_takes_is_given_up_after_a_few_tries(two: Two, count: 
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "name", None) or kind.label)
-async def test_a_whole_answer_that_was_lost_is_asked_for_again_under_its_id(some: Two, kind: Any) -> None:
+async def test_a_lost_response_is_requested_again_under_the_same_id(some: Two, kind: Any) -> None:
     some.reset([Break(3, kind)])
     async with AsyncClient(some.address) as client:
         assert (await client.generate("x")).text == "abc!"
@@ -175,7 +174,7 @@ async def test_a_whole_answer_that_was_lost_is_asked_for_again_under_its_id(some
     assert len({request.request_id for script in some.routers for request in script.asked}) == 2
 
 
-async def test_a_request_that_is_unknown_after_tokens_came_is_not_run_again(two: Two) -> None:
+async def test_a_request_that_is_unknown_after_its_first_tokens_is_not_run_again(two: Two) -> None:
     two.reset([Break(3, LOST)])
     async with AsyncClient(two.address) as client:
         stream = client.stream("x")
@@ -190,8 +189,8 @@ async def test_a_request_that_is_unknown_after_tokens_came_is_not_run_again(two:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-async def test_a_server_that_ends_under_a_stream_changes_nothing(blocking: bool) -> None:
-    """What gRPC says then is up to gRPC."""
+async def test_a_stream_survives_the_end_of_its_server(blocking: bool) -> None:
+    """Whatever status gRPC gives then."""
     known: dict[str, Any] = {}
     scripts = [Script(answering=for_ever, known=known), Script(answering=for_ever, known=known)]
     with contextlib.ExitStack() as rest:
@@ -235,22 +234,20 @@ async def test_the_deadline_holds_while_resuming(two: Two) -> None:
 
 
 @pytest.fixture
-def breaking(two: Two, monkeypatch: pytest.MonkeyPatch) -> Two:
-    """A stream that breaks after a token, and then waits for long until it is tried again."""
-    monkeypatch.setattr("decant.client.balancer.FIRST_REST_S", 1000.0)
-    monkeypatch.setattr("decant.client.balancer.LONGEST_REST_S", 1000.0)
+def breaking(two: Two) -> Two:
+    """A stream that breaks after its first token."""
     two.reset([Break(2, LOST)])
     return Two(two.address.split(",")[0], two.routers[:1])
 
 
-@pytest.mark.parametrize("how", ["break_off", "close", "client"])
+@pytest.mark.parametrize("how", ["disconnect", "close", "client"])
 def test_closing_ends_the_wait_for_the_next_try(breaking: Two, how: str) -> None:
     before = set(threading.enumerate())
-    client = Client(breaking.address, resume_seconds=1e6)
+    client = Client(breaking.address, resume_seconds=1e6, backoff=LONG_BACKOFF)
     stream = client.stream("x")
     reading = iter(stream)
     assert next(reading).text == "a"
-    closing = {"break_off": stream.break_off, "close": stream.close, "client": client.close}[how]
+    closing = {"disconnect": stream.disconnect, "close": stream.close, "client": client.close}[how]
     timer = threading.Timer(0.2, closing)
     timer.start()
     with pytest.raises(decant.Cancelled):
@@ -265,9 +262,9 @@ def test_closing_ends_the_wait_for_the_next_try(breaking: Two, how: str) -> None
         client.server_info()
 
 
-@pytest.mark.parametrize("how", ["break_off", "close", "client", "task"])
+@pytest.mark.parametrize("how", ["disconnect", "close", "client", "task"])
 async def test_closing_ends_the_wait_for_the_next_try_async(breaking: Two, how: str) -> None:
-    async with AsyncClient(breaking.address, resume_seconds=1e6) as client:
+    async with AsyncClient(breaking.address, resume_seconds=1e6, backoff=LONG_BACKOFF) as client:
         stream = client.stream("x")
         began = asyncio.Event()
 
@@ -281,7 +278,7 @@ async def test_closing_ends_the_wait_for_the_next_try_async(breaking: Two, how: 
         if how == "task":
             task.cancel()
         else:
-            closed = {"break_off": stream.break_off, "close": stream.close, "client": client.close}[how]()
+            closed = {"disconnect": stream.disconnect, "close": stream.close, "client": client.close}[how]()
             if closed is not None:
                 await closed
         with pytest.raises(asyncio.CancelledError if how == "task" else decant.Cancelled):

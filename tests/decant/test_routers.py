@@ -1,4 +1,4 @@
-"""Whom the client asks of several routers: in turn, and not those that are not there."""
+"""A client with several routers: each call goes to the next that is ready."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import grpc
 import pytest
 
 import decant
-from decant import AsyncClient, Client
 from tests.decant.scripted import PATIENCE_S, Break, Script, serving
-from tests.decant.two_routers import LOST, Two, is_whole
-
-pytestmark = pytest.mark.usefixtures("short_rests")
+from tests.decant.two_routers import LOST, AsyncClient, Client, Two, is_whole
 
 
-async def test_every_unary_call_goes_to_a_router_that_is_there(two: Two) -> None:
+async def test_every_call_goes_to_a_router_that_runs(two: Two) -> None:
     dead = "127.0.0.1:1"
     live = two.address.split(",")[0]
     for address in (f"{dead},{live}", f"{live},{dead}", [dead, live]):
@@ -28,7 +25,7 @@ async def test_every_unary_call_goes_to_a_router_that_is_there(two: Two) -> None
                 assert [delta.text async for delta in client.stream("x")] == ["a", "b", "c", "!"]
 
 
-async def test_a_router_that_is_not_ready_is_passed_over(two: Two) -> None:
+async def test_a_router_that_is_not_ready_is_skipped(two: Two) -> None:
     busy = Script(is_ready=False)
     with serving(busy) as address:
         async with AsyncClient(f"{address},{two.address}") as client:
@@ -40,7 +37,7 @@ async def test_a_router_that_is_not_ready_is_passed_over(two: Two) -> None:
     assert (two.asked, busy.asked) == (4, [])
 
 
-async def test_a_dead_router_s_address_may_be_another_s_by_now(two: Two) -> None:
+async def test_another_server_at_a_dead_router_s_address_is_skipped(two: Two) -> None:
     stranger = grpc.aio.server()
     port = stranger.add_insecure_port("127.0.0.1:0")
     await stranger.start()
@@ -60,7 +57,7 @@ async def test_a_dead_router_s_address_may_be_another_s_by_now(two: Two) -> None
         await stranger.stop(None)
 
 
-async def test_a_name_that_stands_for_several_routers(two: Two) -> None:
+async def test_a_target_with_several_addresses(two: Two) -> None:
     two.reset([Break(3, LOST)])
     async with AsyncClient(f"ipv4:{two.address}") as client:
         stream = client.stream("x")
@@ -91,7 +88,7 @@ def test_requests_are_spread_over_the_routers(two: Two) -> None:
     assert [len(script.asked) for script in two.routers] == [3, 3]
 
 
-def test_a_router_that_comes_back_is_asked_again(two: Two) -> None:
+def test_a_restarted_router_is_called_again(two: Two) -> None:
     gone, live = Script(), two.address.split(",")[0]
     with serving(gone) as address:
         pass

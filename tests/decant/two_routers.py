@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
 
 import decant
+from decant.client.balancer import Backoff
 from tests.decant.scripted import Break, Script, with_a_tail
 
 LOST = grpc.StatusCode.UNAVAILABLE
+
+SHORT_BACKOFF = Backoff(first_s=0.001, longest_s=0.01)
+Client = partial(decant.Client, backoff=SHORT_BACKOFF)
+AsyncClient = partial(decant.AsyncClient, backoff=SHORT_BACKOFF)
 
 
 @dataclass

@@ -55,7 +55,7 @@ def test_the_wheel_runs_a_deployment_and_asks_it(environment: Path, tmp_path: Pa
             [decant, *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
         )
 
-    where = [str(environment / "bin" / "python"), "-P", "-c", "import router; print(router.__file__)"]
+    where = [str(environment / "bin" / "python"), "-P", "-c", "from decant import router; print(router.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
     assert found.stdout.startswith(str(environment)), found.stdout
     up = subprocess.Popen(

@@ -48,16 +48,15 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_real(tiny_llama: Path) -> MakeDevice:
     """Devices over one loaded model; the store is new each time."""
-    from decant.engine.model.kv_store import KvStore
     from decant.engine.model.model import ModelConfig, load
     from decant.engine.model.runner import ModelRunner
 
     loaded = load(ModelConfig(str(tiny_llama), dtype="float32", kv_bytes=1 << 20, block_size=BLOCK))
 
     def make(num_blocks: int = 64, eos: Iterable[int] = ()) -> Device:
-        store = KvStore(loaded.store.layout, num_blocks, loaded.store.blocks.dtype, loaded.store.blocks.device)
+        store = loaded.backend.make_store(loaded.store.layout, num_blocks, loaded.store.blocks.dtype)
         ends = frozenset(eos)
-        runner = ModelRunner(loaded.model, store, loaded.runner._views, ends)
+        runner = ModelRunner(loaded.model, store, loaded.runner._views, ends, loaded.backend)
         return dataclasses.replace(loaded, store=store, runner=runner, eos_token_ids=ends)
 
     return make

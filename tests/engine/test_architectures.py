@@ -96,7 +96,7 @@ def test_a_scale_that_counts_rows_is_found_wherever_in_the_window_it_begins(floo
     with pytest.raises(ModelRefused, match=r"Llama4ForCausalLM.* differ"):
         serve(folder)
     if floor > 128:
-        assert serve(folder, context_length=128).verdict.exact
+        assert serve(folder, context_length=128).probe_result.exact
 
 
 def test_a_cache_that_forgets_what_the_prompt_saw_is_found(tmp_path):
@@ -104,7 +104,7 @@ def test_a_cache_that_forgets_what_the_prompt_saw_is_found(tmp_path):
     folder = tiny.save(tiny.config("moshi", sliding_window=64, ffn_dim=96), tmp_path)
     with pytest.raises(ModelRefused, match="layer 0 sees 256 tokens of a prompt, and 64 from its cache"):
         serve(folder)
-    assert serve(folder, context_length=64).verdict.exact
+    assert serve(folder, context_length=64).probe_result.exact
 
 
 # -- rounding ---------------------------------------------------------------------------------------------------------
@@ -125,8 +125,8 @@ _NEAR_TIES = [
 def test_experts_in_bf16_are_served_however_near_to_a_tie_their_router_is(kind, seed, tmp_path):
     more = tiny._MOE if kind == "qwen3_moe" else {}
     device = serve(tiny.save(tiny.config(kind, **more), tmp_path, seed=seed), dtype="bfloat16")
-    assert device.verdict.exact
-    assert device.verdict.difference < 1e-5
+    assert device.probe_result.exact
+    assert device.probe_result.difference < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -146,7 +146,7 @@ def test_attention_that_is_a_hundredth_too_sharp_is_refused_in_any_dtype(kind, d
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_window_one_token_too_narrow_is_refused_in_any_dtype(dtype, tmp_path, monkeypatch):
     folder = tiny.save(tiny.config("mistral", sliding_window=12), tmp_path)
-    assert serve(folder, dtype=dtype).verdict.exact
+    assert serve(folder, dtype=dtype).probe_result.exact
     monkeypatch.setattr(views, "fit", lambda *_: AttentionWindow(Kind.SLIDING, 11))
     with pytest.raises(ModelRefused, match="its logits differ from transformers' own"):
         serve(folder, dtype=dtype)

@@ -18,7 +18,6 @@ from decant import models
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.cpu.linear import PackedLinear
 from decant.engine.engine import Engine
-from decant.engine.model.kv_store import KvStore
 from decant.engine.model.model import ModelConfig, ModelDevice, load
 from decant.engine.model.runner import ModelRunner
 from decant.engine.model.step_batch import FlatBatch, Ints
@@ -83,7 +82,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[ModelDevice]:
     path = str(models.path()) if shape == "committed" else request.getfixturevalue(shape)
     with pytest.MonkeyPatch.context() as patch:
         if kernels == "torch":
-            patch.setattr("decant.engine.model.attention.choice.KERNELS", None)
+            patch.setattr("decant.engine.cpu.backend.KERNELS", None)
             patch.setattr("decant.engine.cpu.gemm._PANELS", None)
             patch.setattr("decant.engine.cpu.fused_ops.KERNELS", None)
         yield load(ModelConfig(path, dtype=dtype, kv_bytes=8 << 20))
@@ -209,8 +208,8 @@ class Tap(ModelRunner):
 
 def engine_on(device: ModelDevice, blocks: int, limits: Limits) -> tuple[Engine, Tap]:
     """An engine with a store of its own over a model that is loaded once."""
-    store = KvStore(device.store.layout, blocks, device.store.dtype, torch.device("cpu"))
-    runner = ModelRunner(device.model, store, device.runner._views, frozenset())
+    store = device.backend.make_store(device.store.layout, blocks, device.store.dtype)
+    runner = ModelRunner(device.model, store, device.runner._views, frozenset(), device.backend)
     own = dataclasses.replace(device, store=store, runner=runner, eos_token_ids=frozenset())
     own.runner = tap = Tap(own)
     return Engine(own, limits), tap

@@ -80,7 +80,7 @@ def test_code_in_a_folder_is_never_run(kind, copy):
     own = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
     edit(copy, model_type=kind, auto_map=own)
     if kind == "llama":
-        assert serve(copy).verdict.exact
+        assert serve(copy).probe_result.exact
     else:
         with pytest.raises(ModelRefused, match=r"a_kind_of_its_own.*it wants code of its own"):
             serve(copy)
@@ -199,7 +199,7 @@ def test_a_quantization_without_a_format_is_refused_as_transformers_does(value, 
 
 
 def test_a_quantization_of_null_is_none(copy):
-    assert serve(edit(copy, quantization_config=None)).verdict.exact
+    assert serve(edit(copy, quantization_config=None)).probe_result.exact
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -227,7 +227,7 @@ def test_an_adapter_alone_is_refused_by_name(tmp_path):
 
 def test_constants_that_older_checkpoints_carry_are_left_out(copy):
     older = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq": torch.ones(8) for index in range(2)}
-    assert serve(rewrite(copy, lambda had: had | older)).verdict.exact
+    assert serve(rewrite(copy, lambda had: had | older)).probe_result.exact
 
 
 @pytest.mark.parametrize(("predicting", "refused"), [(1, False), (0, True)])
@@ -238,7 +238,7 @@ def test_a_layer_that_predicts_further_tokens_is_left_out_where_the_configuratio
         with pytest.raises(ModelRefused, match=r"model\.layers\.2\.eh_proj\.weight among them"):
             serve(copy)
     else:
-        assert serve(copy).verdict.exact
+        assert serve(copy).probe_result.exact
 
 
 def test_a_missing_shard_is_refused_by_name(llama, copy):
@@ -248,7 +248,7 @@ def test_a_missing_shard_is_refused_by_name(llama, copy):
     for file in set(files.values()):
         save_file({name: weights[name] for name in weights if files[name] == file}, copy / file, {"format": "pt"})
     (copy / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    assert serve(copy).verdict.exact
+    assert serve(copy).probe_result.exact
     (copy / "model-2.safetensors").unlink()
     with pytest.raises(ModelRefused, match=r"1 of 2 weight files are missing, model-2\.safetensors among them"):
         serve(copy)

@@ -45,10 +45,10 @@ def test_the_trials_of_a_batch_have_the_logits_that_each_has_alone(kind: str, tm
     changes = tiny.SERVED[kind]
     folder = tiny.save(tiny.config(changes[0], **changes[1]), tmp_path, dtype=torch.bfloat16)
     model = tiny.reference(folder, torch.bfloat16)
-    early = probe.trials(model, tiny.CONTEXT_LENGTH)[:-1]
+    early = probe.probe_sequences(model, tiny.CONTEXT_LENGTH)[:-1]
     passes: list[int] = []
     model.register_forward_hook(lambda *_: passes.append(1))
-    logits = probe.alone(model, kind, tiny.CONTEXT_LENGTH).logits
+    logits = probe.reference_logits(model, kind, tiny.CONTEXT_LENGTH).logits
     assert len(passes) == 4  # two batches, each in float32 and in bfloat16
     for trial, ours in zip(early, logits, strict=False):
         with torch.inference_mode(), Float32():

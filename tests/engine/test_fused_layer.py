@@ -19,13 +19,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 import decant.engine.cpu.fused_layer as fused_layer
 from decant.engine.cpu import fused_ops as small
 from decant.engine.cpu import linear as linears
+from decant.engine.cpu.backend import CpuBackend
 from decant.engine.cpu.fused_layer import FusedLayer, _Trial, apart
 from decant.engine.cpu.gemm import _PANELS
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.model.attention import NAME, attending
-from decant.engine.model.attention.choice import make_attention
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.model.runner import ModelRunner
 from decant.engine.plan import Row
 from decant.engine.request import Request
 from tests.engine import tiny
@@ -305,16 +306,18 @@ def test_what_it_is_not_made_for_goes_to_the_layers_own(tmp_path: Path) -> None:
     flat = device.runner.flatten([row([1, 2, 3], 0, 3, array("i", [0]))])
     for name, (given, named) in calls(torch.randn(1, 3, 128), (torch.randn(1, 3, 32), torch.randn(1, 3, 32))).items():
         seen.clear()
-        with attending(make_attention(device.store, [AttentionWindow(), AttentionWindow()], flat, np.arange(3))):
+        with attending(
+            device.backend.make_attention(device.store, [AttentionWindow(), AttentionWindow()], flat, np.arange(3))
+        ):
             answer = layer(*given, **named)
         assert (answer == "theirs") == (name != PLAIN), name
         assert seen == ([] if name == PLAIN else [(given, named)]), name
 
 
-def test_where_attention_is_not_compiled_layers_go_by_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_attention_is_not_compiled_layers_go_by_parts(tmp_path: Path) -> None:
     device = device_of(tmp_path, "llama")
     whole = written(device)
-    monkeypatch.setattr("decant.engine.model.attention.choice.KERNELS", None)
+    device.runner = ModelRunner(device.model, device.store, device.runner._views, frozenset(), CpuBackend())
     for ours, theirs in zip(whole, written(device), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 

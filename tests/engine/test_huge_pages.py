@@ -13,11 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decant.engine.cpu import kv_store as host_store
 from decant.engine.cpu.huge_pages import ARENA, Arena, noughts
+from decant.engine.cpu.kv_store import HostKvStore
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.model import kv_store
-from decant.engine.model.kv_store import KvStore
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
 SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 300))
@@ -90,15 +91,15 @@ def resident(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is memory")
-def test_the_first_blocks_are_memory_once_a_store_has_settled_and_the_others_are_not(
+def test_the_first_blocks_are_memory_once_a_store_is_prefaulted_and_the_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mib = 1 << 20
-    monkeypatch.setattr(kv_store, "SETTLED", 32 * mib)
+    monkeypatch.setattr(kv_store, "PREFAULT_BYTES", 32 * mib)
     layout = KvLayout((LayerSpec(4, 64, 64),), 16, 4)
-    store = KvStore(layout, 128 * mib // layout.block_bytes, torch.float32, torch.device("cpu"))
+    store = HostKvStore(layout, 128 * mib // layout.block_bytes, torch.float32, torch.device("cpu"))
     assert resident(store.blocks) < 4 * mib
-    store.settle()
+    store.prefault()
     assert 32 * mib <= resident(store.blocks) < 40 * mib
     assert holds(store.blocks, 0)
 
@@ -107,10 +108,10 @@ def test_a_cache_that_can_not_be_allocated_is_refused_by_its_setting(monkeypatch
     def allocate(*_: object) -> torch.Tensor:
         raise MemoryError
 
-    monkeypatch.setattr(kv_store, "noughts", allocate)
+    monkeypatch.setattr(host_store, "noughts", allocate)
     layout = KvLayout(layers=(LayerSpec(1, 8, 8),), block_size=4, itemsize=2)
     with pytest.raises(InvalidConfig, match="kv_bytes: what cpu can allocate beside the weights, got 384"):
-        KvStore(layout, 3, torch.bfloat16, torch.device("cpu"))
+        HostKvStore(layout, 3, torch.bfloat16, torch.device("cpu"))
 
 
 def test_memory_that_the_kernel_refuses_is_a_memory_error() -> None:

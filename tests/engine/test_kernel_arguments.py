@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from decant.engine.cpu import kernels as native
 from decant.engine.cpu.attention import NativeAttention
+from decant.engine.cpu.backend import flatten
 from decant.engine.cpu.fused_ops import RmsNorm
 from decant.engine.cpu.gemm import PackedWeight
 from decant.engine.cpu.kernels import KERNELS
@@ -26,9 +27,9 @@ from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.model.attention import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow, Kind
 from decant.engine.model.attention.paged import PagedAttention
+from decant.engine.model.backend import make_backend
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.sampler import highest, sample
-from decant.engine.model.step_batch import _compiled, _flattened
+from decant.engine.model.step_batch import flatten as flatten_in_numpy
 from decant.engine.plan import Row
 from decant.engine.request import Request
 from decant.engine.sampler_state import SamplerState
@@ -122,11 +123,11 @@ def any_row(draw: st.DrawFn) -> Row:
 @given(rows=st.lists(any_row(), min_size=1, max_size=3), size=st.sampled_from([4, 4, 4, 1, 0, -3, 2**60]))
 def test_rows_are_laid_out_right_or_refused(kernels: str, rows: list[Row], size: int) -> None:
     try:
-        found = _compiled(build(kernels), rows, size, 99)
+        found = flatten(build(kernels), rows, size, 99)
     except REFUSED:
         return
-    expected = _flattened(rows, size, 99)
-    assert (found.lines == expected.lines).all()
+    expected = flatten_in_numpy(rows, size, 99)
+    assert (found.row_table == expected.row_table).all()
     assert (found.flattened == expected.flattened).all()
     assert (found.table == expected.table).all()
 
@@ -141,7 +142,7 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     rows = draw(st.lists(any_row(), min_size=1, max_size=2))
     store = KvStore(KvLayout((LayerSpec(kv_heads, key_dim, value_dim),), BLOCK, dtype.itemsize), BLOCKS, dtype, CPU)
     try:
-        flat = _compiled(build(kernels), rows, BLOCK, store.blank)
+        flat = flatten(build(kernels), rows, BLOCK, store.blank)
     except REFUSED:
         return
     other = draw(st.booleans())
@@ -174,6 +175,7 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
 
 
 CPU = torch.device("cpu")
+sampler = make_backend(CPU).sampler
 
 
 @every_build
@@ -196,7 +198,7 @@ def test_attention_names_the_operand_that_does_not_fit(
     """Of a step of 3 tokens with 4 heads, over 2 heads of keys and values, all of width 8."""
     store = KvStore(KvLayout((LayerSpec(2, 8, 8),), BLOCK, 4), BLOCKS, torch.float32, CPU)
     row = Row(Request("r", (1,)), [1, 2, 3], 0, 3, array("i", [0]), True)
-    attention = NativeAttention(build(kernels), store, [AttentionWindow()], _compiled(build(kernels), [row], BLOCK, 99))
+    attention = NativeAttention(build(kernels), store, [AttentionWindow()], flatten(build(kernels), [row], BLOCK, 99))
     parts = {"query": torch.zeros(1, 4, 3, 8), "key": torch.zeros(1, 2, 3, 8), "value": torch.zeros(1, 2, 3, 8)}
     parts["sinks"] = torch.zeros(4)
     fitting = AttentionCall(0, parts["query"], parts["key"], parts["value"], 1.0, None, parts["sinks"], None)
@@ -221,7 +223,7 @@ def test_drawing_is_right_or_refused(data: st.DataObject) -> None:
         requests = [Request("r", (0,), sampling=MIXED) for _ in rows]
         rows = [Row(one, [0], 0, 1, array("i"), True, SamplerState(one)) for one in requests]
     try:
-        found, tokens = highest(logits), sample(rows, logits, frozenset())
+        found, tokens = sampler.top_tokens(logits), sampler.sample(rows, logits, frozenset())
     except (*REFUSED, RuntimeError, IndexError):
         assert not vocabulary or not logits.is_floating_point() or not logits.isfinite().all()
         return
@@ -274,7 +276,7 @@ def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> N
         from array import array
         import torch
         torch.set_num_threads(2)
-        import decant.engine.model.sampler
+        from decant.engine.cpu.sampler import NativeSampler
         from decant.engine.model.attention import AttentionCall
         from decant.engine.cpu.attention import NativeAttention
         from decant.engine.model.attention.masks import AttentionWindow
@@ -286,14 +288,13 @@ def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> N
         from decant.engine.request import Request, SamplingParams
         import importlib
         kernels = importlib.import_module("decant.engine.cpu.kernels.{kernels}")
-        decant.engine.model.sampler.KERNELS = kernels
 
         def drawing(size):
             logits = torch.zeros(2, size, dtype=torch.bfloat16)
             one = Request("r", (0,), sampling=SamplingParams(temperature=1.0))
             from decant.engine.sampler_state import SamplerState
             rows = [Row(one, [0], 0, 1, array("i"), True, SamplerState(one))] * 2
-            return lambda: decant.engine.model.sampler.sample(rows, logits, frozenset())
+            return lambda: NativeSampler(kernels).sample(rows, logits, frozenset())
 
         def attending(width):
             store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))

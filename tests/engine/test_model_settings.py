@@ -9,8 +9,10 @@ import torch
 
 from decant.engine.checkpoint import checkpoint
 from decant.engine.checkpoint.checkpoint import choose_device
+from decant.engine.cpu.backend import CpuBackend
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
+from decant.engine.model.backend import TorchBackend
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
@@ -75,10 +77,11 @@ def test_a_device_is_one_of_those_that_the_machine_has(name, there, monkeypatch)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_float16_is_for_cuda(device, copy):
     source = checkpoint.open(str(edit(copy, dtype="float16")))
-    chosen = source.choose_dtype("auto", torch.device(device))
+    dtypes = (CpuBackend if device == "cpu" else TorchBackend).dtypes
+    chosen = source.choose_dtype("auto", dtypes)
     assert chosen == (torch.float16 if device == "cuda" else torch.bfloat16)
     if device == "cuda":
-        assert source.choose_dtype("float16", torch.device(device)) == torch.float16
+        assert source.choose_dtype("float16", dtypes) == torch.float16
 
 
 def test_an_end_token_that_the_vocabulary_lacks_is_none(copy):
@@ -96,7 +99,7 @@ def test_a_checkpoint_in_another_dtype_is_refused_until_one_is_named(copy):
     with pytest.raises(InvalidConfig) as refused:
         serve(copy)
     assert (refused.value.field, refused.value.value) == ("dtype", "float64")
-    assert serve(copy, dtype="float32").verdict.exact
+    assert serve(copy, dtype="float32").probe_result.exact
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ products.OneDnn = None
 
 assert native.KERNELS is None
 device = load(ModelConfig(str(models.path()), kv_bytes=16 << 20))
-assert device.verdict.exact, "a row has other bits among others than alone"
+assert device.probe_result.exact, "a row has other bits among others than alone"
 engine = Engine(device)
 for name, prompt in (("a", range(50, 70)), ("b", range(80, 85))):
     engine.add(Request(name, tuple(prompt), stop=StopParams(max_tokens=6)))

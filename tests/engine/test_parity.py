@@ -17,9 +17,9 @@ from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
 from decant.engine.model import rope
 from decant.engine.model.attention.masks import Kind
-from decant.engine.model.kv_store import KvStore
+from decant.engine.model.backend import TorchBackend
 from decant.engine.model.model import ModelConfig, ModelDevice, load
-from decant.engine.model.probe import learn
+from decant.engine.model.probe import learn_attention
 from decant.engine.model.runner import ModelRunner
 from decant.engine.request import FinishReason, Request, StopParams
 from decant.engine.scheduler import Limits
@@ -148,18 +148,23 @@ def test_any_chunking_writes_what_generate_writes(name, budget, subjects, tally)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_models_own_layers_and_plain_products_write_what_generate_writes(name, subjects, tally, monkeypatch):
+def test_the_models_own_layers_and_plain_products_write_what_generate_writes(name, subjects, tally):
     """What runs on CUDA: nothing packed, nothing compiled by us, attention in torch's operations."""
-    subject = subjects(name)
-    monkeypatch.setattr("decant.engine.model.attention.choice.KERNELS", None)
+    subject, backend = subjects(name), TorchBackend(torch.device("cpu"))
     source, layout = checkpoint.open(str(subject.folder)), subject.device.store.layout
     model = source.read(torch.float32, torch.device("cpu"))
     rope.freeze(model, subject.device.context_length)
-    views, specs = learn(model, source.name, subject.device.context_length)
+    views, specs = learn_attention(model, source.name, subject.device.context_length)
     assert specs == layout.layers
-    store = KvStore(layout, subject.device.num_blocks, torch.float32, torch.device("cpu"))
-    device = replace(subject.device, model=model, store=store, runner=ModelRunner(model, store, views, frozenset()))
-    assert not any(type(module).__module__.startswith("engine.") for module in model.modules())
+    store = backend.make_store(layout, subject.device.num_blocks, torch.float32)
+    device = replace(
+        subject.device,
+        model=model,
+        store=store,
+        backend=backend,
+        runner=ModelRunner(model, store, views, frozenset(), backend),
+    )
+    assert not any(type(module).__module__.startswith("decant.") for module in model.modules())
     for budget in (7, 4096):
         run = tiny.run(engine_on(device, budget), all_prompts(use_prefix_cache=budget == 7))
         for id, written in subject.written.items():
@@ -218,7 +223,7 @@ def test_bf16_writes_in_company_what_it_writes_alone(name, subjects):
         str(subjects(name).folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM, context_length=tiny.CONTEXT_LENGTH
     )
     device = load(config)
-    assert device.verdict.exact
+    assert device.probe_result.exact
     together = tiny.run(engine_on(device, 19), all_prompts(use_prefix_cache=False))
     for request in all_prompts(use_prefix_cache=False):
         assert tiny.run(engine_on(device, 512), [request]).tokens[request.id] == together.tokens[request.id]

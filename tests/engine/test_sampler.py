@@ -17,9 +17,11 @@ import decant.engine.model.sampler as sampler_module
 from decant.engine.blocks import hash_blocks, root_hash
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.sampler import SCORES_AT_ONCE
 from decant.engine.engine import Engine
+from decant.engine.model.backend import make_backend
 from decant.engine.model.model import ModelConfig, ModelDevice, load
-from decant.engine.model.sampler import AT_ONCE, PIECE, highest, sample, token_logprobs
+from decant.engine.model.sampler import PIECE, Sampler, TopToken, token_logprobs
 from decant.engine.output import PromptLogprobs, SequenceFinished, Token
 from decant.engine.plan import Row
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
@@ -71,16 +73,29 @@ MIXES: dict[str, dict[str, Any]] = {
 RANDOM = {name: mix for name, mix in MIXES.items() if mix.get("temperature") != 0.0}
 
 
+SAMPLER: dict[str, Sampler] = {"sampler": make_backend(torch.device("cpu")).sampler}
+
+
+def sample(
+    rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int], greedy: torch.Tensor | None = None
+) -> list[int]:
+    return SAMPLER["sampler"].sample(rows, logits, eos, greedy)
+
+
+def top_tokens(logits: torch.Tensor) -> TopToken:
+    return SAMPLER["sampler"].top_tokens(logits)
+
+
 @pytest.fixture(params=["compiled", "torch"])
-def whoever_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled where there is a compiler, and in tensor operations."""
+def each_sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, if there are kernels, and in tensor operations."""
     if request.param == "torch":
-        monkeypatch.setattr(sampler_module, "KERNELS", None)
+        monkeypatch.setitem(SAMPLER, "sampler", Sampler(SCORES_AT_ONCE))
     elif KERNELS is None:
         pytest.skip("this CPU has no AVX2, or no compiler was here")
 
 
-either_way = pytest.mark.usefixtures("whoever_draws")
+either_way = pytest.mark.usefixtures("each_sampler")
 
 
 @pytest.fixture(autouse=True)
@@ -275,7 +290,7 @@ def test_a_row_of_a_mixed_batch_gets_the_token_it_gets_alone(vocabulary):
     logits = logits_of(5, len(rows), vocabulary)
     together = sample(rows, logits.clone(), EOS)
     assert together == [sample([one], logits[at : at + 1].clone(), EOS)[0] for at, one in enumerate(rows)]
-    assert vocabulary == VOCAB or len(rows) > AT_ONCE // vocabulary
+    assert vocabulary == VOCAB or len(rows) > SCORES_AT_ONCE // vocabulary
     backwards = sample(rows[::-1], logits.flip(0), EOS)
     assert together == backwards[::-1]
 
@@ -523,18 +538,18 @@ def _greedy(prompts: dict[str, tuple[int, ...]]) -> list[Request]:
 @either_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocabulary", [1, 1023, 1024, 1025, 5000])
-def test_the_likeliest_is_the_first_of_the_highest(vocabulary: int, dtype: torch.dtype) -> None:
+def test_the_likeliest_is_the_first_of_the_top_tokens(vocabulary: int, dtype: torch.dtype) -> None:
     logits = torch.randn(200, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(dtype)
     logits[:50] = logits[:50].round()  # many are the highest
     logits[50] = float("-inf")
     rows = [row({"temperature": 0.0}) for _ in range(200)]
     places = [(one == one.max()).nonzero()[0].item() for one in logits]
     assert sample(rows, logits, EOS) == places
-    found = highest(logits)
+    found = top_tokens(logits)
     assert torch.equal(found.scores.to(dtype), logits.amax(-1))
-    assert found.places.tolist() == places
-    assert highest(logits.t().contiguous().t()).places.tolist() == places, "however they lie"
-    assert highest(logits[:0]).places.tolist() == []
+    assert found.tokens.tolist() == places
+    assert top_tokens(logits.t().contiguous().t()).tokens.tolist() == places, "however they lie"
+    assert top_tokens(logits[:0]).tokens.tolist() == []
 
 
 @either_way
@@ -545,12 +560,12 @@ def test_a_score_that_is_no_number_is_found_wherever_it_stands(none: float, dtyp
     logits.fill_diagonal_(none)
     logits[:, 7] = float("inf")
     logits[7, 7] = none
-    assert highest(logits).scores.isnan().all()
-    assert not highest(logits).finite
+    assert top_tokens(logits).scores.isnan().all()
+    assert not top_tokens(logits).finite
     sound = torch.zeros(3, 2100, dtype=dtype)
     sound[1, 2099], sound[2] = float("inf"), float("-inf")
-    assert highest(sound).scores.tolist() == [0.0, float("inf"), float("-inf")]
-    assert [highest(sound[:count]).finite for count in range(4)] == [True, True, False, False]
+    assert top_tokens(sound).scores.tolist() == [0.0, float("inf"), float("-inf")]
+    assert [top_tokens(sound[:count]).finite for count in range(4)] == [True, True, False, False]
 
 
 @either_way

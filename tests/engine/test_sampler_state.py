@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.engine.engine import Engine
+from decant.engine.model.backend import make_backend
 from decant.engine.model.model import ModelConfig, ModelDevice, load
-from decant.engine.model.sampler import sample
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState, TokenCounts
@@ -71,7 +71,7 @@ def test_the_work_of_a_step_does_not_grow_with_the_tokens(length: int) -> None:
     for step in range(5):
         tokens.reads = 0
         row = Row(request, tokens, len(tokens) - 1, len(tokens), array("i"), True, state)
-        [token] = sample([row], torch.randn(1, 48), frozenset())
+        [token] = make_backend(torch.device("cpu")).sampler.sample([row], torch.randn(1, 48), frozenset())
         assert tokens.reads == (1 if step else length)
         assert state.counts is not None
         assert len(state.counts.tokens) <= 20 + step, "what a step touches of the logits: distinct tokens"

@@ -7,16 +7,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.engine.cpu.kernels import KERNELS
-from decant.engine.model.step_batch import _flattened, flatten, spans
+from decant.engine.model import step_batch
+from decant.engine.model.backend import make_backend
+from decant.engine.model.step_batch import spans
 from decant.engine.plan import Row
 from decant.engine.request import Request
 
 SIZE, BLANK = 4, 999
-ARRAYS = ("order", "starts", "ends", "firsts", "stops", "sampled", "tokens", "positions", "places", "begun", "table")
+ARRAYS = (
+    "order",
+    "starts",
+    "ends",
+    "firsts",
+    "stops",
+    "sampled",
+    "tokens",
+    "positions",
+    "slot_mapping",
+    "begun",
+    "table",
+)
+
+flatten = make_backend(torch.device("cpu")).flatten
 
 compiled = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels here")
 
@@ -34,7 +51,7 @@ def any_row(draw: st.DrawFn) -> Row:
 
 @given(st.lists(any_row(), min_size=1, max_size=12))
 def test_compiled_and_in_numpy_rows_are_the_same_arrays(rows: list[Row]) -> None:
-    one, other = flatten(rows, SIZE, BLANK), _flattened(rows, SIZE, BLANK)
+    one, other = flatten(rows, SIZE, BLANK), step_batch.flatten(rows, SIZE, BLANK)
     for name in ARRAYS:
         mine, theirs = getattr(one, name), getattr(other, name)
         assert mine.dtype == theirs.dtype, name
@@ -56,7 +73,7 @@ def test_every_token_stands_where_its_row_says(rows: list[Row]) -> None:
         assert flat.tokens[span].tolist() == list(row.tokens[row.start : row.end])
         assert flat.positions[span].tolist() == list(range(row.start, row.end))
         places = [row.blocks[position // SIZE] * SIZE + position % SIZE for position in range(row.start, row.end)]
-        assert flat.places[span].tolist() == places
+        assert flat.slot_mapping[span].tolist() == places
         needed = -(-row.end // SIZE)
         assert flat.table[index, :needed].tolist() == row.blocks[:needed].tolist()
         assert (flat.table[index, needed:] == BLANK).all()

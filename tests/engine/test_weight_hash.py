@@ -140,8 +140,8 @@ def test_a_file_that_is_written_after_it_is_mapped_and_before_it_is_copied_refus
             first = stream.read(8)
             stream.seek(0)
             stream.write(first)
-        return probe.learn(*args)
+        return probe.learn_attention(*args)
 
-    monkeypatch.setattr(model, "learn", learn_while_written)
+    monkeypatch.setattr(model, "learn_attention", learn_while_written)
     with pytest.raises(ModelRefused, match="changed while it was loaded"):
         model.load(model.ModelConfig(str(folder), device="cpu", kv_bytes=1 << 20))

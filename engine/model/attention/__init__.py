@@ -1,8 +1,7 @@
 """Attention, plugged into transformers' own modelling code through its attention interface.
 
-The registry of that interface is one per process, and some architectures pass no keywords down to attention. So
-the function registered here only hands over to whatever the calling thread has made current: a step's context
-while serving, a recorder while a model is being learnt. Two engines on two threads never see each other.
+The registry is one per process, and some architectures pass no keywords to attention. So the function registered here
+calls the thread's current ``AttentionBackend``: a step's attention, or a recorder while a model is being learnt.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ NAME = "decant"
 
 
 class AttentionCall(NamedTuple):
-    """One layer's call, calls counted from 0 within a pass of the model.
+    """One layer's call; ``layer`` counts calls within a pass of the model from 0.
 
     query [1, heads, T, key dim], key [1, kv heads, T, key dim], value [1, kv heads, T, value dim]; ``sinks``
     [heads] takes part in the softmax and carries no value; ``softcap`` bounds scores before masking.
@@ -36,7 +35,7 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """What a thread makes current around a call of the model."""
+    """Attention of one pass of the model."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim]"""
@@ -44,7 +43,7 @@ class AttentionBackend(Protocol):
 
 
 class _Current(threading.local):
-    attender: AttentionBackend | None = None
+    backend: AttentionBackend | None = None
     calls: int = 0
 
 
@@ -52,13 +51,13 @@ _current = _Current()
 
 
 @contextmanager
-def attending(attender: AttentionBackend) -> Iterator[None]:
-    """Every attention call of this thread goes to ``attender`` until the block ends."""
-    _current.attender, _current.calls = attender, 0
+def attending(backend: AttentionBackend) -> Iterator[None]:
+    """Within the block, attention calls of this thread go to ``backend``."""
+    _current.backend, _current.calls = backend, 0
     try:
         yield
     finally:
-        _current.attender = None
+        _current.backend = None
 
 
 def calls_made() -> int:
@@ -67,12 +66,12 @@ def calls_made() -> int:
 
 
 def current() -> AttentionBackend | None:
-    """What this thread made current."""
-    return _current.attender
+    """The thread's current attention."""
+    return _current.backend
 
 
 def next_layer() -> int:
-    """The layer whose attention is called now; the next call is the next layer's."""
+    """Number of the layer that calls attention now; advances the count."""
     _current.calls += 1
     return _current.calls - 1
 
@@ -85,8 +84,8 @@ def _forward(
     attention_mask: object,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    attender = _current.attender
-    if attender is None:
+    backend = _current.backend
+    if backend is None:
         raise RuntimeError("the attention named 'decant' was called outside an engine's step")
     scaling = options.get("scaling")
     call = AttentionCall(
@@ -99,7 +98,7 @@ def _forward(
         sinks=options.get("s_aux"),
         mask=attention_mask,
     )
-    return attender.attend(call), None
+    return backend.attend(call), None
 
 
 AttentionInterface.register(NAME, _forward)

@@ -1,31 +1,30 @@
 """Paged attention in plain products, the same bits for a row in any batch.
 
-Sequences are cut into *bands*: a band is a set of sequences with equally many query rows, decodes together in one,
-each piece of a prompt in one of its own. A band walks over the keys in tiles of ``TILE`` and keeps, per row, the
-running maximum, sum and output of the softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022)::
+A length group is a set of sequences with equally many query rows: all decodes are in one, each piece of a prompt in one
+of its own. A group walks over the keys in tiles of ``TILE`` and keeps, per row, the running maximum, sum and output of
+the softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022)::
 
                  keys ->  tile 0     tile 1     tile 2        rows: query heads of a group folded with positions,
-    band 0  seq A        [######]   [######]   [####..]       padded to a multiple of ``ROWS``
+    group 0 seq A        [######]   [######]   [####..]       padded to a multiple of ``ROWS``
             seq B        [######]   [##....]                  sorted longest first: a tile takes a leading slice
             seq C        [###...]
-    band 1  seq D, 40..  [######]   [//////]                  later tiles skip rows that are too early for them
+    group 1 seq D, 40..  [######]   [//////]                  later tiles skip rows that are too early for them
 
-Why a row's bits do not depend on its neighbours (the second law): every product has the same inner length
-(head dim, TILE) and a row count that is a multiple of ROWS; keys are whole tiles, masked; a tile that a row
-does not see leaves its maximum, sum and output unchanged to the bit; all else is elementwise or per row.
-Products are in float32 whatever the cache's dtype.
+A row's bits do not depend on the other rows: every product has the same inner length (head dim, TILE) and a row count
+that is a multiple of ROWS; keys are whole tiles, masked; a tile that a row does not see leaves its maximum, sum and
+output unchanged to the bit; all else is elementwise or per row. Products are in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from decant.engine.cpu.threads import all_for_torch
 from decant.engine.model.attention import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -35,13 +34,13 @@ TILE = 128
 """Keys per product."""
 
 ROWS = 16
-"""Query rows come in multiples of this."""
+"""Query rows are padded to a multiple of this."""
 
 PIECE = 256
-"""Most positions of a prompt in one band: bounds the scores' memory and what is computed above the diagonal."""
+"""Most positions of a prompt in one group: bounds the memory of scores, and the work above the diagonal."""
 
 _LOWEST = -1e30
-"""A running maximum below any score, and finite, so that a row that sees nothing yet stays a number."""
+"""Initial running maximum: below any score, and finite, so that a row without keys yet stays finite."""
 
 
 @dataclass(slots=True)
@@ -50,34 +49,34 @@ class LengthGroup:
 
     start       first query position of the first sequence
     positions   [B, P] query positions
-    reach       for each tile of keys, how many of the sequences are long enough to see some of it
+    in_tile     for each tile of keys, how many of the sequences have keys in it
     table       [B, tiles * blocks per tile] block ids, padded with the store's blank block
-    first_row   where their queries begin in the step's flattened row; they follow each other
+    first_row   flattened position of their first query; the others follow
     """
 
     start: int
     positions: torch.Tensor
-    reach: list[int]
+    in_tile: list[int]
     table: torch.Tensor
     first_row: int = 0
     _hidden: dict[tuple[AttentionWindow, int, int, int], torch.Tensor | None] = field(default_factory=dict)
     _tiles: dict[AttentionWindow, range] = field(default_factory=dict)
 
     def tiles(self, view: AttentionWindow) -> range:
-        """Tiles of keys of which any query sees any."""
+        """Tiles of keys that some query sees."""
         if view not in self._tiles:
             first = int(view.first(self.positions[:, 0]).min())
-            self._tiles[view] = range(first // TILE, len(self.reach))
+            self._tiles[view] = range(first // TILE, len(self.in_tile))
         return self._tiles[view]
 
     def hidden(self, view: AttentionWindow, tile: int, first: int, group: int) -> torch.Tensor | None:
-        """What rows from ``first`` on must not see of a tile: [B', 1, rows, TILE], None when they see it all.
+        """Mask of a tile for rows from ``first`` on: [B', 1, rows, TILE], True where hidden; None if nothing is.
 
-        The same for all layers of a view, so it is made once a step. Rows are position-major: row p * group + g.
+        Cached for all layers of a view. Rows are position-major: row p * group + g.
         """
         key = (view, tile, first, group)
         if key not in self._hidden:
-            queries = self.positions[: self.reach[tile]].repeat_interleave(group, dim=1)
+            queries = self.positions[: self.in_tile[tile]].repeat_interleave(group, dim=1)
             queries = _pad_rows(queries[:, :, None])[:, first:, :]
             keys = torch.arange(tile * TILE, (tile + 1) * TILE, device=queries.device)
             mask = (keys > queries) | (keys < view.first(queries))
@@ -85,47 +84,57 @@ class LengthGroup:
         return self._hidden[key]
 
 
-def make_bands(flat: FlatBatch, store: KvStore) -> list[LengthGroup]:
-    """The bands of a step: single tokens in one, then each prompt in pieces of PIECE positions."""
-    lengths = flat.ends - flat.starts
-    singles = int((lengths == 1).sum())
-    bands = []
+def make_length_groups(flat: FlatBatch, store: KvStore) -> list[LengthGroup]:
+    """Length groups of a step: single tokens in one, then each prompt in pieces of PIECE positions."""
+    counts = flat.ends - flat.starts
+    singles = int((counts == 1).sum())
+    groups = []
     if singles:
-        bands.append(_band(flat.ends[:singles], 1, flat.table[:singles], store))
-    for index in range(singles, len(lengths)):
+        groups.append(_make_group(flat.ends[:singles], 1, flat.table[:singles], store))
+    for index in range(singles, len(counts)):
         for start in range(int(flat.starts[index]), int(flat.ends[index]), PIECE):
             end = min(start + PIECE, int(flat.ends[index]))
-            band = _band(np.array([end]), end - start, flat.table[index : index + 1], store)
-            bands.append(band)
+            group = _make_group(np.array([end]), end - start, flat.table[index : index + 1], store)
+            groups.append(group)
     first_row = 0
-    for band in bands:
-        band.first_row = first_row
-        first_row += band.positions.numel()
-    return bands
+    for group in groups:
+        group.first_row = first_row
+        first_row += group.positions.numel()
+    return groups
 
 
-def _band(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvStore) -> LengthGroup:
+def _make_group(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvStore) -> LengthGroup:
     """Sequences that end at ``ends`` and have ``count`` query positions each."""
     block_size, device = store.layout.block_size, store.blocks.device
     per_tile, tiles = TILE // block_size, -(-int(ends[0]) // TILE)
-    reach = (ends[:, None] > np.arange(tiles) * TILE).sum(0).tolist()
+    count_in_tile = (ends[:, None] > np.arange(tiles) * TILE).sum(0).tolist()
     padded = np.full((len(ends), tiles * per_tile), store.blank, np.int32)
     needed = -(-int(ends[0]) // block_size)
     padded[:, :needed] = table[:, :needed]
     positions = torch.from_numpy(ends[:, None] + np.arange(-count, 0)).to(device)
-    return LengthGroup(int(ends[0]) - count, positions, reach, torch.from_numpy(padded).to(device))
+    return LengthGroup(int(ends[0]) - count, positions, count_in_tile, torch.from_numpy(padded).to(device))
 
 
 class PagedAttention:
-    """What a step makes current: writes the step's keys and values to their blocks, then attends over them."""
+    """Attention of a step: writes its keys and values to their blocks, then attends over the blocks.
 
-    def __init__(self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch) -> None:
+    ``product_threads`` is entered around products, whose bits do not depend on the number of threads.
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        views: Sequence[AttentionWindow],
+        flat: FlatBatch,
+        product_threads: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._store = store
+        self._product_threads = product_threads
         self._views = views
-        self._bands = make_bands(flat, store)
-        places = np.divmod(flat.places, store.layout.block_size)
-        # [T] each: where the key and value of each token of the step go
-        self._blocks, self._slots = (torch.from_numpy(part).to(store.blocks.device) for part in places)
+        self._groups = make_length_groups(flat, store)
+        slots = np.divmod(flat.slot_mapping, store.layout.block_size)
+        # [T] each: block, and slot in it, of each token
+        self._blocks, self._slots = (torch.from_numpy(part).to(store.blocks.device) for part in slots)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim], of the query's dtype."""
@@ -138,14 +147,14 @@ class PagedAttention:
         _, heads, tokens, _ = call.query.shape
         output = call.query.new_empty(1, tokens, heads, call.value.shape[3])
         query = call.query[0].transpose(0, 1)  # [T, heads, key dim]
-        for band in self._bands:
-            batch, count = band.positions.shape
-            taken = slice(band.first_row, band.first_row + batch * count)
-            attended = self._band(call, band, query[taken].unflatten(0, (batch, count)))
+        for lengths in self._groups:
+            batch, count = lengths.positions.shape
+            taken = slice(lengths.first_row, lengths.first_row + batch * count)
+            attended = self._attend_group(call, lengths, query[taken].unflatten(0, (batch, count)))
             output[0, taken] = attended.flatten(0, 1)
         return output
 
-    def _band(self, call: AttentionCall, band: LengthGroup, query: torch.Tensor) -> torch.Tensor:
+    def _attend_group(self, call: AttentionCall, lengths: LengthGroup, query: torch.Tensor) -> torch.Tensor:
         """Query [B, P, heads, key dim] -> [B, P, heads, value dim]."""
         view, kv_heads = self._views[call.layer], call.key.shape[1]
         batch, count, heads, width = query.shape
@@ -156,33 +165,33 @@ class PagedAttention:
             .reshape(batch, kv_heads, -1, width)
         )
         folded = _pad_rows(folded.float() * call.scaling)
-        state = _Softmax(folded, call.value.shape[3])
-        for tile in band.tiles(view):
-            self._tile(call, band, state, tile)
+        state = _Softmax(folded, call.value.shape[3], self._product_threads)
+        for tile in lengths.tiles(view):
+            self._tile(call, lengths, state, tile)
         out: torch.Tensor = state.finish(self._sinks(call, kv_heads, count))
         out = out[:, :, : count * group].unflatten(2, (count, group))
         return out.permute(0, 2, 1, 3, 4).reshape(batch, count, heads, -1).to(query.dtype)
 
-    def _tile(self, call: AttentionCall, band: LengthGroup, state: _Softmax, tile: int) -> None:
-        """One tile of keys, for the sequences and rows that reach it."""
+    def _tile(self, call: AttentionCall, lengths: LengthGroup, state: _Softmax, tile: int) -> None:
+        """Add one tile of keys, for the sequences and rows that see it."""
         view, group = self._views[call.layer], call.query.shape[1] // call.key.shape[1]
-        reach = band.reach[tile]
-        first = max(0, tile * TILE - band.start) * group // ROWS * ROWS  # earlier rows see nothing of this tile
+        count_in_tile = lengths.in_tile[tile]
+        first = max(0, tile * TILE - lengths.start) * group // ROWS * ROWS  # earlier rows see nothing of this tile
         per_tile = TILE // self._store.layout.block_size
-        table = band.table[:reach, tile * per_tile : (tile + 1) * per_tile]
+        table = lengths.table[:count_in_tile, tile * per_tile : (tile + 1) * per_tile]
         keys, values = self._store.gather(call.layer, table)
         keys = keys.permute(0, 2, 3, 1).float()
-        with all_for_torch():
-            scores = state.query[:reach, :, first:] @ keys
+        with self._product_threads():
+            scores = state.query[:count_in_tile, :, first:] @ keys
         if call.softcap is not None:
             scores = torch.tanh(scores / call.softcap) * call.softcap
-        hidden = band.hidden(view, tile, first, group)
+        hidden = lengths.hidden(view, tile, first, group)
         if hidden is not None:
             scores.masked_fill_(hidden, float("-inf"))
-        state.add(scores, values.permute(0, 2, 1, 3).float(), reach, first)
+        state.add(scores, values.permute(0, 2, 1, 3).float(), count_in_tile, first)
 
     def _sinks(self, call: AttentionCall, kv_heads: int, count: int) -> torch.Tensor | None:
-        """Sinks in the shape of folded rows, [1, kv heads, rows, 1]."""
+        """Sinks as folded rows, [1, kv heads, rows, 1]."""
         if call.sinks is None:
             return None
         rows = call.sinks.float().reshape(1, kv_heads, 1, -1).expand(1, kv_heads, count, -1)
@@ -190,23 +199,26 @@ class PagedAttention:
 
 
 class _Softmax:
-    """Softmax over tiles of keys as they come, for folded query rows [B, kv heads, rows, key dim]."""
+    """Online softmax over tiles of keys, for folded query rows [B, kv heads, rows, key dim]."""
 
-    def __init__(self, query: torch.Tensor, value_dim: int) -> None:
+    def __init__(
+        self, query: torch.Tensor, value_dim: int, product_threads: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.query = query
+        self._product_threads = product_threads
         self.highest = query.new_full((*query.shape[:3], 1), _LOWEST)
         self.total = query.new_zeros(*query.shape[:3], 1)
         self.output = query.new_zeros(*query.shape[:3], value_dim)
 
-    def add(self, scores: torch.Tensor, values: torch.Tensor, reach: int, first: int) -> None:
-        """Take in scores [B', kv heads, rows', TILE] and values [B', kv heads, TILE, value dim] of a tile."""
-        part = (slice(reach), slice(None), slice(first, None))
+    def add(self, scores: torch.Tensor, values: torch.Tensor, count_in_tile: int, first: int) -> None:
+        """Add a tile: scores [B', kv heads, rows', TILE], values [B', kv heads, TILE, value dim]."""
+        part = (slice(count_in_tile), slice(None), slice(first, None))
         before = self.highest[part]
         highest = torch.maximum(before, scores.amax(-1, keepdim=True))
         weights = torch.exp_(scores.sub_(highest))
         decay = torch.exp(before - highest)
         self.total[part] = self.total[part] * decay + weights.sum(-1, keepdim=True)
-        with all_for_torch():
+        with self._product_threads():
             mixed = weights @ values
         self.output[part] = self.output[part] * decay + mixed
         self.highest[part] = highest

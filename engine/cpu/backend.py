@@ -1,0 +1,95 @@
+"""The CPU backend: the only module of ``engine.cpu`` that the rest of the engine uses.
+
+Rows are exact on any CPU: linear layers are packed (``linear``), torch's elementwise loops run on one thread
+(``threads``). ``NativeBackend`` also has compiled kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from decant.engine.cpu import fused_layer, fused_ops, linear
+from decant.engine.cpu.attention import NativeAttention
+from decant.engine.cpu.kernels import KERNELS, kind
+from decant.engine.cpu.kv_store import HostKvStore
+from decant.engine.cpu.sampler import SCORES_AT_ONCE, NativeSampler
+from decant.engine.cpu.threads import all_for_torch, one_for_torch
+from decant.engine.kv_layout import KvLayout
+from decant.engine.model.attention import AttentionBackend
+from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.attention.paged import PagedAttention
+from decant.engine.model.backend import PARTS, TorchBackend
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.sampler import Sampler
+from decant.engine.model.step_batch import FlatBatch, Ints
+from decant.engine.plan import Row
+
+
+class CpuBackend(TorchBackend):
+    """CPUs without compiled kernels: packed linear layers (oneDNN), the rest in torch."""
+
+    dtypes = frozenset({torch.bfloat16, torch.float32})  # float16 products are a thousand times as slow
+    exact = PARTS
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.sampler = Sampler(SCORES_AT_ONCE)
+
+    @property
+    def kind(self) -> str:
+        return kind()
+
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        linear.pack(model)
+        fused_ops.fuse(model, dtype)
+        fused_layer.fuse(model, dtype)
+
+    def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
+        return HostKvStore(layout, num_blocks, dtype, self.device)
+
+    def make_attention(
+        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
+    ) -> AttentionBackend:
+        return PagedAttention(store, views, flat, all_for_torch)
+
+    def step_threads(self) -> AbstractContextManager[None]:
+        return one_for_torch()
+
+
+class NativeBackend(CpuBackend):
+    """CPUs with compiled kernels: attention over blocks in place, sampling and batch layout too."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.sampler = NativeSampler(kernels)
+
+    def flatten(self, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
+        return flatten(self._kernels, rows, block_size, blank)
+
+    def make_attention(
+        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
+    ) -> AttentionBackend:
+        return NativeAttention(self._kernels, store, views, flat, keep)
+
+
+def flatten(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
+    """As ``step_batch.flatten``, compiled (``kernels/rows.h``): in Python it is too slow for hundreds of rows."""
+    ordered, row_table, flattened, begun, table, width = kernels.flatten(rows, block_size, blank)
+    return FlatBatch(
+        ordered,
+        np.frombuffer(row_table, np.int64).reshape(6, -1),
+        np.frombuffer(flattened, np.int64).reshape(3, -1),
+        np.frombuffer(begun, np.int64),
+        np.frombuffer(table, np.int32).reshape(-1, width),
+    )
+
+
+def make_cpu_backend() -> CpuBackend:
+    """The best backend that this CPU and this build have."""
+    return CpuBackend() if KERNELS is None else NativeBackend(KERNELS)

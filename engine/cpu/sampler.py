@@ -1,0 +1,69 @@
+"""Sampling with compiled kernels: each row is drawn by itself, in place (``kernels/sample.h``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from decant.engine.cpu.threads import team
+from decant.engine.model.sampler import Sampler, TopToken, adjust, forbidden, random_number
+from decant.engine.plan import Row
+
+SCORES_AT_ONCE = 1 << 18
+"""Scores that one tensor operation takes: what a CPU's caches hold. More would go through memory in each operation."""
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+_DRAW = np.dtype(
+    [("scores", np.uint64), ("half", np.int64), ("top_k", np.int64)]
+    + [(name, np.float64) for name in ("top_p", "min_p", "temperature", "number")]
+)
+"""As in kernels/sample.h."""
+
+
+class NativeSampler(Sampler):
+    """Compiled for bfloat16 and float32; other dtypes in tensor operations."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        super().__init__(SCORES_AT_ONCE)
+        self._kernels = kernels
+
+    def top_tokens(self, logits: torch.Tensor) -> TopToken:
+        if logits.dtype not in _DTYPES:
+            return super().top_tokens(logits)
+        logits = _contiguous_rows(logits)
+        count, vocabulary = logits.shape
+        scores, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
+        addresses = logits.data_ptr(), scores.data_ptr(), tokens.data_ptr()
+        sizes = count, vocabulary, logits.stride(0)
+        finite = self._kernels.highest(logits.dtype == torch.bfloat16, *addresses, *sizes, team())
+        return TopToken(scores, tokens, finite)
+
+    def _draw(self, rows: Sequence[Row], scores: list[torch.Tensor], eos: frozenset[int]) -> list[int]:
+        """Copies only rows whose scores are changed."""
+        if scores[0].dtype not in _DTYPES:
+            return super()._draw(rows, scores, eos)
+        draws, alive = np.empty(len(rows), _DRAW), []
+        for index, (row, of_row) in enumerate(zip(rows, scores, strict=True)):
+            sampling, adjusted = row.request.sampling, _contiguous_rows(of_row)
+            if sampling.logit_bias or sampling.penalised or forbidden(row, eos):
+                adjusted = adjusted.to(torch.float32, copy=True)
+                adjust(row, adjusted, eos)
+            alive.append(adjusted)  # until the kernel has read it
+            draws[index] = (
+                adjusted.data_ptr(),
+                adjusted.dtype == torch.bfloat16,
+                *(sampling.top_k, sampling.top_p, sampling.min_p),
+                *((0.0, 0.0) if sampling.greedy else (sampling.temperature, random_number(row))),
+            )
+        tokens = np.empty(len(rows), np.int64)
+        self._kernels.draw(draws.ctypes.data, tokens.ctypes.data, len(rows), len(scores[0]), team())
+        sampled: list[int] = tokens.tolist()
+        return sampled
+
+
+def _contiguous_rows(scores: torch.Tensor) -> torch.Tensor:
+    return scores if scores.stride(-1) == 1 else scores.contiguous()

@@ -1,0 +1,110 @@
+"""Backend: how a model is computed on one kind of device. ``model.load`` makes one; nothing else asks for the device.
+
+``prepare`` rewrites the model once; the other methods serve each step. ``TorchBackend`` is the plain path, on any
+device that torch knows. ``engine.cpu`` has the backend for CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from decant.engine.kv_layout import KvLayout
+from decant.engine.model.attention import AttentionBackend
+from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.attention.paged import PagedAttention
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.sampler import Sampler
+from decant.engine.model.step_batch import FlatBatch, Ints, flatten
+from decant.engine.plan import Row
+
+PARTS = frozenset({"linear", "attention", "elementwise", "sampler"})
+"""Parts of a step in which a row's bits may depend on the other rows."""
+
+
+class Backend(Protocol):
+    """One device, and the way each part of a step is computed on it."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def kind(self) -> str:
+        """Hardware and kernels, as far as they change bits: part of a device's layout fingerprint."""
+        ...
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """Dtypes that the device multiplies fast enough to serve."""
+        ...
+
+    @property
+    def exact(self) -> frozenset[str]:
+        """The ``PARTS`` that give a row the same bits in any batch. With all of them, the probe requires it."""
+        ...
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Replace modules in place: pack linear layers, fuse operations. Weights are copied from mapped files."""
+        ...
+
+    def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
+        """Raises InvalidConfig if the memory can't be allocated."""
+        ...
+
+    def flatten(self, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch: ...
+
+    def make_attention(
+        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
+    ) -> AttentionBackend:
+        """Attention of one step. ``views[i]``: what layer i sees; ``keep``: flattened positions that need logits."""
+        ...
+
+    def step_threads(self) -> AbstractContextManager[None]:
+        """Entered around a step: makes torch's elementwise loops independent of the number of rows."""
+        ...
+
+
+class TorchBackend:
+    """Plain torch: the model's own modules, paged attention in torch's products, sampling in tensor operations."""
+
+    dtypes = frozenset({torch.bfloat16, torch.float16, torch.float32})
+    exact: frozenset[str] = frozenset()
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sampler: Sampler = Sampler()
+
+    @property
+    def kind(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        pass
+
+    def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
+        return KvStore(layout, num_blocks, dtype, self.device)
+
+    def flatten(self, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
+        return flatten(rows, block_size, blank)
+
+    def make_attention(
+        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
+    ) -> AttentionBackend:
+        return PagedAttention(store, views, flat)
+
+    def step_threads(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def make_backend(device: torch.device) -> Backend:
+    """The backend for a device."""
+    if device.type == "cpu":
+        from decant.engine.cpu.backend import make_cpu_backend
+
+        return make_cpu_backend()
+    return TorchBackend(device)

@@ -1,0 +1,114 @@
+"""Source trees, environments and installs of their own, which see nothing of this checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterable
+from importlib.metadata import distribution
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
+WITHOUT_KERNELS = {"CC": "false", "CXX": "false"}
+"""For a build's environment: compiling the C++ kernels takes a minute."""
+
+_BUILT = shutil.ignore_patterns("*_pb2*", "*.so", "__pycache__")
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run without this process's import path. Standard error goes to standard output."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=inherited | environment,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+    )
+
+
+def succeed(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """The output of a command that must end with 0."""
+    done = run(*command, cwd=cwd, **environment)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def copy_sources(names: Iterable[str], tree: Path) -> Path:
+    """Copy these files and folders of the checkout without what an earlier build left there; links stay links."""
+    tree.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=_BUILT)
+        else:
+            shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+def image_sources() -> list[str]:
+    """Names of the files and folders that deploy/Containerfile copies to build from."""
+    text = (ROOT / "deploy" / "Containerfile").read_text()
+    copies = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
+    return [name for line in copies for name in line.split()]
+
+
+def site_packages(home: Path) -> Path:
+    paths = sysconfig.get_paths("venv", vars={"base": str(home), "platbase": str(home)})
+    return Path(paths["purelib"])
+
+
+def make_environment(home: Path) -> Path:
+    """Create an empty environment in `home`. Returns its interpreter."""
+    venv.create(home, with_pip=False, symlinks=True)
+    return home / "bin" / "python"
+
+
+def borrow_packages(home: Path) -> None:
+    """Make this environment's packages importable there, except editable installs.
+
+    A path entry does not process the .pth files in its folder, and an editable install is one.
+    """
+    (site_packages(home) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+
+def link_distribution(name: str, packages: Path) -> None:
+    """Make one installed distribution importable in `packages` by links to its files."""
+    for file in distribution(name).files or ():
+        if file.parts[0] == ".." or "__pycache__" in file.parts:
+            continue
+        # google/ is shared by several distributions; any other folder belongs to one.
+        depth = 2 if file.parts[0] == "google" else 1
+        link = packages.joinpath(*file.parts[:depth])
+        if not link.exists():
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(Path(str(distribution(name).locate_file("")), *file.parts[:depth]))
+
+
+def install(python: Path, source: Path, *, editable: bool = False) -> subprocess.CompletedProcess[str]:
+    what = ["--editable", source] if editable else [source]
+    command = [sys.executable, "-m", "pip", "--python", python, "install", *OFFLINE, "--ignore-installed", *what]
+    return run(*command, cwd=source.parent, **WITHOUT_KERNELS)
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
+    """Build a wheel without kernels from a source tree or an archive."""
+    command: list[str | Path] = [sys.executable, "-m", "pip", "wheel", "-q", *OFFLINE, "-w", folder, source]
+    succeed(*command, cwd=source.parent, **WITHOUT_KERNELS)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def build_sdist(tree: Path) -> Path:
+    build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    succeed(sys.executable, "-c", build, cwd=tree, **WITHOUT_KERNELS)
+    (archive,) = (tree / "dist").glob("*.tar.gz")
+    return archive

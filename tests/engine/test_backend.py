@@ -1,0 +1,63 @@
+"""Backends: one object knows the device, and every one of them serves the same model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from decant.engine.checkpoint import checkpoint
+from decant.engine.cpu.backend import CpuBackend, NativeBackend, make_cpu_backend
+from decant.engine.cpu.kernels import KERNELS
+from decant.engine.engine import Engine
+from decant.engine.model.backend import PARTS, Backend, TorchBackend, make_backend
+from decant.engine.model.model import ModelConfig, load
+from decant.engine.model.probe import learn_attention
+from decant.engine.model.runner import ModelRunner
+from decant.engine.scheduler import Limits
+from tests.engine import tiny
+
+ENGINE = Path(__file__).parents[2] / "engine"
+CPU = torch.device("cpu")
+
+
+def backends() -> list[Backend]:
+    native = [] if KERNELS is None else [NativeBackend(KERNELS)]
+    return [TorchBackend(CPU), CpuBackend(), *native]
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: type(backend).__name__)
+def test_each_backend_generates_what_the_loaded_device_generates(backend: Backend, tmp_path: Path) -> None:
+    folder = tiny.save(tiny.config("llama"), tmp_path)
+    device = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=1 << 20))
+    model = checkpoint.open(str(folder)).read(torch.float32, CPU)
+    views, specs = learn_attention(model, "tiny", device.context_length)
+    assert specs == device.store.layout.layers
+    backend.prepare(model, torch.float32)
+    store = backend.make_store(device.store.layout, device.num_blocks, torch.float32)
+    runner = ModelRunner(model, store, views, frozenset(), backend)
+    other = replace(device, model=model, store=store, runner=runner, backend=backend)
+    requests = [tiny.greedy("long", list(range(5, 45)), 12), tiny.greedy("short", [7, 8, 9], 12)]
+    limits = Limits(token_budget=16, max_running=4, context_length=128)
+    expected, result = (tiny.run(Engine(each, limits), requests).tokens for each in (device, other))
+    assert result == expected
+
+
+def test_a_cpu_gets_its_own_backend_and_promises_exact_rows() -> None:
+    backend = make_backend(CPU)
+    assert type(backend) is type(make_cpu_backend())
+    assert isinstance(backend, CpuBackend if KERNELS is None else NativeBackend)
+    assert backend.exact == PARTS
+    assert TorchBackend(CPU).exact == frozenset()
+
+
+def test_only_backends_ask_for_the_device_or_the_kernels() -> None:
+    """Every other module of the engine works on what its backend gives it."""
+    question = re.compile(r"\bKERNELS\b|device\.type ==|\bis_cpu\b|from decant\.engine\.cpu")
+    allowed = {ENGINE / "model" / "backend.py"}
+    files = [path for path in ENGINE.rglob("*.py") if "cpu" not in path.relative_to(ENGINE).parts]
+    asking = {path for path in files if question.search(path.read_text(encoding="utf-8"))}
+    assert asking - allowed == {ENGINE / "checkpoint" / "checkpoint.py"}, "which names devices of the machine"
