@@ -155,8 +155,8 @@ class RouterProcess:
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
         membership = RouterRegistrar(self._store, facts, self.flusher.rewrite, replaced, self.dispatcher.load)
-        self._keep("sessions", self.pool.start())
-        self._ends.push_async_callback(self.pool.close)
+        self._keep("sessions", self.pool.membership.start())
+        self._ends.push_async_callback(self.pool.membership.close)
         self._keep("registration", membership.start(Ttls().renew_every_s))
         self._ends.push_async_callback(membership.close)
         self._keep("writing", self.flusher.start())
@@ -174,7 +174,7 @@ class RouterProcess:
         self._ends.push_async_callback(entries.close)
         try:
             async with asyncio.timeout(SETTLE_SECONDS):
-                await self.pool.settled()
+                await self.pool.membership.settled()
         except TimeoutError:
             _log.warning("not all workers could be reached", limit_seconds=SETTLE_SECONDS)
 

@@ -10,7 +10,7 @@ from decant.router.admission.wait_prediction import Wait
 from decant.router.execution.token_stream import TokenStream
 from decant.router.execution.token_writer import TokenWriter
 from decant.router.placement.prefix_index import PromptBlocks
-from decant.router.workers.pool import WorkerHandle
+from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.owned import OwnedRequest

@@ -14,8 +14,9 @@ from decant.router.placement.policy import (
     choose_decode_worker,
     choose_first_worker,
 )
-from decant.router.workers.pool import WorkerHandle, WorkerPool
+from decant.router.workers.pool import WorkerPool
 from decant.router.workers.waiting_line import Kind, WaitsFor
+from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.priority import queue_key
 from decant.state.ids import Incarnation
 

@@ -127,7 +127,7 @@ class Trial:
         self.world = World(roles, case.max_tokens, case.stops_at)
         self.listener: Any = Listener()
         self.pool = WorkerPool(new_peer("router"), Directory(self.world), {MODEL: TOKENIZER}, PeerTls(), 0)  # type: ignore[arg-type]
-        self.pool._connector = Connector(self.world)  # type: ignore[assignment]
+        self.pool.membership._connector = Connector(self.world)  # type: ignore[assignment]
         checked = RouterSettings(models=(MODEL,), attempts=5)
         parts: Any = {"requests": self.listener, "flusher": self.listener, "bookings": self.listener, "revive": None}
         peer = new_peer("router")
@@ -145,7 +145,7 @@ class Trial:
         return request if at is None else replace(request, new_output_text=lambda: StopText(at))  # type: ignore[arg-type,return-value]
 
     async def connect(self) -> None:
-        self.pool.start()
+        self.pool.membership.start()
         for _ in range(2):
             await settle()
             while steps := self.world.steps():

@@ -151,27 +151,27 @@ async def core(
     bookings = QuotaLeases(store.quotas, quotas)
     router = RouterServices(peer, checked, admission, pool, store.requests, flusher, bookings, revive, 3600.0)
     dispatcher = RequestRegistry(router)
-    pool.start()
+    pool.membership.start()
     flusher.start()
     bookings.start()
     try:
         async with asyncio.timeout(PATIENCE):
-            await pool.settled()
+            await pool.membership.settled()
         yield Core(router, dispatcher)
         async with asyncio.timeout(PATIENCE):
             await dispatcher.drain()
         assert admission.active == 0
         assert not bookings._held
-        assert not pool._givers
+        assert not pool.tickets
         assert not any(pool.waiting_lines.values())
-        for worker in list(pool._workers.values()):
+        for worker in list(pool.membership):
             assert not worker.session.is_busy
             assert not worker.session._runs.has_slots
             assert worker.load.work.ours == worker.load.sequences.ours == 0
     finally:
         await dispatcher.close()
         await bookings.close()
-        await pool.close()
+        await pool.membership.close()
         await flusher.close()
     del registrations
 

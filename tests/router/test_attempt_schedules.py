@@ -54,7 +54,7 @@ async def play(trial: Trial, drains: int | None = None) -> None:
         trial.execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
     await trial.finish()
     trial.check_end()
-    await trial.pool.close()
+    await trial.pool.membership.close()
 
 
 def begin_drain(trial: Trial) -> None:

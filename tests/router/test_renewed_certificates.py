@@ -53,7 +53,7 @@ async def test_a_router_reaches_workers_again_after_all_certificates_were_replac
         await serve_with(files, worker)
         await store.workers.register(worker.facts)
         pool = pool_with(files, store)
-        pool.start()
+        pool.membership.start()
         try:
             await until(lambda: usable(pool) == {"d": 0})
             replace(files, certificates.make(tmp_path / "new"))
@@ -61,7 +61,7 @@ async def test_a_router_reaches_workers_again_after_all_certificates_were_replac
             await worker.restart()
             await until(lambda: usable(pool) == {"d": 1})
         finally:
-            await pool.close()
+            await pool.membership.close()
 
 
 async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(store: Store, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(
         await serve_with(files, second)
         await store.workers.register(first.facts)
         pool = pool_with(files, store)
-        watching = pool.start()
+        watching = pool.membership.start()
         try:
             await until(lambda: usable(pool) == {"d": 0})
             certificates.make(tmp_path / "new").key.rename(files.key)
@@ -81,4 +81,4 @@ async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(
             await until(lambda: usable(pool) == {"d": 0, "d2": 0})
             assert not watching.done()
         finally:
-            await pool.close()
+            await pool.membership.close()
