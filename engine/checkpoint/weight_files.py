@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from decant.engine.checkpoint import weight_shapes
+from decant.engine.checkpoint.weight_format import FLOATS, find_format
 from decant.engine.checkpoint.weight_shapes import Stored
 from decant.engine.errors import ModelRefused
 
@@ -23,12 +24,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTERS = ("adapter_config.json", "adapter_model*")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Dtypes of weights, and their bytes per element."""
-_INDICES = {"I64", "BOOL"}
-"""Dtypes of buffers such as positions and masks. Narrower integers are quantized or packed weights."""
-_MASKS = (".attn.bias", ".attention.bias")
-"""Name suffixes of causal masks saved by older releases of transformers, some of them as U8."""
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -47,16 +42,10 @@ def check(folder: Path) -> None:
 
 
 def check_format(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse adapters and quantized formats. Raises ModelRefused."""
+    """Refuse adapters and unknown weight formats. Raises ModelRefused."""
     name = describe(folder, config)
     check_adapters(folder, name)
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in ("quantization_config", "compression_config"):
-            found = part.get(key)
-            if found is not None and not found:  # transformers would fail
-                raise ModelRefused(name, f"{key} in config.json is {json.dumps(found)}: remove it, or name the format")
-            if found is not None:
-                raise ModelRefused(name, f"{_quantization(found)} weights are not served yet")
+    find_format(name, config)
 
 
 def check_adapters(folder: Path, name: str) -> None:
@@ -67,16 +56,17 @@ def check_adapters(folder: Path, name: str) -> None:
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelRefused unless all weight files are complete, floating-point, and of the shapes of ``config``."""
+    """Raises ModelRefused unless all weight files are complete, in the format and of the shapes of ``config``."""
     name = describe(folder, config)
+    weight_format = find_format(name, config)
     tensors: dict[str, Stored] = {}
     for file in weight_files(folder, config):
         for tensor, entry in _header(name, file).items():
             dtype = str(entry.get("dtype"))
-            if not _is_served(tensor, dtype):
+            if not weight_format.allows(tensor, dtype):
                 raise ModelRefused(name, f"{dtype} weights are not served yet ({tensor} in {file.name})")
             tensors[tensor] = _stored(name, file, tensor, entry)
-    weight_shapes.check(name, config, tensors)
+    weight_shapes.check(name, config, weight_format.model_tensors(tensors))
 
 
 def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Stored:
@@ -87,20 +77,13 @@ def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Sto
         size = end - begin
     except (LookupError, TypeError, ValueError) as error:
         raise ModelRefused(name, f"{file.name} can't be read as safetensors: {tensor}: {error!r}") from None
-    width = _FLOATS.get(str(entry.get("dtype")))
+    width = FLOATS.get(str(entry.get("dtype")))
     if width is not None and size != width * math.prod(shape):
         reason = (
             f"{file.name} has {size} bytes of {tensor}, and its shape {list(shape)} needs {width * math.prod(shape)}"
         )
         raise ModelRefused(name, reason)
     return Stored(file.name, shape)
-
-
-def _is_served(tensor: str, dtype: str) -> bool:
-    """Whether a tensor is floating-point, or of a dtype that a buffer may have."""
-    if dtype == "U8":
-        return tensor.endswith(_MASKS)
-    return dtype in _FLOATS or (dtype in _INDICES and not tensor.endswith(".weight"))
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
@@ -165,15 +148,6 @@ def _no_weights(folder: Path) -> str:
         return "safetensors are needed; the folder has no weights"
     only = f"safetensors are needed; the folder has only {', '.join(others[:3])}"
     return only if others[0].endswith(".gguf") else f"{only}, and pickles can run code"
-
-
-def _quantization(config: Any) -> str:
-    """Name of a quantized format."""
-    method = config.get("quant_method") if isinstance(config, dict) else None
-    if not isinstance(method, str):
-        bits = {"load_in_4bit", "load_in_8bit"} & set(config) if isinstance(config, dict) else set()
-        return "bitsandbytes" if bits else "quantized"
-    return method.upper() if len(method) <= 5 else method
 
 
 def _header(name: str, file: Path) -> Mapping[str, Mapping[str, Any]]:

@@ -47,12 +47,12 @@ class JournaledRequest(Protocol):
     """A request that is written: its owner's side of it, and what is answered."""
 
     owned: OwnedRequest
-    course: TokenStream
+    stream: TokenStream
 
     def superseded(self, error: Displaced) -> None:
         """Another router owns it, or another request has its id."""
 
-    def settled(self) -> None:
+    def mark_persisted(self) -> None:
         """Nothing more of it is written."""
 
 
@@ -65,7 +65,7 @@ class _Fault:
 
 
 class JournalWriter:
-    """The one writer of requests. ``close`` ends its task after one last write."""
+    """The one writer of requests. Its owner runs `run` as a background task, and calls `close` after it."""
 
     def __init__(self, requests: Requests, flush_ms: int) -> None:
         self.is_unavailable = False
@@ -80,11 +80,6 @@ class JournalWriter:
         self._soon = asyncio.Event()  # something ended
         self._idle = asyncio.Event()
         self._idle.set()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._run())
-        return self._task
 
     def begin(self, written: JournaledRequest) -> None:
         """It is written from now on, until it has ended and that is written too."""
@@ -106,8 +101,8 @@ class JournalWriter:
         self._running.pop(written.owned, None)
         self._ended.pop(written.owned, None)
         self._faults.pop(written.owned, None)
-        self._see_if_idle()
-        written.settled()
+        self._check_idle()
+        written.mark_persisted()
 
     def rewrite(self) -> None:
         """Redis was emptied: all that is here is written whole."""
@@ -122,12 +117,10 @@ class JournalWriter:
         await self._idle.wait()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        """Write once more, after `run` was cancelled."""
         await self._flush([*self._running, *self._ended])
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         """Ends are written as they come, everything at each tick."""
         clock = asyncio.get_running_loop().time
         while True:
@@ -164,7 +157,7 @@ class JournalWriter:
         now = asyncio.get_running_loop().time()
         for owned in requests:
             if (written := self._running.get(owned)) is not None:
-                append_new(owned, written.course)
+                append_new(owned, written.stream)
         batch = [owned for owned in requests if owned.needs_write and self._is_due(owned, now)]
         lost: Mapping[OwnedRequest, Lost] = {}
         try:
@@ -194,9 +187,9 @@ class JournalWriter:
                 case StoreFault() as fault:
                     self._set_aside(written, fault)
                 case error:
-                    self.forget(written)
                     written.superseded(error)
-        self._see_if_idle()
+                    self.forget(written)
+        self._check_idle()
 
     def _set_aside(self, written: JournaledRequest, error: StoreFault) -> None:
         """Redis refuses this request's write: it is tried again by itself, ever later, while others are written."""
@@ -224,7 +217,7 @@ class JournalWriter:
             self.is_unavailable = False
             _log.info("the state store is back", requests=written)
 
-    def _see_if_idle(self) -> None:
+    def _check_idle(self) -> None:
         if not self._running and not self._ended:
             self._idle.set()
 
@@ -234,10 +227,10 @@ def _doubled(seconds: float, times: int, most: float) -> float:
     return min(seconds * float(2 ** min(times, MOST_DOUBLINGS)), most)
 
 
-def append_new(owned: OwnedRequest, course: TokenStream) -> None:
+def append_new(owned: OwnedRequest, stream: TokenStream) -> None:
     """The course's new tokens become entries of the journal, with their logprobs if they have any."""
-    if not owned.has_prompt_logprobs and course.has_prompt_logprobs:
-        owned.add_prompt_logprobs(course.prompt_logprobs.packed())
-    if len(course.tokens) > owned.length:
+    if not owned.has_prompt_logprobs and stream.has_prompt_logprobs:
+        owned.add_prompt_logprobs(stream.prompt_logprobs.packed())
+    if len(stream.tokens) > owned.length:
         first = owned.length
-        owned.append((Entry(0, token) for token in course.tokens[first:]), course.logprobs.packed(first))
+        owned.append((Entry(0, token) for token in stream.tokens[first:]), stream.logprobs.packed(first))

@@ -39,7 +39,7 @@ _log = logs.get(__name__)
 
 
 class OrphanRecovery:
-    """Watches the directory of routers for as long as its task runs; ``close`` ends it.
+    """Watches the directory of routers while `run` runs.
 
     ``is_connected``: whether a worker has a live session with a router. The directory is read as often as
     registrations of these ``ttls`` are renewed.
@@ -59,18 +59,8 @@ class OrphanRecovery:
         self._is_connected = is_connected
         self._ttls = ttls
         self._pauses: dict[Incarnation, _Pause] = {}
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._run())
-        return self._task
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
         while True:
             try:
                 await self._watch()
