@@ -11,9 +11,8 @@ Nothing is sent before the first token, not even metadata: until then a client's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
 
@@ -23,12 +22,11 @@ from decant.router.api.auth import AuthenticatedCall, Authenticator, for_callers
 from decant.router.api.get_generation import generation
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.tokenizing import detokenize, tokenize
-from decant.router.api.usage import RequestMeter, account_of
+from decant.router.api.usage import RequestMeter, meter_of
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known, validate
-from decant.router.execution.reader_lease import ReaderLease, begin_behind
-from decant.router.execution.stored import RequestSnapshot
+from decant.router.execution.reader_lease import ReaderLease, wait_for_resume_point
+from decant.router.execution.registry import RequestRegistry
 from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
 from decant.router.limits import check_id, check_size
 from decant.router.text.prompt import UNKNOWN_WINDOW, window
 from decant.router.text.served_model import Models, ServedModel
@@ -47,36 +45,6 @@ _LEFT = "left"
 _SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 
 _Named = pb.ResumeStreamRequest | pb.GetGenerationRequest | pb.CancelGenerationRequest
-
-
-class RequestRegistry(Protocol):
-    """Who runs requests."""
-
-    async def begin(self, request: ValidRequest) -> TokenStream:
-        """The course of this request, or of an equal one of this id.
-
-        Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded."""
-
-    async def resume(self, key: RequestKey) -> TokenStream:
-        """The course of a request that was accepted, to be read again. Raises NotFound, Unavailable."""
-
-    async def look(self, key: RequestKey) -> RequestSnapshot:
-        """How a request stands. Raises NotFound, Unavailable."""
-
-    async def cancel(self, key: RequestKey) -> Finish | ServiceError:
-        """How it has ended, by this call or before. Raises NotFound, Unavailable."""
-
-    def stream_lost(self, course: TokenStream) -> None:
-        """The client's stream ended without CancelGeneration."""
-
-    def max_context_length(self, model: str) -> int | None:
-        """The least window that the model's live workers serve; None while there are none."""
-
-    async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
-        """Raises QueueFull for a new request that would have to wait behind too many, or for longer than it may."""
-
-    def booked(self, tenant: str) -> AbstractAsyncContextManager[None]:
-        """Counts a call that needs no worker among its tenant's requests at work. Raises QuotaExceeded."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +66,7 @@ class InferenceService:
         self, models: Models, dispatcher: RequestRegistry, about: ServerInfoSource, metrics: RequestMetrics
     ) -> None:
         self._models = models
-        self._dispatcher = dispatcher
+        self._registry = dispatcher
         self._about = about
         self._metrics = {id: metrics.of(id) for id in models.by_id}
 
@@ -117,15 +85,15 @@ class InferenceService:
         await self._stream(await self._begin(request, call), 0, call)
 
     async def Generate(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> pb.GenerateResponse:  # noqa: N802
-        course = await self._begin(request, call)
-        with self._followed(course) as follower:
-            await begin_behind(course, 0)
-            response, follower.ended = await ResponseWriter(course, self._model(course)).whole(follower.account)
+        stream = await self._begin(request, call)
+        with self._followed(stream) as follower:
+            await wait_for_resume_point(stream, 0)
+            response, follower.ended = await ResponseWriter(stream, self._model(stream)).whole(follower.account)
         return response
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         key = _key_of(request, call)
-        await self._stream(await self._dispatcher.resume(key), request.after_seq, call)
+        await self._stream(await self._registry.resume(key), request.after_seq, call)
 
     async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> TokenStream:
         tenant, deadline = call.tenant, Deadline.of(call.context)
@@ -133,25 +101,25 @@ class InferenceService:
         # Before any work on it: under overload most of a router's time would go into what it then refuses.
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
-        await self._dispatcher.check_wait(key, model, request.priority, deadline)
-        valid = await validate(request, tenant.models, self._dispatcher.max_context_length, deadline, tenant.name)
-        return await self._dispatcher.begin(valid)
+        await self._registry.check_wait(key, model, request.priority, deadline)
+        valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
+        return await self._registry.begin(valid)
 
-    async def _stream(self, course: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
-        with self._followed(course) as follower:
-            await begin_behind(course, after_seq)
-            answer = ResponseWriter(course, self._model(course), after_seq)
+    async def _stream(self, stream: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
+        with self._followed(stream) as follower:
+            await wait_for_resume_point(stream, after_seq)
+            answer = ResponseWriter(stream, self._model(stream), after_seq)
             follower.ended = await answer.stream(follower.reading.watched(call.context.write), follower.account)
 
-    def _model(self, course: TokenStream) -> ServedModel:
-        return self._models.by_id[course.request.engine_request.model]
+    def _model(self, stream: TokenStream) -> ServedModel:
+        return self._models.by_id[stream.request.engine_request.model]
 
     @contextmanager
-    def _followed(self, course: TokenStream) -> Iterator[_ReaderResult]:
+    def _followed(self, stream: TokenStream) -> Iterator[_ReaderResult]:
         """While a client follows a course. One who leaves before its end has lost it, unless its time was over or
         somebody else follows it by now."""
-        reading = ReaderLease(course)
-        follower = _ReaderResult(reading, account_of(course, self._metrics[course.request.engine_request.model]))
+        reading = ReaderLease(stream)
+        follower = _ReaderResult(reading, meter_of(stream, self._metrics[stream.request.engine_request.model]))
         outcome = _LEFT
         try:
             with reading:
@@ -163,21 +131,21 @@ class InferenceService:
         except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
             raise ClientDisconnected from error
         finally:
-            if course.end is None and reading.is_last and not course.request.deadline.is_over:
-                self._dispatcher.stream_lost(course)
+            if stream.end is None and reading.is_last and not stream.request.deadline.is_over:
+                self._registry.on_disconnect(stream)
             follower.account.close(outcome)
 
     # ------------------------------------------------------------------------------------------ coming back
 
     async def GetGeneration(self, request: pb.GetGenerationRequest, call: AuthenticatedCall) -> pb.Generation:  # noqa: N802
-        standing = await self._dispatcher.look(_key_of(request, call))
-        return await generation(standing, self._model(standing.course))
+        standing = await self._registry.get(_key_of(request, call))
+        return await generation(standing, self._model(standing.stream))
 
     async def CancelGeneration(  # noqa: N802
         self, request: pb.CancelGenerationRequest, call: AuthenticatedCall
     ) -> pb.CancelGenerationResponse:
         try:
-            end = await self._dispatcher.cancel(_key_of(request, call))
+            end = await self._registry.cancel(_key_of(request, call))
         except NotFound:
             return pb.CancelGenerationResponse(status=_UNKNOWN)
         status = _CANCELLED if isinstance(end, Cancelled) else _ALREADY_FINISHED
@@ -189,18 +157,18 @@ class InferenceService:
         check_size(request)
         check_known(request)
         model = call.tenant.models.find(request.model)
-        async with self._dispatcher.booked(call.tenant.name):
+        async with self._registry.hold_quota(call.tenant.name):
             return await tokenize(request, model, self._longest(model), Deadline.of(call.context))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, call: AuthenticatedCall) -> pb.DetokenizeResponse:  # noqa: N802
         check_size(request)
         check_known(request)
         model = call.tenant.models.find(request.model)
-        async with self._dispatcher.booked(call.tenant.name):
+        async with self._registry.hold_quota(call.tenant.name):
             return await detokenize(request, model, self._longest(model), Deadline.of(call.context))
 
     def _longest(self, model: ServedModel) -> int:
-        return window(model, self._dispatcher.max_context_length) or UNKNOWN_WINDOW
+        return window(model, self._registry.max_context_length) or UNKNOWN_WINDOW
 
     async def ListModels(self, request: pb.ListModelsRequest, call: AuthenticatedCall) -> pb.ListModelsResponse:  # noqa: N802
         check_known(request)
@@ -212,7 +180,7 @@ class InferenceService:
 
     def _described(self, model: ServedModel) -> pb.Model:
         """Lengths are 0 where only workers could tell them, and there are none."""
-        longest = window(model, self._dispatcher.max_context_length) or 0
+        longest = window(model, self._registry.max_context_length) or 0
         return pb.Model(
             id=model.id,
             max_context_length=longest,

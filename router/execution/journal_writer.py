@@ -47,12 +47,12 @@ class JournaledRequest(Protocol):
     """A request that is written: its owner's side of it, and what is answered."""
 
     owned: OwnedRequest
-    course: TokenStream
+    stream: TokenStream
 
     def superseded(self, error: Displaced) -> None:
         """Another router owns it, or another request has its id."""
 
-    def settled(self) -> None:
+    def mark_persisted(self) -> None:
         """Nothing more of it is written."""
 
 
@@ -101,8 +101,8 @@ class JournalWriter:
         self._running.pop(written.owned, None)
         self._ended.pop(written.owned, None)
         self._faults.pop(written.owned, None)
-        self._see_if_idle()
-        written.settled()
+        self._check_idle()
+        written.mark_persisted()
 
     def rewrite(self) -> None:
         """Redis was emptied: all that is here is written whole."""
@@ -157,7 +157,7 @@ class JournalWriter:
         now = asyncio.get_running_loop().time()
         for owned in requests:
             if (written := self._running.get(owned)) is not None:
-                append_new(owned, written.course)
+                append_new(owned, written.stream)
         batch = [owned for owned in requests if owned.needs_write and self._is_due(owned, now)]
         lost: Mapping[OwnedRequest, Lost] = {}
         try:
@@ -187,9 +187,9 @@ class JournalWriter:
                 case StoreFault() as fault:
                     self._set_aside(written, fault)
                 case error:
-                    self.forget(written)
                     written.superseded(error)
-        self._see_if_idle()
+                    self.forget(written)
+        self._check_idle()
 
     def _set_aside(self, written: JournaledRequest, error: StoreFault) -> None:
         """Redis refuses this request's write: it is tried again by itself, ever later, while others are written."""
@@ -217,7 +217,7 @@ class JournalWriter:
             self.is_unavailable = False
             _log.info("the state store is back", requests=written)
 
-    def _see_if_idle(self) -> None:
+    def _check_idle(self) -> None:
         if not self._running and not self._ended:
             self._idle.set()
 
@@ -227,10 +227,10 @@ def _doubled(seconds: float, times: int, most: float) -> float:
     return min(seconds * float(2 ** min(times, MOST_DOUBLINGS)), most)
 
 
-def append_new(owned: OwnedRequest, course: TokenStream) -> None:
+def append_new(owned: OwnedRequest, stream: TokenStream) -> None:
     """The course's new tokens become entries of the journal, with their logprobs if they have any."""
-    if not owned.has_prompt_logprobs and course.has_prompt_logprobs:
-        owned.add_prompt_logprobs(course.prompt_logprobs.packed())
-    if len(course.tokens) > owned.length:
+    if not owned.has_prompt_logprobs and stream.has_prompt_logprobs:
+        owned.add_prompt_logprobs(stream.prompt_logprobs.packed())
+    if len(stream.tokens) > owned.length:
         first = owned.length
-        owned.append((Entry(0, token) for token in course.tokens[first:]), course.logprobs.packed(first))
+        owned.append((Entry(0, token) for token in stream.tokens[first:]), stream.logprobs.packed(first))

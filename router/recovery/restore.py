@@ -26,7 +26,7 @@ _NO_LIMIT = 1 << 30
 
 
 def make_request_restorer(models: Models, max_context_length: ContextLengthOf) -> RestoreRequest:
-    async def revive(found: StoredRequest) -> ValidRequest:
+    async def restore(found: StoredRequest) -> ValidRequest:
         asked = pb.GenerateRequest()
         asked.CopyFrom(found.payload)
         asked.model = found.record.model  # no name meant the default of its time and tenant
@@ -35,7 +35,7 @@ def make_request_restorer(models: Models, max_context_length: ContextLengthOf) -
         valid = await validate(asked, models, window, _deadline(found.record), found.key.tenant)
         return replace(valid, key=found.key, payload=found.payload, accepted_at=_accepted_at(found.record))
 
-    return revive
+    return restore
 
 
 def _deadline(record: RequestRecord) -> Deadline:

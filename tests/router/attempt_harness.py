@@ -8,7 +8,8 @@ from typing import Any
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.execution import Execution, RouterServices
+from decant.router.execution.execution import Execution
+from decant.router.execution.services import RouterServices
 from decant.router.execution.token_stream import Finish
 from decant.router.execution.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
@@ -57,10 +58,10 @@ class Listener:
     ends: int = 0
     persisted: int = 0
 
-    def ended(self, execution: Execution) -> None:
+    def on_ended(self, execution: Execution) -> None:
         self.ends += 1
 
-    def settled(self, execution: Execution) -> None:
+    def on_persisted(self, execution: Execution) -> None:
         self.persisted += 1
 
     async def book(self, *_: Any) -> None: ...
@@ -72,11 +73,11 @@ class Listener:
     def begin(self, execution: Execution) -> None: ...
 
     def end(self, execution: Execution) -> None:
-        execution.settled()
+        execution.mark_persisted()
 
     def forget(self, execution: Any) -> None:
         if isinstance(execution, Execution):
-            execution.settled()
+            execution.mark_persisted()
 
     async def accept(self, owned: OwnedRequest) -> None: ...
 
@@ -131,7 +132,12 @@ class Trial:
         self.watching = BackgroundTask("pool", self.pool.run)
         self.pool._connector = Connector(self.world)  # type: ignore[assignment]
         checked = RouterSettings(models=(MODEL,), attempts=5)
-        parts: Any = {"requests": self.listener, "flusher": self.listener, "bookings": self.listener, "revive": None}
+        parts: Any = {
+            "requests": self.listener,
+            "journal_writer": self.listener,
+            "quota_leases": self.listener,
+            "restore": None,
+        }
         peer = new_peer("router")
         self.router = RouterServices(peer, checked, Admission(10, 10), self.pool, ended_s=60.0, **parts)
         self.faults_left = case.faults
@@ -157,7 +163,7 @@ class Trial:
 
     def begin(self, adopted: StoredRequest | None = None) -> None:
         self.execution = Execution(self.request(), self.router, self.listener, adopted)
-        self.course = self.execution.course
+        self.stream = self.execution.stream
         self.execution.task = asyncio.create_task(self.execution.run())
 
     async def finish(self) -> None:
@@ -170,7 +176,7 @@ class Trial:
             await self.round()
             if number < self.case.full_rounds and number % 8 == 7:
                 self.check_tickets()
-            if self.course.end is not None and not any(worker.attached for worker in self.world.workers.values()):
+            if self.stream.end is not None and not any(worker.attached for worker in self.world.workers.values()):
                 break
         for _ in range(10):
             await self.round()
@@ -211,11 +217,11 @@ class Trial:
     # ------------------------------------------------------------------------------------------- what must hold
 
     def check(self) -> None:
-        tokens = self.course.tokens
+        tokens = self.stream.tokens
         assert tokens[: len(self.known)] == self.known
         assert tokens == [token_at(k, self.case.stops_at) for k in range(len(tokens))]
         self.known = list(tokens)
-        assert self.listener.ends == (self.course.end is not None)
+        assert self.listener.ends == (self.stream.end is not None)
         assert self.listener.persisted <= 1
         self._check_migrations()
 
@@ -242,17 +248,17 @@ class Trial:
                     assert export.is_closed or self.world.now() - export.renewed_at < 1.0
 
     def check_end(self) -> None:
-        end = self.course.end
+        end = self.stream.end
         assert end is not None
         assert self.listener.ends == self.listener.persisted == 1
         expected = self.world.answer
         if self.case.stop_text_at is not None:
             expected = expected[: self.case.stop_text_at + 1]
         if isinstance(end, Finish):
-            assert self.course.tokens == expected
+            assert self.stream.tokens == expected
         if not self.faults_done and not self.case.is_cancelled:
             assert isinstance(end, Finish), end
-            assert self.course.has_prompt_logprobs
+            assert self.stream.has_prompt_logprobs
             assert self.execution.owned.attempt == 1
         self._check_released()
 

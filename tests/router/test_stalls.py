@@ -21,7 +21,7 @@ from decant.runtime.channel import Deadline
 from decant.runtime.errors import InvalidArgument, Unimplemented
 from decant.runtime.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation
-from tests.router.factories import ScriptedDispatcher, model, window
+from tests.router.factories import ScriptedRegistry, model, window
 
 LONGEST_STALL = 0.1
 TRIES = 20
@@ -53,7 +53,9 @@ async def detokenize(request: pb.DetokenizeRequest) -> None:
 
 def service() -> InferenceService:
     about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
-    return InferenceService(Models([served()]), ScriptedDispatcher(), about, RequestMetrics(Registry(process=False)))
+    return InferenceService(
+        Models([served()]), cast(Any, ScriptedRegistry()), about, RequestMetrics(Registry(process=False))
+    )
 
 
 def call() -> AuthenticatedCall:
