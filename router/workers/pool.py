@@ -27,7 +27,7 @@ from decant.router.workers.session import WorkerSession
 from decant.router.workers.waiting_line import Kind, WaitingLine, WaitsFor
 from decant.runtime import logs
 from decant.runtime.channel import Connector
-from decant.runtime.peer import enum_name, speaks
+from decant.runtime.peer import enum_name, is_compatible
 from decant.runtime.tls import PeerTls
 from decant.state.directory import Listing, Workers
 from decant.state.errors import StateError
@@ -329,12 +329,12 @@ class WorkerPool:
         expected = self._tokenizers.get(facts.model)
         if expected is None:
             return False  # another router's model
-        if speaks(facts.peer.protocol) and facts.tokenizer == expected:
+        if is_compatible(facts.peer.protocol) and facts.tokenizer == expected:
             return True
         incarnation = Incarnation.of(facts.peer)
         if incarnation not in self._refused:
             self._refused.add(incarnation)
-            why = "another tokenizer" if speaks(facts.peer.protocol) else "another protocol"
+            why = "another tokenizer" if is_compatible(facts.peer.protocol) else "another protocol"
             _log.warning("a worker can't be used", worker=incarnation.id, model=facts.model, why=why)
         return False
 

@@ -22,7 +22,7 @@ from decant.command.up.supervisor import StartFailed, Supervisor
 from decant.runtime import logs
 from decant.runtime.logs import LogSettings
 from decant.runtime.settings import InvalidSettings
-from decant.runtime.shutdown import first
+from decant.runtime.shutdown import race
 from decant.state.errors import PrivateRedisFailed
 from decant.state.private_redis import PrivateRedis
 
@@ -67,7 +67,7 @@ async def _supervise(plan_for: Callable[[str], Plan], redis_url: str | None, out
     if redis_url is not None:
         return await Supervisor(plan_for(redis_url), output).run()
     async with PrivateRedis() as redis:
-        return await first(Supervisor(plan_for(redis.url), output).run(), _ended(redis))
+        return await race(Supervisor(plan_for(redis.url), output).run(), _ended(redis))
 
 
 async def _ended(redis: PrivateRedis) -> int:

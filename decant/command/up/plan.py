@@ -18,7 +18,7 @@ from decant.router.settings import RouterSettings
 from decant.runtime.cores import usable_cores
 from decant.runtime.server_settings import join_address
 from decant.runtime.settings import PREFIX, Settings, variable_name
-from decant.runtime.settings_sources import OF_CLIENTS, load
+from decant.runtime.settings_sources import CLIENT_VARIABLES, load
 from decant.worker.settings import WorkerSettings
 
 _DIFFERS = {variable_name(name) for name in ("id", "port", "admin_port", "advertise", "config", "threads")}
@@ -163,7 +163,7 @@ def _kv_bytes(options: UpOptions, workers: int) -> int:
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    known = _names(RouterSettings) | _names(WorkerSettings) | OF_CLIENTS
+    known = _names(RouterSettings) | _names(WorkerSettings) | CLIENT_VARIABLES
     for name in sorted(environment):
         if name in _DIFFERS:
             raise CommandFailed(f"{name}: not for `decant up`: its processes differ in it", status=2)

@@ -24,7 +24,7 @@ from decant.command.up.output import Output
 from decant.command.up.peers import PeerCredentials
 from decant.command.up.plan import Plan, Spec, address_of
 from decant.runtime import logs
-from decant.runtime.shutdown import Shutdown, first
+from decant.runtime.shutdown import Shutdown, race
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
@@ -72,8 +72,8 @@ class Supervisor:
             self._peers = self._plan.peers or peers.make(self._record.temporary / "peers")
             recording = asyncio.create_task(self._write_changes())
             try:
-                await first(self._serve(), self._shutdown.asked())
-                return await first(self._drain(), self._forced())
+                await race(self._serve(), self._shutdown.requested())
+                return await race(self._drain(), self._forced())
             finally:
                 await self._end()
                 recording.cancel()
@@ -199,7 +199,7 @@ class Supervisor:
         return not late and not cut_off
 
     async def _forced(self) -> int:
-        await self._shutdown.insisted()
+        await self._shutdown.forced()
         return 1
 
     async def _stop_restarts(self) -> None:
