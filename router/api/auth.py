@@ -31,7 +31,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails
 
 from decant.router.text.served_model import Models
-from decant.runtime.error_details import Violation, part
+from decant.runtime.error_details import Violation, shorten
 from decant.runtime.errors import Unauthenticated
 from decant.runtime.settings import InvalidSettings
 from decant.runtime.settings_sources import read_toml
@@ -167,7 +167,7 @@ def _violation(path: Path, detail: ErrorDetails) -> Violation:
     shown = len(keys) > 2 and keys[2] in _SHOWN
     limit = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
     named = {"extra_forbidden": "no such key", "missing": "is needed"}.get(detail["type"], limit)
-    return Violation(f"{path}: {'.'.join(keys)}", named, part(detail["input"]) if shown else "")
+    return Violation(f"{path}: {'.'.join(keys)}", named, shorten(detail["input"]) if shown else "")
 
 
 def _unknown_models(path: Path, file: _File, models: Models) -> Iterator[Violation]:
@@ -175,7 +175,7 @@ def _unknown_models(path: Path, file: _File, models: Models) -> Iterator[Violati
     for name, entry in file.tenants.items():
         for id in entry.models or ():
             if id not in models.by_id:
-                yield Violation(f"{path}: tenants.{name}.models", limit, part(id))
+                yield Violation(f"{path}: tenants.{name}.models", limit, shorten(id))
 
 
 def _shared_digests(path: Path, file: _File) -> Iterator[Violation]:

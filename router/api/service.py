@@ -76,7 +76,7 @@ class InferenceService:
         return Service(
             _SERVICE,
             lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(known, server),
-            entrances=frozenset({"Generate", "GenerateStream"}),
+            admission_methods=frozenset({"Generate", "GenerateStream"}),
         )
 
     # ------------------------------------------------------------------------------------------ generating

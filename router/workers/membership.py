@@ -19,7 +19,7 @@ from decant.router.workers.subscription import SessionObserver
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime import logs
 from decant.runtime.channel import Connector
-from decant.runtime.peer import enum_name, speaks
+from decant.runtime.peer import enum_name, is_compatible
 from decant.runtime.tls import PeerTls
 from decant.state.directory import Listing, Workers
 from decant.state.errors import StateError
@@ -116,12 +116,12 @@ class WorkerMembership:
         tokenizer = self._tokenizers.get(facts.model)
         if tokenizer is None:
             return False  # another router's model
-        if speaks(facts.peer.protocol) and facts.tokenizer == tokenizer:
+        if is_compatible(facts.peer.protocol) and facts.tokenizer == tokenizer:
             return True
         incarnation = Incarnation.of(facts.peer)
         if incarnation not in self._rejected:
             self._rejected.add(incarnation)
-            why = "another tokenizer" if speaks(facts.peer.protocol) else "another protocol"
+            why = "another tokenizer" if is_compatible(facts.peer.protocol) else "another protocol"
             _log.warning("a worker can't be used", worker=incarnation.id, model=facts.model, why=why)
         return False
 
