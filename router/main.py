@@ -161,7 +161,7 @@ class RouterProcess:
             self._store, self.dispatcher, Incarnation.of(self.peer), self.pool.is_connected, Ttls()
         )
         entries = OpenEntries(self._store, Incarnation.of(self.peer))
-        await self._run("sessions", self.pool.run, self.pool.close)
+        await self._run("sessions", self.pool.membership.run, self.pool.membership.close)
         await self._run("registration", partial(membership.run, Ttls().renew_every_s), membership.close)
         await self._run("writing", self.journal_writer.run, self.journal_writer.close)
         await self._run("bookings", self.quota_leases.run, self.quota_leases.close)
@@ -170,7 +170,7 @@ class RouterProcess:
         await self._run("open entries", entries.run)
         try:
             async with asyncio.timeout(PERSIST_SECONDS):
-                await self.pool.settled()
+                await self.pool.membership.settled()
         except TimeoutError:
             _log.warning("not all workers could be reached", limit_seconds=PERSIST_SECONDS)
 

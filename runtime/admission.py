@@ -18,9 +18,7 @@ from itertools import count
 
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, QueueFull
-
-SECONDS_PER_PRIORITY = 1.0
-"""Waiting that one level of priority is worth."""
+from decant.runtime.priority import queue_key
 
 _Waiter = tuple[float, int, asyncio.Future[None]]
 """Order, number of arrival (which breaks ties), and the future that is done when the place is given."""
@@ -48,7 +46,7 @@ class Admission:
             return AdmissionSlot(self)
         if len(self._queue) >= self._queue_limit:
             raise QueueFull(self._queue_limit, retry_after=RETRY_AFTER_SECONDS)
-        await self._turn(time.monotonic() - priority * SECONDS_PER_PRIORITY, deadline)
+        await self._turn(queue_key(time.monotonic(), priority), deadline)
         return AdmissionSlot(self)
 
     def enter_at_once(self) -> AdmissionSlot:

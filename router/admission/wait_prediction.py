@@ -17,7 +17,7 @@ from collections.abc import Callable
 from itertools import count
 
 from decant.router.placement.cost_model import DecayedRegression
-from decant.runtime.admission import SECONDS_PER_PRIORITY
+from decant.runtime.priority import queue_key
 
 LONG_SECONDS = 1.0
 """A request that has waited for so long shows that there is a queue."""
@@ -62,7 +62,7 @@ class WaitPredictor:
     def enter(self, priority: int) -> Wait:
         """A request has been accepted."""
         now = self._now()
-        position = (now - priority * SECONDS_PER_PRIORITY, next(self._numbers))
+        position = (queue_key(now, priority), next(self._numbers))
         wait = Wait(self, position, bisect_left(self._positions, position), now)
         insort(self._positions, position)
         self._oldest[wait] = None
@@ -83,5 +83,5 @@ class WaitPredictor:
         if oldest is None or now - oldest.since < LONG_SECONDS or not self._measured.is_known(now):
             return 0.0
         fixed, each = self._measured.line
-        ahead = bisect_left(self._positions, (now - priority * SECONDS_PER_PRIORITY,))
+        ahead = bisect_left(self._positions, (queue_key(now, priority),))
         return fixed + each * ahead

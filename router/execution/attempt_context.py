@@ -13,7 +13,8 @@ from decant.router.execution.token_stream import TokenStream
 from decant.router.execution.token_writer import TokenWriter
 from decant.router.execution.valid_request import ValidRequest
 from decant.router.placement.prefix_index import PromptBlocks
-from decant.router.workers.pool import WorkerHandle, WorkerPool
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.owned import OwnedRequest, StoredRequest

@@ -27,11 +27,12 @@ from decant.router.execution.finish import finish_from_worker
 from decant.router.execution.recorder import AttemptRecorder
 from decant.router.execution.token_stream import Finish
 from decant.router.placement.worker_load import LoadReservation
-from decant.router.workers.pool import WorkerHandle, WorkerPool
+from decant.router.workers.pool import WorkerPool
 from decant.router.workers.prefill_call import PrefillCall
 from decant.router.workers.stream_io import StreamBroken
 from decant.router.workers.subscription import RunSubscription
 from decant.router.workers.token_sink import WriteError
+from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime import logs
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import DeadlineExceeded
@@ -161,7 +162,7 @@ class PrefillLeg(Leg):
     def renew_ticket(self) -> None:
         """From now until a decode worker has it."""
         if self.ticket is not None:
-            self._pool.renew_ticket(self.ticket, self.worker)
+            self._pool.tickets.renew(self.ticket, self.worker)
 
     def _release(self) -> None:
         self._reservation.release()
@@ -169,7 +170,7 @@ class PrefillLeg(Leg):
 
     def _leave(self, cancel: wire.Cancel | None) -> None:
         if self.ticket is not None:
-            self._pool.drop_ticket(self.ticket)
+            self._pool.tickets.drop(self.ticket)
         self._call.close()
         if cancel is not None and not self.is_over:
             self.worker.session.cancel(cancel)
@@ -246,7 +247,7 @@ class DecodeLeg(Leg):
             self._reservation = worker.load.reserve(context.prefix, context.writer.position, computed=not has_ticket)
             if has_ticket:
                 self._ticket = opening.ticket
-                pool.stop_renewing(opening.ticket)
+                pool.tickets.stop_renewing(opening.ticket)
         self._subscription = RunSubscription(opening, context.writer, self)
         worker.session.start(self._subscription)
 
@@ -297,7 +298,7 @@ class DecodeLeg(Leg):
 
     def _drop_ticket(self) -> None:
         if self._ticket is not None:
-            self._pool.drop_ticket(self._ticket)
+            self._pool.tickets.drop(self._ticket)
 
     def _set_scheduled(self) -> None:
         self._is_scheduled = True

@@ -129,8 +129,8 @@ class Trial:
         self.world = World(roles, case.max_tokens, case.stops_at)
         self.listener: Any = Listener()
         self.pool = WorkerPool(new_peer("router"), Directory(self.world), {MODEL: TOKENIZER}, PeerTls(), 0)  # type: ignore[arg-type]
-        self.watching = BackgroundTask("pool", self.pool.run)
-        self.pool._connector = Connector(self.world)  # type: ignore[assignment]
+        self.watching = BackgroundTask("pool", self.pool.membership.run)
+        self.pool.membership._connector = Connector(self.world)  # type: ignore[assignment]
         checked = RouterSettings(models=(MODEL,), attempts=5)
         parts: Any = {
             "requests": self.listener,

@@ -159,22 +159,22 @@ async def core(
         flushing = BackgroundTask("flusher", journal_writer.run)
         for close, task in (
             (journal_writer.close, flushing),
-            (pool.close, BackgroundTask("pool", pool.run)),
+            (pool.membership.close, BackgroundTask("pool", pool.membership.run)),
             (quota_leases.close, BackgroundTask("quota_leases", quota_leases.run)),
         ):
             stack.push_async_callback(close)
             await stack.enter_async_context(task)
         stack.push_async_callback(dispatcher.close)
         async with asyncio.timeout(PATIENCE):
-            await pool.settled()
+            await pool.membership.settled()
         yield Core(router, dispatcher, flushing)
         async with asyncio.timeout(PATIENCE):
             await dispatcher.drain()
         assert admission.active == 0
         assert not quota_leases._held
-        assert not pool._givers
+        assert not pool.tickets
         assert not any(pool.waiting_lines.values())
-        for worker in list(pool._workers.values()):
+        for worker in list(pool.membership):
             assert not worker.session.is_busy
             assert not worker.session._runs.has_slots
             assert worker.load.work.ours == worker.load.sequences.ours == 0

@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from decant.runtime.admission import SECONDS_PER_PRIORITY, Admission, AdmissionSlot
+from decant.runtime.admission import Admission, AdmissionSlot
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import DeadlineExceeded, QueueFull
+from decant.runtime.priority import SECONDS_PER_PRIORITY
 
 NEVER = Deadline()
 

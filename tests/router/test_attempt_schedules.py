@@ -55,7 +55,7 @@ async def play(trial: Trial, drains: int | None = None) -> None:
     await trial.finish()
     trial.check_end()
     await trial.watching.close()
-    await trial.pool.close()
+    await trial.pool.membership.close()
 
 
 def begin_drain(trial: Trial) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.prefix_index import PromptBlocks, block_hashes
-from decant.router.workers import pool, session
+from decant.router.workers import membership, session
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
@@ -111,12 +111,12 @@ async def test_a_router_that_leaves_retires_what_has_just_ended(store: Store, mo
 async def test_a_router_leaves_soon_though_a_worker_does_not_answer(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "FINISH_SECONDS", 0.1)
+    monkeypatch.setattr(membership, "FINISH_SECONDS", 0.1)
     async with fleet(D) as workers, core(store, workers) as scene:
         workers[0].script.stays = True
         clock = asyncio.get_running_loop().time
         began = clock()
-        await scene.router.pool.close()
+        await scene.router.pool.membership.close()
         assert 0.1 <= clock() - began < 5
         assert not list(scene.router.pool.of("m"))
 

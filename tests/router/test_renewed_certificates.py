@@ -54,7 +54,7 @@ async def test_a_router_reaches_workers_again_after_all_certificates_were_replac
         await serve_with(files, worker)
         await store.workers.register(worker.facts)
         pool = pool_with(files, store)
-        watching = BackgroundTask("pool", pool.run)
+        watching = BackgroundTask("pool", pool.membership.run)
         watching.start()
         try:
             await until(lambda: usable(pool) == {"d": 0})
@@ -64,7 +64,7 @@ async def test_a_router_reaches_workers_again_after_all_certificates_were_replac
             await until(lambda: usable(pool) == {"d": 1})
         finally:
             await watching.close()
-            await pool.close()
+            await pool.membership.close()
 
 
 async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(store: Store, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(
         await serve_with(files, second)
         await store.workers.register(first.facts)
         pool = pool_with(files, store)
-        watching = BackgroundTask("pool", pool.run)
+        watching = BackgroundTask("pool", pool.membership.run)
         watching.start()
         try:
             await until(lambda: usable(pool) == {"d": 0})
@@ -86,4 +86,4 @@ async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(
             assert watching.is_running
         finally:
             await watching.close()
-            await pool.close()
+            await pool.membership.close()

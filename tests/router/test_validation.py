@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +29,7 @@ from decant.router.text.served_model import Models
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import InvalidArgument, NotFound, ServiceError, Unavailable, Unimplemented
+from decant.runtime.packed import unpack
 from tests.router.factories import model, tiny, valid, window
 
 Sampling, Stopping = pb.SamplingParams, pb.StoppingParams
@@ -37,7 +37,7 @@ DETACH = pb.StreamOptions.ON_DISCONNECT_DETACH
 
 
 def unpacked(packed: bytes) -> list[int]:
-    return list(struct.unpack(f"<{len(packed) // 4}I", packed))
+    return list(unpack(packed))
 
 
 # ------------------------------------------------------------------- every field is honoured or refused
