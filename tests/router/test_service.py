@@ -356,7 +356,7 @@ async def test_a_client_that_reads_slowly_keeps_its_stream():
     async def slow(_: pb.GenerateStreamResponse) -> None:
         nonlocal now
         now += 0.9 * reading.UNREAD_SECONDS
-        reader._look()
+        reader._check()
 
     reader = reading.ReaderLease(stream)
     reader._now = lambda: now
