@@ -30,7 +30,7 @@ from decant.router.execution.stored import RequestSnapshot
 from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.execution.valid_request import ValidRequest
 from decant.router.limits import check_id, check_size
-from decant.router.text.prompt import UNKNOWN_WINDOW, window
+from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of
 from decant.router.text.served_model import Models, ServedModel
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import Cancelled, InvalidArgument, NotFound, ServiceError
@@ -200,7 +200,7 @@ class InferenceService:
             return await detokenize(request, model, self._longest(model), Deadline.of(call.context))
 
     def _longest(self, model: ServedModel) -> int:
-        return window(model, self._dispatcher.max_context_length) or UNKNOWN_WINDOW
+        return context_length_of(model, self._dispatcher.max_context_length) or ASSUMED_CONTEXT_LENGTH
 
     async def ListModels(self, request: pb.ListModelsRequest, call: AuthenticatedCall) -> pb.ListModelsResponse:  # noqa: N802
         check_known(request)
@@ -212,7 +212,7 @@ class InferenceService:
 
     def _described(self, model: ServedModel) -> pb.Model:
         """Lengths are 0 where only workers could tell them, and there are none."""
-        longest = window(model, self._dispatcher.max_context_length) or 0
+        longest = context_length_of(model, self._dispatcher.max_context_length) or 0
         return pb.Model(
             id=model.id,
             max_context_length=longest,

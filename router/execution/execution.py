@@ -230,7 +230,8 @@ class Execution:
             router.flusher.begin(self)
             return
         if not router.flusher.is_unavailable:
-            await router.bookings.book(request.key, request.prompt_tokens + request.engine_request.stopping.max_tokens)
+            max_tokens = request.prompt_tokens + request.engine_request.stopping.max_tokens
+            await router.bookings.acquire(request.key, max_tokens)
         self._admitted = await router.admission.enter(request.engine_request.priority, request.deadline)
         if router.flusher.is_unavailable:
             self._take_without_store("it is away")

@@ -94,9 +94,9 @@ async def test_messages_are_a_prompt_as_the_template_writes_it(both):
     for asked, opens in (None, True), (True, True), (False, False):
         given = pb.Messages(messages=messages, add_generation_prompt=asked)
         made = await valid(
-            served=replace(ours, window=None),
+            served=replace(ours, max_context_length=None),
             messages=given,
-            workers_window=4096,
+            workers_context_length=4096,
             response=pb.ResponseOptions(echo=True),
         )
         expected = theirs.apply_chat_template(plain, add_generation_prompt=opens, return_dict=False)
@@ -107,7 +107,7 @@ async def test_messages_are_a_prompt_as_the_template_writes_it(both):
 async def test_a_prompt_of_messages_that_is_too_long_is_refused_by_its_field(both):
     ours, _ = both("chatml")
     with pytest.raises(InvalidArgument) as refused:
-        await valid(served=ours, messages=pb.Messages(messages=HELLO), workers_window=3)
+        await valid(served=ours, messages=pb.Messages(messages=HELLO), workers_context_length=3)
     assert refused.value.field == "messages"
 
 

@@ -516,7 +516,7 @@ async def test_what_can_not_fit_the_context_is_refused_before_it_is_tokenized(mo
 
     chat = model(id="chat", chat=ChatTemplate("{{ messages[0].content }}", {}))
     async with scene(Models([tiny(), chat])) as s:
-        s.dispatcher.window = 64
+        s.dispatcher.context_length = 64
         monkeypatch.setattr(ServedModel, "encode", never)
         monkeypatch.setattr(ServedModel, "decode", never)
         text = "def f(x):\n" * 1000
@@ -582,14 +582,14 @@ async def test_what_a_newer_client_asks_is_refused_by_its_number_everywhere(meth
 
 
 async def test_models_are_told_as_they_are_served():
-    async with scene(Models([tiny(), model(id="open", window=None)])) as s:
+    async with scene(Models([tiny(), model(id="open", max_context_length=None)])) as s:
         listed = (await s.stub.ListModels(pb.ListModelsRequest())).models
         assert [found.id for found in listed] == ["tiny-python", "open"]
         assert listed[0] == await s.stub.GetModel(pb.GetModelRequest())
         assert (listed[0].max_context_length, listed[0].max_output_tokens) == (2048, 2047)
         assert (listed[0].vocab_size, list(listed[0].eos_token_ids)) == (4096, [1])
         assert (listed[1].max_context_length, listed[1].max_output_tokens) == (0, 0)
-        s.dispatcher.window = 512
+        s.dispatcher.context_length = 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="open"))).max_context_length == 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="tiny-python"))).max_context_length == 512
         assert isinstance(await refused(s.stub.GetModel(pb.GetModelRequest(model="no"))), NotFound)

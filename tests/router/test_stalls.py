@@ -21,7 +21,7 @@ from decant.runtime.channel import Deadline
 from decant.runtime.errors import InvalidArgument, Unimplemented
 from decant.runtime.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation
-from tests.router.factories import ScriptedDispatcher, model, window
+from tests.router.factories import ScriptedDispatcher, context_length, model
 
 LONGEST_STALL = 0.1
 TRIES = 20
@@ -35,11 +35,11 @@ FITS = 1 << 20
 
 @cache
 def served() -> Any:
-    return model(window=FITS, chat=ChatTemplate("{{ messages[0].content }}", {}))
+    return model(max_context_length=FITS, chat=ChatTemplate("{{ messages[0].content }}", {}))
 
 
 async def generate(request: pb.GenerateRequest) -> None:
-    made = await validate(request, Models([served()]), window(FITS), Deadline(), "t")
+    made = await validate(request, Models([served()]), context_length(FITS), Deadline(), "t")
     assert made.prompt_tokens > 300_000
 
 
@@ -108,13 +108,13 @@ async def test_the_event_loop_goes_on_while_an_accepted_input_is_validated(what:
 
 async def test_the_event_loop_goes_on_while_the_words_of_a_long_text_are_counted() -> None:
     """As by a tokenizer whose tokens may take up any number of spaces."""
-    made = model(window=FITS)
+    made = model(max_context_length=FITS)
     object.__setattr__(made, "bound", TextBound(4, skips_spaces=True))
     request = pb.GenerateRequest(prompt="a b " * 3_900_000)
 
     async def refused() -> None:
         with pytest.raises(InvalidArgument, match="at least"):
-            await validate(request, Models([made]), window(FITS), Deadline(), "t")
+            await validate(request, Models([made]), context_length(FITS), Deadline(), "t")
 
     stalls: list[float] = []
     while not stalls or (min(stalls) >= LONGEST_STALL and len(stalls) < TRIES):
