@@ -154,7 +154,7 @@ class RouterProcess:
         address = self._settings.advertise or join_address(_reached_at(self._settings.host), server.port)
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
-        membership = RouterRegistrar(self._store, facts, self.flusher.rewrite, replaced, self.dispatcher.load)
+        membership = RouterRegistrar(self._store, facts, self.flusher.resync_all, replaced, self.dispatcher.load)
         self._keep("sessions", self.pool.membership.start())
         self._ends.push_async_callback(self.pool.membership.close)
         self._keep("registration", membership.start(Ttls().renew_every_s))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from itertools import count
 
 from decant.runtime.channel import Deadline
@@ -24,12 +25,13 @@ _Waiter = tuple[float, int, asyncio.Future[None]]
 class Admission:
     """At most ``max_active`` slots and ``queue_limit`` waiters. Belongs to one event loop."""
 
-    def __init__(self, max_active: int, queue_limit: int) -> None:
+    def __init__(self, max_active: int, queue_limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.active = 0
         self._max_active = max_active
         self._queue_limit = queue_limit
         self._queue: list[_Waiter] = []  # sorted; empty whenever a slot is free
         self._numbers = count()
+        self._clock = clock
 
     @property
     def waiting(self) -> int:
@@ -43,7 +45,7 @@ class Admission:
             return AdmissionSlot(self)
         if len(self._queue) >= self._queue_limit:
             raise QueueFull(self._queue_limit, retry_after=RETRY_AFTER_SECONDS)
-        await self._wait(queue_key(time.monotonic(), priority), deadline)
+        await self._wait(queue_key(self._clock(), priority), deadline)
         return AdmissionSlot(self)
 
     def enter_at_once(self) -> AdmissionSlot:

@@ -38,7 +38,15 @@ _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
 class ChatTemplate:
     """The template of one model. ``tokens``: its special tokens by name, such as "bos_token"."""
 
-    def __init__(self, template: str, tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        template: str,
+        tokens: Mapping[str, str],
+        timeout_s: float = RENDER_SECONDS,
+        max_characters: int = MAX_RENDERED,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._max_characters = max_characters
         self._template = template
         self._tokens = dict(tokens)
         self._work = TextWork(max_concurrent=1)
@@ -58,7 +66,7 @@ class ChatTemplate:
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             },
-            "most": MAX_RENDERED,
+            "most": self._max_characters,
             "lengths": list(map(len, texts)),
         }
         content = b"".join(texts)
@@ -76,11 +84,12 @@ class ChatTemplate:
             self._process = _start()
             self._ending = weakref.finalize(self, _end, self._process)
         try:
-            reply, text = _exchange(self._process, head, texts, time.monotonic() + RENDER_SECONDS)
+            reply, text = _exchange(self._process, head, texts, time.monotonic() + self.timeout_s)
         except OSError as error:
             self._process = None
             self._ending()
-            return {"failed": str(error)}, ""
+            late = isinstance(error, TimeoutError)
+            return {"failed": f"no answer in {self.timeout_s:g} seconds" if late else str(error)}, ""
         return json.loads(reply), text.decode()
 
 
@@ -137,4 +146,4 @@ def _ready(pipe: int, event: int, ends_at: float) -> None:
     poll = select.poll()
     poll.register(pipe, event)
     if not poll.poll(max(0.0, ends_at - time.monotonic()) * 1000):
-        raise TimeoutError(f"no answer in {RENDER_SECONDS:g} seconds")
+        raise TimeoutError

@@ -34,17 +34,20 @@ T = TypeVar("T")
 class TextWork:
     """At most ``max_concurrent`` calls at a time, each in its own thread. Used from one event loop at a time."""
 
-    def __init__(self, max_concurrent: int = MAX_CONCURRENT, queue_limit: int = QUEUE_LIMIT) -> None:
+    def __init__(
+        self, max_concurrent: int = MAX_CONCURRENT, queue_limit: int = QUEUE_LIMIT, max_bytes: int = MAX_BYTES
+    ) -> None:
         self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="text")
         self._slots = Admission(max_concurrent, queue_limit)
         self._large = Admission(1, queue_limit)
         self._bytes = 0
+        self._max_bytes = max_bytes
 
     async def run(self, size: int, deadline: Deadline, work: Callable[..., T], *args: Any) -> T:
         """Return ``work(*args)``, for a text of ``size`` bytes. Work that runs keeps its slot until it is done, even if
         its caller is cancelled. Raises QueueFull, DeadlineExceeded, and what the work raises."""
-        if self._bytes and self._bytes + size > MAX_BYTES:
-            raise QueueFull(f"at most {MAX_BYTES} bytes of text wait", retry_after=RETRY_AFTER_SECONDS)
+        if self._bytes and self._bytes + size > self._max_bytes:
+            raise QueueFull(f"at most {self._max_bytes} bytes of text wait", retry_after=RETRY_AFTER_SECONDS)
         with ExitStack() as resources:
             self._bytes += size
             resources.callback(self._forget, size)

@@ -82,7 +82,9 @@ async def member(store: Store, id: str) -> AsyncIterator[Core]:
     """A router that is registered and takes over what others leave."""
     async with core(store, [], id=id) as scene:
         peer = scene.router.peer
-        membership = RouterRegistrar(store, RouterRegistration(peer=peer), scene.router.flusher.rewrite, lambda: None)
+        membership = RouterRegistrar(
+            store, RouterRegistration(peer=peer), scene.router.flusher.resync_all, lambda: None
+        )
         takeover = OrphanRecovery(
             store, scene.dispatcher, Incarnation.of(peer), scene.router.pool.is_connected, LIFETIMES
         )

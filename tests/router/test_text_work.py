@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from decant.router.text import text_work
 from decant.router.text.text_work import LARGE, MAX_BYTES, TextWork
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import DeadlineExceeded, QueueFull
@@ -71,9 +70,8 @@ async def test_a_full_queue_refuses_by_name() -> None:
     await asyncio.gather(*calls)
 
 
-async def test_the_bytes_that_wait_are_bounded_and_one_text_is_always_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_work, "MAX_BYTES", 100)
-    texts, held = TextWork(max_concurrent=1), Held()
+async def test_the_bytes_that_wait_are_bounded_and_one_text_is_always_taken() -> None:
+    texts, held = TextWork(max_concurrent=1, max_bytes=100), Held()
     first = asyncio.create_task(texts.run(MAX_BYTES, NEVER, held))
     await begun(held, 1)
     with pytest.raises(QueueFull, match="bytes"):
