@@ -142,8 +142,8 @@ class RouterProcess:
             for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
                 ready = metrics.ready_workers.labels(model, wire.Role.Name(role).removeprefix("ROLE_").lower())
                 ready.set_function(partial(self._ready_workers, model, role))
-        service = InferenceService(models, self.dispatcher, self._about(settings), metrics)
-        self.service = service.service(callers)
+        service = InferenceService(models, self.dispatcher, self._server_info(settings), metrics, callers)
+        self.service = service.service()
         self._settings = settings
         self._store = store
         self._ends = AsyncExitStack()
@@ -208,7 +208,7 @@ class RouterProcess:
     def _ready_workers(self, model: str, role: wire.Role) -> int:
         return sum(worker.is_usable for worker in self.pool.of(model) if worker.facts.role == role)
 
-    def _about(self, settings: RouterSettings) -> ServerInfoSource:
+    def _server_info(self, settings: RouterSettings) -> ServerInfoSource:
         return ServerInfoSource(
             incarnation=Incarnation.of(self.peer),
             version=VERSION,

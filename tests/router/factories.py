@@ -13,7 +13,7 @@ from decant import models as trained
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.api.auth import EVERYBODY
+from decant.router.api.auth import DEFAULT_TENANT
 from decant.router.api.validation import validate
 from decant.router.execution.stored import RequestSnapshot
 from decant.router.execution.token_stream import Finish, TokenStream
@@ -51,7 +51,7 @@ async def valid(
         fields["prompt"] = "def f(x):"
     request = pb.GenerateRequest(**fields)
     return await validate(
-        request, Models([served or tiny()]), context_length(workers_context_length), deadline, EVERYBODY
+        request, Models([served or tiny()]), context_length(workers_context_length), deadline, DEFAULT_TENANT
     )
 
 

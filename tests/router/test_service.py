@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
-from decant.router.api.auth import AuthenticatedCall, Authenticator, NoAuthentication
+from decant.router.api.auth import Authenticator, NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.router.execution import reader_lease as reading
@@ -70,10 +70,13 @@ class Scene:
         return self.registry.collectors.get_sample_value(f"decant_{name}", {"model": "tiny-python"})
 
 
-def made(dispatcher: ScriptedDispatcher, registry: Registry, served: Models | None = None) -> InferenceService:
-    told = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
-    about = ServerInfoSource(HERE, "1.2.3", told, lambda: True, lambda: False)
-    return InferenceService(served or Models([tiny()]), dispatcher, about, RequestMetrics(registry))
+def made(
+    dispatcher: Any, registry: Registry, served: Models | None = None, callers: Authenticator | None = None
+) -> InferenceService:
+    served = served or Models([tiny()])
+    reported = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
+    about = ServerInfoSource(HERE, "1.2.3", reported, lambda: True, lambda: False)
+    return InferenceService(served, dispatcher, about, RequestMetrics(registry), callers or NoAuthentication(served))
 
 
 @asynccontextmanager
@@ -81,7 +84,7 @@ async def scene(served: Models | None = None, callers: Authenticator | None = No
     """Anybody may call, unless it is said who."""
     dispatcher, registry = ScriptedDispatcher(), Registry(process=False)
     served = served or Models([tiny()])
-    service = made(dispatcher, registry, served).service(callers or NoAuthentication(served))
+    service = made(dispatcher, registry, served, callers).service()
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
@@ -208,15 +211,17 @@ async def test_a_write_that_fails_is_the_first_that_is_seen_of_a_client_that_lef
         def time_remaining(self) -> None:
             return None
 
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
         async def write(self, message: Any) -> None:
             raise error
 
     dispatcher = ScriptedDispatcher()
     dispatcher.plan = lambda course: write(course, 5)
     service = made(dispatcher, Registry(process=False))
-    caller = NoAuthentication(Models([tiny()])).tenant_of(())
     with pytest.raises(ClientDisconnected):
-        await service.GenerateStream(asked(), AuthenticatedCall(caller, Context()))  # type: ignore[arg-type]
+        await service.GenerateStream(asked(), Context())
     assert dispatcher.lost.get_nowait() is dispatcher.courses.get_nowait()
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.auth import AuthenticatedCall, Tenant
+from decant.router.api.auth import NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.api.validation import check_known, validate
 from decant.router.text.chat_template import ChatTemplate
@@ -44,24 +44,27 @@ async def generate(request: pb.GenerateRequest) -> None:
 
 
 async def tokenize(request: pb.TokenizeRequest) -> None:
-    assert (await service().Tokenize(request, call())).count > 300_000
+    assert (await service().Tokenize(request, Context())).count > 300_000
 
 
 async def detokenize(request: pb.DetokenizeRequest) -> None:
-    assert (await service().Detokenize(request, call())).text
+    assert (await service().Detokenize(request, Context())).text
 
 
 def service() -> InferenceService:
     about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
-    return InferenceService(Models([served()]), ScriptedDispatcher(), about, RequestMetrics(Registry(process=False)))
+    models, metrics = Models([served()]), RequestMetrics(Registry(process=False))
+    return InferenceService(models, cast(Any, ScriptedDispatcher()), about, metrics, NoAuthentication(models))
 
 
-def call() -> AuthenticatedCall:
-    class Context:
-        def time_remaining(self) -> float | None:
-            return None
+class Context:
+    """Of a call without metadata and deadline."""
 
-    return AuthenticatedCall(Tenant("t", Models([served()])), cast(Any, Context()))
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def time_remaining(self) -> float | None:
+        return None
 
 
 SAID = pb.Messages(messages=[pb.Message(role="user", content=TEXT)])

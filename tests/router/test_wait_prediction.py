@@ -147,9 +147,11 @@ async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(stor
     async with fleet(P, D) as workers, core(store, workers, max_active=8, queue_limit=16) as scene:
         served = Models([model(id=MODEL)])
         about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
-        service = InferenceService(served, scene.dispatcher, about, RequestMetrics(Registry(process=False)))
+        service = InferenceService(
+            served, scene.dispatcher, about, RequestMetrics(Registry(process=False)), NoAuthentication(served)
+        )
         settings = ServerSettings(port=0, drain_seconds=1.0)
-        server = Server([service.service(NoAuthentication(served))], settings, Readiness(), Registry(process=False))
+        server = Server([service.service()], settings, Readiness(), Registry(process=False))
         await server.start()
         running = asyncio.create_task(server.run())
         async with open_channel(server.address, PeerTls()) as channel:
