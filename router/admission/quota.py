@@ -23,8 +23,8 @@ _log = logs.get(__name__)
 
 
 class QuotaLeases:
-    """The leases of one router. `limits`: by tenant. One task writes renewals and releases in order; ``close`` ends it
-    after a last write."""
+    """The leases of one router. `limits`: by tenant. Only `run` writes renewals and releases, in order. The owner runs
+    it as a background task, and calls `close` after it."""
 
     def __init__(self, quotas: Quotas, limits: Mapping[str, TenantLimits]) -> None:
         self._quotas = quotas
@@ -33,11 +33,6 @@ class QuotaLeases:
         self._used: list[QuotaUsage] = []
         self._is_renewal_due = False
         self._has_work = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._run())
-        return self._task
 
     async def acquire(self, key: RequestKey, tokens: int) -> None:
         """For a request of at most so many tokens, prompt and output together. Raises QuotaExceeded."""
@@ -99,16 +94,14 @@ class QuotaLeases:
         self._held.discard(key)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        """Write once more, after `run` was cancelled."""
         await self._write()
 
     def _write_soon(self, used: QuotaUsage) -> None:
         self._used.append(used)
         self._has_work.set()
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         """Releases at once, renewals when they are due."""
         clock = asyncio.get_running_loop().time
         due = clock() + self._quotas.renew_every_s

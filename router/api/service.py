@@ -22,9 +22,9 @@ from decant.router.api.auth import AuthenticatedCall, Authenticator, authenticat
 from decant.router.api.get_generation import generation
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.tokenizing import detokenize, tokenize
-from decant.router.api.usage import RequestMeter, account_of
+from decant.router.api.usage import RequestMeter, meter_of
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known, validate
-from decant.router.execution.reader_lease import ReaderLease, begin_behind
+from decant.router.execution.reader_lease import ReaderLease, wait_for_resume_point
 from decant.router.execution.registry import RequestRegistry
 from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.limits import check_id, check_size
@@ -91,10 +91,10 @@ class InferenceService:
 
     @authenticated
     async def Generate(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> pb.GenerateResponse:  # noqa: N802
-        course = await self._begin(request, call)
-        with self._attached_reader(course) as reader:
-            await begin_behind(course, 0)
-            response, reader.finish = await ResponseWriter(course, self._model(course)).whole(reader.meter)
+        stream = await self._begin(request, call)
+        with self._attached_reader(stream) as reader:
+            await wait_for_resume_point(stream, 0)
+            response, reader.finish = await ResponseWriter(stream, self._model(stream)).whole(reader.meter)
         return response
 
     @authenticated
@@ -112,21 +112,21 @@ class InferenceService:
         valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
         return await self._registry.begin(valid)
 
-    async def _stream(self, course: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
-        with self._attached_reader(course) as reader:
-            await begin_behind(course, after_seq)
-            writer = ResponseWriter(course, self._model(course), after_seq)
+    async def _stream(self, stream: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
+        with self._attached_reader(stream) as reader:
+            await wait_for_resume_point(stream, after_seq)
+            writer = ResponseWriter(stream, self._model(stream), after_seq)
             reader.finish = await writer.stream(reader.lease.watched(call.context.write), reader.meter)
 
-    def _model(self, course: TokenStream) -> ServedModel:
-        return self._models.by_id[course.request.engine_request.model]
+    def _model(self, stream: TokenStream) -> ServedModel:
+        return self._models.by_id[stream.request.engine_request.model]
 
     @contextmanager
-    def _attached_reader(self, course: TokenStream) -> Iterator[_ReaderResult]:
+    def _attached_reader(self, stream: TokenStream) -> Iterator[_ReaderResult]:
         """While a client reads a token stream. If the client leaves before the end, the stream is lost, unless the
         request's deadline is over or a newer client reads it."""
-        lease = ReaderLease(course)
-        reader = _ReaderResult(lease, account_of(course, self._metrics[course.request.engine_request.model]))
+        lease = ReaderLease(stream)
+        reader = _ReaderResult(lease, meter_of(stream, self._metrics[stream.request.engine_request.model]))
         outcome = _LEFT
         try:
             with lease:
@@ -138,16 +138,16 @@ class InferenceService:
         except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
             raise ClientDisconnected from error
         finally:
-            if course.end is None and lease.is_last and not course.request.deadline.is_over:
-                self._registry.stream_lost(course)
+            if stream.end is None and lease.is_last and not stream.request.deadline.is_over:
+                self._registry.on_disconnect(stream)
             reader.meter.close(outcome)
 
     # ------------------------------------------------------------------------------------------ resuming
 
     @authenticated
     async def GetGeneration(self, request: pb.GetGenerationRequest, call: AuthenticatedCall) -> pb.Generation:  # noqa: N802
-        snapshot = await self._registry.look(_key_of(request, call))
-        return await generation(snapshot, self._model(snapshot.course))
+        snapshot = await self._registry.get(_key_of(request, call))
+        return await generation(snapshot, self._model(snapshot.stream))
 
     @authenticated
     async def CancelGeneration(  # noqa: N802
@@ -167,7 +167,7 @@ class InferenceService:
         check_size(request)
         check_known(request)
         model = call.tenant.models.find(request.model)
-        async with self._registry.booked(call.tenant.name):
+        async with self._registry.hold_quota(call.tenant.name):
             return await tokenize(request, model, self._context_length(model), Deadline.of(call.context))
 
     @authenticated
@@ -175,7 +175,7 @@ class InferenceService:
         check_size(request)
         check_known(request)
         model = call.tenant.models.find(request.model)
-        async with self._registry.booked(call.tenant.name):
+        async with self._registry.hold_quota(call.tenant.name):
             return await detokenize(request, model, self._context_length(model), Deadline.of(call.context))
 
     def _context_length(self, model: ServedModel) -> int:

@@ -25,9 +25,9 @@ from decant.state.ids import Incarnation
 if TYPE_CHECKING:
     from decant.router.execution.leg import Leg
 
-NO_ROOM = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
+RETRY_ELSEWHERE = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
 """Elsewhere, or later: nothing went wrong."""
-_NOBODYS = frozenset(
+_BLAMELESS = frozenset(
     {
         wire.CAUSE_CANCELLED,
         wire.CAUSE_LEASE_OVER,
@@ -73,7 +73,7 @@ class NoWorker(Exception):
     """No worker took the request while its patience lasted."""
 
 
-def raised_by(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
+def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
     """The error that a failed or refused run comes to. For those that are NO_ROOM ask first."""
     match failure.cause:
         case wire.CAUSE_INVALID:
@@ -84,7 +84,7 @@ def raised_by(failure: wire.Failure, sender: Incarnation) -> ServiceError | Atte
             return Unimplemented(failure.violation.field or "GenerateRequest", failure.violation.value or "a value")
         case wire.CAUSE_DEADLINE:
             return DeadlineExceeded()
-        case cause if cause in _NOBODYS:
+        case cause if cause in _BLAMELESS:
             return AttemptFailed(failure, None)
         case _:
             return AttemptFailed(failure, Incarnation.of(failure.peer) if failure.HasField("peer") else sender)

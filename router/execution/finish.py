@@ -10,19 +10,19 @@ from decant.router.execution.token_stream import Finish, TokenStream
 from decant.runtime.errors import DeadlineExceeded
 
 
-def written_out(course: TokenStream) -> Finish | None:
+def finish_from_tokens(stream: TokenStream) -> Finish | None:
     """How a course has ended by its tokens alone, where whoever wrote them was lost before it said so; None for one
     that goes on."""
-    request, tokens = course.request, course.tokens
+    request, tokens = stream.request, stream.tokens
     stopping = request.engine_request.stopping
-    if not tokens or not course.has_prompt_logprobs:
+    if not tokens or not stream.has_prompt_logprobs:
         return None
     if tokens[-1] in request.eos_token_ids or tokens[-1] in stopping.stop_token_ids:
         return _stopped(stopping, tokens)
     return _full(stopping) if len(tokens) >= stopping.max_tokens else None
 
 
-def ended_by(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Finish | None:
+def finish_from_worker(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Finish | None:
     """None where it did not end by itself. Raises DeadlineExceeded."""
     match end.reason:
         case wire.OutputEnd.REASON_STOP:

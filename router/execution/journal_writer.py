@@ -52,13 +52,13 @@ class JournaledRequest(Protocol):
     """A request whose state and tokens are written to Redis."""
 
     owned: OwnedRequest
-    course: TokenStream
+    stream: TokenStream
 
     def superseded(self, error: Displaced) -> None:
         """Another router owns it, or another request has its id."""
 
-    def settled(self) -> None:
-        """Nothing more of it will be request."""
+    def mark_persisted(self) -> None:
+        """Nothing more of it will be written."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class _Fault:
 
 
 class JournalWriter:
-    """The only writer of requests. ``close`` ends its task after a last write."""
+    """The only writer of requests. Its owner runs `run` as a background task, and calls `close` after it."""
 
     def __init__(self, requests: Requests, flush_ms: int, timings: JournalTimings = JournalTimings()) -> None:
         self.is_unavailable = False
@@ -86,14 +86,9 @@ class JournalWriter:
         self._has_ended = asyncio.Event()  # a request has ended
         self._idle = asyncio.Event()
         self._idle.set()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._run())
-        return self._task
 
     def begin(self, request: JournaledRequest) -> None:
-        """Write the request from now on, until its end is request."""
+        """Write the request from now on, until its end is written."""
         self._running[request.owned] = request
         self._idle.clear()
         self._has_work.set()
@@ -112,8 +107,8 @@ class JournalWriter:
         self._running.pop(request.owned, None)
         self._ended.pop(request.owned, None)
         self._faults.pop(request.owned, None)
-        self._see_if_idle()
-        request.settled()
+        self._check_idle()
+        request.mark_persisted()
 
     def resync_all(self) -> None:
         """Redis was emptied: write all requests in full."""
@@ -128,12 +123,10 @@ class JournalWriter:
         await self._idle.wait()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        """Write once more, after `run` was cancelled."""
         await self._flush([*self._running, *self._ended])
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         """Write ends at once, and all changes at each tick."""
         clock = asyncio.get_running_loop().time
         while True:
@@ -173,7 +166,7 @@ class JournalWriter:
         now = asyncio.get_running_loop().time()
         for owned in requests:
             if (request := self._running.get(owned)) is not None:
-                append_new(owned, request.course)
+                append_new(owned, request.stream)
         batch = [owned for owned in requests if owned.needs_write and self._is_due(owned, now)]
         lost: Mapping[OwnedRequest, Lost] = {}
         try:
@@ -203,9 +196,9 @@ class JournalWriter:
                 case StoreFault() as fault:
                     self._set_aside(request, fault)
                 case error:
-                    self.forget(request)
                     request.superseded(error)
-        self._see_if_idle()
+                    self.forget(request)
+        self._check_idle()
 
     def _set_aside(self, request: JournaledRequest, error: StoreFault) -> None:
         """Redis refuses this request's write: retry it alone, after a growing pause."""
@@ -233,7 +226,7 @@ class JournalWriter:
             self.is_unavailable = False
             _log.info("the state store is back", requests=written)
 
-    def _see_if_idle(self) -> None:
+    def _check_idle(self) -> None:
         if not self._running and not self._ended:
             self._idle.set()
 
@@ -243,10 +236,10 @@ def _doubled(seconds: float, times: int, most: float) -> float:
     return min(seconds * float(2 ** min(times, MAX_DOUBLINGS)), most)
 
 
-def append_new(owned: OwnedRequest, course: TokenStream) -> None:
+def append_new(owned: OwnedRequest, stream: TokenStream) -> None:
     """Append the stream's new tokens to the journal, with their logprobs if the request has any."""
-    if not owned.has_prompt_logprobs and course.has_prompt_logprobs:
-        owned.add_prompt_logprobs(course.prompt_logprobs.packed())
-    if len(course.tokens) > owned.length:
+    if not owned.has_prompt_logprobs and stream.has_prompt_logprobs:
+        owned.add_prompt_logprobs(stream.prompt_logprobs.packed())
+    if len(stream.tokens) > owned.length:
         first = owned.length
-        owned.append((Entry(0, token) for token in course.tokens[first:]), course.logprobs.packed(first))
+        owned.append((Entry(0, token) for token in stream.tokens[first:]), stream.logprobs.packed(first))

@@ -27,22 +27,22 @@ Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 """Sends a message; it has been serialized when this returns."""
 
 
-async def begin_behind(course: TokenStream, after_seq: int) -> None:
+async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
     """Wait until what somebody lacks who has so many tokens can be read; he is the course's reader.
 
     Raises OutOfRange where nobody was shown as many, Aborted(TAIL_UNCERTAIN) where his last ones may be others than
     those written here, and the course's error where it was over before it was as far.
     """
-    await course.reached(after_seq)
-    certain = course.certain
+    await stream.wait_until_caught_up(after_seq)
+    certain = stream.certain_tokens
     if certain is not None and after_seq > certain:
         words = f"what was shown after token {certain} is lost, and may not come out the same again"
         raise Aborted(Reason.TAIL_UNCERTAIN, words, resume=ResumePoint(0, certain))
-    if after_seq > len(course.tokens):
-        if course.is_behind and isinstance(course.end, ServiceError):
-            raise course.end
-        raise OutOfRange(after_seq, 0, len(course.tokens))
-    course.is_behind, course.certain = False, None
+    if after_seq > len(stream.tokens):
+        if stream.may_lag_client and isinstance(stream.end, ServiceError):
+            raise stream.end
+        raise OutOfRange(after_seq, 0, len(stream.tokens))
+    stream.may_lag_client, stream.certain_tokens = False, None
 
 
 class ReaderLease:
@@ -52,11 +52,11 @@ class ReaderLease:
     The block's end raises Aborted(SUPERSEDED) or Aborted(SLOW_READER) then, unless the call itself was cancelled too.
     """
 
-    def __init__(self, course: TokenStream) -> None:
+    def __init__(self, stream: TokenStream) -> None:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
-        self._course = course
+        self._stream = stream
         self._task = task
         self._now = loop.time
         self._call_later = loop.call_later
@@ -85,11 +85,11 @@ class ReaderLease:
 
     def _look(self) -> None:
         now, since = self._now(), self._sending_since
-        if self._course.end is not None:
+        if self._stream.end is not None:
             self._over_since = self._over_since or now
             if since is not None and now - max(since, self._over_since) >= UNREAD_SECONDS:
                 words = f"the request has ended, and no message was taken for {UNREAD_SECONDS:g} s"
-                resume = ResumePoint(0, len(self._course.tokens))
+                resume = ResumePoint(0, len(self._stream.tokens))
                 self._stop(Aborted(Reason.SLOW_READER, words, resume=resume))
                 return
         self._timer = self._call_later(UNREAD_SECONDS / 4, self._look)
@@ -101,7 +101,7 @@ class ReaderLease:
 
     def __enter__(self) -> Self:
         self._look()
-        before, self._course.reader = self._course.reader, self
+        before, self._stream.reader = self._stream.reader, self
         if before is not None:
             before.supersede()
         return self
@@ -109,8 +109,8 @@ class ReaderLease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._course.reader is self:
-            self._course.reader = None
+        if self._stream.reader is self:
+            self._stream.reader = None
         if self._timer is not None:
             self._timer.cancel()
         if self._error is not None and self._task.uncancel() == 0:

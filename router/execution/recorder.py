@@ -116,5 +116,5 @@ class AttemptRecorder:
     def _set_scheduled(self, at: float) -> None:
         if self._context.wait is not None:
             self._context.wait.mark_scheduled()
-        self._trace.taken_up_at = at
+        self._trace.scheduled_at = at
         self._trace.queue_s = max(0.0, at - self._began_at)

@@ -48,7 +48,7 @@ class AttemptTrace:
     attempts: int = 1
     prefill_worker: str = ""
     decode_worker: str = ""
-    taken_up_at: float | None = None
+    scheduled_at: float | None = None
     queue_s: float | None = None
     prefill_s: float | None = None
     handoff_s: float | None = None
@@ -74,10 +74,10 @@ class TokenStream:
     prompt_logprobs: Logprobs = field(init=False)  # of the prompt's second token and on
     cached_tokens: int = 0
     resumable: bool = True
-    is_behind: bool = False
+    may_lag_client: bool = False
     """Another router may have shown more of it than is written here. Who begins to read what is written here ends that:
     those who read before him are superseded."""
-    certain: int | None = None
+    certain_tokens: int | None = None
     """Tokens that another router's readers can't have seen otherwise; None: all."""
     path: AttemptTrace = field(default_factory=AttemptTrace)
     end: Finish | ServiceError | None = None
@@ -96,30 +96,30 @@ class TokenStream:
         self.logprobs = Logprobs(wanted.logprobs or 0)
         self.prompt_logprobs = Logprobs(wanted.prompt_logprobs or 0)
 
-    def told(self) -> None:
+    def notify(self) -> None:
         """Something was written, or it ended: whoever waits looks again."""
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             if not waiting.done():
                 waiting.set_result(None)
 
-    async def beyond(self, count: int) -> None:
+    async def wait_beyond(self, count: int) -> None:
         """Wait until more than ``count`` tokens are written, or the end is. One reader at a time."""
         while len(self.tokens) <= count and self.end is None:
             await self._news()
 
-    async def reached(self, seq: int) -> None:
+    async def wait_until_caught_up(self, seq: int) -> None:
         """Wait until so many tokens are written of a course that is behind, or can't be those that were shown."""
-        while self.is_behind and len(self.tokens) < seq and self.end is None:
-            if self.certain is not None and seq > self.certain:
+        while self.may_lag_client and len(self.tokens) < seq and self.end is None:
+            if self.certain_tokens is not None and seq > self.certain_tokens:
                 return
             await self._news()
 
-    def doubt(self) -> int:
+    def mark_tail_uncertain(self) -> int:
         """What comes now may be other tokens than an earlier owner has shown; how many are certain."""
         written = len(self.tokens)
-        self.certain = certain = written if self.certain is None else min(written, self.certain)
-        self.told()
+        self.certain_tokens = certain = written if self.certain_tokens is None else min(written, self.certain_tokens)
+        self.notify()
         return certain
 
     @property
@@ -128,7 +128,7 @@ class TokenStream:
         asked = self.request.output_options.prompt_logprobs is not None
         return not asked or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
 
-    async def explained(self) -> None:
+    async def wait_prompt_logprobs(self) -> None:
         """Wait until the prompt's logprobs are all here, where they were asked for, or the end is."""
         while not self.has_prompt_logprobs and self.end is None:
             await self._news()

@@ -30,20 +30,20 @@ class StopListener(Protocol):
 class TokenWriter:
     """The one writer of a course's tokens. A course that has ended, or is stopped, is written no more."""
 
-    def __init__(self, course: TokenStream) -> None:
-        self.course = course
+    def __init__(self, stream: TokenStream) -> None:
+        self.stream = stream
         self.stopped: Finish | None = None
         """Set by the token that completed a stop text."""
         self.listener: StopListener | None = None
-        begin = course.request.new_output_text
+        begin = stream.request.new_output_text
         self._text = begin() if begin is not None else None
-        self._tokens = course.tokens
-        self._base = course.request.prompt_tokens
-        self._limit = course.request.engine_request.stopping.max_tokens
-        self._vocab_size = course.request.vocab_size
-        self._logprobs = course.logprobs if course.request.output_options.logprobs is not None else None
+        self._tokens = stream.tokens
+        self._base = stream.request.prompt_tokens
+        self._limit = stream.request.engine_request.stopping.max_tokens
+        self._vocab_size = stream.request.vocab_size
+        self._logprobs = stream.logprobs if stream.request.output_options.logprobs is not None else None
         self._now = asyncio.get_running_loop().time
-        for token in course.tokens:  # of an earlier owner's
+        for token in stream.tokens:  # of an earlier owner's
             self._follow(token)
 
     @property
@@ -56,36 +56,36 @@ class TokenWriter:
         """The position after the last token that may be written."""
         return self._base + self._limit
 
-    def put(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None:
+    def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None:
         tokens = self._tokens
         index = position - self._base
         if index == len(tokens):
-            course = self.course
+            stream = self.stream
             if token >= self._vocab_size or index >= self._limit:
                 return WriteError.MALFORMED
-            if course.end is None and self.stopped is None:
+            if stream.end is None and self.stopped is None:
                 if self._logprobs is not None and not _copied(logprobs, self._logprobs):
                     return WriteError.MALFORMED
                 tokens.append(token)
-                course.last_token_at = self._now()
+                stream.last_token_at = self._now()
                 if self._text is not None:
                     self._follow(token)
-                course.told()
+                stream.notify()
             return None
         if index > len(tokens):
             return WriteError.GAP if self.stopped is None else None
         return None if index >= 0 and tokens[index] == token else WriteError.CONFLICT
 
-    def explain(self, told: wire.PromptLogprobs) -> WriteError | None:
+    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
         """Logprobs of a part of the prompt. They come in order; an attempt that starts over says them again."""
-        known = self.course.prompt_logprobs
+        known = self.stream.prompt_logprobs
         next = 1 + len(known)  # the first token has none
-        if told.first_position <= next < self._base:
+        if message.first_position <= next < self._base:
             try:
-                known.extend(told.logprobs[next - told.first_position :][: self._base - next])
+                known.extend(message.logprobs[next - message.first_position :][: self._base - next])
             except ValueError:
                 return WriteError.MALFORMED
-            self.course.told()
+            self.stream.notify()
         return None
 
     def _follow(self, token: int) -> None:

@@ -20,22 +20,12 @@ _log = logs.get(__name__)
 
 
 class OpenEntries:
-    """Sweeps the open set of one router while its task runs; ``close`` ends it."""
+    """Sweeps the open set of one router while `run` runs."""
 
     def __init__(self, store: Store, router: Incarnation) -> None:
         self._store = store
         self._router = router
         self._left = set[RequestKey]()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._run())
-        return self._task
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
 
     async def sweep(self) -> None:
         """Remove what the last sweep found too. Raises StoreUnavailable."""
@@ -46,7 +36,7 @@ class OpenEntries:
         if twice:
             _log.info("entries without an open request were removed", entries=len(twice))
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             try:

@@ -38,24 +38,16 @@ class RouterRegistrar:
         self._load = load
         self._registration: Registration[RouterRegistration] | None = None
         self._instance: str | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self, renew_every_s: float) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._run(renew_every_s))
-        return self._task
 
     async def close(self) -> None:
-        """Stop renewing and leave the directory, if Redis is available."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        """Leave the directory, after `run` was cancelled, if Redis is available."""
         if self._registration is not None:
             try:
                 await self._registration.remove()
             except StateError as error:
                 _log.warning("this router stays registered until its registration expires", error=str(error))
 
-    async def _run(self, renew_every_s: float) -> None:
+    async def run(self, renew_every_s: float) -> None:
         is_unavailable = False
         while True:
             try:

@@ -42,7 +42,7 @@ class TakeoverTimings:
 
 
 class OrphanRecovery:
-    """Watches the directory of routers while its task runs; ``close`` ends it.
+    """Watches the directory of routers while `run` runs.
 
     ``is_connected``: whether a worker has a session with a router. The directory is read as often as registrations with
     these ``ttls`` are renewed.
@@ -64,18 +64,8 @@ class OrphanRecovery:
         self._ttls = ttls
         self._timings = timings
         self._pauses: dict[Incarnation, _Pause] = {}
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._run())
-        return self._task
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
         while True:
             try:
                 await self._watch()

@@ -35,7 +35,8 @@ _log = logs.get(__name__)
 
 class WorkerMembership:
     """``tokenizers`` are the hashes of this router's models, by id. ``on_gone`` is called with the model of a worker
-    that was removed, ``observer`` is that of all sessions. The tasks end with ``close``."""
+    that was removed, ``observer`` observes all sessions. The owner runs `run` as a background task, and calls `close`
+    after it."""
 
     def __init__(
         self,
@@ -57,17 +58,12 @@ class WorkerMembership:
         self._rejected: set[Incarnation] = set()  # logged
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._is_listed = asyncio.Event()
-        self._watch_task: asyncio.Task[None] | None = None
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(self._workers.values())
 
     def get(self, incarnation: Incarnation) -> WorkerHandle | None:
         return self._workers.get(incarnation)
-
-    def start(self) -> asyncio.Task[None]:
-        self._watch_task = asyncio.create_task(self._watch())
-        return self._watch_task
 
     async def settled(self) -> None:
         """Wait until the directory was read and each worker's session was opened, or could not be."""
@@ -77,21 +73,19 @@ class WorkerMembership:
 
     async def close(self) -> None:
         """End all sessions. A worker keeps an ended run for a lease unless the router tells it to forget the run."""
-        if self._watch_task is not None:
-            self._watch_task.cancel()
         open_workers = [worker for worker in self if worker.session.is_open]
         finishing = [self._tasks[worker.incarnation] for worker in open_workers]
         for worker in open_workers:
             worker.session.finish()
         if finishing:
             await asyncio.wait(finishing, timeout=FINISH_SECONDS)
-        tasks = [*self._tasks.values(), *([self._watch_task] if self._watch_task else [])]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _watch(self) -> None:
+    async def run(self) -> None:
         """Follow the directory. What is known stays while Redis is unavailable."""
         is_unavailable = False
         while True:
@@ -138,11 +132,11 @@ class WorkerMembership:
         session = WorkerSession(self._router, facts.peer, channel, self._observer)
         worker = WorkerHandle(facts, channel, session, generation)
         self._workers[worker.incarnation] = worker
-        self._tasks[worker.incarnation] = asyncio.create_task(self._run(worker))
+        self._tasks[worker.incarnation] = asyncio.create_task(self._serve(worker))
         role = enum_name(wire.Role, facts.role)
         _log.info("worker found", worker=worker.incarnation.id, address=facts.address, role=role)
 
-    async def _run(self, worker: WorkerHandle) -> None:
+    async def _serve(self, worker: WorkerHandle) -> None:
         """From the registration of an incarnation to its removal."""
         try:
             await worker.session.run(lambda: worker.is_wanted and not self._is_outdated(worker))

@@ -1,6 +1,6 @@
-"""Two engines whose pools are far too small, and everything that can be done to them, checked after each action.
+"""State machine: all actions on two engines with too few blocks, checked after each action.
 
-Both a hypothesis machine and plain random scripts drive it. An action that makes no sense right now does nothing.
+A hypothesis machine and random scripts drive it. An action that does not apply does nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _device(kind: type[FakeDevice], num_blocks: int) -> FakeDevice:
 
 
 def expected(request: Request) -> SequenceOutput:
-    """What a request is told that has no company, no cache and no engine."""
+    """Output of a request without batch, cache or engine."""
     same = replace(request, id="alone", park_after=None, priority=0, salt=b"", use_prefix_cache=True)
     if repr(same) not in MEMORY:
         MEMORY[repr(same)] = recompute_each_step(_device(FakeDevice, BLOCKS + 1), same, CONTEXT_LENGTH)
@@ -129,7 +129,7 @@ class World:
                 engine.resume(id)
 
     def open(self, n: int) -> None:
-        """Reserve room in the other engine, and lease the blocks that it lacks."""
+        """Reserve blocks in the other engine, and lease those that it lacks."""
         id = _pick([id for id in self._alive() if id not in self.moves], n)
         if not id:
             return
@@ -210,7 +210,7 @@ class World:
             contents.check(engine)
 
     def finish(self) -> None:
-        """Give up all handoffs, let everything run to its end, and see that all was told and nothing is left."""
+        """Abort all handoffs, run to the end, and check that all output is complete and nothing is held."""
         while self.moves:
             self.give_up(0)
             self.check()

@@ -16,10 +16,10 @@ LONG = tuple(range(1, 201))
 
 async def test_a_short_prompt_takes_the_short_way_and_its_account_says_so(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as scene:
-        course = await scene.answer(make_request(prompt=SHORT))
-        assert tokens_of(course) == answer(list(SHORT), 5)
-        assert (course.path.prefill_worker, course.path.decode_worker) == ("", "d")
-        assert course.path.handoff_s is None
+        stream = await scene.answer(make_request(prompt=SHORT))
+        assert tokens_of(stream) == answer(list(SHORT), 5)
+        assert (stream.path.prefill_worker, stream.path.decode_worker) == ("", "d")
+        assert stream.path.handoff_s is None
         await scene.dispatcher.drain()
         found = await store.requests.read(RequestKey("default", "r"))
         assert Generation.STATE_PREFILLING not in [each.state for each in found.record.transitions]
@@ -35,9 +35,9 @@ async def test_a_long_prompt_and_one_for_a_single_token_go_to_the_prefill_pool(s
 async def test_a_failing_decode_worker_is_not_near(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as scene:
         workers[1].script.fails_at = [0]
-        course = await scene.answer(make_request(prompt=SHORT))
-        assert tokens_of(course) == answer(list(SHORT), 5)
-        assert (course.path.prefill_worker, course.path.attempts) == ("p", 2)
+        stream = await scene.answer(make_request(prompt=SHORT))
+        assert tokens_of(stream) == answer(list(SHORT), 5)
+        assert (stream.path.prefill_worker, stream.path.attempts) == ("p", 2)
 
 
 async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(store: Store) -> None:

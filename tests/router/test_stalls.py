@@ -21,7 +21,7 @@ from decant.runtime.channel import Deadline
 from decant.runtime.errors import InvalidArgument, Unimplemented
 from decant.runtime.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation
-from tests.router.factories import ScriptedDispatcher, context_length, model
+from tests.router.factories import ScriptedRegistry, context_length, model
 
 LONGEST_STALL = 0.1
 TRIES = 20
@@ -54,7 +54,7 @@ async def detokenize(request: pb.DetokenizeRequest) -> None:
 def service() -> InferenceService:
     about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
     models, metrics = Models([served()]), RequestMetrics(Registry(process=False))
-    return InferenceService(models, cast(Any, ScriptedDispatcher()), about, metrics, NoAuthentication(models))
+    return InferenceService(models, cast(Any, ScriptedRegistry()), about, metrics, NoAuthentication(models))
 
 
 class Context:

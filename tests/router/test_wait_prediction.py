@@ -136,8 +136,8 @@ async def test_what_waits_for_a_place_counts_against_the_limit(store: Store) -> 
         with pytest.raises(QueueFull, match="2 requests"):
             await scene.dispatcher.begin(make_request("another"))
         workers[0].load.takes_prompts = True
-        for course in waiting:
-            await ended(course)
+        for stream in waiting:
+            await ended(stream)
         assert len(scene.router.pool.wait_predictors[MODEL]) == 0
 
 
@@ -185,16 +185,16 @@ async def outcome(stub: Any, place: int) -> str:
 async def test_a_known_request_is_not_refused_before_it_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 1
-        course = await scene.dispatcher.begin(make_request())
+        stream = await scene.dispatcher.begin(make_request())
         predicting(scene, 1e6, monkeypatch)
-        await scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
+        await scene.dispatcher.check_wait(stream.request.key, MODEL, 0, Deadline())
         with pytest.raises(QueueFull):
             await scene.dispatcher.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
         with monkeypatch.context() as patch:
-            patch.setattr(scene.router.flusher, "is_unavailable", True)
-            await scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
+            patch.setattr(scene.router.journal_writer, "is_unavailable", True)
+            await scene.dispatcher.check_wait(stream.request.key, MODEL, 0, Deadline())
         workers[1].go.set()
-        await ended(course)
+        await ended(stream)
 
 
 @pytest.mark.parametrize("is_ended", [True, False], ids=["ended", "open"])
@@ -204,12 +204,12 @@ async def test_a_request_that_another_router_accepted_is_not_refused_for_its_wai
     async with fleet(P, D) as workers, core(store, workers, id="one") as one, core(store, workers, id="two") as two:
         if not is_ended:
             workers[1].script.pause_at = 2
-        course = await one.dispatcher.begin(make_request())
+        stream = await one.dispatcher.begin(make_request())
         if is_ended:
-            await ended(course)
+            await ended(stream)
             await until(lambda: one.store_is_done)
         predicting(two, 1e6, monkeypatch)
-        key = course.request.key
+        key = stream.request.key
         await two.dispatcher.check_wait(key, MODEL, 0, Deadline())
         again = await two.dispatcher.begin(make_request())
         workers[1].go.set()
