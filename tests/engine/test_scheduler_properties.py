@@ -99,11 +99,11 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        if hasattr(self, "world"):
+        if hasattr(self, "machine"):
             self.machine.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
+        if hasattr(self, "machine"):
             self.machine.finish()
 
 

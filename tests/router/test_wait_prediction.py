@@ -116,6 +116,7 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
         assert "20.0 s" in str(refused.value)
         assert not workers[0].prefills
         await ended(await scene.dispatcher.begin(make_request(seconds=60)))
+        workers[1].script.pause_at = 2
         running = await scene.dispatcher.begin(make_request("without a deadline"))
         predicting(scene, 31.0, monkeypatch)
         with pytest.raises(QueueFull, match="at most 30 s") as refused:
@@ -123,6 +124,7 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
         assert refused.value.retry_after == 31.0
         again = await scene.dispatcher.begin(make_request("without a deadline"))
         assert again is running, "one that was accepted is answered, whatever is predicted now"
+        workers[1].go.set()
         await ended(running)
 
 
