@@ -35,7 +35,8 @@ _log = logs.get(__name__)
 
 class WorkerMembership:
     """``tokenizers`` are the hashes of this router's models, by id. ``on_gone`` is called with the model of a worker
-    that was removed, ``observer`` is that of all sessions. Cancel ``run`` before ``close``, which ends the sessions."""
+    that was removed, ``observer`` observes all sessions. The owner runs `run` as a background task, and calls `close`
+    after it."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class WorkerMembership:
             await asyncio.wait(tasks)
 
     async def run(self) -> None:
-        """Follow the directory until cancelled. What is known stays while Redis is unavailable."""
+        """Follow the directory. What is known stays while Redis is unavailable."""
         is_unavailable = False
         while True:
             try:
@@ -131,11 +132,11 @@ class WorkerMembership:
         session = WorkerSession(self._router, facts.peer, channel, self._observer)
         worker = WorkerHandle(facts, channel, session, generation)
         self._workers[worker.incarnation] = worker
-        self._tasks[worker.incarnation] = asyncio.create_task(self._run(worker))
+        self._tasks[worker.incarnation] = asyncio.create_task(self._serve(worker))
         role = enum_name(wire.Role, facts.role)
         _log.info("worker found", worker=worker.incarnation.id, address=facts.address, role=role)
 
-    async def _run(self, worker: WorkerHandle) -> None:
+    async def _serve(self, worker: WorkerHandle) -> None:
         """From the registration of an incarnation to its removal."""
         try:
             await worker.session.run(lambda: worker.is_wanted and not self._is_outdated(worker))
