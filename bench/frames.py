@@ -113,18 +113,18 @@ async def tokens_per_second(sequences: int, seconds: float) -> float:
     assert process.stdout is not None
     channel = open_channel(f"127.0.0.1:{int(await process.stdout.readline())}", PeerTls())
     session = WorkerSession(new_peer("router"), new_peer("scripted"), channel, _Observer())
-    courses = [_course(number) for number in range(sequences)]
-    for course in courses:
-        start = wire.Start(run=wire.Run(request=str(course.request.key), epoch=1, attempt=1))
-        session.start(RunSubscription(start, TokenWriter(course), _Listener()))
+    streams = [_stream(number) for number in range(sequences)]
+    for stream in streams:
+        start = wire.Start(run=wire.Run(request=str(stream.request.key), epoch=1, attempt=1))
+        session.start(RunSubscription(start, TokenWriter(stream), _Listener()))
     running = asyncio.create_task(session.run(lambda: True))
     try:
         async with asyncio.timeout(BEGIN_SECONDS):
-            await asyncio.gather(*[course.beyond(0) for course in courses])
+            await asyncio.gather(*[stream.wait_beyond(0) for stream in streams])
         await asyncio.sleep(WARM_SECONDS)
-        before, began = _written(courses), time.monotonic()
+        before, began = _written(streams), time.monotonic()
         await asyncio.sleep(seconds)
-        return (_written(courses) - before) / (time.monotonic() - began)
+        return (_written(streams) - before) / (time.monotonic() - began)
     finally:
         running.cancel()
         await asyncio.wait([running])
@@ -133,11 +133,11 @@ async def tokens_per_second(sequences: int, seconds: float) -> float:
         await process.wait()
 
 
-def _written(courses: Iterable[TokenStream]) -> int:
-    return sum(len(course.tokens) for course in courses)
+def _written(streams: Iterable[TokenStream]) -> int:
+    return sum(len(stream.tokens) for stream in streams)
 
 
-def _course(number: int) -> TokenStream:
+def _stream(number: int) -> TokenStream:
     request = ValidRequest(
         key=RequestKey("tenant", str(number)),
         payload=pb.GenerateRequest(),

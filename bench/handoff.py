@@ -143,15 +143,15 @@ class Pair:
 
     async def handoff(self) -> Span:
         """Of a cache that is there already."""
-        return await self._taken(self._plain_source, self.end.tokens, computed=False)
+        return await self._adopt_for_client(self._plain_source, self.end.tokens, computed=False)
 
     async def tls(self) -> Span:
         """The same over mutual TLS."""
-        return await self._taken(self._tls_source, self.end.tokens, computed=False)
+        return await self._adopt_for_client(self._tls_source, self.end.tokens, computed=False)
 
     async def fetched(self) -> Span:
         """A prompt is computed and fetched meanwhile."""
-        return await self._taken(self._plain_source, PROMPT_TOKENS, computed=True)
+        return await self._adopt_for_client(self._plain_source, PROMPT_TOKENS, computed=True)
 
     async def unfetched(self) -> Span:
         """A prompt is computed."""
@@ -159,7 +159,7 @@ class Pair:
         await self.ask("read", name=next(self._names), tokens=PROMPT_TOKENS)
         return Span(began, time.monotonic())
 
-    async def _taken(self, source: GrpcSource, tokens: int, *, computed: bool) -> Span:
+    async def _adopt_for_client(self, source: GrpcSource, tokens: int, *, computed: bool) -> Span:
         """From the fetch to a joined sequence."""
         name = next(self._names)
         ticket = wire.Ticket.FromString(await self.ask("offer", name=name, tokens=tokens, computed=computed))

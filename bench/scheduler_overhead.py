@@ -52,6 +52,7 @@ class NullDevice:
     """Blocks without bytes, and the same token for every row at no cost."""
 
     block_bytes = 0
+    lookahead = 0
     vocab_size = VOCABULARY
     eos_token_ids: frozenset[int] = frozenset()
     layout = "null"

@@ -1,6 +1,6 @@
-"""One inference engine for both kinds of worker: paged, continuously batched, the same bits in any batch.
+"""Inference engine: requests go in by ``loop.EngineLoop``, tokens come out as ``output.StepOutput`` per step.
 
-The pure half (``sequence``, ``blocks``, ``scheduler``, ``policy``, ``plan``, ``engine``) knows no torch, no
-clock and no I/O; the device half (``kv_store``, ``model``, ``attention``, ``sampler``, ``runner``) turns a
-``StepPlan`` into a ``StepResult``. ``fake`` is a device half made of plain bytes.
+``engine.Engine`` owns sequences and blocks. The modules of this folder import no torch, clock or network; they drive
+a ``plan.Device``: ``model.model.load`` makes a real one, ``fake.FakeDevice`` one of plain bytes. ``model`` runs
+transformers models, ``cpu`` has the kernels and the backend for CPUs, ``checkpoint`` reads model folders.
 """

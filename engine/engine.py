@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
+from decant.engine import inspection
 from decant.engine.blocks import BlockPool, hash_blocks, root_hash
 from decant.engine.costs import StepTimePredictor
-from decant.engine.errors import InvalidConfig, InvalidRequest, UnknownSequence
-from decant.engine.exports import KvTransfers, lease_owner
+from decant.engine.errors import InvalidConfig, InvalidRequest, OutOfBlocks, UnknownSequence
+from decant.engine.exports import KvTransfers
 from decant.engine.output import Load, PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
-from decant.engine.plan import Device, StepPlan, StepResult, TokenLogprobs
-from decant.engine.request import FinishReason, Request, check_some_left, check_tokens
+from decant.engine.plan import Device, FurtherToken, StepPlan, StepResult, TokenLogprobs
+from decant.engine.request import FinishReason, Request, check_request
 from decant.engine.scheduler import Limits, Scheduler, priority_key
 from decant.engine.sequence import Sequence as EngineSequence
 from decant.engine.transfer import Checksum, default_checksum
@@ -41,11 +43,13 @@ class Engine:
             raise InvalidConfig("window", f"at most the model's {device.context_length}", length)
         if length > capacity:
             raise InvalidConfig("window", f"at most the {capacity} tokens that the KV memory holds", length)
+        if not 0 <= device.lookahead < device.block_size:
+            raise InvalidConfig("lookahead", f"less than a block of {device.block_size} tokens", device.lookahead)
         self.device = device
         self.limits = limits
         self.pool = BlockPool(device.num_blocks, device.block_size)
         self.predictor = StepTimePredictor(device.costs)
-        self.scheduler = Scheduler(self.pool, limits, self.predictor)
+        self.scheduler = Scheduler(self.pool, limits, self.predictor, device.lookahead)
         self.transfers = KvTransfers(self, checksum)
         self.sequences: dict[str, EngineSequence] = {}
         self.parked: dict[str, EngineSequence] = {}
@@ -65,6 +69,33 @@ class Engine:
         sequence = self.new_sequence(request)
         self.sequences[request.id] = sequence
         self.scheduler.add(sequence)
+
+    def fork(self, id: str, child: str, output_index: int) -> None:
+        """Start ``child``: a copy of a sequence as it is now, that draws its next tokens as output ``output_index``.
+
+        Full blocks are shared, a partial last one is copied; without blocks it waits as its source does. It emits only
+        what follows. Raises UnknownSequence, InvalidRequest, OutOfBlocks; then nothing is kept.
+        """
+        source, scheduler, size = self.sequences.get(id), self.scheduler, self.pool.block_size
+        if source is None:
+            raise UnknownSequence(f"{id} is not alive here")
+        sampling = replace(source.request.sampling, output_index=output_index)
+        sequence = self.new_sequence(replace(source.request, id=child, sampling=sampling))
+        sequence.continue_from(source, source.computed // size)
+        length = len(sequence.tokens)
+        sequence.next_check_length = sequence.request.next_check_length(length, self.limits.context_length)
+        if source.block_table is not None:
+            shared = source.block_table.blocks[: source.computed // size]
+            fresh = self.pool.blocks_for(length) - len(shared)
+            if len(scheduler.running) + len(self.transfers.arrivals) >= self.limits.max_running:
+                raise OutOfBlocks(fresh, 0)
+            sequence.block_table = self.pool.allocate(child, fresh, shared, spare=len(scheduler.running))
+            sequence.computed = source.computed
+            if source.computed % size:
+                partial = self.device.read(source.block_table.blocks[len(shared)])
+                self.device.write(sequence.block_table.blocks[len(shared)], partial)
+        self.sequences[child] = sequence
+        scheduler.add(sequence)
 
     def cancel(self, id: str, keep: int | None = None) -> bool:
         """End a sequence or arrival in any state and free its blocks; False if the id is unknown.
@@ -163,6 +194,32 @@ class Engine:
                 self._end(sequence, FinishReason.STOP, stop_token=token)
             elif end + 1 >= sequence.next_check_length and self._finish_or_park(sequence):
                 output.parked.append(request.id)
+        for index, further in result.further.items():
+            self._commit_further(sequences[index], further, now, output)
+
+    def _commit_further(
+        self, sequence: EngineSequence, further: Sequence[FurtherToken], now: float, output: StepOutput
+    ) -> None:
+        """Commit a row's further tokens up to the one that ends or parks its sequence, and drop the others.
+
+        ``computed`` counts the KV of committed tokens only: slots behind it hold KV of rejected tokens, are never
+        published, and are overwritten.
+        """
+        size = self.pool.block_size
+        for token, logprobs in further:
+            if sequence.id not in self.sequences or sequence.id in self.parked:
+                return
+            sequence.computed += 1
+            if sequence.computed % size == 0:
+                filled = sequence.computed // size
+                self._on_blocks_filled(sequence, filled - 1, filled, output)
+            output.tokens.append(Token(sequence.id, sequence.num_output, token, logprobs))
+            sequence.tokens.append(token)
+            sequence.timeline.tokens.append(now)
+            if token in sequence.stops:
+                self._end(sequence, FinishReason.STOP, stop_token=token)
+            elif len(sequence.tokens) >= sequence.next_check_length and self._finish_or_park(sequence):
+                output.parked.append(sequence.id)
 
     def _fail(self, sequence: EngineSequence, why: str) -> None:
         """End a sequence whose logits are not finite. Its KV may not be either, so none of it stays cached."""
@@ -219,70 +276,25 @@ class Engine:
 
     def load(self) -> Load:
         """Snapshot of the current load."""
-        scheduler, pool = self.scheduler, self.pool
-        return Load(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            parked=len(self.parked),
-            arriving=len(self.transfers.arrivals),
-            exports=len(self.transfers.exports),
-            queued_tokens=scheduler.queued_tokens(),
-            free_blocks=pool.free,
-            cached_blocks=pool.cached,
-            held_blocks=pool.num_blocks - pool.available,
-            total_blocks=pool.num_blocks,
-            preemptions=scheduler.preemptions,
-            steps=self.steps,
-        )
+        return inspection.load(self)
 
     def blocks_of(self, ids: Iterable[str]) -> int:
         """Number of distinct blocks that these sequences and their exports hold."""
-        held: set[int] = set()
-        for id in ids:
-            sequence, export = self.sequences.get(id), self.transfers.exports.get(id)
-            if sequence is not None and sequence.block_table:
-                held.update(sequence.block_table.blocks)
-            if export is not None:
-                held.update(export.blocks)
-        return len(held)
+        return inspection.blocks_of(self, ids)
 
     def check_integrity(self) -> None:
         """Check that every block is free, cached or held by a live owner. Raises AssertionError."""
-        leases = (lease_owner(id) for id in self.transfers.exports)
-        self.pool.check_integrity({*self.sequences, *self.transfers.arrivals, *leases})
-        scheduled = [s.id for s in (*self.scheduler.running, *self.scheduler.waiting)]
-        if sorted([*scheduled, *self.parked]) != sorted(self.sequences):
-            raise AssertionError("a live sequence is in no state, or in two")
-        for sequence in self.sequences.values():
-            capacity = len(sequence.block_table.blocks) * self.pool.block_size if sequence.block_table else 0
-            if sequence.computed > capacity:
-                raise AssertionError(f"{sequence.id} has {sequence.computed} computed tokens in {capacity} slots")
-
-    # -- helpers ------------------------------------------------------------------------------------------------
+        inspection.check_integrity(self)
 
     def new_sequence(self, request: Request) -> EngineSequence:
         """A sequence in no queue yet. Raises InvalidRequest."""
-        self._validate(request)
+        in_use = request.id in self.sequences or self.transfers.uses(request.id)
+        if in_use or any(end.id == request.id for end in self._ended):
+            raise InvalidRequest("id", "not alive already", request.id)
+        check_request(request, self.device.vocab_size, self.device.eos_token_ids, self.limits.context_length)
         self._num_added += 1
         order = priority_key(self.steps, self._num_added, request.priority)
         sequence = EngineSequence(request, order, self._clock())
         sequence.stops = request.stop.ids(self.device.eos_token_ids)
         sequence.next_check_length = request.next_check_length(len(request.token_ids), self.limits.context_length)
         return sequence
-
-    def _validate(self, request: Request) -> None:
-        vocabulary, context_length = self.device.vocab_size, self.limits.context_length
-        in_use = request.id in self.sequences or self.transfers.uses(request.id)
-        if in_use or any(end.id == request.id for end in self._ended):
-            raise InvalidRequest("id", "not alive already", request.id)
-        if len(request.token_ids) > context_length:
-            raise InvalidRequest("token_ids", f"at most {context_length} tokens", len(request.token_ids))
-        check_tokens("token_ids", request.token_ids, vocabulary)
-        check_tokens("stop_token_ids", request.stop.stop_token_ids, vocabulary)
-        check_tokens("logit_bias", tuple(request.sampling.logit_bias), vocabulary)
-        check_some_left(request.stop, self.device.eos_token_ids, vocabulary)
-        generated = len(request.token_ids) - request.prompt_len
-        if request.stop.max_tokens is not None and generated >= request.stop.max_tokens:
-            raise InvalidRequest("max_tokens", f"more than the {generated} tokens already written", generated)
-        if generated and len(request.token_ids) >= context_length:
-            raise InvalidRequest("token_ids", f"less than {context_length} tokens with output", len(request.token_ids))

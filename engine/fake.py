@@ -18,7 +18,7 @@ from typing import NamedTuple
 from decant.engine.costs import StepCostModel
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.errors import InvalidConfig
-from decant.engine.plan import Row, StepPlan, StepResult, TokenLogprobs
+from decant.engine.plan import FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
 CANDIDATES = 16
@@ -38,7 +38,13 @@ class Candidate(NamedTuple):
 
 
 class FakeDevice:
-    """A ``Device`` over plain bytes. ``cost`` returns the seconds that a step sleeps."""
+    """A ``Device`` over plain bytes. ``cost`` returns the seconds that a step sleeps.
+
+    With ``lookahead`` it drafts further tokens of each sampled row and verifies them in the step; every third draft
+    is wrong.
+    """
+
+    lookahead = 0
 
     def __init__(
         self,
@@ -77,17 +83,40 @@ class FakeDevice:
         sampled: list[int | None] = [None] * len(plan.rows)
         logprobs: dict[int, TokenLogprobs] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
+        further: dict[int, list[FurtherToken]] = {}
         for index, row in enumerate(plan.rows):
             self._fill(row)
             if row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1:
                 prompts[index] = self._prompt_logprobs(row)
             if row.sample:
-                distribution = candidates(self._checksum(row, row.end), self.vocab_size)
-                token = draw(distribution, row, self.eos_token_ids)
+                token, entry = self._next(row)
                 sampled[index] = token
-                if row.request.logprobs is not None:
-                    logprobs[index] = _logprobs(distribution, token, row.request.logprobs)
-        return StepResult(sampled, logprobs, prompts)
+                if entry is not None:
+                    logprobs[index] = entry
+                if self.lookahead:
+                    further[index] = self._speculate(row, token)
+        return StepResult(sampled, logprobs, prompts, further=further)
+
+    def _next(self, row: Row) -> FurtherToken:
+        """Draw the token at position ``end``."""
+        distribution = candidates(self._checksum(row, row.end), self.vocab_size)
+        token = draw(distribution, row, self.eos_token_ids)
+        count = row.request.logprobs
+        return FurtherToken(token, None if count is None else _logprobs(distribution, token, count))
+
+    def _speculate(self, row: Row, token: int) -> list[FurtherToken]:
+        """Fill the slots of drafts, then draw while the drafts are what was drawn."""
+        accepted: list[FurtherToken] = []
+        tokens = [*row.tokens[: row.end], token]
+        for end in range(row.end + 1, min(row.end + self.lookahead, len(row.blocks) * self.block_size) + 1):
+            is_wrong = end % 3 == 0
+            draft = (tokens[-1] + 1) % self.vocab_size if is_wrong else tokens[-1]
+            self._fill(row._replace(tokens=[*tokens[:-1], draft], start=end - 1, end=end))
+            if is_wrong:
+                break
+            accepted.append(self._next(row._replace(tokens=tokens, end=end)))
+            tokens.append(accepted[-1].token)
+        return accepted
 
     def _fill(self, row: Row) -> None:
         before = bytes(self._slot(row, row.start - 1)) if row.start else b""

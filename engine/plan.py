@@ -64,6 +64,13 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class FurtherToken(NamedTuple):
+    """A token of a row after its first one of the step."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a plan, by row index.
@@ -71,12 +78,15 @@ class StepResult:
     sampled          the drawn token of each row; None where none was to be drawn
     prompt_logprobs  of the prompt tokens at positions start + 1 .. end
     failed           why a row has no valid logits
+    further          tokens after ``sampled[i]`` (speculative decoding): at most ``Device.lookahead``, and no more than
+                     the row's blocks have slots for; KV of all new tokens but the last is in the blocks
     """
 
     sampled: Sequence[int | None]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
+    further: Mapping[int, Sequence[FurtherToken]] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -112,6 +122,11 @@ class Device(Runner, BlockBytes, Protocol):
     @property
     def context_length(self) -> int:
         """Longest sequence, in tokens."""
+        ...
+
+    @property
+    def lookahead(self) -> int:
+        """Most further tokens of a row in one step, less than a block; a decoding row's blocks have slots for them."""
         ...
 
     @property

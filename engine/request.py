@@ -194,3 +194,18 @@ def check_some_left(stop: StopParams, eos: Set[int], vocabulary: int) -> None:
     if stop.min_tokens and len(forbidden) >= vocabulary:
         limit = f"at most {vocabulary - 1} with the model's own end tokens, for min_tokens forbids them"
         raise InvalidRequest("stop_token_ids", limit, len(forbidden))
+
+
+def check_request(request: Request, vocabulary: int, eos: Set[int], context_length: int) -> None:
+    """Raises InvalidRequest unless a model of that vocabulary and context length can continue the request."""
+    if len(request.token_ids) > context_length:
+        raise InvalidRequest("token_ids", f"at most {context_length} tokens", len(request.token_ids))
+    check_tokens("token_ids", request.token_ids, vocabulary)
+    check_tokens("stop_token_ids", request.stop.stop_token_ids, vocabulary)
+    check_tokens("logit_bias", tuple(request.sampling.logit_bias), vocabulary)
+    check_some_left(request.stop, eos, vocabulary)
+    generated = len(request.token_ids) - request.prompt_len
+    if request.stop.max_tokens is not None and generated >= request.stop.max_tokens:
+        raise InvalidRequest("max_tokens", f"more than the {generated} tokens already written", generated)
+    if generated and len(request.token_ids) >= context_length:
+        raise InvalidRequest("token_ids", f"less than {context_length} tokens with output", len(request.token_ids))

@@ -114,11 +114,15 @@ class _RunningRows(NamedTuple):
 class Scheduler:
     """Waiting and running sequences over one block pool. No clock, device or log.
 
-    Without a ``predictor`` only the token budget limits a step.
+    Without a ``predictor`` only the token budget limits a step. ``lookahead``: slots that each decoding row has
+    behind its next token, for the further tokens of a ``StepResult``.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits, predictor: StepTimePredictor | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: Limits, predictor: StepTimePredictor | None = None, lookahead: int = 0
+    ) -> None:
         self.pool = pool
+        self.lookahead = lookahead
         self.limits = limits
         self.predictor = predictor or StepTimePredictor(StepCostModel())
         self.waiting: list[Sequence] = []  # both sorted by ``order``, most urgent first
@@ -191,7 +195,16 @@ class Scheduler:
                 pairs += length
             else:
                 prompts.append(sequence)
+        if self.lookahead:
+            needs_block += [table for sequence in chosen if (table := self._short_of_lookahead(sequence))]
         return _RunningRows(*groups, StepWork(len(rows), len(rows), pairs))
+
+    def _short_of_lookahead(self, sequence: Sequence) -> BlockTable | None:
+        """The block table of a decoding sequence that has a slot for its next token, but not for the further ones."""
+        table, length = sequence.block_table, len(sequence.tokens)
+        assert table is not None
+        needed = min(length + self.lookahead, self.limits.context_length)
+        return table if length <= len(table.blocks) * self.pool.block_size < needed else None
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free a sequence's blocks and let it wait; it recomputes what the prefix cache no longer has."""

@@ -83,6 +83,13 @@ class Sequence:
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
 
+    def continue_from(self, source: Sequence, full_blocks: int) -> None:
+        """Take over the tokens and the progress of another sequence; the first ``full_blocks`` blocks are shared."""
+        self.tokens = list(source.tokens)
+        self.prompt_logprobs_sent = source.prompt_logprobs_sent
+        self.block_checksums = {index: sum for index, sum in source.block_checksums.items() if index < full_blocks}
+        self._chain = list(source._chain)
+
     def hashes(self, blocks: range, block_size: int) -> list[BlockHash]:
         """Chained hashes of these full blocks. Each is computed once."""
         known = len(self._chain) - 1

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from decant.handoff.packing import TransferLayout, Unpacker
 from decant.handoff.transport import KvSource
 from decant.protos import worker_pb2 as wire
 from decant.runtime.heartbeat import HEARTBEAT_SECONDS
+from decant.runtime.packed import unpack
 from decant.runtime.peer import UnknownMessages
 
 RELEASE_SECONDS = 2.0
@@ -202,4 +202,4 @@ class _Fetch:
             raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal for a prompt of {seal.prompt_tokens} tokens")
         if any(len(one.top_ids) != len(one.top_logprobs) for one in seal.outputs[0].logprobs):
             raise HandoffFailed(wire.CAUSE_CORRUPT, "a seal whose top_ids and top_logprobs differ in number")
-        return EngineSeal(seal.computed, struct.unpack(f"<{len(tokens) // 4}I", tokens), seal.checksum)
+        return EngineSeal(seal.computed, tuple(unpack(tokens)), seal.checksum)

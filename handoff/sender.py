@@ -15,7 +15,6 @@ receiver was silent. After the seal the receiver may own the sequence; then Rele
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from decant.handoff.heartbeat import heard
 from decant.handoff.leases import Lease, LeaseTable
 from decant.handoff.packing import FilledBlock, TransferLayout, pack
 from decant.protos import worker_pb2 as wire
+from decant.runtime import packed
 from decant.runtime.errors import InvalidArgument
 from decant.runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 from decant.runtime.peer import UnknownMessages
@@ -301,7 +301,7 @@ def _reclaimed(detail: str) -> wire.Failure:
 
 def _sealed(seal: EngineSeal, giving: _SendState) -> bytes:
     """The last word of a fetch that is complete."""
-    output = wire.TransferCommit.Output(output=0, tokens=struct.pack(f"<{len(seal.output)}I", *seal.output))
+    output = wire.TransferCommit.Output(output=0, tokens=packed.pack(seal.output))
     output.logprobs.extend(giving.logprobs())
     message = wire.TransferCommit(
         computed=seal.computed, prompt_tokens=giving.prompt_tokens, outputs=[output], checksum=seal.checksum

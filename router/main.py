@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RouterRegistration
@@ -22,9 +23,9 @@ from decant.router.admission.quota import QuotaLeases
 from decant.router.api.auth import Authenticator
 from decant.router.api.auth import load as load_callers
 from decant.router.api.service import InferenceService, ServerInfoSource
-from decant.router.execution.execution import RouterServices
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
+from decant.router.execution.services import RouterServices
 from decant.router.limits import limits
 from decant.router.recovery.open_requests import OpenEntries
 from decant.router.recovery.registration import RouterRegistrar
@@ -35,6 +36,7 @@ from decant.router.text.served_model import Models, load
 from decant.router.workers.pool import WorkerPool
 from decant.runtime import logs, shutdown
 from decant.runtime.admission import Admission
+from decant.runtime.background import BackgroundTask
 from decant.runtime.health import Readiness
 from decant.runtime.metrics import Registry, RequestMetrics
 from decant.runtime.model_files import ModelUnreadable
@@ -50,7 +52,7 @@ from decant.state.store import Store, StoreSettings
 
 PROGRAM = "decant router"
 VERSION = version("decant-llm")
-SETTLE_SECONDS = 10.0
+PERSIST_SECONDS = 10.0
 """For the workers that are there to be opened. A router without any becomes ready too."""
 RETRY_SECONDS = 0.5
 DRAIN_SHARE = 0.8
@@ -95,7 +97,7 @@ async def _serve(settings: RouterSettings, models: Models, callers: Authenticato
             warm_up=process.start,
             drain=partial(process.dispatcher.drain, DRAIN_SHARE * settings.drain_seconds),
         )
-        return ended and not process.dispatcher.cut_off
+        return ended and not process.dispatcher.num_left_behind
 
 
 def _check_advertised(settings: RouterSettings) -> None:
@@ -119,31 +121,31 @@ class RouterProcess:
         _check_advertised(settings)
         hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
         self.pool = WorkerPool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens)
-        self.flusher = JournalWriter(store.requests, settings.flush_ms)
-        self.bookings = QuotaLeases(store.quotas, callers.limits)
+        self.journal_writer = JournalWriter(store.requests, settings.flush_ms)
+        self.quota_leases = QuotaLeases(store.quotas, callers.limits)
         admission = Admission(settings.max_active, settings.queue_limit)
-        revive = make_request_restorer(models, self.pool.max_context_length)
+        restore = make_request_restorer(models, self.pool.max_context_length)
         router = RouterServices(
             peer=self.peer,
             settings=settings,
             admission=admission,
             pool=self.pool,
             requests=store.requests,
-            flusher=self.flusher,
-            bookings=self.bookings,
-            revive=revive,
+            journal_writer=self.journal_writer,
+            quota_leases=self.quota_leases,
+            restore=restore,
             ended_s=Ttls().ended_s,
         )
         self.dispatcher = RequestRegistry(router)
         metrics = RequestMetrics(self.registry)
-        metrics.running.set_function(lambda: self.dispatcher.running)
-        metrics.waiting.set_function(lambda: self.dispatcher.waiting)
+        metrics.running.set_function(lambda: self.dispatcher.executions.running)
+        metrics.waiting.set_function(lambda: self.dispatcher.executions.waiting)
         for model in models.by_id:
             for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
                 ready = metrics.ready_workers.labels(model, wire.Role.Name(role).removeprefix("ROLE_").lower())
                 ready.set_function(partial(self._ready_workers, model, role))
-        service = InferenceService(models, self.dispatcher, self._about(settings), metrics)
-        self.service = service.service(callers)
+        service = InferenceService(models, self.dispatcher, self._server_info(settings), metrics, callers)
+        self.service = service.service()
         self._settings = settings
         self._store = store
         self._ends = AsyncExitStack()
@@ -154,29 +156,23 @@ class RouterProcess:
         address = self._settings.advertise or join_address(_reached_at(self._settings.host), server.port)
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
-        membership = RouterRegistrar(self._store, facts, self.flusher.rewrite, replaced, self.dispatcher.load)
-        self._keep("sessions", self.pool.start())
-        self._ends.push_async_callback(self.pool.close)
-        self._keep("registration", membership.start(Ttls().renew_every_s))
-        self._ends.push_async_callback(membership.close)
-        self._keep("writing", self.flusher.start())
-        self._ends.push_async_callback(self.flusher.close)
-        self._keep("bookings", self.bookings.start())
-        self._ends.push_async_callback(self.bookings.close)
-        self._ends.push_async_callback(self.dispatcher.close)
+        membership = RouterRegistrar(self._store, facts, self.journal_writer.resync_all, replaced, self.dispatcher.load)
         takeover = OrphanRecovery(
             self._store, self.dispatcher, Incarnation.of(self.peer), self.pool.is_connected, Ttls()
         )
-        self._keep("takeover", takeover.start())
-        self._ends.push_async_callback(takeover.close)
         entries = OpenEntries(self._store, Incarnation.of(self.peer))
-        self._keep("open entries", entries.start())
-        self._ends.push_async_callback(entries.close)
+        await self._run("sessions", self.pool.membership.run, self.pool.membership.close)
+        await self._run("registration", partial(membership.run, Ttls().renew_every_s), membership.close)
+        await self._run("writing", self.journal_writer.run, self.journal_writer.close)
+        await self._run("bookings", self.quota_leases.run, self.quota_leases.close)
+        self._ends.push_async_callback(self.dispatcher.close)
+        await self._run("takeover", takeover.run)
+        await self._run("open entries", entries.run)
         try:
-            async with asyncio.timeout(SETTLE_SECONDS):
-                await self.pool.settled()
+            async with asyncio.timeout(PERSIST_SECONDS):
+                await self.pool.membership.settled()
         except TimeoutError:
-            _log.warning("not all workers could be reached", limit_seconds=SETTLE_SECONDS)
+            _log.warning("not all workers could be reached", limit_seconds=PERSIST_SECONDS)
 
     async def close(self) -> None:
         await self._ends.aclose()
@@ -195,20 +191,22 @@ class RouterProcess:
                 told = True
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _keep(self, name: str, task: asyncio.Task[None]) -> None:
-        """A task without which the process can't do its work."""
+    async def _run(
+        self, name: str, run: Callable[[], Coroutine[Any, Any, None]], *closes: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Run a part until the process closes: its task is cancelled then, and its `closes` are awaited."""
+        for close in closes:
+            self._ends.push_async_callback(close)
+        await self._ends.enter_async_context(BackgroundTask(name, run, self._part_failed))
 
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                _log.error("a part of the router failed", part=name, exc_info=error)
-                self.readiness.failed(f"{name} failed")
-
-        task.add_done_callback(ended)
+    def _part_failed(self, name: str, error: BaseException) -> None:
+        """The process can't do its work without that part."""
+        self.readiness.failed(f"{name} failed")
 
     def _ready_workers(self, model: str, role: wire.Role) -> int:
         return sum(worker.is_usable for worker in self.pool.of(model) if worker.facts.role == role)
 
-    def _about(self, settings: RouterSettings) -> ServerInfoSource:
+    def _server_info(self, settings: RouterSettings) -> ServerInfoSource:
         return ServerInfoSource(
             incarnation=Incarnation.of(self.peer),
             version=VERSION,
@@ -217,6 +215,6 @@ class RouterProcess:
                 resume_grace_ms=settings.resume_grace_ms,
                 result_ttl_ms=round(Ttls().ended_s * 1000),
             ),
-            store_available=lambda: not self.flusher.is_unavailable,
+            store_available=lambda: not self.journal_writer.is_unavailable,
             draining=lambda: self.dispatcher.is_draining,
         )

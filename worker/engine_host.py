@@ -29,6 +29,7 @@ from decant.handoff.receiver import KvReceiver, TransferResult
 from decant.handoff.sender import LEASE_MS, KvSender
 from decant.handoff.transport import KvSource, Transport
 from decant.protos import worker_pb2 as wire
+from decant.runtime.background import BackgroundTask
 from decant.runtime.heartbeat import HEARTBEAT_SECONDS
 from decant.worker.epochs import Epochs
 from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
@@ -108,6 +109,7 @@ class EngineHost:
         self.lease_s, self.max_waiting = terms.lease_ms / 1000, terms.max_waiting
         self.shape = TransferLayout(device.block_size, device.block_bytes, self.layout)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
+        self._looking = BackgroundTask("load samples", self._keep_looking)
         self.sender = KvSender(self.loop, self.shape, self.pulse, terms.lease_ms)
         self.receiver = ObservedReceiver(self.loop, self.shape, self.peer, self.pulse)
         self.transport = transport
@@ -122,15 +124,16 @@ class EngineHost:
 
     async def __aenter__(self) -> Self:
         self.loop.start()
-        self._looking = asyncio.create_task(self._keep_looking())
+        self._looking.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._looking.cancel()
-        await asyncio.wait([self._looking])
-        await self.loop.stop()
+        try:
+            await self._looking.close()
+        finally:
+            await self.loop.stop()
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks ``tokens`` tokens fill, the last one perhaps in part."""

@@ -6,19 +6,14 @@ TokenLogprobs, FinishReason ──> wire
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Iterable
-
 from decant.engine.errors import InvalidRequest
 from decant.engine.plan import TokenLogprobs
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
 from decant.protos import worker_pb2 as wire
+from decant.runtime import priority
+from decant.runtime.packed import unpack
 
 NOT_SUPPORTED = "not supported by this build"
-
-SECONDS_PER_PRIORITY = 2.5
-"""Seconds of waiting that one level of priority is worth."""
 
 _FIELDS = {
     "token_ids": "prompt",
@@ -135,7 +130,7 @@ def urgency(work: wire.EngineRequest, now: float) -> float:
 
     Fixed when it comes in: a level of priority is worth so much waiting, and time spent in earlier attempts counts.
     """
-    return now - work.age_ms / 1000 - work.priority * SECONDS_PER_PRIORITY
+    return priority.queue_key(now - work.age_ms / 1000, work.priority)
 
 
 def token_logprobs(entry: int, logprobs: TokenLogprobs) -> wire.TokenLogprobs:
@@ -152,25 +147,8 @@ def logprobs_of(token: int, told: wire.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(token, told.logprob, told.rank, top)
 
 
-def pack_tokens(ids: Iterable[int]) -> bytes:
-    """Little-endian uint32. Raises OverflowError for what is none."""
-    packed = array("I", ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack_tokens(data: bytes) -> tuple[int, ...]:
-    """What ``pack_tokens`` packed. Raises ValueError for a length that is no multiple of 4."""
-    packed = array("I")
-    packed.frombytes(data)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return tuple(packed)
-
-
 def _unpacked(field: str, data: bytes) -> tuple[int, ...]:
     try:
-        return unpack_tokens(data)
+        return tuple(unpack(data))
     except ValueError:
         raise RequestRejected.because(field, "packed uint32", f"{len(data)} bytes") from None

@@ -1,1 +1,4 @@
-"""Model folders and hub repositories: their files, their dtype, and whether they can be served."""
+"""Model folders and hub repositories: a path goes in, a checked ``checkpoint.Checkpoint`` and its weights come out.
+
+``weight_files``, ``weight_shapes`` and ``model_types`` check files without torch. Nothing here owns memory of a device.
+"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from decant.engine.checkpoint import model_types, weight_files
+from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat, find_format
 from decant.engine.checkpoint.weight_hash import Digests, digest_files
 from decant.engine.checkpoint.weight_shapes import CONSTANTS, predicting
 from decant.engine.errors import InvalidConfig, ModelRefused
@@ -86,6 +88,7 @@ class Checkpoint:
     path: str
     revision: str | None
     config: PreTrainedConfig
+    weight_format: WeightFormat = PLAIN
 
     @property
     def name(self) -> str:
@@ -110,9 +113,9 @@ class Checkpoint:
         return dtype
 
     def choose_context_length(self, context_length: int | None) -> int:
-        """The served window: what the checkpoint was made for, or less. Where its rotary scaling is for more than
-        ``max_position_embeddings``, that is the limit; for a scaling that changes with the length or does not name the
-        original length, only when asked for. Raises InvalidConfig, ModelRefused.
+        """The served context length, at most what the checkpoint is made for. Raises InvalidConfig, ModelRefused.
+
+        The limit is the length after rotary scaling. The default is ``rope.default_length``.
         """
         text = self.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
@@ -128,9 +131,9 @@ class Checkpoint:
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         """Load the weights into transformers' causal model; towers of other media are dropped. Raises ModelRefused."""
         with refusing(self.name, "transformers can't load it"):
-            loaded: Any = _auto_class(self.config).from_pretrained(
-                self.path,
-                revision=self.revision,
+            model_class, source = self._source()
+            loaded: Any = model_class.from_pretrained(
+                **source,
                 config=self.config,
                 dtype=dtype,
                 attn_implementation="eager",
@@ -148,10 +151,30 @@ class Checkpoint:
         if self.revision is not None:  # only now are a hub's weight files here
             folder = _fetch_small(self.path, self.revision)
             weight_files.check_weights(folder, weight_files.read_config(folder))
+        if self.weight_format is not PLAIN:  # transformers got no folder to read it from
+            with suppress(OSError):
+                model.generation_config = GenerationConfig.from_pretrained(self._download())
         _drop_other_media(model)
         torch.nn.Module.to(model, device)
         model.eval()
         return model
+
+    def _source(self) -> tuple[Any, dict[str, Any]]:
+        """The class to load, and where it reads the weights: the files, or slices of the weight format."""
+        auto = _auto_class(self.config)
+        if self.weight_format is PLAIN:
+            return auto, {"pretrained_model_name_or_path": self.path, "revision": self.revision}
+        folder = self._download()
+        files = weight_files.weight_files(folder, weight_files.read_config(folder))
+        model_class = auto._model_mapping[type(self.config)]  # the auto class wants a path
+        return model_class, {"pretrained_model_name_or_path": None, "state_dict": self.weight_format.open(files)}
+
+    def _download(self) -> Path:
+        """The folder with all files of the checkpoint."""
+        if self.revision is None:
+            return Path(self.path)
+        patterns = ["*.json", "*.safetensors"]
+        return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=patterns))
 
     def weights(self) -> Digests:
         """Identity of the weights: a hub commit, or digests of a folder's configuration and weight files.
@@ -198,7 +221,11 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ModelRefused(f"{kind} ({path})", "it is an encoder with a decoder; only decoders alone are served")
-    return Checkpoint(path, revision, config)
+    weight_format = find_format(f"{kind} ({path})", raw)
+    if weight_format is not PLAIN:  # transformers would look for its own implementation
+        with suppress(AttributeError):
+            del config.quantization_config
+    return Checkpoint(path, revision, config, weight_format)
 
 
 def _fetch_small(name: str, revision: str | None) -> Path:

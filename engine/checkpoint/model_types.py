@@ -1,7 +1,7 @@
-"""Which model types transformers has code for, without importing it: that loads torch, and takes seconds.
+"""Model types that transformers knows, without importing it: the import loads torch and takes seconds.
 
-Read as text: a type that occurs in quotes where transformers registers its configurations counts as known. This may
-take a few names for types that are none, which the import refuses later, and never the other way round.
+A type counts as known if it occurs in quotes in the files where transformers registers its configurations. Names that
+are no types are refused later, by the import.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _REGISTRIES = ("auto_mappings.py", "configuration_auto.py")
 
 
 def check(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse a `model_type` that transformers does not know, if it is installed. Raises ModelRefused for `name`."""
+    """Raises ModelRefused for a ``model_type`` that the installed transformers does not know."""
     kind, registries = config.get("model_type"), _registries()
     if registries and not (isinstance(kind, str) and kind and f'"{kind}"' in registries):
         raise refusal(name, config)
 
 
 def refusal(name: str, config: Mapping[str, Any]) -> ModelRefused:
-    """Why a model whose `model_type` is unknown is not served."""
+    """The refusal of an unknown ``model_type``."""
     needs = "it wants code of its own to be run" if "auto_map" in config else "transformers has no code for it"
     kind = config.get("model_type")
     return ModelRefused(f"{kind or 'an unnamed model type'} ({name})", f"{needs}; no remote code is run here")
@@ -33,7 +33,7 @@ def refusal(name: str, config: Mapping[str, Any]) -> ModelRefused:
 
 @cache
 def _registries() -> str:
-    """Empty where transformers is not installed, or keeps its types elsewhere."""
+    """Text of the registries; empty if transformers is not installed or has other files."""
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return ""

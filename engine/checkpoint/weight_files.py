@@ -14,81 +14,70 @@ from pathlib import Path
 from typing import Any
 
 from decant.engine.checkpoint import weight_shapes
+from decant.engine.checkpoint.weight_format import FLOATS, find_format
 from decant.engine.checkpoint.weight_shapes import Stored
 from decant.engine.errors import ModelRefused
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""What transformers reads of a folder: the first if it is there, else the shards that the second lists."""
+"""transformers reads the first if it exists, else the shards that the second lists."""
 
 ADAPTERS = ("adapter_config.json", "adapter_model*")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Dtypes of weights and the bytes of a number."""
-_INDICES = {"I64", "BOOL"}
-"""Of buffers such as positions and masks. Narrower integers hold quantized or packed weights."""
-_MASKS = (".attn.bias", ".attention.bias")
-"""How causal masks end that older releases of transformers saved, some of them as U8."""
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def check(folder: Path) -> None:
-    """Check what can be checked before weights are read. Raises ModelRefused with the file and the reason.
+    """Check a folder before weights are read. Raises ModelRefused with the file and the reason.
 
-    Reads config.json and the headers of the weight files: milliseconds for a file, whatever its size.
+    Reads config.json and the headers of the weight files: milliseconds per file.
     """
     if not folder.is_dir():
         raise ModelRefused(str(folder), "it is a file; a folder or a hub name is needed")
     if not (folder / "config.json").is_file():
-        check_adapters(folder, str(folder))  # one alone has none
+        check_adapters(folder, str(folder))  # a folder with only an adapter has no config.json
     config = read_config(folder)
     check_format(folder, config)
     check_weights(folder, config)
 
 
 def check_format(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse adapters and quantized formats. Raises ModelRefused."""
+    """Refuse adapters and unknown weight formats. Raises ModelRefused."""
     name = describe(folder, config)
     check_adapters(folder, name)
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in ("quantization_config", "compression_config"):
-            found = part.get(key)
-            if found is not None and not found:  # transformers fails over it
-                raise ModelRefused(name, f"{key} in config.json is {json.dumps(found)}: remove it, or name the format")
-            if found is not None:
-                raise ModelRefused(name, f"{_quantization(found)} weights are not served yet")
+    find_format(name, config)
 
 
 def check_adapters(folder: Path, name: str) -> None:
-    """Refuse a folder that has an adapter. Raises ModelRefused for ``name``."""
+    """Raises ModelRefused for a folder with an adapter."""
     if adapters := sorted(file.name for pattern in ADAPTERS for file in folder.glob(pattern)):
         reason = f"it has an adapter ({adapters[0]}), and adapters are not served yet: merge it into the weights"
         raise ModelRefused(name, reason)
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Check that all weight files are there, whole, of floating-point numbers, and of the shapes that ``config`` says.
-    Raises ModelRefused."""
+    """Raises ModelRefused unless all weight files are complete, in the format and of the shapes of ``config``."""
     name = describe(folder, config)
+    weight_format = find_format(name, config)
     tensors: dict[str, Stored] = {}
     for file in weight_files(folder, config):
         for tensor, entry in _header(name, file).items():
             dtype = str(entry.get("dtype"))
-            if not _is_served(tensor, dtype):
+            if not weight_format.allows(tensor, dtype):
                 raise ModelRefused(name, f"{dtype} weights are not served yet ({tensor} in {file.name})")
             tensors[tensor] = _stored(name, file, tensor, entry)
-    weight_shapes.check(name, config, tensors)
+    weight_shapes.check(name, config, weight_format.model_tensors(tensors))
 
 
 def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Stored:
-    """Raises ModelRefused for an entry whose offsets are not those of its shape."""
+    """Raises ModelRefused for an entry whose offsets do not match its shape."""
     try:
         shape = tuple(int(count) for count in entry["shape"])
         begin, end = entry["data_offsets"]
         size = end - begin
     except (LookupError, TypeError, ValueError) as error:
         raise ModelRefused(name, f"{file.name} can't be read as safetensors: {tensor}: {error!r}") from None
-    width = _FLOATS.get(str(entry.get("dtype")))
+    width = FLOATS.get(str(entry.get("dtype")))
     if width is not None and size != width * math.prod(shape):
         reason = (
             f"{file.name} has {size} bytes of {tensor}, and its shape {list(shape)} needs {width * math.prod(shape)}"
@@ -97,15 +86,8 @@ def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Sto
     return Stored(file.name, shape)
 
 
-def _is_served(tensor: str, dtype: str) -> bool:
-    """Whether a tensor is of floating-point numbers, or of a dtype that a buffer may have."""
-    if dtype == "U8":
-        return tensor.endswith(_MASKS)
-    return dtype in _FLOATS or (dtype in _INDICES and not tensor.endswith(".weight"))
-
-
 def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """The files that hold the weights, in the order of their names. Raises ModelRefused when one is missing."""
+    """The weight files, sorted by name. Raises ModelRefused if one is missing."""
     name = describe(folder, config)
     if "transformers_weights" in config:
         raise ModelRefused(name, f"config.json names weight files of its own (transformers_weights); use {SINGLE}")
@@ -142,7 +124,7 @@ def read_json(file: Path, name: str) -> Mapping[str, Any]:
 
 
 def describe(folder: Path, config: Mapping[str, Any]) -> str:
-    """Architecture and place, as refusals name a checkpoint."""
+    """Architecture and folder, as refusals name a checkpoint."""
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
     return f"{named or 'an unnamed model type'} ({folder})"
@@ -153,7 +135,7 @@ def _title(file: Path) -> str:
 
 
 def _is_name(shard: object) -> bool:
-    """Whether an index names a file of its own folder."""
+    """Whether ``shard`` is a file name without a folder."""
     return isinstance(shard, str) and Path(shard).name == shard
 
 
@@ -168,17 +150,8 @@ def _no_weights(folder: Path) -> str:
     return only if others[0].endswith(".gguf") else f"{only}, and pickles can run code"
 
 
-def _quantization(config: Any) -> str:
-    """The name of a quantized format."""
-    method = config.get("quant_method") if isinstance(config, dict) else None
-    if not isinstance(method, str):
-        bits = {"load_in_4bit", "load_in_8bit"} & set(config) if isinstance(config, dict) else set()
-        return "bitsandbytes" if bits else "quantized"
-    return method.upper() if len(method) <= 5 else method
-
-
 def _header(name: str, file: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Tensor name -> dtype, shape and offsets. Raises ModelRefused for a file that is not whole."""
+    """Tensor name -> dtype, shape and offsets. Raises ModelRefused for an incomplete file."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

@@ -1,10 +1,10 @@
-"""Digests of weight files over all their bytes, kept beside the files so that a restart does not read them again.
+"""Digests of weight files over all their bytes, cached beside the files so that a restart does not read them.
 
     model.safetensors
     .model.safetensors.xxh128     {"stamp": [size, mtime_ns, ctime_ns, inode], "digest": "..."}
 
-Where the folder can't be written, the second lies in the user's cache folder; where neither can, every start reads all
-bytes. A worker computes this once, while it loads; routers compare what workers register and read no weights.
+If the folder can't be written, the cache is in the user's cache folder; if neither can, every start reads all bytes.
+Only workers read weights; routers compare what workers register.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ import xxhash
 from decant.engine.errors import ModelRefused
 
 Stamp = tuple[int, int, int, int]
-"""Size, mtime_ns, ctime_ns and inode: what changes when a file is written or replaced."""
+"""Size, mtime_ns, ctime_ns and inode: one changes when a file is written or replaced."""
 
 SETTLED_NS = 2_000_000_000
-"""A digest is kept once its file has been left alone for so long: a later write can't have the same times then."""
+"""A digest is cached once its file is this old: then a later write has another timestamp."""
 
 KEPT_FROM = 64 << 20
-"""Bytes of a file from which on its digest is kept; a smaller one is read again in less than 0.1 s."""
+"""Least bytes of a file whose digest is cached; a smaller one is read in less than 0.1 s."""
 
 _CHUNK = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Digests of files as they were when ``stamps`` were taken."""
+    """Digests of files at the time of ``stamps``."""
 
     values: tuple[str, ...]
     stamps: Mapping[Path, Stamp]
 
     def check_unchanged(self, name: str) -> None:
-        """Raises ModelRefused when a file was written or replaced since."""
+        """Raises ModelRefused if a file was written or replaced since."""
         for file, stamp in self.stamps.items():
             if _stamp(file) != stamp:
                 raise ModelRefused(name, f"{file.name} changed while it was loaded")
 
 
 def digest_files(files: Sequence[Path]) -> Digests:
-    """Digest each file, by its name and all its bytes; a kept digest is taken as long as the stamp is the same.
+    """Digest each file by name and bytes; a cached digest counts while the stamp is the same.
 
-    Frees the interpreter's lock while it reads. Raises OSError.
+    Releases the interpreter's lock while it reads. Raises OSError.
     """
     stamps = {file: _stamp(file) for file in files}
     values = tuple(f"{file.name}:{_digest(file, stamp)}" for file, stamp in stamps.items())
@@ -71,7 +71,7 @@ def _digest(file: Path, stamp: Stamp) -> str:
 
 
 def read_digest(file: Path) -> str:
-    """XXH3 of 128 bits over all bytes of a file."""
+    """128-bit XXH3 of all bytes of a file."""
     digest, buffer = xxhash.xxh3_128(), bytearray(_CHUNK)
     view = memoryview(buffer)
     with file.open("rb", buffering=0) as stream:
@@ -86,7 +86,7 @@ def _stamp(file: Path) -> Stamp:
 
 
 def _places(file: Path) -> Iterator[Path]:
-    """Where the digest of a file may be kept, the first one first."""
+    """Paths at which the digest of a file may be cached, preferred first."""
     yield file.with_name(f".{file.name}.xxh128")
     with contextlib.suppress(RuntimeError):  # no home
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -95,7 +95,7 @@ def _places(file: Path) -> Iterator[Path]:
 
 
 def _load(place: Path, stamp: Stamp) -> str | None:
-    """The digest kept there, if it is of this stamp."""
+    """The digest cached at ``place``, if it has this stamp."""
     try:
         kept = json.loads(place.read_bytes())
         digest = kept["digest"] if kept["stamp"] == list(stamp) else None
@@ -105,8 +105,8 @@ def _load(place: Path, stamp: Stamp) -> str | None:
 
 
 def _keep(file: Path, stamp: Stamp, digest: str) -> None:
-    """Write to the first place that can be written. In place, so that a crash leaves no other file behind: what other
-    workers read of it meanwhile, or after a crash, is whole or no JSON."""
+    """Write to the first path that can be written. In place, so that a crash leaves no other file: what another worker
+    reads meanwhile is complete or no JSON."""
     content = json.dumps({"stamp": stamp, "digest": digest})
     for place in _places(file):
         with contextlib.suppress(OSError):

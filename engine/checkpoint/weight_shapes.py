@@ -1,8 +1,7 @@
-"""Compare the headers of weight files with config.json: layers, embedding and projections. No torch.
+"""Compares headers of weight files with config.json: layers, embedding and projections. No torch.
 
-For model types whose layers transformers builds and names as Llama's. Only what transformers refuses for certain is
-refused here; weights of other model types, and sizes that config.json leaves to a default, are compared by transformers
-when it loads them.
+Only for model types with Llama's layers and names. Everything refused here transformers would refuse too; it compares
+other model types, and sizes that config.json leaves to a default, when it loads them.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ LLAMA_SHAPED = frozenset(
     }
 )
 HEADS_DIVIDE_HIDDEN = frozenset({"llama", "mistral", "mixtral", "qwen2"})
-"""Model types whose `head_dim`, where config.json has none, is hidden_size / num_attention_heads."""
+"""Model types whose default ``head_dim`` is hidden_size / num_attention_heads."""
 
 CONSTANTS = (".rotary_emb.inv_freq", "position_ids", ".attn.masked_bias")
-"""How tensors end that older releases of transformers saved and that follow from the configuration."""
+"""Name suffixes of tensors that older releases saved and that follow from the configuration."""
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
@@ -58,14 +57,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """One dimension of a tensor; `count` is None where config.json does not name all of it."""
+    """One dimension of a tensor; ``count`` is None if config.json does not determine it."""
 
     field: str
     count: int | None
 
 
 def check(name: str, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
-    """Refuse weights that `config` can't be of. Raises ModelRefused for `name`."""
+    """Raises ModelRefused for weights that can't be those of ``config``."""
     if str(config.get("model_type")) not in LLAMA_SHAPED:
         return
     _check_layers(name, config, tensors)
@@ -81,7 +80,7 @@ def check(name: str, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -
 
 
 def predicting(first: int, further: Any) -> range:
-    """Numbers of the layers that predict further tokens: they follow the model's own where `further` counts them."""
+    """Indexes of the layers that predict further tokens: ``further`` of them after the model's own."""
     return range(first, first + further) if isinstance(further, int) else range(0)
 
 
@@ -107,7 +106,7 @@ def _check_layers(name: str, config: Mapping[str, Any], tensors: Iterable[str]) 
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[_Size, _Size]]:
-    """What each tensor's dimensions are: those of a layer without the layer's name, others without `model.`."""
+    """Dimensions by tensor name, without the layer's prefix or ``model.``."""
     hidden = _Size("hidden_size", _count(config, "hidden_size"))
     vocabulary = _Size("vocab_size", _count(config, "vocab_size"))
     inner = _Size("intermediate_size", _count(config, "intermediate_size"))
@@ -128,7 +127,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[_Size, _Size]]:
 
 
 def _width(config: Mapping[str, Any], field: str) -> _Size:
-    """Heads, of queries or of keys, times their width."""
+    """Number of heads times their width."""
     heads, width = _count(config, field), _count(config, "head_dim")
     hidden, of_queries = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     if width is None and str(config.get("model_type")) in HEADS_DIVIDE_HIDDEN and hidden and of_queries:

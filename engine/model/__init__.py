@@ -1,4 +1,5 @@
-"""A Hugging Face model as the device of an engine: load, probe, forward pass, sampling. Uses torch.
+"""Runs transformers models: ``model.load`` takes a checkpoint and returns a ``ModelDevice`` for the engine.
 
-Entry: ``model.load``.
+``runner`` turns a ``StepPlan`` into a ``StepResult``; ``kv_store`` owns the bytes of the blocks; ``backend`` owns all
+that depends on the kind of device. ``probe`` refuses a model that would be computed wrong.
 """

@@ -1,9 +1,9 @@
-"""A machine is measured once, before anyone waits: what its steps cost, and with how many threads it is fastest.
+"""Calibration at start-up: measures a device's step costs, and the number of threads at which it is fastest.
 
-    a few steps of the real model ──> seconds of each ──> Costs: the four numbers that are least off
+    a few steps of the real model ──> seconds of each ──> StepCostModel with the least error
 
-Steps run on the device itself, before an engine gives its blocks an owner: nothing is left behind but bytes in blocks
-that are free. A slow machine runs fewer steps, for the time is bounded and the most telling ones go first.
+Steps run on the device before an engine uses its blocks: only bytes in free blocks remain. The time is bounded, so a
+slow machine runs fewer steps; the most informative ones come first.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from decant.engine.plan import Device, Row, StepPlan
 from decant.engine.request import Request
 
 PATIENCE_S = 3.0
-"""Steps are measured as long as the next one would end within it; the first two in any case."""
+"""Seconds within which measured steps must end; the first two always run."""
 
 ROUNDS = 3
-"""How often each step is run, time allowing. The fastest counts: whatever else the machine does only makes slower."""
+"""Runs of each step, time allowing. The fastest counts: other load only makes a step slower."""
 
-_CLEARLY = 0.85
-"""Fewer threads are taken when they need less than this of the time: they leave cores to others, but noise is no
-reason."""
+_CLEAR_GAIN = 0.85
+"""Fewer threads are chosen only if they take less than this share of the time: noise is no reason."""
 
 Shape = Sequence[tuple[int, int]]
-"""Of a step: for each row the computed tokens before it, and its own."""
+"""A step: for each row its context and its tokens."""
 
 DECODE, CHUNK, DECODES = ((0, 1),), ((0, 32),), ((0, 1),) * 8
 SHAPES: Sequence[Shape] = (DECODE, CHUNK, DECODES, ((1024, 32),), ((0, 128),), ((1024, 1),) * 8)
-"""They tell a step, a token, a row of logits and a pair apart. The most telling first."""
+"""They separate the costs of a step, a token, a row of logits and a pair. The most informative first."""
 
 Clock = Callable[[], float]
 
 
 def measure(device: Device, *, patience: float = PATIENCE_S, clock: Clock = time.perf_counter) -> StepCostModel:
-    """What steps of this device cost. Shapes that its blocks have no room for are left out."""
+    """Measure the step costs of a device, with the shapes that fit into its blocks."""
     plans = [_plan(device, shape) for shape in SHAPES if _fits(device, shape)]
-    device.run(plans[0])  # the very first step lays out memory
+    device.run(plans[0])  # the first step allocates memory
     ends = clock() + patience
     best: dict[int, float] = {}
 
@@ -57,29 +56,29 @@ def measure(device: Device, *, patience: float = PATIENCE_S, clock: Clock = time
 
 
 def fit(samples: Sequence[tuple[StepWork, float]]) -> StepCostModel:
-    """The costs, none of them negative, with the least squares of relative errors over (work, seconds > 0) samples.
+    """Non-negative least squares of relative errors over samples of (work, seconds > 0).
 
-    With four unknowns every choice of those that are not nought is tried.
+    Tries every subset of the four costs as the non-zero ones.
     """
     rows = np.array([[1.0, *work] for work, _ in samples])
     seconds = np.array([took for _, took in samples])
     scaled = rows / seconds[:, None]
-    least, found = float("inf"), np.zeros(4)
+    least, costs = float("inf"), np.zeros(4)
     for chosen in (list(some) for count in range(1, 5) for some in combinations(range(4), count)):
         values = np.linalg.lstsq(scaled[:, chosen], np.ones(len(samples)), rcond=None)[0]
         error = float(((scaled[:, chosen] @ values - 1.0) ** 2).sum())
         if (values >= 0).all() and error < least:
-            least, found = error, np.zeros(4)
-            found[chosen] = values
-    return StepCostModel(*(float(value) for value in found))
+            least, costs = error, np.zeros(4)
+            costs[chosen] = values
+    return StepCostModel(*(float(value) for value in costs))
 
 
 def choose_threads(
     device: Device, cores: int, use: Callable[[int], object], *, clock: Clock = time.perf_counter
 ) -> int:
-    """Try all cores, half and a quarter of them, and ``use`` what is fastest in decodes and chunks together.
+    """Try all, half and a quarter of the cores; ``use`` and return the fastest for decodes and chunks together.
 
-    Two hardware threads of one core may be slower than one of them. On a slow machine fewer are tried.
+    Two hardware threads of a core may be slower than one. A slow machine tries fewer.
     """
     plans = [_plan(device, shape) for shape in (DECODE, CHUNK, DECODES) if _fits(device, shape)]
     chosen, fastest, began = cores, float("inf"), clock()
@@ -87,17 +86,17 @@ def choose_threads(
         if threads < cores and clock() - began > PATIENCE_S / 2:
             break
         use(threads)
-        device.run(plans[0])  # threads are made at their first use
+        device.run(plans[0])  # the first use creates threads
         ends = clock() + PATIENCE_S / 4
         score = math.prod(_fastest(device, plan, ends, clock) for plan in plans)
-        if score < fastest * _CLEARLY ** len(plans):
+        if score < fastest * _CLEAR_GAIN ** len(plans):
             chosen, fastest = threads, score
     use(chosen)
     return chosen
 
 
 def _fastest(device: Device, plan: StepPlan, ends: float, clock: Clock) -> float:
-    """Seconds of the fastest of ``ROUNDS`` runs; of those that had begun when the time was over."""
+    """Seconds of the fastest of up to ``ROUNDS`` runs that start before ``ends``."""
     best = _seconds(device, plan, clock)
     for _ in range(ROUNDS - 1):
         if clock() < ends:
@@ -112,7 +111,7 @@ def _seconds(device: Device, plan: StepPlan, clock: Clock) -> float:
 
 
 def _plan(device: Device, shape: Shape) -> StepPlan:
-    """A step of that shape, on blocks that are nobody's yet."""
+    """A step of that shape, on blocks that no sequence has."""
     rows, first = list[Row](), 0
     for context, tokens in shape:
         stop = first + -(-(context + tokens) // device.block_size)

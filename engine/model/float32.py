@@ -1,7 +1,7 @@
-"""Run a model in float32 on the weights that it has, whatever their dtype, without a copy of them.
+"""Runs a model in float32 on its weights, whatever their dtype, without a copy of the model.
 
-Comparing two ways to compute a model in bfloat16 can't distinguish an error from rounding: where a router stands near a
-tie, the last bit chooses the expert, and logits differ as much as those of a wrong model. In float32 they agree or not.
+In bfloat16 a comparison of two computations can't tell an error from rounding: near a router's tie the last bit
+chooses the expert, and logits differ as much as those of a wrong model.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class Float32(TorchDispatchMode):
-    """While entered, operations of this thread take narrower floating-point numbers as float32, and make none.
+    """While entered, operations of this thread widen bfloat16 and float16 operands to float32.
 
-    An operation's operands are widened one operation at a time: a weight exists twice while it is multiplied. Views of
-    weights stay views, and what writes to a narrow tensor still does.
+    A weight exists twice while it is multiplied. Views of weights stay views; writes to a narrow tensor stay narrow.
     """
 
     def __init__(self) -> None:
@@ -29,12 +28,12 @@ class Float32(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given: tuple[Any, Any] = tuple(args), dict(kwargs or {})
-        if func is torch.ops.aten.embedding.default:  # of a table of all tokens, only a few rows are taken
+        call: tuple[Any, Any] = tuple(args), dict(kwargs or {})
+        if func is torch.ops.aten.embedding.default:  # widen only the rows taken
             return _widen(func(*args, **(kwargs or {})))
         if not _writes_to_narrow(func, args):
-            given = tree_map(_widen_dtype if func.is_view else _widen, given)
-        return func(*given[0], **given[1])
+            call = tree_map(_widen_dtype if func.is_view else _widen, call)
+        return func(*call[0], **call[1])
 
 
 def _widen_dtype(value: Any) -> Any:

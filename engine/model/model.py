@@ -77,6 +77,7 @@ class ModelDevice:
     backend: Backend
     model: torch.nn.Module = field(repr=False)
     costs: StepCostModel = field(default_factory=StepCostModel)
+    lookahead: int = 0
 
     @property
     def num_blocks(self) -> int:

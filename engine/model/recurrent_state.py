@@ -1,7 +1,7 @@
-"""Find models that keep a state other than keys and values: recurrent ones (Mamba, linear attention) and hybrids.
+"""Refuses models with a state other than keys and values: recurrent ones (Mamba, linear attention) and hybrids.
 
-Blocks hold keys and values, and nothing else is moved, shared or computed again; such a model would answer wrong. The
-state is found where transformers keeps it: in the caches that a pass returns, or in attributes of modules.
+Only blocks are transferred, shared and recomputed, so such a model would give wrong output. The state is found where
+transformers keeps it: in the caches that a pass returns, or in attributes of modules.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from decant.engine.checkpoint.checkpoint import FAILURES
 from decant.engine.errors import ModelRefused
 
 KV = "past_key_values"
-"""The cache in which transformers keeps keys and values, under the names below."""
+"""transformers' cache of keys and values, with the tensor names below."""
 KV_NAMES = ("keys", "values")
 
 
 @torch.inference_mode()
 def refuse_other_state(model: PreTrainedModel, name: str, tokens: list[int]) -> None:
-    """Raises ModelRefused with where the state was found. A model whose pass fails is left to the probe."""
+    """Raises ModelRefused that names the state. A model whose pass fails is left to the probe."""
     with suppress(*FAILURES):
         for index, layer in enumerate(DynamicCache(config=model.config).layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -43,7 +43,7 @@ def refuse_other_state(model: PreTrainedModel, name: str, tokens: list[int]) -> 
 
 
 def _attributes(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in plain attributes of modules, neither parameters nor buffers."""
+    """Tensors in module attributes that are neither parameters nor buffers."""
     for path, module in model.named_modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor) and value.numel() > 1:
@@ -51,7 +51,7 @@ def _attributes(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(value: Any, path: str) -> Iterator[str]:
-    """Paths of all tensors of more than one number, but for keys and values."""
+    """Paths of all tensors of more than one element, except keys and values."""
     if isinstance(value, torch.Tensor):
         if value.numel() > 1 and not (path.startswith(KV) and path.rpartition(".")[2] in KV_NAMES):
             yield path

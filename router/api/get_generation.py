@@ -17,29 +17,29 @@ from decant.runtime.errors import Cancelled, ServiceError
 
 
 async def generation(standing: RequestSnapshot, model: ServedModel) -> pb.Generation:
-    course, record = standing.course, standing.record
+    stream, record = standing.stream, standing.record
     told = pb.Generation(
-        request_id=course.request.key.id,
+        request_id=stream.request.key.id,
         state=standing.state,
-        last_seq=len(course.tokens),
-        result=await _result(course, model),
+        last_seq=len(stream.tokens),
+        result=await _result(stream, model),
         create_time=record.create_time,
         transitions=record.transitions,
     )
     if standing.expires_in_s is not None:
         told.expire_time.FromDatetime(datetime.now(UTC) + timedelta(seconds=standing.expires_in_s))
-    if isinstance(course.end, ServiceError):
-        told.error.CopyFrom(to_status(course.end.fault))
+    if isinstance(stream.end, ServiceError):
+        told.error.CopyFrom(to_status(stream.end.fault))
     return told
 
 
-async def _result(course: TokenStream, model: ServedModel) -> pb.GenerateResponse:
+async def _result(stream: TokenStream, model: ServedModel) -> pb.GenerateResponse:
     """What a stream that stopped here would have brought, joined."""
-    so_far = copy.copy(course)
-    so_far.tokens = list(course.tokens)
-    so_far.end = Cancelled() if course.end is None else course.end
-    work = course.request.engine_request
-    result = pb.GenerateResponse(request_id=course.request.key.id, model=model.id, seed=work.sampling.seed)
+    so_far = copy.copy(stream)
+    so_far.tokens = list(stream.tokens)
+    so_far.end = Cancelled() if stream.end is None else stream.end
+    work = stream.request.engine_request
+    result = pb.GenerateResponse(request_id=stream.request.key.id, model=model.id, seed=work.sampling.seed)
     output = result.outputs.add()
 
     async def join(message: pb.GenerateStreamResponse) -> None:
@@ -52,9 +52,9 @@ async def _result(course: TokenStream, model: ServedModel) -> pb.GenerateRespons
     with suppress(ServiceError):  # what is written stays readable, however it ended
         await ResponseWriter(so_far, model).stream(join, account)
     result.usage.CopyFrom(account.usage())
-    if course.end is not None:
+    if stream.end is not None:
         result.receipt.CopyFrom(account.receipt())
-        finished = finish_to_record(course.end)[1]
+        finished = finish_to_record(stream.end)[1]
         if finished is not None:
             output.finished.CopyFrom(finished)
     return result

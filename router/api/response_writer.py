@@ -29,29 +29,29 @@ MAX_DELTA_TOKENS = 1024
 class ResponseWriter:
     """One course being read, once; a stream begins after ``after_seq`` tokens, which its reader has."""
 
-    __slots__ = ("_course", "_model", "_read", "_text", "_wanted")
+    __slots__ = ("_model", "_read", "_stream", "_text", "_wanted")
 
-    def __init__(self, course: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
-        self._course = course
+    def __init__(self, stream: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
+        self._stream = stream
         self._model = model
-        self._wanted = wanted = course.request.output_options
+        self._wanted = wanted = stream.request.output_options
         self._read = after_seq
-        self._text = new_output_text(model, wanted, course.request.engine_request.stopping) if wanted.text else None
+        self._text = new_output_text(model, wanted, stream.request.engine_request.stopping) if wanted.text else None
 
     async def stream(self, write: Write, account: RequestMeter) -> Finish:
         """Writes all messages; returns how it ended. Raises the course's error, what `write` raises, and
         InvalidArgument where the course ends before `after_seq`."""
-        course = self._course
-        message = pb.GenerateStreamResponse(request_id=course.request.key.id, seq=self._read)
+        stream = self._stream
+        message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=self._read)
         chunk = min(self._wanted.min_chunk_tokens, MAX_DELTA_TOKENS)
-        await course.beyond(self._read - 1 if self._read else chunk - 1)
+        await stream.wait_beyond(self._read - 1 if self._read else chunk - 1)
         self._pass_over(self._read)
-        await course.explained()
-        if course.tokens:
+        await stream.wait_prompt_logprobs()
+        if stream.tokens:
             message.started.CopyFrom(self._started())
             await write(message)
         while not self._is_read:
-            await course.beyond(self._read + chunk - 1)
+            await stream.wait_beyond(self._read + chunk - 1)
             if tokens := self._fill(message):
                 await write(message)
                 account.sent(tokens)
@@ -67,37 +67,37 @@ class ResponseWriter:
 
     async def whole(self, account: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
         """The answer at once, from its beginning, and how it ended. Raises the course's error."""
-        course, wanted = self._course, self._wanted
-        while course.end is None:
-            await course.beyond(len(course.tokens))
+        stream, wanted = self._stream, self._wanted
+        while stream.end is None:
+            await stream.wait_beyond(len(stream.tokens))
         ended = self._ended()
-        text = "" if self._text is None else wanted.echo + self._text.add(course.tokens) + self._text.end()
-        if course.tokens:
-            account.sent(len(course.tokens))
+        text = "" if self._text is None else wanted.echo + self._text.add(stream.tokens) + self._text.end()
+        if stream.tokens:
+            account.sent(len(stream.tokens))
         output = pb.Output(
             text=text,
-            token_ids=course.tokens if wanted.token_ids else (),
-            logprobs=self._logprobs(0, len(course.tokens)) if wanted.logprobs is not None else (),
+            token_ids=stream.tokens if wanted.token_ids else (),
+            logprobs=self._logprobs(0, len(stream.tokens)) if wanted.logprobs is not None else (),
             finished=ended.finished(),
         )
         response = pb.GenerateResponse(
-            request_id=course.request.key.id,
+            request_id=stream.request.key.id,
             model=self._model.id,
             outputs=[output],
             usage=account.usage(),
             receipt=account.receipt(),
-            seed=course.request.engine_request.sampling.seed,
+            seed=stream.request.engine_request.sampling.seed,
             prompt_logprobs=self._prompt_logprobs(),
         )
         return response, ended
 
     @property
     def _is_read(self) -> bool:
-        return self._course.end is not None and self._read == len(self._course.tokens)
+        return self._stream.end is not None and self._read == len(self._stream.tokens)
 
     def _pass_over(self, count: int) -> None:
         """These tokens are the reader's already, and so is their text."""
-        tokens = self._course.tokens
+        tokens = self._stream.tokens
         if count > len(tokens):
             self._ended()
             raise InvalidArgument("after_seq", f"at most {len(tokens)}, which is all that was written", count)
@@ -108,7 +108,7 @@ class ResponseWriter:
         """Makes `message` the delta of what is there and not read, up to MAX_DELTA_TOKENS; returns how many tokens.
         Per token of a stream this is what is done, so nothing is made that the message has already."""
         wanted, read = self._wanted, self._read
-        tokens = self._course.tokens[read : read + MAX_DELTA_TOKENS]
+        tokens = self._stream.tokens[read : read + MAX_DELTA_TOKENS]
         count = len(tokens)
         if not count:
             return 0
@@ -127,31 +127,31 @@ class ResponseWriter:
 
     def _ended(self) -> Finish:
         """How it ended well. Raises the course's error."""
-        end = self._course.end
+        end = self._stream.end
         if isinstance(end, ServiceError):
             raise end
         assert end is not None
         return end
 
     def _started(self) -> pb.Started:
-        course = self._course
+        stream = self._stream
         return pb.Started(
             model=self._model.id,
-            prompt_tokens=course.request.prompt_tokens,
-            cached_tokens=course.cached_tokens,
-            seed=course.request.engine_request.sampling.seed,
+            prompt_tokens=stream.request.prompt_tokens,
+            cached_tokens=stream.cached_tokens,
+            seed=stream.request.engine_request.sampling.seed,
             prompt_logprobs=self._prompt_logprobs(),
-            resumable=course.resumable,
+            resumable=stream.resumable,
         )
 
     def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
-        course, words = self._course, self._model.token_table
-        pairs = zip(course.tokens[first:end], course.logprobs.entries(first, end), strict=True)
+        stream, words = self._stream, self._model.token_table
+        pairs = zip(stream.tokens[first:end], stream.logprobs.entries(first, end), strict=True)
         return [_logprob(words, token, logprobs) for token, logprobs in pairs]
 
     def _prompt_logprobs(self) -> list[pb.TokenLogprob]:
         """One per token of the prompt; the first follows nothing and has no logprob."""
-        request, found, words = self._course.request, self._course.prompt_logprobs, self._model.token_table
+        request, found, words = self._stream.request, self._stream.prompt_logprobs, self._model.token_table
         if request.output_options.prompt_logprobs is None:
             return []
         first, *others = unpack(request.engine_request.prompt)

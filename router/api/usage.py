@@ -11,7 +11,7 @@ from decant.protos import inference_pb2 as pb
 from decant.router.execution.token_stream import TokenStream
 from decant.router.execution.usage import decode_s, queue_s, receipt_of, usage_of
 from decant.runtime import logs
-from decant.runtime.error_details import part
+from decant.runtime.error_details import shorten
 from decant.runtime.metrics import ModelMetrics, PromptSource
 
 _log = logs.get(__name__)
@@ -20,10 +20,10 @@ _log = logs.get(__name__)
 class RequestMeter:
     """One reader's of a request. What several saw in turn is counted once: the first that was sent, and each token."""
 
-    __slots__ = ("_course", "_last_at", "_metrics", "_now")
+    __slots__ = ("_last_at", "_metrics", "_now", "_stream")
 
-    def __init__(self, course: TokenStream, metrics: ModelMetrics) -> None:
-        self._course = course
+    def __init__(self, stream: TokenStream, metrics: ModelMetrics) -> None:
+        self._stream = stream
         self._metrics = metrics
         self._now = asyncio.get_running_loop().time
         self._last_at: float | None = None
@@ -31,62 +31,62 @@ class RequestMeter:
     def sent(self, tokens: int) -> None:
         """So many more tokens are on their way to the client, together. The gap before them is observed once, as
         what it is for each of them."""
-        now, course = self._now(), self._course
-        if course.first_sent_at is None:
-            course.first_sent_at = now
-            self._metrics.ttft.observe(now - course.request.accepted_at)
+        now, stream = self._now(), self._stream
+        if stream.first_sent_at is None:
+            stream.first_sent_at = now
+            self._metrics.ttft.observe(now - stream.request.accepted_at)
             if tokens > 1:
-                course.second_sent_at = now
+                stream.second_sent_at = now
         else:
-            if course.second_sent_at is None:
-                course.second_sent_at = now
+            if stream.second_sent_at is None:
+                stream.second_sent_at = now
             if self._last_at is not None:  # the gap in which nobody read is nobody's
                 self._metrics.inter_token.observe((now - self._last_at) / tokens)
         self._last_at = now
 
     def usage(self) -> pb.Usage:
-        return usage_of(self._course)
+        return usage_of(self._stream)
 
     def receipt(self) -> pb.Receipt:
-        return receipt_of(self._course, self._now())
+        return receipt_of(self._stream, self._now())
 
     def close(self, outcome: str) -> None:
         """The client has its end, or has left: counted, and logged in one line."""
         self._count()
-        course = self._course
+        stream = self._stream
         receipt = self.receipt()
         times = {field.name: value for field, value in receipt.ListFields() if field.name.endswith("_ms")}
         _log.info(
             "request ended",
-            request_id=part(course.request.key.id),
-            tenant=part(course.request.key.tenant),
-            model=course.request.engine_request.model,
-            user=part(course.request.payload.user) if course.request.payload.user else None,
+            request_id=shorten(stream.request.key.id),
+            tenant=shorten(stream.request.key.tenant),
+            model=stream.request.engine_request.model,
+            user=shorten(stream.request.payload.user) if stream.request.payload.user else None,
             outcome=outcome,
-            attempts=course.path.attempts,
-            prompt_tokens=course.request.prompt_tokens,
-            cached_tokens=course.cached_tokens,
-            completion_tokens=len(course.tokens),
-            prefill_worker=course.path.prefill_worker,
-            decode_worker=course.path.decode_worker,
+            attempts=stream.path.attempts,
+            prompt_tokens=stream.request.prompt_tokens,
+            cached_tokens=stream.cached_tokens,
+            completion_tokens=len(stream.tokens),
+            prefill_worker=stream.path.prefill_worker,
+            decode_worker=stream.path.decode_worker,
             **times,
         )
 
     def _count(self) -> None:
-        course, metrics = self._course, self._metrics
-        written = len(course.tokens)
-        before, course.counted = course.counted, written
+        stream, metrics = self._stream, self._metrics
+        written = len(stream.tokens)
+        before, stream.counted = stream.counted, written
         metrics.generated.inc(written - (before or 0))
         if written and not before:
-            metrics.prompt[PromptSource.CACHED].inc(course.cached_tokens)
-            metrics.prompt[PromptSource.COMPUTED].inc(max(0, course.request.prompt_tokens - course.cached_tokens))
+            metrics.prompt[PromptSource.CACHED].inc(stream.cached_tokens)
+            metrics.prompt[PromptSource.COMPUTED].inc(max(0, stream.request.prompt_tokens - stream.cached_tokens))
         if before is not None:
             return
-        metrics.e2e.observe(self._now() - course.request.accepted_at)
+        metrics.e2e.observe(self._now() - stream.request.accepted_at)
         for histogram, seconds in (
-            (metrics.queue, queue_s(course)),
-            (metrics.prefill, course.path.prefill_s),
-            (metrics.decode, decode_s(course)),
+            (metrics.queue, queue_s(stream)),
+            (metrics.prefill, stream.path.prefill_s),
+            (metrics.decode, decode_s(stream)),
         ):
             if seconds is not None:
                 histogram.observe(seconds)
@@ -97,25 +97,25 @@ class RecordedMeter(RequestMeter):
 
     __slots__ = ()
 
-    def __init__(self, course: TokenStream) -> None:
-        self._course = course
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
         self._now = asyncio.get_running_loop().time
 
     def sent(self, tokens: int) -> None:
         pass
 
     def usage(self) -> pb.Usage:
-        recorded = self._course.recorded
+        recorded = self._stream.recorded
         return super().usage() if recorded is None else recorded.usage
 
     def receipt(self) -> pb.Receipt:
-        recorded = self._course.recorded
+        recorded = self._stream.recorded
         return super().receipt() if recorded is None else recorded.receipt
 
     def close(self, outcome: str) -> None:
         pass
 
 
-def account_of(course: TokenStream, metrics: ModelMetrics) -> RequestMeter:
+def meter_of(stream: TokenStream, metrics: ModelMetrics) -> RequestMeter:
     """For whoever reads it now."""
-    return RequestMeter(course, metrics) if course.recorded is None else RecordedMeter(course)
+    return RequestMeter(stream, metrics) if stream.recorded is None else RecordedMeter(stream)

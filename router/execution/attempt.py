@@ -25,7 +25,8 @@ from decant.router.execution.legs import Complete, Legs
 from decant.router.execution.placement_search import CacheSearch, PromptSearch, choose_migration_target
 from decant.router.execution.recorder import AttemptRecorder
 from decant.router.execution.token_stream import Finish
-from decant.router.workers.pool import WorkerHandle, WorkerPool
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.errors import ServiceError
 from decant.state.ids import Incarnation
 
@@ -207,7 +208,7 @@ class Attempt:
         choice = choose_migration_target(self._context, self._pool, source.worker, self._failed_targets)
         if choice is None:
             return None
-        self._pool.renew_ticket(ticket, source.worker)
+        self._pool.tickets.renew(ticket, source.worker)
         request = self._context.engine_request(len(self._context.stream.tokens))
         opening = wire.Start(run=self._run, engine_request=request, ticket=ticket)
         leg = DecodeLeg(self._context, self._pool, self._pool.worker(choice), opening, self)

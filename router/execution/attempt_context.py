@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.wait_prediction import Wait
+from decant.router.execution.request_record import new_record, recorded_decode_worker, recorded_layout
+from decant.router.execution.stored import stream_from_store
 from decant.router.execution.token_stream import TokenStream
 from decant.router.execution.token_writer import TokenWriter
+from decant.router.execution.valid_request import ValidRequest
 from decant.router.placement.prefix_index import PromptBlocks
-from decant.router.workers.pool import WorkerHandle
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
-from decant.state.owned import OwnedRequest
+from decant.state.owned import OwnedRequest, StoredRequest
 
 
 @dataclass(slots=True)
@@ -64,8 +68,8 @@ class AttemptContext:
     def check_determinism(self, worker: WorkerHandle) -> None:
         """The missing tokens are generated on this worker: if a client may have more of them, the same must come."""
         facts = worker.facts
-        if self.stream.is_behind and not (facts.equal_bits and facts.layout == self.layout):
-            self.owned.record.certain_seq = self.stream.doubt()
+        if self.stream.may_lag_client and not (facts.equal_bits and facts.layout == self.layout):
+            self.owned.record.certain_seq = self.stream.mark_tail_uncertain()
 
     def record_workers(
         self,
@@ -87,3 +91,23 @@ class AttemptContext:
                 attempt.layout = worker.facts.layout if worker.facts.equal_bits else 0
         if failure is not None:
             attempt.failure.CopyFrom(failure)
+
+
+def new_context(request: ValidRequest, router: wire.Peer, pool: WorkerPool, epoch: int) -> AttemptContext:
+    """Of a request that ``router`` accepts now."""
+    stream = TokenStream(request)
+    context = AttemptContext(stream, new_record(request, Incarnation.of(router), epoch), TokenWriter(stream))
+    context.wait = pool.wait_predictors[context.model].enter(request.engine_request.priority)
+    return context
+
+
+def adopted_context(request: ValidRequest, stored: StoredRequest, pool: WorkerPool) -> AttemptContext:
+    """Of a request that another router left."""
+    stream = stream_from_store(stored, request)
+    stream.may_lag_client = True
+    context = AttemptContext(stream, OwnedRequest.adopted(stored), TokenWriter(stream))
+    if context.owned.has_prompt_logprobs:
+        context.current_decode_worker = recorded_decode_worker(stored)
+    context.local_prefill = bool(stored.entries)
+    context.layout = recorded_layout(stored, pool)
+    return context

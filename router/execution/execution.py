@@ -1,41 +1,34 @@
-"""One accepted request from its admission to its end: its attempts, one after the other.
+"""One request from its admission to its end.
 
-    admitted -> recorded -> attempt 1 --fails--> attempt 2 ... -> ended
-                                                                    |
-    cancelled, time over, superseded, a bug: at any point ----------'
+    QUEUED --accepted by the store--> RECORDED --> RUNNING (attempts) --> ENDED --the store knows--> PERSISTED
+       '----- cancelled, deadline, superseded, draining, a bug: at any time -----^
 
-It ends once: the first to say how wins, lets go of everything, and the course's reader is told.
+The first call of ``end`` decides how it ended, releases everything, and wakes the reader.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Protocol
+from datetime import UTC, datetime
+from enum import IntEnum
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.protos.state_pb2 import RequestRecord
-from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.attempt import Attempt
-from decant.router.execution.attempt_context import AttemptContext
+from decant.router.execution.attempt_context import adopted_context, new_context
 from decant.router.execution.failures import AttemptFailed, NoWorker, OwnedElsewhere
-from decant.router.execution.finish import written_out
-from decant.router.execution.journal_writer import JournalWriter, append_new
-from decant.router.execution.stored import RestoreRequest, finish_to_record, stream_from_store
+from decant.router.execution.finish import finish_from_tokens
+from decant.router.execution.interruptions import interrupted, owner_changed, workers_lost
+from decant.router.execution.journal_writer import append_new
+from decant.router.execution.request_record import record_end
+from decant.router.execution.services import ExecutionOwner, RouterServices
 from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.token_writer import TokenWriter
-from decant.router.execution.usage import receipt_of, usage_of
 from decant.router.execution.valid_request import ValidRequest
-from decant.router.settings import RouterSettings
-from decant.router.workers.pool import WorkerPool
 from decant.runtime import logs
-from decant.runtime.admission import Admission, AdmissionSlot
-from decant.runtime.error_details import Reason, ResumePoint, to_status
+from decant.runtime.admission import AdmissionSlot
+from decant.runtime.error_details import Reason
 from decant.runtime.errors import (
     RETRY_AFTER_SECONDS,
-    Aborted,
     AlreadyExists,
     Cancelled,
     DeadlineExceeded,
@@ -45,103 +38,91 @@ from decant.runtime.errors import (
 )
 from decant.state import errors
 from decant.state.errors import StateError
-from decant.state.ids import Incarnation
-from decant.state.owned import OwnedRequest, StoredRequest
-from decant.state.requests import Displaced, Requests
+from decant.state.owned import StoredRequest
+from decant.state.requests import Displaced
 
 _log = logs.get(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RouterServices:
-    """What every execution stands on."""
+class Phase(IntEnum):
+    """In order; an execution never goes back, except from RECORDED when the store refuses it."""
 
-    peer: wire.Peer
-    settings: RouterSettings
-    admission: Admission
-    pool: WorkerPool
-    requests: Requests
-    flusher: JournalWriter
-    bookings: QuotaLeases
-    revive: RestoreRequest
-    ended_s: float
-    """How long an ended request is kept in the store."""
-
-
-class ExecutionOwner(Protocol):
-    """Who keeps executions."""
-
-    def ended(self, execution: Execution) -> None:
-        """It answers nobody any more."""
-
-    def settled(self, execution: Execution) -> None:
-        """It has ended, and the store knows, or need not."""
+    QUEUED = 0
+    RECORDED = 1
+    """The store has it, or may have it. With ``serve_without_redis`` also where the store is unavailable."""
+    RUNNING = 2
+    ENDED = 3
+    PERSISTED = 4
 
 
 class Execution:
-    """Runs in a task of its own, ``run``; ``end`` may be called from anywhere at any time.
+    """``run`` is the body of a task; ``end`` may be called at any time.
 
-    With ``adopted``, as another owner left it, it goes on: at the worker where it ran, else from what is written.
+    With ``adopted``, it continues what another router left: on the worker that runs it, else from its tokens.
     """
 
     def __init__(
         self,
         request: ValidRequest,
         router: RouterServices,
-        home: ExecutionOwner,
+        owner: ExecutionOwner,
         adopted: StoredRequest | None = None,
         epoch: int = 1,
     ) -> None:
-        if adopted is None:
-            self.course = TokenStream(request)
-            self.owned = _owned(request, Incarnation.of(router.peer))
-            self.owned.epoch = epoch
-        else:
-            self.course = stream_from_store(adopted, request)
-            self.course.is_behind = True
-            self.owned = OwnedRequest.adopted(adopted)
+        self.phase = Phase.QUEUED
         self.accepted: asyncio.Future[StoredRequest | None] = asyncio.get_running_loop().create_future()
-        """Done once it is recorded, with the error that it came to before, or with what the store has under its id:
-        an equal request, in whose place nothing is run."""
-        self.awaited = 0
-        """Calls that wait until it is accepted."""
-        self.is_settled = asyncio.Event()
-        """It has ended, and the store knows, or need not."""
+        """None once it is recorded; an equal request that the store has under this id, which replaces it; or the error
+        that ended it before."""
+        self.num_waiting_callers = 0
+        """Calls that wait for ``accepted``."""
+        self.persisted = asyncio.Event()
         self.is_superseded = False
-        self.grace: asyncio.TimerHandle | None = None
+        """Another router owns the request, or another request has its id: nothing more is recorded."""
+        self.disconnect_timer: asyncio.TimerHandle | None = None
+        """Ends the request if its reader does not come back."""
         self.task: asyncio.Task[None] | None = None
         self._request = request
-        self._home = home
+        self._owner = owner
         self._router = router
-        self._context = AttemptContext(self.course, self.owned, TokenWriter(self.course))
-        self._admitted: AdmissionSlot | None = None
+        self._slot: AdmissionSlot | None = None
         self._attempt: Attempt | None = None
-        self.is_recorded = adopted is not None  # or may be
         if adopted is None:
-            self._context.wait = router.pool.wait_predictors[request.engine_request.model].enter(
-                request.engine_request.priority
-            )
+            self._context = new_context(request, router.peer, router.pool, epoch)
         else:
-            self._context.current_decode_worker = _holder(adopted) if self.owned.has_prompt_logprobs else None
-            self._context.local_prefill = bool(adopted.entries)
-            self._context.layout = _layout(adopted, router.pool)
-            router.bookings.hold(request.key)
+            self._context = adopted_context(request, adopted, router.pool)
+            router.quota_leases.hold(request.key)
+            self.phase = Phase.RECORDED
             self.accepted.set_result(None)
+        self.stream, self.owned = self._context.stream, self._context.owned
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.phase >= Phase.RECORDED
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether it failed before its first token: an equal request starts again."""
+        return self.owned.state == Generation.STATE_FAILED and not self.stream.tokens
+
+    @property
+    def is_scheduled(self) -> bool:
+        return self.stream.path.scheduled_at is not None
 
     async def run(self) -> None:
-        end: Finish | ServiceError = Internal()  # unless something better is known
+        end: Finish | ServiceError = Internal()  # of a bug
         reason = wire.Cancel.REASON_ATTEMPT
         try:
             async with asyncio.timeout(self._request.deadline.remaining()) as limit:
-                await self._enter()
-                end = await self._answer()
+                await self._admit()
+                self._advance(Phase.RUNNING)
+                end = await self._run_attempts()
         except TimeoutError:
             if limit.expired():
                 end, reason = DeadlineExceeded(), wire.Cancel.REASON_DEADLINE
             else:
                 raise
         except asyncio.CancelledError:
-            end = self._leaving()
+            end = interrupted(self.stream, Reason.DRAINING, "this router ends")
             raise
         except ServiceError as error:
             end = error
@@ -149,123 +130,137 @@ class Execution:
             self.end(end, reason)
 
     def end(self, end: Finish | ServiceError, reason: wire.Cancel.Reason = wire.Cancel.REASON_ATTEMPT) -> None:
-        """The request is over; what is left of it at workers is cancelled for that reason. Only the first counts."""
-        if self.course.end is not None:
+        """Workers that may still run it are sent a cancel with ``reason``. Only the first call has an effect."""
+        if self.phase >= Phase.ENDED:
             return
-        self.course.end = end
+        was_recorded, self.phase = self.is_recorded, Phase.ENDED
+        self.stream.end = end
+        self.stream.notify()
+        self._owner.on_ended(self)
+        self._release(reason)
+        if not self.accepted.done():
+            self.accepted.set_exception(end if isinstance(end, ServiceError) else Internal())
+            self.accepted.exception()  # retrieved here: the caller that waited for it may be gone
+        if was_recorded:
+            self._record_end(end)
+        else:
+            self._router.quota_leases.release(self._request.key, 0)
+            self.mark_persisted()
+
+    def _release(self, reason: wire.Cancel.Reason) -> None:
+        """Everything that is held for the request, but its quota."""
         if self._context.wait is not None:
             self._context.wait.discard()
-        self.course.told()
-        self._home.ended(self)
-        self.come_back()
+        self.reattach_reader()
         if self._attempt is not None:
             self._attempt.close(reason)
         elif self._context.current_decode_worker is not None:
-            self._router.pool.cancel(self._context.current_decode_worker, self._run(), reason)
+            self._router.pool.cancel(self._context.current_decode_worker, self._context.run(), reason)
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
-        if self._admitted is not None:
-            self._admitted.leave()
-        if not self.accepted.done():
-            self.accepted.set_exception(end if isinstance(end, ServiceError) else Internal())
-            self.accepted.exception()  # marks it as seen: the call that waited for it may be gone
-        if self.is_recorded:
-            self._record_end(end)
+        if self._slot is not None:
+            self._slot.leave()
+
+    def _record_end(self, end: Finish | ServiceError) -> None:
+        router, owned, stream = self._router, self.owned, self.stream
+        if self.is_superseded:
+            router.quota_leases.forget(owned.key)
+            router.journal_writer.forget(self)
+            return
+        router.journal_writer.begin(self)
+        append_new(owned, stream)
+        if isinstance(end, ServiceError) and end.reason is Reason.DRAINING:
+            router.quota_leases.forget(owned.key)  # it stays open, for the router that takes it over
         else:
-            self._router.bookings.release(self._request.key, 0)
-            self.settled()
+            record_end(owned, stream, end)
+            was_started = bool(stream.tokens) or self.is_scheduled
+            router.quota_leases.release(owned.key, owned.record.usage.total_tokens if was_started else 0)
+        router.journal_writer.end(self)
 
-    def come_back(self) -> TokenStream:
-        """Somebody reads it again: it is lost no more."""
-        if self.grace is not None:
-            self.grace.cancel()
-            self.grace = None
-        return self.course
+    def mark_persisted(self) -> None:
+        """The store knows the end, or does not need to."""
+        if self.phase is not Phase.ENDED:
+            return
+        self.phase = Phase.PERSISTED
+        self.persisted.set()
+        self._owner.on_persisted(self)
 
-    def settled(self) -> None:
-        self.is_settled.set()
-        self._home.settled(self)
+    def reattach_reader(self) -> TokenStream:
+        if self.disconnect_timer is not None:
+            self.disconnect_timer.cancel()
+            self.disconnect_timer = None
+        return self.stream
 
-    def leave(self) -> None:
-        """This router ends before the request does: another one goes on with it, and its reader is sent there."""
-        self.end(self._leaving())
-
-    def _leaving(self) -> ServiceError:
-        return self._interrupted(Reason.DRAINING, "this router ends")
-
-    def _interrupted(self, reason: Reason, words: str) -> ServiceError:
-        """The end of a stream here that a client resumes elsewhere, or asks for again before its first token."""
-        written = len(self.course.tokens)
-        if written:
-            return Aborted(reason, words, resume=ResumePoint(0, written))
-        return Unavailable(reason, words, retry_after=RETRY_AFTER_SECONDS)
+    def leave_to_peers(self) -> None:
+        """This router ends before the request does: another one continues it, and its reader resumes there."""
+        self.end(interrupted(self.stream, Reason.DRAINING, "this router ends"))
 
     def superseded(self, error: Displaced) -> None:
-        """Another router owns it, or another request has its id: nothing more is written."""
+        """The store reports another owner, or another request with this id."""
         self.is_superseded = True
         if isinstance(error, errors.AlreadyExists):
             self.end(AlreadyExists(error.key.id))
-            return
-        cancelled = error.state == Generation.STATE_CANCELLED
-        self.end(Cancelled() if cancelled else self._moved(is_resumed=error.stream_epoch > self.owned.epoch))
+        elif error.state == Generation.STATE_CANCELLED:
+            self.end(Cancelled())
+        else:
+            self.end(owner_changed(self.stream, by_client=error.stream_epoch > self.owned.epoch))
 
-    def _run(self) -> wire.Run:
-        return self._context.run()
+    def _advance(self, phase: Phase) -> None:
+        if self.phase < Phase.ENDED:
+            self.phase = phase
 
-    @property
-    def is_void(self) -> bool:
-        """Whether it failed before its first token: an equal request begins anew."""
-        return self.owned.state == Generation.STATE_FAILED and not self.course.tokens
+    # Admission
 
-    @property
-    def is_taken_up(self) -> bool:
-        return self.course.path.taken_up_at is not None
-
-    async def _enter(self) -> None:
+    async def _admit(self) -> None:
+        """Until the request may start, and the store has it."""
         router, request = self._router, self._request
         if self.is_recorded:
-            self._admitted = router.admission.enter_at_once()
+            self._slot = router.admission.enter_at_once()
             if self._context.current_decode_worker is None:
                 self.owned.start_attempt(datetime.now(UTC))
-            router.flusher.begin(self)
+            router.journal_writer.begin(self)
             return
-        if not router.flusher.is_unavailable:
-            await router.bookings.book(request.key, request.prompt_tokens + request.engine_request.stopping.max_tokens)
-        self._admitted = await router.admission.enter(request.engine_request.priority, request.deadline)
-        if router.flusher.is_unavailable:
-            self._take_without_store("it is away")
+        engine_request = request.engine_request
+        if not router.journal_writer.is_unavailable:
+            max_tokens = request.prompt_tokens + engine_request.stopping.max_tokens
+            await router.quota_leases.acquire(request.key, max_tokens)
+        self._slot = await router.admission.enter(engine_request.priority, request.deadline)
+        if router.journal_writer.is_unavailable:
+            self._accept_unrecorded("it is away")
         else:
             await self._record()
-        self.is_recorded = True
-        router.bookings.hold(request.key)
-        router.flusher.begin(self)
+        self._advance(Phase.RECORDED)
+        router.quota_leases.hold(request.key)
+        router.journal_writer.begin(self)
         self.accepted.set_result(None)
 
     async def _record(self) -> None:
-        self.is_recorded = True  # from now on it may be in Redis, whatever becomes of this call
         key = self._request.key
+        self._advance(Phase.RECORDED)  # the store may have it, even if this call is cancelled
         try:
-            found = await self._router.requests.accept(self.owned)
+            stored = await self._router.requests.accept(self.owned)
         except errors.AlreadyExists:
-            self.is_recorded = False
+            self._advance(Phase.QUEUED)
             raise AlreadyExists(key.id) from None
         except StateError as error:
-            self.is_recorded = False
-            self._take_without_store(str(error))
+            self._advance(Phase.QUEUED)
+            self._accept_unrecorded(str(error))
             return
-        if found is not None:
-            self.is_recorded = False
-            self.accepted.set_result(found)
+        if stored is not None:
+            self._advance(Phase.QUEUED)
+            self.accepted.set_result(stored)
             raise AlreadyExists(key.id)
 
-    def _take_without_store(self, why: str) -> None:
-        """Raises Unavailable where the settings don't want that."""
+    def _accept_unrecorded(self, why: str) -> None:
+        """Raises Unavailable unless the settings allow requests without the store."""
         if not self._router.settings.serve_without_redis:
             words = f"the state store is away: {why}"
             raise Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=RETRY_AFTER_SECONDS)
-        self.course.resumable = False
+        self.stream.resumable = False
 
-    async def _answer(self) -> Finish:
+    # Attempts
+
+    async def _run_attempts(self) -> Finish:
         router, context = self._router, self._context
         for block_tokens in router.pool.block_sizes(self._request.engine_request.model):
             await context.prefix.prepare(block_tokens)
@@ -274,118 +269,53 @@ class Execution:
             try:
                 end = await attempt.run()
             except AttemptFailed as failed:
-                self._failed(attempt, failed)
-            except OwnedElsewhere as superseded:
-                raise await self._superseded_by(superseded) from None
+                self._prepare_next(attempt, failed)
+            except OwnedElsewhere as error:
+                raise await self._owned_elsewhere(error) from None
             except NoWorker:
                 attempt.record(wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
-                raise self._lost(Reason.NO_WORKER, "no worker can take the request now") from None
+                raise workers_lost(self.stream, Reason.NO_WORKER, "no worker can take the request now") from None
             else:
                 attempt.record()
                 return end
 
-    def _failed(self, attempt: Attempt, failed: AttemptFailed) -> None:
-        """The next attempt is prepared. Raises what the client learns when there is none."""
+    def _prepare_next(self, attempt: Attempt, failed: AttemptFailed) -> None:
+        """Raises the client's error where the failed attempt was the last."""
         context, failure = self._context, failed.failure
         attempt.close(wire.Cancel.REASON_ATTEMPT)
         attempt.record(failure)
         context.current_decode_worker = None
         _log.warning("attempt failed", attempt=self.owned.attempt, why=str(failed))
         if failure.cause == wire.CAUSE_ID_REUSED:
-            self._avoid_other_request(attempt)
+            self._exclude_other_request(attempt)
         if failed.blamed is not None:
             context.excluded_workers.add(failed.blamed)
             self._router.pool.record_failure(failed.blamed)
-        context.local_prefill |= attempt.had_ticket or bool(self.course.tokens)
-        if self.owned.attempt >= self._router.settings.attempts and written_out(self.course) is None:
-            raise self._lost(Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
-        append_new(self.owned, self.course)
+        context.local_prefill |= attempt.had_ticket or bool(self.stream.tokens)
+        if self.owned.attempt >= self._router.settings.attempts and finish_from_tokens(self.stream) is None:
+            raise workers_lost(self.stream, Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
+        append_new(self.owned, self.stream)
         self.owned.start_attempt(datetime.now(UTC))
 
-    def _avoid_other_request(self, attempt: Attempt) -> None:
+    def _exclude_other_request(self, attempt: Attempt) -> None:
         """A worker runs another request with this id. Raises AlreadyExists unless the store has this one."""
         if self.owned.synced_state is None:
             self.is_superseded = True
             raise AlreadyExists(self.owned.key.id)
         self._context.excluded_workers.update(worker.incarnation for worker in attempt.workers)
 
-    async def _superseded_by(self, error: OwnedElsewhere) -> ServiceError:
-        """What the store says of the owner that a worker knows of.
+    async def _owned_elsewhere(self, error: OwnedElsewhere) -> ServiceError:
+        """A worker reports another owner: the client's error, by what the store says.
 
-        While the store is away: the same epoch was begun again by a client's stream on another router; a greater one
-        is taken for a takeover, after which a client may resume.
+        While the store is unavailable, an equal epoch means that a client's stream on another router started it again;
+        a higher one means a takeover, after which a client may resume.
         """
         self.is_superseded = True
         try:
-            found = await self._router.requests.read(self.owned.key, first=self.owned.length)
+            stored = await self._router.requests.read(self.owned.key, first=self.owned.length)
         except StateError:
-            return self._moved(is_resumed=error.epoch == self.owned.epoch)
-        if found.state == Generation.STATE_CANCELLED:
+            return owner_changed(self.stream, by_client=error.epoch == self.owned.epoch)
+        if stored.state == Generation.STATE_CANCELLED:
             return Cancelled()
-        return self._moved(is_resumed=found.stream_epoch > self.owned.epoch or error.epoch == self.owned.epoch)
-
-    def _moved(self, *, is_resumed: bool) -> ServiceError:
-        """How a stream here ends when another router owns the request, by a client's newer stream or by itself."""
-        if is_resumed:
-            return Aborted(Reason.SUPERSEDED, "a newer stream of this request is open at another router")
-        return self._interrupted(Reason.OWNER_CHANGED, "another router took over the request")
-
-    def _lost(self, reason: Reason, words: str) -> ServiceError:
-        return self._interrupted(Reason.WORKERS_LOST if self.course.tokens else reason, words)
-
-    def _record_end(self, end: Finish | ServiceError) -> None:
-        owned, course, record = self.owned, self.course, self.owned.record
-        if self.is_superseded:
-            self._router.bookings.forget(owned.key)
-            self._router.flusher.forget(self)
-            return
-        self._router.flusher.begin(self)
-        append_new(owned, course)
-        if isinstance(end, ServiceError) and end.reason is Reason.DRAINING:
-            self._router.bookings.forget(owned.key)
-            self._router.flusher.end(self)  # it stays open, for whoever takes it over
-            return
-        if course.certain is None:  # whoever reads it now has seen what is written
-            record.ClearField("certain_seq")
-        record.cached_tokens = course.cached_tokens
-        usage = usage_of(course)
-        self._router.bookings.release(owned.key, usage.total_tokens if course.tokens or self.is_taken_up else 0)
-        record.usage.CopyFrom(usage)
-        record.receipt.CopyFrom(receipt_of(course, asyncio.get_running_loop().time()))
-        state, finished = finish_to_record(end)
-        if finished is not None:
-            record.finished.append(finished)
-        if isinstance(end, ServiceError):
-            record.error.CopyFrom(to_status(end.fault))
-        owned.transition(state, datetime.now(UTC))
-        self._router.flusher.end(self)
-
-
-def _holder(found: StoredRequest) -> Incarnation | None:
-    """The decode worker where its last attempt runs, as far as is written."""
-    attempts = found.record.attempts
-    if not attempts or attempts[-1].attempt != found.attempt or not attempts[-1].HasField("decode_worker"):
-        return None
-    return Incarnation.of(attempts[-1].decode_worker)
-
-
-def _layout(found: StoredRequest, pool: WorkerPool) -> int:
-    """Of the workers of its last attempt, 0 where they don't give equal bits, or nobody knows them. Of one that was
-    accepted a moment ago nothing is written yet: it is what all workers have, where that is one."""
-    attempts = found.record.attempts
-    if attempts:
-        return attempts[-1].layout
-    return 0 if found.entries else pool.layout_of(found.record.model)
-
-
-def _owned(request: ValidRequest, life: Incarnation) -> OwnedRequest:
-    now = datetime.now(UTC)
-    record = RequestRecord(
-        model=request.engine_request.model,
-        seed=request.engine_request.sampling.seed,
-        prompt_tokens=request.prompt_tokens,
-    )
-    left = request.deadline.remaining()
-    if left is not None:
-        record.deadline.FromDatetime(now + timedelta(seconds=min(left, 10 * 365 * 86400)))
-    return OwnedRequest.begin(request.key, life, request.payload, record, now)
+        by_client = stored.stream_epoch > self.owned.epoch or error.epoch == self.owned.epoch
+        return owner_changed(self.stream, by_client=by_client)

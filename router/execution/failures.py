@@ -1,13 +1,13 @@
-"""What a worker's failure means: whose doing it was, and what the client learns.
+"""What a worker's failure means for the request, for the worker and for the client.
 
 cause                               the request                     the worker
 INVALID, NEVER_FITS                 InvalidArgument                 not blamed
 UNSUPPORTED                         Unimplemented                   not blamed
-BUSY, DRAINING                      another worker, same attempt    nothing goes there until it says more
+BUSY, DRAINING                      another worker, same attempt    no new work until its next load report
 DEADLINE                            DeadlineExceeded                not blamed
 ENGINE, WRONG_PEER, UNKNOWN_...     another attempt                 blamed
-PEER_LOST, CORRUPT                  another attempt                 the peer that is named, else the sender
-what time or a cancel does          another attempt                 not blamed
+PEER_LOST, CORRUPT                  another attempt                 the named peer is blamed, else the sender
+a timeout or a cancel               another attempt                 not blamed
 ID_REUSED                           AlreadyExists, or another       not blamed
                                     worker if the store has it
 """
@@ -25,9 +25,9 @@ from decant.state.ids import Incarnation
 if TYPE_CHECKING:
     from decant.router.execution.leg import Leg
 
-NO_ROOM = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
-"""Elsewhere, or later: nothing went wrong."""
-_NOBODYS = frozenset(
+RETRY_ELSEWHERE = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
+"""The same attempt goes to another worker, or to this one later."""
+_BLAMELESS = frozenset(
     {
         wire.CAUSE_CANCELLED,
         wire.CAUSE_LEASE_OVER,
@@ -41,7 +41,7 @@ _NOBODYS = frozenset(
 
 
 class AttemptFailed(Exception):
-    """This try is over; another may do. ``blamed`` is the worker at fault, if one is."""
+    """Another attempt may succeed. ``blamed`` is the worker at fault, if there is one."""
 
     def __init__(self, failure: wire.Failure, blamed: Incarnation | None) -> None:
         super().__init__(f"{enum_name(wire.Cause, failure.cause)}: {failure.detail}")
@@ -73,8 +73,8 @@ class NoWorker(Exception):
     """No worker took the request while its patience lasted."""
 
 
-def raised_by(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
-    """The error that a failed or refused run comes to. For those that are NO_ROOM ask first."""
+def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
+    """The error for a run that failed or was refused, for another cause than those of RETRY_ELSEWHERE."""
     match failure.cause:
         case wire.CAUSE_INVALID:
             return InvalidArgument(*_violation(failure))
@@ -84,7 +84,7 @@ def raised_by(failure: wire.Failure, sender: Incarnation) -> ServiceError | Atte
             return Unimplemented(failure.violation.field or "GenerateRequest", failure.violation.value or "a value")
         case wire.CAUSE_DEADLINE:
             return DeadlineExceeded()
-        case cause if cause in _NOBODYS:
+        case cause if cause in _BLAMELESS:
             return AttemptFailed(failure, None)
         case _:
             return AttemptFailed(failure, Incarnation.of(failure.peer) if failure.HasField("peer") else sender)

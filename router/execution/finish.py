@@ -1,4 +1,4 @@
-"""Why an output ended, as the client learns it."""
+"""Why an output ended."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from decant.router.execution.token_stream import Finish, TokenStream
 from decant.runtime.errors import DeadlineExceeded
 
 
-def written_out(course: TokenStream) -> Finish | None:
-    """How a course has ended by its tokens alone, where whoever wrote them was lost before it said so; None for one
-    that goes on."""
-    request, tokens = course.request, course.tokens
+def finish_from_tokens(stream: TokenStream) -> Finish | None:
+    """How an output ended, by its tokens alone: its worker may be lost before it reports the end. None: it goes on."""
+    request, tokens = stream.request, stream.tokens
     stopping = request.engine_request.stopping
-    if not tokens or not course.has_prompt_logprobs:
+    if not tokens or not stream.has_prompt_logprobs:
         return None
     if tokens[-1] in request.eos_token_ids or tokens[-1] in stopping.stop_token_ids:
         return _stopped(stopping, tokens)
     return _full(stopping) if len(tokens) >= stopping.max_tokens else None
 
 
-def ended_by(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Finish | None:
-    """None where it did not end by itself. Raises DeadlineExceeded."""
+def finish_from_worker(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Finish | None:
+    """None: the output was cancelled. Raises DeadlineExceeded."""
     match end.reason:
         case wire.OutputEnd.REASON_STOP:
             return _stopped(stopping, tokens)

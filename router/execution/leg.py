@@ -16,22 +16,23 @@ from typing import Protocol
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import (
-    NO_ROOM,
+    RETRY_ELSEWHERE,
     AttemptFailed,
     NoCapacity,
     NothingToFetch,
     OwnedElsewhere,
-    raised_by,
+    error_for,
 )
-from decant.router.execution.finish import ended_by
+from decant.router.execution.finish import finish_from_worker
 from decant.router.execution.recorder import AttemptRecorder
 from decant.router.execution.token_stream import Finish
 from decant.router.placement.worker_load import LoadReservation
-from decant.router.workers.pool import WorkerHandle, WorkerPool
+from decant.router.workers.pool import WorkerPool
 from decant.router.workers.prefill_call import PrefillCall
 from decant.router.workers.stream_io import StreamBroken
 from decant.router.workers.subscription import RunSubscription
 from decant.router.workers.token_sink import WriteError
+from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime import logs
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import DeadlineExceeded
@@ -89,10 +90,10 @@ class Leg(ABC):
         """The call or the run."""
 
     def on_refused(self, refused: wire.Refused) -> None:
-        if refused.failure.cause in NO_ROOM:
+        if refused.failure.cause in RETRY_ELSEWHERE:
             self._fail(NoCapacity(self))
         else:
-            self._fail(raised_by(refused.failure, self.worker.incarnation))
+            self._fail(error_for(refused.failure, self.worker.incarnation))
 
     def on_superseded(self, superseded: wire.Superseded) -> None:
         self._fail_attempt(OwnedElsewhere(superseded.epoch))
@@ -113,7 +114,7 @@ class Leg(ABC):
     def _finish_with(self, end: wire.OutputEnd) -> None:
         stream = self._context.stream
         try:
-            self.finish = ended_by(end, stream.request.engine_request.stopping, stream.tokens)
+            self.finish = finish_from_worker(end, stream.request.engine_request.stopping, stream.tokens)
         except DeadlineExceeded as error:
             self._fail(error)
         if self.finish is None:  # the worker cancelled it, and not for this router
@@ -161,7 +162,7 @@ class PrefillLeg(Leg):
     def renew_ticket(self) -> None:
         """From now until a decode worker has it."""
         if self.ticket is not None:
-            self._pool.renew_ticket(self.ticket, self.worker)
+            self._pool.tickets.renew(self.ticket, self.worker)
 
     def _release(self) -> None:
         self._reservation.release()
@@ -169,7 +170,7 @@ class PrefillLeg(Leg):
 
     def _leave(self, cancel: wire.Cancel | None) -> None:
         if self.ticket is not None:
-            self._pool.drop_ticket(self.ticket)
+            self._pool.tickets.drop(self.ticket)
         self._call.close()
         if cancel is not None and not self.is_over:
             self.worker.session.cancel(cancel)
@@ -192,19 +193,19 @@ class PrefillLeg(Leg):
 
     def _append(self, first: wire.FirstTokens.First) -> None:
         logprobs = first.logprobs if first.HasField("logprobs") else None
-        error = self._context.writer.put(self._position, first.token, logprobs)
+        error = self._context.writer.write(self._position, first.token, logprobs)
         if error is WriteError.CONFLICT:
             _log.error("a first token differs from the known one", worker=self.worker.incarnation.id)
         elif error is WriteError.MALFORMED:
             self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "its first token or the logprobs are malformed"))
 
     def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None:
-        if self._context.writer.explain(message) is not None:
+        if self._context.writer.add_prompt_logprobs(message) is not None:
             self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "its logprobs of the prompt are malformed"))
         self._owner.wake()
 
     def on_failed(self, failed: wire.Failed) -> None:
-        self._fail(raised_by(failed.failure, self.worker.incarnation))
+        self._fail(error_for(failed.failure, self.worker.incarnation))
 
     def on_over(self, broken: StreamBroken | None) -> None:
         self.is_over = True
@@ -246,7 +247,7 @@ class DecodeLeg(Leg):
             self._reservation = worker.load.reserve(context.prefix, context.writer.position, computed=not has_ticket)
             if has_ticket:
                 self._ticket = opening.ticket
-                pool.stop_renewing(opening.ticket)
+                pool.tickets.stop_renewing(opening.ticket)
         self._subscription = RunSubscription(opening, context.writer, self)
         worker.session.start(self._subscription)
 
@@ -297,7 +298,7 @@ class DecodeLeg(Leg):
 
     def _drop_ticket(self) -> None:
         if self._ticket is not None:
-            self._pool.drop_ticket(self._ticket)
+            self._pool.tickets.drop(self._ticket)
 
     def _set_scheduled(self) -> None:
         self._is_scheduled = True
@@ -344,4 +345,4 @@ class DecodeLeg(Leg):
         if failed.failure.cause == wire.CAUSE_CANCELLED and self._ticket is not None:
             self._fail(NothingToFetch(failed.failure, None))
         else:
-            self._fail(raised_by(failed.failure, self.worker.incarnation))
+            self._fail(error_for(failed.failure, self.worker.incarnation))

@@ -10,7 +10,7 @@ from typing import TypeVar
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.failures import NoWorker
-from decant.router.execution.finish import written_out
+from decant.router.execution.finish import finish_from_tokens
 from decant.router.execution.leg import Leg, PrefillLeg
 from decant.router.execution.placement_search import Search
 from decant.router.execution.token_stream import Finish
@@ -28,7 +28,7 @@ class Legs:
 
     def __init__(self, context: AttemptContext) -> None:
         self._writer = context.writer
-        self._known_finish = written_out(context.stream)
+        self._known_finish = finish_from_tokens(context.stream)
         self._legs: list[Leg] = []
         self._news = asyncio.Event()
         context.writer.listener = self

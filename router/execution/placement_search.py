@@ -14,9 +14,10 @@ from decant.router.placement.policy import (
     choose_decode_worker,
     choose_first_worker,
 )
-from decant.router.workers.pool import WorkerHandle, WorkerPool
+from decant.router.workers.pool import WorkerPool
 from decant.router.workers.waiting_line import Kind, WaitsFor
-from decant.runtime.admission import SECONDS_PER_PRIORITY
+from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime.priority import queue_key
 from decant.state.ids import Incarnation
 
 NO_WORKER_PATIENCE_S = 5.0
@@ -35,7 +36,7 @@ class Search(ABC, Generic[_T]):
         self._context = context
         self._pool = pool
         self.line = pool.waiting_lines[context.model]
-        self.order = request.accepted_at - request.engine_request.priority * SECONDS_PER_PRIORITY
+        self.order = queue_key(request.accepted_at, request.engine_request.priority)
         self.kind = self._kind()
 
     def patience_s(self) -> float:

@@ -9,7 +9,8 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.execution.attempt_context import AttemptContext
 from decant.router.execution.token_stream import AttemptTrace
-from decant.router.workers.pool import WorkerHandle, WorkerPool
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.worker_handle import WorkerHandle
 from decant.state.ids import State
 
 _SPLIT = (Generation.STATE_PREFILLING, Generation.STATE_HANDING_OFF, Generation.STATE_DECODING)
@@ -115,5 +116,5 @@ class AttemptRecorder:
     def _set_scheduled(self, at: float) -> None:
         if self._context.wait is not None:
             self._context.wait.mark_scheduled()
-        self._trace.taken_up_at = at
+        self._trace.scheduled_at = at
         self._trace.queue_s = max(0.0, at - self._began_at)

@@ -1,28 +1,19 @@
-"""All requests that are at work here. Each is an `Execution` in a task of its own; this is who begins and ends them.
-
-begin --> waiting for admission, recorded, placed, answered --> ended, forgotten
-             '---- cancel, stream_lost, at any point ----^
-"""
+"""Entry to all requests of this router: begin one, resume it, read its state, cancel it, take it over."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from functools import partial
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.admission.overload import check_wait
-from decant.router.execution.execution import Execution, RouterServices
-from decant.router.execution.stored import (
-    RequestSnapshot,
-    check_stored,
-    finish_from_record,
-    finished_stream,
-    store_error,
-)
+from decant.router.execution.adoption import Adoptions
+from decant.router.execution.execution import Execution
+from decant.router.execution.execution_table import ExecutionTable
+from decant.router.execution.services import RouterServices
+from decant.router.execution.stored import RequestSnapshot, finish_from_record
 from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.execution.valid_request import ValidRequest
 from decant.runtime import logs
@@ -30,18 +21,13 @@ from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_AFTER_SECONDS, AlreadyExists, Cancelled, QueueFull, ServiceError, Unavailable
 from decant.state.errors import StateError
-from decant.state.ids import Incarnation, RequestKey
+from decant.state.ids import RequestKey
 from decant.state.owned import StoredRequest
 
-SETTLE_SECONDS = 2.0
-"""For the store to learn an end that somebody waits for; a store that is slower is as good as away."""
+PERSIST_SECONDS = 2.0
+"""For the store to learn an end that a call waits for."""
 LAST_WRITE_SECONDS = 5.0
-"""Of a drain, for a Redis that is away."""
-
-Adopt = Callable[[RequestKey, Incarnation], Awaitable[StoredRequest]]
-"""Makes a router a request's owner; `adopt`, `adopt_orphan` or `cancel` of `Requests`."""
-
-Then = Callable[["Execution"], None]
+"""For the last writes of a drain while Redis is unavailable."""
 
 _log = logs.get(__name__)
 
@@ -50,360 +36,233 @@ class RequestRegistry:
     """Lives on one event loop. Ends with ``drain``, or with ``close``, which ends every request."""
 
     def __init__(self, router: RouterServices) -> None:
+        self.executions = ExecutionTable(router)
+        self.is_draining = False
+        self.num_left_behind = 0
+        """Requests that had not ended when the drain's time was over."""
         self._router = router
-        self._executions: dict[RequestKey, Execution] = {}
-        self._unwritten: dict[RequestKey, Execution] = {}  # ended, and the store may not know yet
-        self._tasks: dict[Execution, asyncio.Task[None]] = {}
-        self._adoptions: dict[asyncio.Task[Execution | None], RequestKey] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._draining = False
-        self.cut_off = 0
-        """Requests that a drain did not wait for."""
-
-    @property
-    def waiting(self) -> int:
-        """Requests that no worker has taken up yet."""
-        return len(self._executions) - self.running
-
-    @property
-    def running(self) -> int:
-        return sum(execution.is_taken_up for execution in self._executions.values())
-
-    @property
-    def is_draining(self) -> bool:
-        return self._draining
+        self._adoptions = Adoptions(router, self.executions, self.on_disconnect)
 
     def load(self) -> wire.Load:
-        """What the directory shows of this router: requests that run and that wait, and whether it drains."""
-        return wire.Load(running=self.running, waiting=self.waiting, draining=self._draining)
+        """What the directory shows of this router."""
+        table = self.executions
+        return wire.Load(running=table.running, waiting=table.waiting, draining=self.is_draining)
 
     async def begin(self, request: ValidRequest) -> TokenStream:
-        """Returns once the request is admitted and recorded; it is answered from then on, whoever reads it.
+        """Returns once the request is admitted and recorded; from then on it runs, with or without a reader.
 
-        An id that an equal request has brings that request's course: the one that runs here, or what is stored of
-        it. Where that one failed before its first token, it begins anew. Cancelled while it waits, it ends the request.
+        If an equal request has the same id, its stream is returned: the one that runs here, or what is stored. If that
+        one failed before its first token, it starts again. Cancelling this call while it waits ends the request.
 
         Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled.
         """
         epoch = 1
-        while (execution := self._here(request.key)) is not None:
-            if execution.course.request.payload != request.payload:
+        while (execution := self.executions.find(request.key)) is not None:
+            if execution.stream.request.payload != request.payload:
                 raise AlreadyExists(request.key.id)
-            if not execution.is_void:
+            if not execution.can_restart:
                 break
             epoch = execution.owned.epoch + 1
-            await self._until_settled(execution)
-            execution.owned.is_listed = False  # the entry among the open requests is the new one's from now on
-            self.settled(execution)  # the store has it, or will have it before the one that begins now
+            await _wait_persisted(execution, self._router)
+            execution.owned.is_listed = False  # the entry among the open requests belongs to the new one
+            self.executions.on_persisted(execution)  # if it is not, the new one's write replaces it
         if execution is None:
             try:
                 self._check(request)
             except QueueFull:
-                if (found := await self._accepted_before(request)) is None:
+                if (stored := await self._read_accepted(request)) is None:
                     raise
-                return await self._stored(found)
-            execution = self._launched(request, epoch=epoch)
-        found = await self._accepted(execution)
-        return execution.come_back() if found is None else await self._stored(found)
-
-    async def _accepted_before(self, request: ValidRequest) -> StoredRequest | None:
-        """An equal request that a router has accepted, and that begins no more. Raises AlreadyExists."""
-        try:
-            found = await self._read(request.key)
-        except ServiceError:
-            return None
-        if found.state == Generation.STATE_FAILED and not found.length:
-            return None
-        if found.payload != request.payload:
-            raise AlreadyExists(request.key.id)
-        return found
+                return await self._attach_stored(stored)
+            execution = self.executions.launch(request, epoch=epoch)
+        return await self._attach(execution)
 
     async def resume(self, key: RequestKey) -> TokenStream:
-        """The course of a request that was accepted, from its beginning.
+        """The stream of an accepted request, from its first token.
 
-        Raises NotFound, Unavailable, and the error that it was refused with.
+        Raises NotFound, Unavailable, and the error that the request was refused with.
         """
-        execution = self._here(key)
-        found = await self._read(key) if execution is None else await self._accepted(execution)
-        if execution is not None and found is None:
-            return execution.come_back()
-        assert found is not None
-        return await self._stored(found)
+        execution = self.executions.find(key)
+        if execution is not None:
+            return await self._attach(execution)
+        return await self._attach_stored(await self._adoptions.read(key))
 
-    async def look(self, key: RequestKey) -> RequestSnapshot:
-        """How a request stands, here or in the store. Raises NotFound, Unavailable."""
-        execution = self._here(key)
+    async def get(self, key: RequestKey) -> RequestSnapshot:
+        """State and result so far, of this router or of the store. Raises NotFound, Unavailable."""
+        execution = self.executions.find(key)
         if execution is not None and execution.is_recorded:
             owned = execution.owned
-            kept = self._router.ended_s if owned.ended else None
-            return RequestSnapshot(execution.course, owned.state, owned.record, kept)
-        found = await self._read(key)
-        course = await self._replayed(found)
-        return RequestSnapshot(course, found.state, found.record, found.expires_in_s if found.ended else None)
-
-    async def _until_settled(self, ended: Execution) -> None:
-        """Until the store knows how it ended, unless that is away."""
-        if not self._router.flusher.is_unavailable:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(SETTLE_SECONDS):
-                    await ended.is_settled.wait()
-
-    def _launched(self, request: ValidRequest, adopted: StoredRequest | None = None, epoch: int = 1) -> Execution:
-        execution = Execution(request, self._router, self, adopted, epoch)
-        self._executions[request.key] = execution
-        self._idle.clear()
-        with logs.bound(request_id=request.key.id):
-            task = asyncio.create_task(execution.run())
-        execution.task = self._tasks[execution] = task
-        task.add_done_callback(partial(self._done, execution))
-        return execution
-
-    async def _accepted(self, execution: Execution) -> StoredRequest | None:
-        """None once it runs; else what the store has in its place. The last who gives up waiting ends it."""
-        execution.awaited += 1
-        try:
-            return await asyncio.shield(execution.accepted)
-        except asyncio.CancelledError:
-            if execution.awaited == 1 and execution.course.reader is None:
-                self._stop(execution)
-            raise
-        finally:
-            execution.awaited -= 1
+            expires_in_s = self._router.ended_s if owned.ended else None
+            return RequestSnapshot(execution.stream, owned.state, owned.record, expires_in_s)
+        stored = await self._adoptions.read(key)
+        stream = await self._adoptions.replay(stored)
+        return RequestSnapshot(stream, stored.state, stored.record, stored.expires_in_s if stored.ended else None)
 
     async def cancel(self, key: RequestKey) -> Finish | ServiceError:
-        """Ends a request now, in whatever state; how it has ended, by this or before.
-
-        Raises NotFound, Unavailable.
-        """
-        execution = self._here(key)
+        """How the request has ended, by this call or before. Raises NotFound, Unavailable."""
+        execution = self.executions.find(key)
         if execution is None:
-            found = await self._read(key)
-            if (end := finish_from_record(found)) is not None:
+            stored = await self._adoptions.read(key)
+            if (end := finish_from_record(stored)) is not None:
                 return end
-            execution = await self._taken(found, self._router.requests.cancel, self._stop)
+            self._check_not_draining()
+            execution = await self._adoptions.adopt_for_client(stored, self._router.requests.cancel, _cancel)
             if execution is None:
                 return await self.cancel(key)
-        self._stop(execution)
-        if execution.is_recorded:
-            await self._until_settled(execution)
+        was_recorded = execution.is_recorded
+        _cancel(execution)
+        if was_recorded:
+            await _wait_persisted(execution, self._router)
         if execution.is_superseded:
             return await self.cancel(key)
-        assert execution.course.end is not None
-        return execution.course.end
+        assert execution.stream.end is not None
+        return execution.stream.end
 
     async def take_over(self, key: RequestKey) -> None:
-        """Go on with a request whose router is gone, or that this router owns and does not run. Its grace begins,
-        unless a client has resumed it here meanwhile.
+        """Continue a request whose router is dead, or that this router owns and does not run. Its grace begins, unless
+        a client has resumed it here meanwhile.
 
-        Raises StateError, OwnerAlive and Superseded among them, and ServiceError where it can't be run here.
+        Raises StateError, OwnerAlive and Superseded among them, and ServiceError where it can't run here.
         """
-        found = await self._router.requests.read(key)
-        if found.ended or self.knows(key):
+        stored = await self._router.requests.read(key)
+        if stored.ended or self.knows(key):
             return
-        if self.max_context_length(found.record.model) is None:
-            words = f"this router reaches no worker that serves {found.record.model}"
+        model = stored.record.model
+        if self._router.pool.max_context_length(model) is None:
+            words = f"this router reaches no worker that serves {model}"
             raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_AFTER_SECONDS)
-        await self._adopted(found, self._router.requests.adopt_orphan, self._begin_grace)
+        self._check_not_draining()
+        await self._adoptions.adopt(
+            stored, self._router.requests.adopt_orphan, lambda new: self.on_disconnect(new.stream)
+        )
 
     def knows(self, key: RequestKey) -> bool:
-        """Whether the request runs here, is about to, or has ended here and the store may not know yet."""
-        return self._here(key) is not None or key in self._adoptions.values()
+        """Whether the request runs here, is being adopted, or has ended here and the store may not know yet."""
+        return self.executions.find(key) is not None or self._adoptions.is_adopting(key)
 
-    def stream_lost(self, course: TokenStream) -> None:
-        """Nobody reads this course any more: it is cancelled after its grace or the time for which it was detached, at
-        once where nobody could come back."""
-        execution = self._executions.get(course.request.key)
-        if execution is None or execution.course is not course or execution.grace is not None:
+    def on_disconnect(self, stream: TokenStream) -> None:
+        """The stream has no reader any more. The request is cancelled after its grace or detach time; at once if nobody
+        could resume it."""
+        execution = self.executions.open.get(stream.request.key)
+        if execution is None or execution.stream is not stream or execution.disconnect_timer is not None:
             return
-        detach_ms = course.request.detach_ms
+        detach_ms = stream.request.detach_ms
         seconds = (self._router.settings.resume_grace_ms if detach_ms is None else detach_ms) / 1000
-        if course.request.id_generated or seconds == 0:
-            self._stop(execution)
+        if stream.request.id_generated or seconds == 0:
+            _cancel(execution)
         else:
-            execution.grace = asyncio.get_running_loop().call_later(seconds, self._stop, execution)
+            execution.disconnect_timer = asyncio.get_running_loop().call_later(seconds, _cancel, execution)
 
     def max_context_length(self, model: str) -> int | None:
-        """Tokens of the least window among the workers that may get work of that model; None while there are none."""
+        """The shortest among the workers that may get requests for the model; None while there is none."""
         return self._router.pool.max_context_length(model)
 
-    def booked(self, tenant: str) -> AbstractAsyncContextManager[None]:
-        """Counts a call that needs no worker among its tenant's requests at work. Raises QuotaExceeded."""
-        if self._router.flusher.is_unavailable:
+    def hold_quota(self, tenant: str) -> AbstractAsyncContextManager[None]:
+        """Counts a call that needs no worker among its tenant's requests in flight. Raises QuotaExceeded."""
+        if self._router.journal_writer.is_unavailable:
             return nullcontext()
-        return self._router.bookings.during(RequestKey(tenant, f"call-{uuid.uuid4()}"))
+        return self._router.quota_leases.during(RequestKey(tenant, f"call-{uuid.uuid4()}"))
+
+    async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
+        """Raises QueueFull for a new request that would wait behind too many others, or for too long. A request that
+        any router has accepted is not new."""
+        if self.executions.find(key) is not None:
+            return
+        try:
+            self._check_predicted_wait(model, priority, deadline)
+        except QueueFull:
+            if not key.id or self._router.journal_writer.is_unavailable:
+                raise
+            with suppress(StateError):
+                if await self._router.requests.exists(key):
+                    return
+            raise
 
     async def drain(self, seconds: float | None = None) -> None:
-        """Takes no more requests; returns when none is left, and all are written as far as Redis is there.
+        """Accept no more requests; return when none is left, and all are persisted as far as Redis is available.
 
-        What is left after ``seconds`` is left to other routers, and its readers are told so.
+        Requests that are left after ``seconds`` go to other routers: their readers get an error that says so.
         """
-        self._draining = True
+        self.is_draining = True
         try:
             async with asyncio.timeout(seconds):
-                await self._idle.wait()
+                await self.executions.wait_idle()
         except TimeoutError:
-            self.cut_off = len(self._executions)
-            _log.warning("requests are left to other routers", requests=self.cut_off, limit_seconds=seconds)
-            for execution in list(self._executions.values()):
-                execution.leave()
+            left = list(self.executions.open.values())
+            self.num_left_behind = len(left)
+            _log.warning("requests are left to other routers", requests=len(left), limit_seconds=seconds)
+            for execution in left:
+                execution.leave_to_peers()
         try:
             async with asyncio.timeout(LAST_WRITE_SECONDS):
-                await self._router.flusher.idle()
+                await self._router.journal_writer.idle()
         except TimeoutError:
             _log.warning("ended requests could not be written", limit_seconds=LAST_WRITE_SECONDS)
 
     async def close(self) -> None:
-        """Ends whatever is still at work."""
-        self._draining = True
-        tasks = [*self._adoptions, *self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        """End every request."""
+        self.is_draining = True
+        await self.executions.close()
 
-    async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
-        """Raises QueueFull for a new request that would have to wait behind too many, or for longer than it may. One
-        that any router has accepted is not new: whoever asks for it again reads it."""
-        if self._here(key) is not None:
-            return
-        try:
-            self._check_wait(model, priority, deadline)
-        except QueueFull:
-            if not key.id or self._router.flusher.is_unavailable or not await self._is_known(key):
-                raise
-
-    async def _is_known(self, key: RequestKey) -> bool:
-        try:
-            return await self._router.requests.exists(key)
-        except StateError:
-            return False
+    # What begin, resume and cancel share
 
     def _check(self, request: ValidRequest) -> None:
         model = request.engine_request.model
-        if self._draining:
-            raise _draining()
-        self._check_wait(model, request.engine_request.priority, request.deadline)
+        self._check_not_draining()
+        self._check_predicted_wait(model, request.engine_request.priority, request.deadline)
         if next(self._router.pool.of(model), None) is None:
             words = f"no worker serves {model} now"
             raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_AFTER_SECONDS)
 
-    def _check_wait(self, model: str, priority: int, deadline: Deadline) -> None:
+    def _check_not_draining(self) -> None:
+        if self.is_draining:
+            raise Unavailable(Reason.DRAINING, "this router is draining", retry_after=RETRY_AFTER_SECONDS)
+
+    def _check_predicted_wait(self, model: str, priority: int, deadline: Deadline) -> None:
         router = self._router
-        waiting = router.admission.waiting + router.pool.waiting
-        check_wait(router.settings, waiting, router.pool.wait_predictors[model].predict(priority), deadline)
+        num_waiting = router.admission.waiting + router.pool.waiting
+        check_wait(router.settings, num_waiting, router.pool.wait_predictors[model].predict(priority), deadline)
 
-    def _stop(self, execution: Execution) -> None:
-        execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
-
-    def _done(self, execution: Execution, task: asyncio.Task[None]) -> None:
-        del self._tasks[execution]
-        self._see_if_idle()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a request ended by a bug", exc_info=error)
-
-    def _see_if_idle(self) -> None:
-        if not self._tasks and not self._adoptions:
-            self._idle.set()
-
-    def ended(self, execution: Execution) -> None:
-        key = execution.course.request.key
-        if self._executions.get(key) is execution:
-            del self._executions[key]
-            self._unwritten[key] = execution
-
-    def settled(self, execution: Execution) -> None:
-        key = execution.course.request.key
-        if self._unwritten.get(key) is execution:
-            del self._unwritten[key]
-
-    # What is here, and what only the store has
-
-    def _here(self, key: RequestKey) -> Execution | None:
-        return self._executions.get(key) or self._unwritten.get(key)
-
-    async def _read(self, key: RequestKey) -> StoredRequest:
+    async def _read_accepted(self, request: ValidRequest) -> StoredRequest | None:
+        """An equal request that some router has accepted, unless it may start again. Raises AlreadyExists."""
         try:
-            found = await self._router.requests.read(key)
-            finish_from_record(found)  # raises here for one that can't be read
-        except StateError as error:
-            raise store_error(error, key) from None
-        return found
+            stored = await self._adoptions.read(request.key)
+        except ServiceError:
+            return None
+        if stored.state == Generation.STATE_FAILED and not stored.length:
+            return None
+        if stored.payload != request.payload:
+            raise AlreadyExists(request.key.id)
+        return stored
 
-    async def _stored(self, found: StoredRequest) -> TokenStream:
-        """A request that doesn't run here, to be read."""
-        if found.ended:
-            return await self._replayed(found)
-        execution = await self._taken(found, self._router.requests.adopt)
-        return await self.resume(found.key) if execution is None else execution.come_back()
-
-    async def _replayed(self, found: StoredRequest) -> TokenStream:
-        """As it stands in the store. Raises Internal where that can't be read."""
+    async def _attach(self, execution: Execution) -> TokenStream:
+        """Once it is accepted. The last caller that is cancelled while it waits ends a request without a reader."""
+        execution.num_waiting_callers += 1
         try:
-            return finished_stream(found, await self._revived(found))
-        except StateError as error:
-            raise store_error(error, found.key) from None
-
-    async def _revived(self, found: StoredRequest) -> ValidRequest:
-        """Raises UnreadableRequest, and what it comes to where its model is not served here."""
-        request = await self._router.revive(found)
-        check_stored(found, request)
-        return request
-
-    async def _taken(self, found: StoredRequest, adopt: Adopt, then: Then | None = None) -> Execution | None:
-        """`_adopted` for a client that asks. Raises NotFound, Unavailable."""
-        try:
-            return await self._adopted(found, adopt, then)
-        except StateError as error:
-            raise store_error(error, found.key) from None
-
-    async def _adopted(self, found: StoredRequest, adopt: Adopt, then: Then | None) -> Execution | None:
-        """The request is this router's from now on; None where it has ended meanwhile. `then` is called with an
-        execution that begins by this, in the same instant.
-
-        A caller that is cancelled leaves the adoption to this dispatcher: what the store says is this router's runs
-        here, and without a reader its grace begins.
-
-        Raises StateError, Unavailable, and what it comes to where its model is not served here.
-        """
-        if self._draining:
-            raise _draining()
-        request = await self._revived(found)
-        adoption = asyncio.create_task(self._adopt(request, adopt, then))
-        self._adoptions[adoption] = request.key
-        self._idle.clear()
-        adoption.add_done_callback(self._adoption_done)
-        try:
-            return await asyncio.shield(adoption)
+            stored = await asyncio.shield(execution.accepted)
         except asyncio.CancelledError:
-            adoption.add_done_callback(self._left_by_caller)
+            if execution.num_waiting_callers == 1 and execution.stream.reader is None:
+                _cancel(execution)
             raise
+        finally:
+            execution.num_waiting_callers -= 1
+        return execution.reattach_reader() if stored is None else await self._attach_stored(stored)
 
-    async def _adopt(self, request: ValidRequest, adopt: Adopt, then: Then | None) -> Execution | None:
-        found = await adopt(request.key, Incarnation.of(self._router.peer))
-        execution = self._here(found.key)  # another call may have been faster
-        if execution is not None or found.ended:
-            return execution
-        _log.info("request adopted", request_id=found.key.id, epoch=found.epoch, entries=found.length)
-        execution = self._launched(request, found)
-        if then is not None:
-            then(execution)
-        return execution
-
-    def _adoption_done(self, adoption: asyncio.Task[Execution | None]) -> None:
-        del self._adoptions[adoption]
-        self._see_if_idle()
-
-    def _left_by_caller(self, adoption: asyncio.Task[Execution | None]) -> None:
-        if adoption.cancelled() or adoption.exception() is not None:
-            return  # what the store made of it is seen to by `Takeover`
-        execution = adoption.result()
-        if execution is not None and execution.course.reader is None:
-            self.stream_lost(execution.course)
-
-    def _begin_grace(self, execution: Execution) -> None:
-        self.stream_lost(execution.course)
+    async def _attach_stored(self, stored: StoredRequest) -> TokenStream:
+        """A request that doesn't run here: replayed if it has ended, adopted otherwise."""
+        if stored.ended:
+            return await self._adoptions.replay(stored)
+        self._check_not_draining()
+        execution = await self._adoptions.adopt_for_client(stored, self._router.requests.adopt)
+        return await self.resume(stored.key) if execution is None else execution.reattach_reader()
 
 
-def _draining() -> Unavailable:
-    return Unavailable(Reason.DRAINING, "this router is draining", retry_after=RETRY_AFTER_SECONDS)
+async def _wait_persisted(execution: Execution, router: RouterServices) -> None:
+    """Until the store knows the end, unless it is unavailable or slow."""
+    if not router.journal_writer.is_unavailable:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PERSIST_SECONDS):
+                await execution.persisted.wait()
+
+
+def _cancel(execution: Execution) -> None:
+    execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)

@@ -36,7 +36,7 @@ RestoreRequest = Callable[[StoredRequest], Awaitable[ValidRequest]]
 class RequestSnapshot:
     """A request at one instant. ``expires_in_s`` counts from now; None before its end."""
 
-    course: TokenStream
+    stream: TokenStream
     state: State
     record: RequestRecord
     expires_in_s: float | None
@@ -67,20 +67,20 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
 
 def stream_from_store(found: StoredRequest, request: ValidRequest) -> TokenStream:
     """All that is written of it."""
-    course = TokenStream(request, [entry.token for entry in found.entries])
-    course.logprobs, course.prompt_logprobs = found.logprobs, found.prompt_logprobs
+    stream = TokenStream(request, [entry.token for entry in found.entries])
+    stream.logprobs, stream.prompt_logprobs = found.logprobs, found.prompt_logprobs
     if found.record.HasField("certain_seq"):
-        course.certain = found.record.certain_seq
-    return course
+        stream.certain_tokens = found.record.certain_seq
+    return stream
 
 
 def finished_stream(found: StoredRequest, request: ValidRequest) -> TokenStream:
     """A course that nobody writes any more, as it stands in the store."""
-    course = stream_from_store(found, request)
-    course.cached_tokens = found.record.cached_tokens
-    course.recorded = found.record
-    course.end = finish_from_record(found)
-    return course
+    stream = stream_from_store(found, request)
+    stream.cached_tokens = found.record.cached_tokens
+    stream.recorded = found.record
+    stream.end = finish_from_record(found)
+    return stream
 
 
 def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | None]:

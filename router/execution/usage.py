@@ -9,27 +9,27 @@ from decant.protos import inference_pb2 as pb
 from decant.router.execution.token_stream import TokenStream
 
 
-def usage_of(course: TokenStream) -> pb.Usage:
-    prompt, written = course.request.prompt_tokens, len(course.tokens)
+def usage_of(stream: TokenStream) -> pb.Usage:
+    prompt, written = stream.request.prompt_tokens, len(stream.tokens)
     return pb.Usage(
         prompt_tokens=prompt,
         completion_tokens=written,
         total_tokens=prompt + written,
-        cached_prompt_tokens=course.cached_tokens,
+        cached_prompt_tokens=stream.cached_tokens,
     )
 
 
-def receipt_of(course: TokenStream, now: float) -> pb.Receipt:
+def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:
     """As of ``now`` by the event loop's clock."""
-    path, accepted_at = course.path, course.request.accepted_at
+    path, accepted_at = stream.path, stream.request.accepted_at
     return pb.Receipt(
-        queue_ms=_ms(queue_s(course)),
+        queue_ms=_ms(queue_s(stream)),
         prefill_ms=_ms(path.prefill_s),
         handoff_ms=_ms(path.handoff_s),
         decode_wait_ms=_ms(path.decode_wait_s),
-        decode_ms=_ms(decode_s(course)),
-        ttft_ms=_ms(_between(accepted_at, course.first_sent_at)),
-        second_token_ms=_ms(_between(course.first_sent_at, course.second_sent_at)),
+        decode_ms=_ms(decode_s(stream)),
+        ttft_ms=_ms(_between(accepted_at, stream.first_sent_at)),
+        second_token_ms=_ms(_between(stream.first_sent_at, stream.second_sent_at)),
         e2e_ms=_ms(now - accepted_at),
         handoff_bytes=path.handoff_bytes,
         prefill_worker=path.prefill_worker,
@@ -38,15 +38,15 @@ def receipt_of(course: TokenStream, now: float) -> pb.Receipt:
     )
 
 
-def queue_s(course: TokenStream) -> float | None:
+def queue_s(stream: TokenStream) -> float | None:
     """Seconds until a worker began with it; None where none has."""
-    path = course.path
-    return _between(course.request.accepted_at, path.taken_up_at) if path.queue_s is None else path.queue_s
+    path = stream.path
+    return _between(stream.request.accepted_at, path.scheduled_at) if path.queue_s is None else path.queue_s
 
 
-def decode_s(course: TokenStream) -> float | None:
+def decode_s(stream: TokenStream) -> float | None:
     """Seconds from the start of decoding to the newest token."""
-    return _between(course.path.decode_began_at, course.last_token_at)
+    return _between(stream.path.decode_began_at, stream.last_token_at)
 
 
 def _between(begin: float | None, end: float | None) -> float | None:

@@ -1,7 +1,7 @@
-"""Keeps this router's open set in the store true, where a removal was lost.
+"""Remove entries from this router's open set that a lost removal has left in the store.
 
-A request leaves the open set when it ends or is taken over. Where Redis was away just then, or the request expired,
-its entry stays; nothing else would remove it while this router lives.
+A request leaves the open set when it ends or is taken over. If Redis was unavailable then, or the request expired, its
+entry stays; nothing else would remove it while this router runs.
 """
 
 from __future__ import annotations
@@ -14,31 +14,21 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
 
 SWEEP_SECONDS = 30.0
-"""An entry that is left over in two sweeps is removed: it may come a moment before its request."""
+"""An entry without an open request in two sweeps is removed: it may be written a moment before its request."""
 
 _log = logs.get(__name__)
 
 
 class OpenEntries:
-    """Sweeps the open set of one router for as long as its task runs; ``close`` ends it."""
+    """Sweeps the open set of one router while `run` runs."""
 
     def __init__(self, store: Store, router: Incarnation) -> None:
         self._store = store
         self._router = router
         self._left = set[RequestKey]()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._run())
-        return self._task
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
 
     async def sweep(self) -> None:
-        """Remove what was left over at the last sweep too. Raises StoreUnavailable."""
+        """Remove what the last sweep found too. Raises StoreUnavailable."""
         left = await self._store.requests.leftovers(self._router)
         twice = list(left & self._left)
         await self._store.open.remove(self._router, twice)
@@ -46,10 +36,10 @@ class OpenEntries:
         if twice:
             _log.info("entries without an open request were removed", entries=len(twice))
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await self.sweep()
-            except StateError:  # the registration says that it is away
+            except StateError:  # the registration logs that the store is unavailable
                 self._left.clear()

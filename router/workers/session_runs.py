@@ -149,7 +149,7 @@ class SessionRuns:
         for entry, (slot, position, token) in enumerate(entries):
             run = slots.get(slot)
             if run is not None:
-                error = run.sink.put(position, token, logprobs.get(entry) if logprobs else None)
+                error = run.sink.write(position, token, logprobs.get(entry) if logprobs else None)
                 if error is not None:
                     self._on_write_error(run, error)
         if self._incomplete:
@@ -158,7 +158,7 @@ class SessionRuns:
 
     def _on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None:
         run = self._runs.get(key_of(message.run))
-        if run is not None and (error := run.sink.explain(message)) is not None:
+        if run is not None and (error := run.sink.add_prompt_logprobs(message)) is not None:
             self._on_write_error(run, error)
 
     def _on_write_error(self, run: RunSubscription, error: WriteError) -> None:

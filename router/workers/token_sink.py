@@ -27,7 +27,7 @@ class TokenSink(Protocol):
     def end_limit(self) -> int:
         """The position after the last token that may be written."""
 
-    def put(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None: ...
+    def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None: ...
 
-    def explain(self, told: wire.PromptLogprobs) -> WriteError | None:
+    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
         """Logprobs of a part of the prompt."""

@@ -93,9 +93,9 @@ class Cutting:
         request has been said, but for what a lease says."""
         request, expected = self.request()
         cuts = self.arm(*spots)
-        course = await self.one.answer(request)
-        assert isinstance(course.end, Finish), (spots, course.end)
-        assert course.tokens == expected, spots
+        stream = await self.one.answer(request)
+        assert isinstance(stream.end, Finish), (spots, stream.end)
+        assert stream.tokens == expected, spots
         await self.quiet()
         return cuts
 
@@ -128,7 +128,7 @@ def _work(number: int) -> wire.EngineRequest:
     )
 
 
-async def _revived(found: StoredRequest) -> ValidRequest:
+async def _restore(found: StoredRequest) -> ValidRequest:
     return replace(_request(int(found.key.id[1:])), payload=found.payload)
 
 
@@ -171,8 +171,8 @@ async def cutting(store: Store) -> AsyncIterator[Cutting]:
             )
             between.target = place.address
         known = [_registered(place) for place in places.values()]
-        one = await stack.enter_async_context(core(store, known, id="r", revive=_revived))
-        other = await stack.enter_async_context(core(store, [], id="s", revive=_revived))
+        one = await stack.enter_async_context(core(store, known, id="r", restore=_restore))
+        other = await stack.enter_async_context(core(store, [], id="s", restore=_restore))
         made = Cutting(one, other, places, proxies)
         yield made
         await made.settle()

@@ -182,9 +182,9 @@ async def test_an_id_that_is_known_for_something_else(scene: Scene) -> None:
     await scene.stub.Generate(asked(5, request_id="mine"))
     other = await told(scene.stub.Generate(asked(6, request_id="mine")))
     assert (other.code, other.reason) == (Code.ALREADY_EXISTS, "REQUEST_ID_REUSED")
-    beyond = await told(scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=6)).read())
-    assert (beyond.code, beyond.reason) == (Code.OUT_OF_RANGE, "SEQ_NOT_KEPT")
-    assert beyond.details[pb.ResumePoint] == pb.ResumePoint(first_seq=0, last_seq=5)
+    wait_beyond = await told(scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=6)).read())
+    assert (wait_beyond.code, wait_beyond.reason) == (Code.OUT_OF_RANGE, "SEQ_NOT_KEPT")
+    assert wait_beyond.details[pb.ResumePoint] == pb.ResumePoint(first_seq=0, last_seq=5)
     again = scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=5))
     assert await read(again) == []
 

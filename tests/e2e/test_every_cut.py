@@ -96,10 +96,10 @@ async def done_at(
         tasks.append(asyncio.create_task(doing(core, request)))
 
     cuts = scene.arm(spots[0]._replace(instead=now), *spots[1:])
-    course = await scene.one.answer(request)
+    stream = await scene.one.answer(request)
     await scene.quiet()
     found = await tasks[0] if tasks else None
-    return course, expected, found, cuts
+    return stream, expected, found, cuts
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on the other router"])
@@ -107,25 +107,25 @@ async def done_at(
 async def test_a_cancel_at_any_message(scene: Cutting, line: Line, elsewhere: bool) -> None:
     for number in range(MOST):
         core = scene.other if elsewhere else scene.one
-        course, expected, end, (cut,) = await done_at(scene, cancel, core, Spot(line, number))
+        stream, expected, end, (cut,) = await done_at(scene, cancel, core, Spot(line, number))
         if not cut.happened:
             break
         assert isinstance(end, Cancelled | Finish)
-        assert course.tokens == expected[: len(course.tokens)]
-        if isinstance(course.end, Finish):
-            assert course.tokens == expected
+        assert stream.tokens == expected[: len(stream.tokens)]
+        if isinstance(stream.end, Finish):
+            assert stream.tokens == expected
         else:
-            assert isinstance(course.end, Cancelled) or superseded(course)
+            assert isinstance(stream.end, Cancelled) or superseded(stream)
 
 
 @pytest.mark.parametrize("doing", [resume, attach])
 @pytest.mark.parametrize("line", LINES, ids=str)
 async def test_the_other_router_takes_over_at_any_message(scene: Cutting, line: Line, doing: Doing) -> None:
     for number in range(MOST):
-        course, expected, taken, (cut,) = await done_at(scene, doing, scene.other, Spot(line, number))
+        stream, expected, taken, (cut,) = await done_at(scene, doing, scene.other, Spot(line, number))
         if not cut.happened:
             break
-        check_taken(course, taken, expected)
+        check_taken(stream, taken, expected)
 
 
 async def test_the_other_router_is_asked_before_the_request_has_come(scene: Cutting) -> None:
@@ -135,10 +135,10 @@ async def test_the_other_router_is_asked_before_the_request_has_come(scene: Cutt
         scene.arm()
         asked = asyncio.create_task(resume_once_known(scene.other, request))
         await asyncio.sleep(0.0005 * step)
-        course = await scene.one.answer(request)
+        stream = await scene.one.answer(request)
         taken = await asked
         await scene.quiet()
-        check_taken(course, taken, expected)
+        check_taken(stream, taken, expected)
 
 
 @pytest.mark.slow
@@ -148,26 +148,26 @@ async def test_the_other_router_takes_over_and_then_a_session_breaks(scene: Cutt
         for second in SESSIONS:
             for later in range(MOST):
                 spots = Spot(first, number), Spot(second, later)
-                course, expected, taken, (before, cut) = await done_at(scene, resume_once_known, scene.other, *spots)
+                stream, expected, taken, (before, cut) = await done_at(scene, resume_once_known, scene.other, *spots)
                 if before.happened:
-                    check_taken(course, taken, expected)
+                    check_taken(stream, taken, expected)
                 if not cut.happened:
                     break
         if not before.happened:
             break
 
 
-def check_taken(course: TokenStream, taken: object, expected: list[int]) -> None:
+def check_taken(stream: TokenStream, taken: object, expected: list[int]) -> None:
     """Who was first has shown the beginning of the same text, and has ended well only with all of it."""
     assert isinstance(taken, TokenStream)
     assert isinstance(taken.end, Finish), taken.end
     assert taken.tokens == expected
-    if isinstance(course.end, Finish):
-        assert course.tokens == expected
+    if isinstance(stream.end, Finish):
+        assert stream.tokens == expected
     else:
-        assert superseded(course), course.end
-        assert course.tokens == expected[: len(course.tokens)]
+        assert superseded(stream), stream.end
+        assert stream.tokens == expected[: len(stream.tokens)]
 
 
-def superseded(course: TokenStream) -> bool:
-    return isinstance(course.end, Aborted) and course.end.reason is Reason.SUPERSEDED
+def superseded(stream: TokenStream) -> bool:
+    return isinstance(stream.end, Aborted) and stream.end.reason is Reason.SUPERSEDED

@@ -14,6 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RouterRegistration
 from decant.router.recovery.registration import RouterRegistrar
 from decant.router.recovery.takeover import OrphanRecovery
+from decant.runtime.background import BackgroundTask
 from decant.state.ids import Incarnation
 from decant.state.keys import Ttls
 from decant.state.private_redis import PrivateRedis
@@ -82,16 +83,17 @@ async def member(store: Store, id: str) -> AsyncIterator[Core]:
     """A router that is registered and takes over what others leave."""
     async with core(store, [], id=id) as scene:
         peer = scene.router.peer
-        membership = RouterRegistrar(store, RouterRegistration(peer=peer), scene.router.flusher.rewrite, lambda: None)
+        membership = RouterRegistrar(
+            store, RouterRegistration(peer=peer), scene.router.journal_writer.resync_all, lambda: None
+        )
         takeover = OrphanRecovery(
             store, scene.dispatcher, Incarnation.of(peer), scene.router.pool.is_connected, LIFETIMES
         )
-        membership.start(LIFETIMES.renew_every_s)
-        takeover.start()
+        renewing = BackgroundTask("renewing", partial(membership.run, LIFETIMES.renew_every_s))
         try:
-            yield scene
+            async with renewing, BackgroundTask("takeover", takeover.run):
+                yield scene
         finally:
-            await takeover.close()
             await membership.close()
 
 
@@ -125,8 +127,8 @@ async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_reg
         for number, scene in enumerate(routers * STREAMS):
             request = asked(number, wanted=WANTED)
             begun.append((await scene.dispatcher.begin(request), alone(request.engine_request)))
-        for course, _ in begun:
-            await written(course, 2)
+        for stream, _ in begun:
+            await written(stream, 2)
         incarnations = [Incarnation.of(scene.router.peer) for scene in routers]
         async with asyncio.timeout(PATIENCE):
             line.cut()
@@ -135,8 +137,8 @@ async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_reg
             line.is_cut = False
             await eventually(partial(registered_are, direct, incarnations, True))
             await asyncio.sleep(2 * LIFETIMES.registration_s)
-        assert [course.end for course, _ in begun] == [None] * len(begun)
+        assert [stream.end for stream, _ in begun] == [None] * len(begun)
         place.device.go_on()
-        for course, expected in begun:
-            assert tokens_of(await ended(course)) == expected
+        for stream, expected in begun:
+            assert tokens_of(await ended(stream)) == expected
         steps.cancel()

@@ -22,7 +22,7 @@ class MakeDevice(Protocol):
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint whose logits spread, so that its text depends on all that came before."""
+    """A random checkpoint with spread logits, so that its output depends on all earlier tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import pairwise
 
 from decant.engine.blocks import BlockHash
@@ -30,7 +30,7 @@ def parked(engine: Engine) -> list[str]:
 
 
 def plan_keeps_the_limits(engine: Engine, plan: StepPlan) -> None:
-    """The budget, the number of rows, and a place in a block for each token."""
+    """Check the budget, the number of rows, and that each token has a slot."""
     limits = engine.limits
     spent = sum(row.end - row.start for row in plan.rows)
     assert spent == plan.num_tokens, f"the plan says {plan.num_tokens} tokens and has {spent}"
@@ -42,7 +42,7 @@ def plan_keeps_the_limits(engine: Engine, plan: StepPlan) -> None:
 
 
 def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> None:
-    """Each sequence once: decodes, begun prompts, new ones (not among ``ran``); most urgent first within each."""
+    """Each sequence once: decodes, prompts in progress, new ones (not among ``ran``); most urgent first within each."""
     running = {sequence.id: sequence for sequence in engine.scheduler.running}
     rows = [running[row.request.id] for row in plan.rows]
     assert len({sequence.id for sequence in rows}) == len(rows), "a sequence has two rows"
@@ -53,7 +53,7 @@ def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> No
         assert fine, f"{behind.id} is more urgent than {ahead.id} and stands behind it"
 
 
-def nobody_is_behind_one_that_was_cut(plan: StepPlan) -> None:
+def no_prompt_follows_one_that_was_cut(plan: StepPlan) -> None:
     """Only the last row may leave tokens to be computed: whatever cut it, there was nothing left for others."""
     for row in plan.rows[:-1]:
         assert row.end == len(row.tokens), f"somebody stands behind {row.request.id}, which was cut"
@@ -83,7 +83,7 @@ def changes_are_in_order(
 
 
 def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, int]]]:
-    """Block -> the sequences that hold it, each with the place that it has there."""
+    """Block -> the sequences that hold it, each with its index in the block table."""
     found: dict[int, list[tuple[EngineSequence, int]]] = defaultdict(list)
     arriving = [arrival.sequence for arrival in engine.transfers.arrivals.values()]
     for sequence in (*live(engine).values(), *arriving):
@@ -92,12 +92,13 @@ def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, int]]]:
     return found
 
 
-def shared_blocks_are_published_prefixes(engine: Engine) -> None:
-    """Two sequences hold one block only when it was published and carries the same tokens after the same tokens."""
+def shared_blocks_are_published_prefixes(engine: Engine, forked: Set[str] = frozenset()) -> None:
+    """Sequences share a block only if it is published or one was forked, and if it has the same prefix in all."""
     size = engine.pool.block_size
     for block, found in holders(engine).items():
         if len(found) > 1:
-            assert block in engine.pool._hash_of, f"block {block} is shared and not published"
+            is_published = block in engine.pool._hash_of or all(sequence.id in forked for sequence, _ in found)
+            assert is_published, f"block {block} is shared and not published"
             meanings = {_meaning(sequence, (index + 1) * size) for sequence, index in found}
             assert len(meanings) == 1, f"block {block} is shared by sequences that differ"
 
@@ -153,7 +154,7 @@ class Contents:
 
 
 def _slots(sequence: EngineSequence) -> list[bytes]:
-    """What the fake must have written for the computed tokens of a sequence."""
+    """Slots that the fake device fills for the computed tokens of a sequence."""
     slots = [b""]
     for position in range(sequence.computed):
         slots.append(slot_bytes(sequence.tokens[position], position, slots[-1]))
@@ -202,5 +203,5 @@ def instants_are_in_order(timeline: Timeline, written: int) -> None:
 
 
 def steps_needed(requests: Sequence[Request], context_length: int) -> int:
-    """More than enough: whoever is the most urgent of those that run computes a token a step and never loses it."""
+    """An upper bound: the most urgent running sequence computes a token per step and is never preempted."""
     return len(requests) * context_length * 2 + 20

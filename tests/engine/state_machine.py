@@ -1,6 +1,6 @@
-"""Two engines whose pools are far too small, and everything that can be done to them, checked after each action.
+"""State machine: all actions on two engines with too few blocks, checked after each action.
 
-Both a hypothesis machine and plain random scripts drive it. An action that makes no sense right now does nothing.
+A hypothesis machine and random scripts drive it. An action that does not apply does nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Watched(FakeDevice):
     def run(self, plan: StepPlan) -> StepResult:
         properties.plan_keeps_the_limits(self.engine, plan)
         properties.plan_is_in_order(self.engine, plan, self.ran)
-        properties.nobody_is_behind_one_that_was_cut(plan)
+        properties.no_prompt_follows_one_that_was_cut(plan)
         return super().run(plan)
 
 
@@ -50,7 +50,7 @@ def _device(kind: type[FakeDevice], num_blocks: int) -> FakeDevice:
 
 
 def expected(request: Request) -> SequenceOutput:
-    """What a request is told that has no company, no cache and no engine."""
+    """Output of a request without batch, cache or engine."""
     same = replace(request, id="alone", park_after=None, priority=0, salt=b"", use_prefix_cache=True)
     if repr(same) not in MEMORY:
         MEMORY[repr(same)] = recompute_each_step(_device(FakeDevice, BLOCKS + 1), same, CONTEXT_LENGTH)
@@ -81,6 +81,7 @@ class World:
         self.moves: dict[str, Move] = {}
         self.cancelled: set[str] = set()
         self.joined = 0
+        self.forked: set[str] = set()  # forks and their sources
 
     @staticmethod
     def _engine(limits: Limits, costs: StepCostModel) -> Engine:
@@ -128,8 +129,24 @@ class World:
             if id:
                 engine.resume(id)
 
+    def fork(self, n: int) -> None:
+        """A copy of a live sequence as it is now. What its source emitted so far counts as the copy's, too."""
+        id = _pick(self._alive(), n)
+        if not id:
+            return
+        child, source = f"s{len(self.requests)}", self.log[id]
+        try:
+            self.engines[self.home[id]].fork(id, child, self.requests[id].sampling.output_index)
+        except OutOfBlocks:
+            return
+        self.requests[child] = replace(self.requests[id], id=child)
+        self.home[child] = self.home[id]
+        self.log[child].tokens = [token._replace(id=child) for token in source.tokens]
+        self.log[child].prompt_logprobs = list(source.prompt_logprobs)
+        self.forked |= {id, child}
+
     def open(self, n: int) -> None:
-        """Reserve room in the other engine, and lease the blocks that it lacks."""
+        """Reserve blocks in the other engine, and lease those that it lacks."""
         id = _pick([id for id in self._alive() if id not in self.moves], n)
         if not id:
             return
@@ -204,13 +221,13 @@ class World:
         for engine, contents in zip(self.engines, self.contents, strict=True):
             engine.check_integrity()
             properties.running_keeps_the_limit(engine)
-            properties.shared_blocks_are_published_prefixes(engine)
+            properties.shared_blocks_are_published_prefixes(engine, self.forked)
             properties.published_blocks_are_filled(engine)
             properties.leases_keep_their_bytes(engine)
             contents.check(engine)
 
     def finish(self) -> None:
-        """Give up all handoffs, let everything run to its end, and see that all was told and nothing is left."""
+        """Abort all handoffs, run to the end, and check that all output is complete and nothing is held."""
         while self.moves:
             self.give_up(0)
             self.check()
@@ -276,7 +293,7 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
-def play(seed: int, actions: int = 80) -> World:
+def play(seed: int, actions: int = 80, *, forks: bool = False) -> World:
     """A random script on a fresh world, checked after every action and at its end."""
     rng = random.Random(seed)
     machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2])
@@ -292,6 +309,8 @@ def play(seed: int, actions: int = 80) -> World:
         (lambda: machine.join(rng.randrange(99)), 3),
         (lambda: machine.give_up(rng.randrange(99), by_cancel=rng.random() < 0.5), 1),
     ]
+    if forks:
+        choices.append((lambda: machine.fork(rng.randrange(99)), 2))
     weights = [weight for _, weight in choices]
     for _ in range(actions):
         rng.choices([action for action, _ in choices], weights)[0]()

@@ -91,7 +91,7 @@ def test_an_encoder_with_a_decoder_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("floor", [16, 200])
-def test_a_scale_that_counts_rows_is_found_wherever_in_the_window_it_begins(floor, tmp_path):
+def test_a_scale_that_counts_rows_is_refused_wherever_it_begins(floor, tmp_path):
     folder = tiny.save(tiny.config("llama4_text", floor_scale=floor, attn_scale=0.5), tmp_path)
     with pytest.raises(ModelRefused, match=r"Llama4ForCausalLM.* differ"):
         serve(folder)
@@ -99,8 +99,8 @@ def test_a_scale_that_counts_rows_is_found_wherever_in_the_window_it_begins(floo
         assert serve(folder, context_length=128).probe_result.exact
 
 
-def test_a_cache_that_forgets_what_the_prompt_saw_is_found(tmp_path):
-    """Moshi's mask shows everything and its cache keeps a window: within it both agree."""
+def test_a_cache_that_drops_tokens_the_prompt_saw_is_refused(tmp_path):
+    """Moshi's mask is full and its cache keeps a sliding window: within it both agree."""
     folder = tiny.save(tiny.config("moshi", sliding_window=64, ffn_dim=96), tmp_path)
     with pytest.raises(ModelRefused, match="layer 0 sees 256 tokens of a prompt, and 64 from its cache"):
         serve(folder)
@@ -144,7 +144,7 @@ def test_attention_that_is_a_hundredth_too_sharp_is_refused_in_any_dtype(kind, d
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_window_one_token_too_narrow_is_refused_in_any_dtype(dtype, tmp_path, monkeypatch):
+def test_a_sliding_window_one_token_too_narrow_is_refused_in_any_dtype(dtype, tmp_path, monkeypatch):
     folder = tiny.save(tiny.config("mistral", sliding_window=12), tmp_path)
     assert serve(folder, dtype=dtype).probe_result.exact
     monkeypatch.setattr(views, "fit", lambda *_: AttentionWindow(Kind.SLIDING, 11))
@@ -322,7 +322,7 @@ PARTS = 4
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_whatever_is_served_writes_what_generate_writes(
+def test_every_served_architecture_generates_the_tokens_of_generate(
     part: int, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     """Every causal architecture that can be made small by rule: right, or refused."""

@@ -1,4 +1,4 @@
-"""Room for a cache that comes from elsewhere: what runs here keeps a block each, and who lost his comes first."""
+"""Capacity for arrivals: each running sequence keeps a spare block, and preempted sequences go first."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def preempted(engine: Engine) -> bool:
     return any(waiting.timeline.scheduled is not None for waiting in engine.scheduler.waiting)
 
 
-def test_who_was_preempted_comes_before_anybody_who_arrives() -> None:
+def test_preempted_sequences_come_before_arrivals() -> None:
     engine = make_engine(12, max_running=4)
     for number in range(3):
         engine.add(make_request(f"r{number}", prompt(8, number + 1), 30))

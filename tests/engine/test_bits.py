@@ -1,4 +1,4 @@
-"""The second law: a row's logits are the same bits in any company, any chunking, and after any detour."""
+"""Exact rows: a row's logits have the same bits in any batch, any chunking, and after preemption and handoff."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def gelu(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One whose gate is torch's own in any case."""
+    """A checkpoint whose gate is never fused."""
     folder = tmp_path_factory.mktemp("gelu")
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL, hidden_act="gelu_pytorch_tanh")
@@ -127,7 +127,7 @@ class Bench:
         return torch.cat([self.step(span)[index] for span in spans])
 
     def forget(self) -> None:
-        """What lies in the blocks must not matter before it is written again."""
+        """Stale bytes of blocks must not matter."""
         self.device.store.blocks.fill_(float("nan"))
 
 
@@ -331,7 +331,7 @@ def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_law_holds_at_the_shape_of_qwen_half_a_billion(half_a_billion: str, dtype: str) -> None:
+def test_rows_are_exact_at_the_shape_of_qwen_half_a_billion(half_a_billion: str, dtype: str) -> None:
     device = load(ModelConfig(half_a_billion, dtype=dtype, kv_bytes=64 << 20))
     lengths = [140, 1, 33, 64, 20, 7, 128, 50]
     bench = Bench(device, lengths)

@@ -1,4 +1,4 @@
-"""What a sequence wrote behind the place where it should have stopped is found by nobody."""
+"""Cancel with ``keep``: blocks behind the stop position are not cached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def found(engine: Engine, tokens: list[int], salt: bytes = b"") -> int:
 
 
 @pytest.mark.parametrize("keep", range(6, 40))
-def test_what_is_kept_is_cached_and_what_lies_behind_is_not(keep: int) -> None:
+def test_kept_tokens_are_cached_and_those_behind_are_not(keep: int) -> None:
     engine, log, request = make_engine(), OutputLog(), make_request("a", 6, 60)
     engine.add(request)
     step_until(engine, lambda: len(log["a"].tokens) >= 38, log)
@@ -28,7 +28,7 @@ def test_what_is_kept_is_cached_and_what_lies_behind_is_not(keep: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["ended", "cancelled", "preempted"])
-def test_an_answer_is_found_once_its_sequence_has_let_go_of_it_and_its_prompt_before(way: str) -> None:
+def test_an_output_is_cached_once_its_sequence_ends_and_its_prompt_before(way: str) -> None:
     engine, log, request = make_engine(), OutputLog(), make_request("a", 2 * BLOCK, 5 * BLOCK)
     engine.add(request)
     step_until(engine, lambda: len(log["a"].tokens) >= 5 * BLOCK - 1, log)
@@ -47,7 +47,7 @@ def test_an_answer_is_found_once_its_sequence_has_let_go_of_it_and_its_prompt_be
         assert engine.step().num_tokens == BLOCK - 1, "only what no block holds is computed again"
 
 
-def test_what_somebody_holds_is_forgotten_by_nobody() -> None:
+def test_held_blocks_are_not_evicted() -> None:
     engine, log, request = make_engine(), OutputLog(), make_request("a", 6, 60)
     engine.add(request)
     step_until(engine, lambda: len(log["a"].tokens) >= 20, log)
@@ -63,7 +63,7 @@ def test_what_somebody_holds_is_forgotten_by_nobody() -> None:
     engine.check_integrity()
 
 
-def test_without_a_place_everything_stays_cached() -> None:
+def test_without_keep_everything_stays_cached() -> None:
     engine, log, request = make_engine(), OutputLog(), make_request("a", 6, 60)
     engine.add(request)
     step_until(engine, lambda: len(log["a"].tokens) >= 20, log)

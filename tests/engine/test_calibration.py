@@ -66,19 +66,19 @@ def test_measuring_ends_in_time_and_a_slow_machine_runs_less(slower: float) -> N
 
 
 def test_measuring_leaves_nothing_behind() -> None:
-    device = Timed(COSTS, context_length=96, room=512)
+    device = Timed(COSTS, context_length=96, num_slots=512)
     device.costs = measure(device, clock=device.clock)
     engine = Engine(device, Limits(token_budget=64, max_running=8, context_length=96))
     engine.check_integrity()
     assert engine.load().cached_blocks == 0
-    again = Engine(Timed(COSTS, context_length=96, room=512), engine.limits)
+    again = Engine(Timed(COSTS, context_length=96, num_slots=512), engine.limits)
     assert run(engine, make_request("a", 40, 20))["a"].text == run(again, make_request("a", 40, 20))["a"].text
     nothing_is_held(engine)
 
 
 @pytest.mark.parametrize(("context_length", "num_slots"), [(4, 4), (96, 96), (2048, 2048)])
-def test_a_device_with_little_room_is_measured_as_far_as_it_goes(context_length: int, room: int) -> None:
-    device = Timed(COSTS, context_length=context_length, room=room)
+def test_a_device_with_few_blocks_is_measured_with_the_shapes_that_fit(context_length: int, num_slots: int) -> None:
+    device = Timed(COSTS, context_length=context_length, num_slots=num_slots)
     found = measure(device, clock=device.clock)
     assert found.seconds(chunk(0, 1)) == pytest.approx(COSTS.seconds(chunk(0, 1)), rel=0.01)
     assert choose_threads(device, 4, lambda _: None, clock=device.clock) == 4
@@ -106,7 +106,7 @@ def test_no_cost_is_negative_whatever_was_measured(samples: list[tuple[StepWork,
     st.builds(StepCostModel, st.floats(0, 1), st.floats(1e-6, 0.1), st.floats(0, 0.1), st.floats(0, 1e-4)),
     st.floats(0.01, 10),
 )
-def test_a_token_budget_is_what_prompts_alone_have_the_time_for(costs: StepCostModel, step_seconds: float) -> None:
+def test_a_token_budget_is_what_a_prefill_only_step_has_time_for(costs: StepCostModel, step_seconds: float) -> None:
     budget = choose_token_budget(costs, step_seconds)
     assert MIN_TOKEN_BUDGET <= budget <= MAX_TOKEN_BUDGET
     assert budget.bit_count() == 1

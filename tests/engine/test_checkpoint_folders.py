@@ -34,7 +34,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         serve(tmp_path)
 
 
-def test_a_folder_with_a_configuration_alone_is_refused(copy):
+def test_a_folder_with_only_a_configuration_is_refused(copy):
     (copy / "model.safetensors").unlink()
     with pytest.raises(ModelRefused, match="no weights"):
         serve(copy)
@@ -219,7 +219,7 @@ def test_an_adapter_of_a_hub_name_is_refused_by_name(hub, has_config):
         serve("org/tiny")
 
 
-def test_an_adapter_alone_is_refused_by_name(tmp_path):
+def test_a_folder_with_only_an_adapter_is_refused_by_name(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelRefused, match=r"it has an adapter \(adapter_config\.json\)"):
         serve(tmp_path)

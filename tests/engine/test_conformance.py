@@ -56,7 +56,7 @@ def engine_of(make: MakeDevice, num_blocks: int = 64, **limits: int) -> Engine:
 
 
 @pytest.mark.parametrize(("budget", "max_running"), [(1, 1), (7, 4), (64, 8), (4096, 8)])
-def test_what_is_told_depends_on_neither_company_nor_chunks(make: MakeDevice, budget: int, max_running: int) -> None:
+def test_output_depends_on_neither_batch_nor_chunks(make: MakeDevice, budget: int, max_running: int) -> None:
     engine = engine_of(make, budget=budget, max_running=max_running)
     log = run(engine, *SCENE)
     for request in SCENE:
@@ -64,7 +64,7 @@ def test_what_is_told_depends_on_neither_company_nor_chunks(make: MakeDevice, bu
     nothing_is_held(engine)
 
 
-def test_what_is_told_does_not_depend_on_prefix_hits(make: MakeDevice) -> None:
+def test_output_does_not_depend_on_prefix_hits(make: MakeDevice) -> None:
     engine = engine_of(make)
     for round in range(2):
         for request in SCENE:
@@ -78,7 +78,7 @@ def test_what_is_told_does_not_depend_on_prefix_hits(make: MakeDevice) -> None:
             assert first < request.prompt_len if hit else first <= request.prompt_len
 
 
-def test_what_is_told_does_not_depend_on_preemption(make: MakeDevice) -> None:
+def test_output_does_not_depend_on_preemption(make: MakeDevice) -> None:
     requests = [replace(request, stop=StopParams(max_tokens=16)) for request in SCENE if request.prompt_len < 29]
     engine = engine_of(make, num_blocks=12, budget=16)
     log = run(engine, *requests)
@@ -88,7 +88,7 @@ def test_what_is_told_does_not_depend_on_preemption(make: MakeDevice) -> None:
     nothing_is_held(engine)
 
 
-def test_what_is_told_does_not_depend_on_others_that_are_cancelled(make: MakeDevice) -> None:
+def test_output_does_not_depend_on_others_that_are_cancelled(make: MakeDevice) -> None:
     engine = engine_of(make, budget=16)
     log = run(engine, *SCENE, steps=3)
     for id in ("seeded", "explained"):
@@ -100,7 +100,7 @@ def test_what_is_told_does_not_depend_on_others_that_are_cancelled(make: MakeDev
     nothing_is_held(engine)
 
 
-def test_a_request_starts_over_from_what_it_has_written(make: MakeDevice) -> None:
+def test_a_request_restarts_from_its_output(make: MakeDevice) -> None:
     for request in SCENE:
         whole = expected(make, request)
         tokens = (*request.token_ids, *whole.text[:5])
@@ -143,14 +143,14 @@ def test_no_stop_token_is_drawn_before_min_tokens(make: MakeDevice) -> None:
     assert len(result.text) >= 6
 
 
-def test_the_window_ends_a_text(make: MakeDevice) -> None:
+def test_the_context_length_ends_an_output(make: MakeDevice) -> None:
     request = replace(SCENE[0], stop=StopParams())
     result = run(engine_of(make, context_length=11), request)["short"]
     assert result.reason is FinishReason.CONTEXT_LENGTH
     assert result.text == expected(make, SCENE[0]).text
 
 
-def test_a_prompt_as_long_as_the_window_gives_one_token(make: MakeDevice) -> None:
+def test_a_prompt_of_the_context_length_gives_one_token(make: MakeDevice) -> None:
     engine = engine_of(make, num_blocks=8)
     result = run(engine, make_request("full", 32, max_tokens=None))["full"]
     assert (len(result.text), result.reason) == (1, FinishReason.CONTEXT_LENGTH)
@@ -158,12 +158,12 @@ def test_a_prompt_as_long_as_the_window_gives_one_token(make: MakeDevice) -> Non
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_max_tokens_ends_a_text(make: MakeDevice, count: int) -> None:
+def test_max_tokens_ends_an_output(make: MakeDevice, count: int) -> None:
     result = run(engine_of(make), make_request("short", 3, count))["short"]
     assert (result.text, result.reason) == (expected(make, SCENE[0]).text[:count], FinishReason.LENGTH)
 
 
-def test_a_sequence_begins_with_what_it_found_computed(make: MakeDevice) -> None:
+def test_a_sequence_starts_with_its_cached_tokens(make: MakeDevice) -> None:
     engine, request = engine_of(make, budget=8), make_request("a", 30)
     first = run(engine, request)["a"].begun
     again = run(engine, request)["a"].begun
@@ -208,7 +208,7 @@ def test_a_sequence_begins_once_however_often_it_is_preempted(make: MakeDevice) 
 # -- log-probabilities ------------------------------------------------------------------------------------------
 
 
-def test_log_probabilities_are_those_of_the_tokens_that_were_written(make: MakeDevice) -> None:
+def test_log_probabilities_are_those_of_the_generated_tokens(make: MakeDevice) -> None:
     request = make_request("a", 9, logprobs=3, prompt_logprobs=2)
     result = run(engine_of(make), request)["a"]
     assert [entry.token for entry in result.logprobs if entry] == result.text
@@ -225,7 +225,7 @@ def test_log_probabilities_are_those_of_the_tokens_that_were_written(make: MakeD
         assert entry.rank == 1 or entry.logprob <= values[0]
 
 
-def test_log_probabilities_are_told_only_when_asked_for(make: MakeDevice) -> None:
+def test_log_probabilities_are_emitted_only_on_request(make: MakeDevice) -> None:
     result = run(engine_of(make), SCENE[0])["short"]
     assert set(result.logprobs) == {None}
     assert not result.prompt_logprobs
@@ -306,7 +306,7 @@ def test_a_bad_request_is_refused_by_name_and_the_others_go_on(make: MakeDevice)
         same_output_as_alone(log[request.id], expected(make, request))
 
 
-def test_an_id_is_taken_once_and_free_again_after_its_end_was_told(make: MakeDevice) -> None:
+def test_an_id_is_used_once_and_free_again_after_its_end_is_emitted(make: MakeDevice) -> None:
     engine = engine_of(make)
     log = run(engine, make_request("a"), steps=2)
     with pytest.raises(InvalidRequest, match="alive") as refused:

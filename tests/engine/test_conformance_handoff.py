@@ -55,7 +55,7 @@ def parked_sender(make: MakeDevice) -> tuple[Engine, OutputLog]:
 
 
 @pytest.mark.parametrize("cached_blocks", [0, 2, 5])
-def test_a_text_goes_on_elsewhere_from_its_blocks(make: MakeDevice, cached_blocks: int) -> None:
+def test_an_output_continues_elsewhere_from_its_blocks(make: MakeDevice, cached_blocks: int) -> None:
     """With nothing there, with a cached prefix, and with all but the last block cached."""
     sender, log = parked_sender(make)
     receiver = engine_of(make)
@@ -96,7 +96,7 @@ def test_blocks_leave_while_the_prompt_is_still_computed(make: MakeDevice) -> No
         nothing_is_held(engine)
 
 
-def test_the_step_that_writes_the_last_token_before_a_handoff_says_that_it_parked(make: MakeDevice) -> None:
+def test_the_step_that_reaches_park_after_reports_it(make: MakeDevice) -> None:
     sender = engine_of(make, budget=8)
     sender.add(MOVED)
     sender.add(replace(MOVED, id="short", stop=StopParams(max_tokens=2)))
@@ -109,8 +109,8 @@ def test_the_step_that_writes_the_last_token_before_a_handoff_says_that_it_parke
     assert ended == ["short"], "what ends is not parked"
 
 
-def test_a_sequence_is_drained_in_the_middle_of_its_text(make: MakeDevice) -> None:
-    """It writes on while its blocks leave; only the last ones are moved while it stands still."""
+def test_a_sequence_is_migrated_in_the_middle_of_its_output(make: MakeDevice) -> None:
+    """It decodes while its blocks are sent; only the last ones are sent while it is parked."""
     sender, receiver = engine_of(make), engine_of(make)
     request, other = replace(MOVED, park_after=None), make_request("other", prompt(9, 4), 12)
     sender.add(other)
@@ -136,7 +136,7 @@ def test_a_sequence_is_drained_in_the_middle_of_its_text(make: MakeDevice) -> No
         nothing_is_held(engine)
 
 
-def test_a_parked_sequence_that_nobody_takes_goes_on_here(make: MakeDevice) -> None:
+def test_a_parked_sequence_without_a_receiver_resumes(make: MakeDevice) -> None:
     sender, log = parked_sender(make)
     sender.transfers.export("moved")
     sender.transfers.finalize("moved")
@@ -147,7 +147,7 @@ def test_a_parked_sequence_that_nobody_takes_goes_on_here(make: MakeDevice) -> N
     nothing_is_held(sender)
 
 
-def test_prompt_log_probabilities_are_told_once_across_a_handoff_and_a_preemption(make: MakeDevice) -> None:
+def test_prompt_log_probabilities_are_emitted_once_across_handoff_and_preemption(make: MakeDevice) -> None:
     request = replace(MOVED, prompt_logprobs=1)
     sender, receiver = engine_of(make, budget=8), engine_of(make, num_blocks=12)
     log = run(sender, request)
@@ -172,7 +172,7 @@ def test_a_lease_keeps_the_bytes_of_a_sequence_that_has_ended(make: MakeDevice) 
     nothing_is_held(sender)
 
 
-def test_what_a_sequence_and_its_export_hold_is_counted_once(make: MakeDevice) -> None:
+def test_blocks_of_a_sequence_and_its_export_are_counted_once(make: MakeDevice) -> None:
     sender, _ = parked_sender(make)
     held = sender.load().held_blocks
     assert sender.blocks_of(["moved", "nobody"]) == held > 0
@@ -261,7 +261,7 @@ def test_what_does_not_agree_never_becomes_a_sequence(make: MakeDevice, fault: s
     same_output_as_alone(run(receiver, again)["moved"], expected(make))
 
 
-def test_a_block_that_is_here_already_is_not_written_over_and_none_goes_beyond_the_room(make: MakeDevice) -> None:
+def test_a_cached_block_is_not_overwritten_and_none_goes_beyond_the_block_table(make: MakeDevice) -> None:
     sender, _ = parked_sender(make)
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
     run(receiver, make_request("before", MOVED.token_ids[:9], 1))
@@ -287,7 +287,7 @@ def test_a_byte_that_flips_between_its_computing_and_its_export_is_noticed(make:
     nothing_is_held(sender)
 
 
-def test_the_same_block_may_come_again_and_no_other_in_its_place(make: MakeDevice) -> None:
+def test_a_repeated_block_is_accepted_and_another_refused(make: MakeDevice) -> None:
     sender, _ = parked_sender(make)
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
     arrival = receiver.transfers.reserve(MOVED)
@@ -300,8 +300,8 @@ def test_the_same_block_may_come_again_and_no_other_in_its_place(make: MakeDevic
     nothing_is_held(receiver)
 
 
-def test_blocks_may_be_written_by_another_thread_beside_the_steps(make: MakeDevice) -> None:
-    """Until the arrival is closed; what came is whole, and the others' texts are what they are alone."""
+def test_blocks_may_be_written_by_another_thread_during_steps(make: MakeDevice) -> None:
+    """Until the arrival is closed; received blocks are complete, and other outputs are as alone."""
     sender, _ = parked_sender(make)
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
     arrival = receiver.transfers.reserve(MOVED)
@@ -369,7 +369,7 @@ def test_blocks_that_came_before_a_break_are_a_prefix_for_the_next_attempt(make:
     same_output_as_alone(log["moved"], expected(make))
 
 
-def test_a_text_that_does_not_begin_with_what_is_known_is_refused(make: MakeDevice) -> None:
+def test_an_output_that_does_not_start_with_the_known_tokens_is_refused(make: MakeDevice) -> None:
     sender, _ = parked_sender(make)
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
     known = (*MOVED.token_ids, payload.commit.output[0] ^ 1)
@@ -382,7 +382,7 @@ def test_a_text_that_does_not_begin_with_what_is_known_is_refused(make: MakeDevi
 # -- room, and letting go ---------------------------------------------------------------------------------------
 
 
-def test_no_room_reserves_nothing(make: MakeDevice) -> None:
+def test_a_reservation_without_blocks_leaves_nothing(make: MakeDevice) -> None:
     receiver = engine_of(make, num_blocks=8)
     log = run(receiver, make_request("holder", prompt(16, 2), 8), steps=1)
     before = receiver.load()
@@ -398,7 +398,7 @@ def test_no_room_reserves_nothing(make: MakeDevice) -> None:
     nothing_is_held(receiver)
 
 
-def test_room_is_reserved_for_no_more_than_may_run(make: MakeDevice) -> None:
+def test_reservations_respect_max_running(make: MakeDevice) -> None:
     receiver = engine_of(make, max_running=2)
     log = run(receiver, make_request("a", 5), steps=1)
     arrival = receiver.transfers.reserve(MOVED)
@@ -475,7 +475,7 @@ def test_a_cancel_during_an_export_frees_all_but_the_lease(make: MakeDevice, whe
     nothing_is_held(sender)
 
 
-def test_a_sequence_in_its_prompt_can_not_be_sealed(make: MakeDevice) -> None:
+def test_a_sequence_in_its_prompt_can_not_be_finalized(make: MakeDevice) -> None:
     sender = engine_of(make, budget=8)
     log = run(sender, MOVED, steps=1)
     sender.park("moved")
@@ -490,7 +490,7 @@ def test_a_sequence_in_its_prompt_can_not_be_sealed(make: MakeDevice) -> None:
     same_output_as_alone(run(sender, log=log)["moved"], expected(make))
 
 
-def test_seams_that_do_not_fit_are_typed_errors(make: MakeDevice) -> None:
+def test_misuse_of_transfers_raises_typed_errors(make: MakeDevice) -> None:
     engine = engine_of(make)
     uses: list[Callable[[str], object]] = [
         engine.park,
@@ -523,7 +523,7 @@ def test_seams_that_do_not_fit_are_typed_errors(make: MakeDevice) -> None:
     nothing_is_held(engine)
 
 
-def test_a_seal_speaks_of_its_blocks_its_text_and_its_length() -> None:
+def test_a_commit_covers_its_blocks_its_output_and_its_length() -> None:
     commit = TransferCommit(3, (5,), transfer_checksum(default_checksum, 3, (5,), (7, 8)))
     others = [(4, (5,), (7, 8)), (3, (6,), (7, 8)), (3, (5,), (8, 7)), (3, (5, 7), (8,)), (3, (), (5, 7, 8))]
     assert commit.checksum not in {transfer_checksum(default_checksum, *words) for words in others}

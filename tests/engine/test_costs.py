@@ -1,4 +1,4 @@
-"""What is said of a step's seconds: what is said to fit fits, longer contexts get less, and it is kept true."""
+"""Step cost model: predictions, tokens within a time, and correction by measured steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def more(costs: StepCostModel, work: StepWork) -> float:
 
 @settings(deadline=None)
 @given(COSTS, st.floats(0, 10), st.integers(0, 100_000), st.integers(1, 4096), st.booleans())
-def test_what_is_said_to_fit_fits_and_one_more_would_not(
+def test_the_tokens_within_a_time_fit_and_one_more_does_not(
     costs: StepCostModel, seconds: float, context: int, most: int, explained: bool
 ) -> None:
     fitting = costs.max_tokens_within(seconds, context, most, all_logits=explained)
@@ -38,7 +38,7 @@ def test_what_is_said_to_fit_fits_and_one_more_would_not(
 
 @settings(deadline=None)
 @given(COSTS, st.floats(0, 10), st.integers(0, 10_000), st.integers(1, 10_000))
-def test_less_fits_behind_a_longer_context_and_clearly_less_behind_one_that_costs(
+def test_fewer_tokens_fit_behind_a_longer_context(
     costs: StepCostModel, seconds: float, context: int, further: int
 ) -> None:
     near, far = (costs.max_tokens_within(seconds, start, 4096) for start in (context, context + further))
@@ -93,7 +93,7 @@ def test_a_forecast_comes_to_what_steps_take_with_prompts_and_without(truth: Ste
     assert predictor.seconds(DECODES) == pytest.approx(truth.seconds(DECODES), rel=0.03)
 
 
-def test_steps_with_prompts_alone_tell_enough() -> None:
+def test_prefill_only_steps_are_enough_to_learn() -> None:
     """Though decodes were measured ten times too slow, and no step is without prompts."""
     truth, predictor = SAID, StepTimePredictor(StepCostModel(0.3, 0.001, 0.01, 1e-7))
     for _ in range(100):

@@ -41,7 +41,7 @@ def test_a_narrow_tensor_is_written_and_conversions_stay_wide() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "mixtral"])
-def test_the_trials_of_a_batch_have_the_logits_that_each_has_alone(kind: str, tmp_path: Path) -> None:
+def test_probe_sequences_have_the_same_logits_in_a_batch_and_alone(kind: str, tmp_path: Path) -> None:
     changes = tiny.SERVED[kind]
     folder = tiny.save(tiny.config(changes[0], **changes[1]), tmp_path, dtype=torch.bfloat16)
     model = tiny.reference(folder, torch.bfloat16)

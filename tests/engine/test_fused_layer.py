@@ -185,7 +185,7 @@ class Asking(LlamaDecoderLayer):
 
 
 @pytest.mark.parametrize("other", [Fading, Asking])
-def test_a_layer_that_looks_alike_stays_beside_one_that_is(other: type[LlamaDecoderLayer]) -> None:
+def test_a_similar_layer_is_not_fused_beside_one_that_is(other: type[LlamaDecoderLayer]) -> None:
     made = tiny.config("llama", **WIDE)
     assert isinstance(made, LlamaConfig)
     model = LlamaForCausalLM(made).float()

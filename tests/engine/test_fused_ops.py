@@ -118,7 +118,7 @@ def test_a_row_has_the_same_bits_beside_any_others_with_any_threads(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @torch.inference_mode()
-def test_a_row_that_is_no_number_stays_alone(value: float) -> None:
+def test_a_row_with_nan_does_not_affect_others(value: float) -> None:
     ours = fused(norm(64, torch.bfloat16), torch.bfloat16)
     x = rows(3, 64, torch.bfloat16)
     expected = ours(x)

@@ -1,4 +1,4 @@
-"""Memory for weights and blocks: noughts, aligned, and nobody else's."""
+"""Memory for weights and blocks: zeros, aligned, not shared."""
 
 from __future__ import annotations
 

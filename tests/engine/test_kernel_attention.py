@@ -126,7 +126,7 @@ def test_it_is_the_attention_of_plain_products_and_leaves_the_same_cache(shape: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", [NativeAttention, PagedAttention])
-def test_a_row_has_the_same_bits_in_any_pieces_beside_anyone_with_any_threads(
+def test_a_row_has_the_same_bits_in_any_chunks_batch_and_threads(
     kind: type, shape: Shape, dtype: torch.dtype, threads: None
 ) -> None:
     torch.set_num_threads(1)
@@ -142,7 +142,7 @@ def test_a_row_has_the_same_bits_in_any_pieces_beside_anyone_with_any_threads(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_is_seen_by_those_who_see_it(dtype: torch.dtype) -> None:
+def test_nan_reaches_exactly_the_rows_that_see_it(dtype: torch.dtype) -> None:
     scene = Scene(SHAPES[0], dtype)
     scene.key[0, 0, 10, 3] = float("nan")
     out = scene.step(NativeAttention, (0, 0, LENGTH))

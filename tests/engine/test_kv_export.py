@@ -1,4 +1,4 @@
-"""A sequence is sealed while it runs, once next to nothing of it is left to be sent; or it runs on."""
+"""Export of a running sequence: finalized once only its last block is unsent, or withdrawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.properties import nothing_is_held, same_output_as_alone
 LIVE = make_request("live", 22, 12, sampling=SamplingParams(temperature=1.0, seed=3))
 
 
-def test_it_is_sealed_when_no_more_than_its_last_block_is_left() -> None:
+def test_it_is_finalized_when_only_its_last_block_is_unsent() -> None:
     engine, log = make_engine(budget=8), OutputLog()
     engine.add(LIVE)
     log.record(engine.step())
@@ -33,7 +33,7 @@ def test_it_is_sealed_when_no_more_than_its_last_block_is_left() -> None:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_what_is_withdrawn_runs_on_as_if_nothing_had_been_asked(sealed: bool) -> None:
+def test_a_withdrawn_export_changes_nothing(sealed: bool) -> None:
     engine = make_engine(budget=8)
     log = run(engine, LIVE, steps=5)
     export = engine.transfers.export("live")
@@ -46,7 +46,7 @@ def test_what_is_withdrawn_runs_on_as_if_nothing_had_been_asked(sealed: bool) ->
     nothing_is_held(engine)
 
 
-def test_nobody_is_sealed_who_is_not_there() -> None:
+def test_an_unknown_sequence_is_not_finalized() -> None:
     engine = make_engine()
     with pytest.raises(UnknownSequence):
         engine.transfers.finalize_running("live", 0)

@@ -1,4 +1,4 @@
-"""The engine on a thread of its own: nothing polls, nothing blocks the event loop, and a crash reaches everyone."""
+"""EngineLoop: nothing polls, nothing blocks the event loop, and a crash fails all callers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP_SECONDS = 0.02
 
 
 class Device(FakeDevice):
-    """Counts its steps, knows their thread, takes its time, and crashes when told to."""
+    """Counts its steps, records their thread, sleeps, and crashes on request."""
 
     def __init__(self, num_blocks: int = 64) -> None:
         super().__init__(num_blocks=num_blocks, block_size=BLOCK, context_length=96, cost=lambda _: self.seconds)
@@ -46,7 +46,7 @@ class Device(FakeDevice):
 
 
 class Scene:
-    """An engine that counts how often it is stepped, its loop, and what the listener heard."""
+    """An engine that counts its steps, its loop, and what ``on_step`` received."""
 
     def __init__(self, num_blocks: int = 64) -> None:
         self.device = Device(num_blocks)
@@ -155,7 +155,7 @@ async def test_the_listener_hears_on_the_event_loop() -> None:
     assert result == {threading.current_thread().name}
 
 
-async def test_an_error_of_a_command_reaches_its_caller_alone() -> None:
+async def test_an_error_of_a_command_reaches_only_its_caller() -> None:
     async with running() as scene:
         await scene.add(make_request(max_tokens=80))
         with pytest.raises(InvalidRequest):
@@ -169,8 +169,8 @@ async def test_an_error_of_a_command_reaches_its_caller_alone() -> None:
         assert scene.text("a") == run_alone(make_request(max_tokens=80)).text
 
 
-async def test_all_that_a_step_gave_comes_in_one_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all that was asked for meanwhile goes in one, too."""
+async def test_a_step_is_delivered_in_one_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls made meanwhile run in one batch, too."""
     async with running() as scene:
         posts: list[object] = []
         original = scene.loop._post
@@ -190,7 +190,7 @@ async def test_all_that_a_step_gave_comes_in_one_hand_over(monkeypatch: pytest.M
         assert scene.steps < len(requests) * 8 / 2, "requests that come together are stepped together"
 
 
-async def test_who_asks_during_a_step_waits_for_its_end_and_not_for_the_next() -> None:
+async def test_a_call_during_a_step_waits_for_one_step() -> None:
     async with running() as scene:
         begun, let = threading.Event(), threading.Semaphore(0)
 
@@ -212,7 +212,7 @@ async def test_who_asks_during_a_step_waits_for_its_end_and_not_for_the_next() -
         assert (await scene.until_ended("a")).reason is FinishReason.LENGTH
 
 
-async def test_answers_come_before_the_step_that_came_with_them_and_what_was_posted_is_told_after_it() -> None:
+async def test_calls_are_answered_before_their_step_and_posted_commands_after_it() -> None:
     async with running() as scene:
         let, items = threading.Event(), asyncio.Event()
         scene.device.before = lambda: let.wait(20)
@@ -240,7 +240,7 @@ async def test_with_no_work_the_thread_sleeps() -> None:
         assert scene.loop.step_age == 0.0
 
 
-async def test_work_that_nothing_can_be_done_for_is_waited_for_asleep() -> None:
+async def test_a_stalled_engine_sleeps() -> None:
     """A lease holds the blocks that a waiting sequence needs; it runs as soon as the lease ends."""
     async with running(num_blocks=8) as scene:
         await scene.add(make_request("holder", prompt(24), 4, park_after=1))
@@ -292,7 +292,7 @@ async def fails_as_stopped(call: Callable[[], Awaitable[object]]) -> BaseExcepti
     return stopped.value.__cause__
 
 
-async def test_a_crash_is_told_once_and_fails_all_that_comes() -> None:
+async def test_a_crash_is_reported_once_and_fails_all_later_commands() -> None:
     scene = Scene()
     scene.device.crash_at = 3
     scene.loop.start()
@@ -329,7 +329,7 @@ async def test_a_crash_answers_what_ran_and_refuses_what_waits() -> None:
     await scene.loop.stop()
 
 
-async def test_what_was_posted_is_told_to_be_over_though_its_step_crashes() -> None:
+async def test_a_posted_command_is_reported_over_even_if_its_step_crashes() -> None:
     scene = Scene()
     scene.device.crash_at = 1
     scene.loop.start()
@@ -359,7 +359,7 @@ async def test_stop_ends_the_thread_and_refuses_what_comes() -> None:
 # -- callers that go --------------------------------------------------------------------------------------------
 
 
-async def test_what_ran_for_a_caller_that_has_gone_is_undone() -> None:
+async def test_a_command_of_a_cancelled_caller_is_undone() -> None:
     async with running() as scene:
         started, release = threading.Event(), threading.Event()
 
@@ -409,7 +409,7 @@ async def test_what_is_answered_to_a_caller_that_goes_in_that_moment_is_undone(m
     nothing_is_held(scene.engine)
 
 
-async def test_what_did_not_run_for_a_caller_that_has_gone_never_runs() -> None:
+async def test_a_pending_command_of_a_cancelled_caller_never_runs() -> None:
     async with running() as scene:
         release, ran = threading.Event(), list[str]()
         held = asyncio.create_task(scene.loop.call(lambda _: release.wait(20)))
@@ -441,7 +441,7 @@ async def test_each_stream_hears_its_own_and_its_end_last() -> None:
         assert sum(isinstance(event, SequenceFinished) for event in events) == 1
 
 
-async def test_a_bad_request_fails_its_own_stream_alone() -> None:
+async def test_a_bad_request_fails_only_its_own_stream() -> None:
     async with Streams(make_engine()) as streams:
         good = asyncio.create_task(collect(streams, make_request("good")))
         with pytest.raises(InvalidRequest):

@@ -54,7 +54,7 @@ def _one_thread() -> Iterator[None]:
         ("block_size", 16.0, "a whole number"),
     ],
 )
-def test_a_setting_that_cannot_be_honoured_names_field_limit_and_value(field, value, limit, llama):
+def test_a_refused_setting_names_field_limit_and_value(field, value, limit, llama):
     name = "context_length" if field == "window" else field  # errors name the setting
     with pytest.raises(InvalidConfig) as refused:
         serve(llama, **{"dtype": "float32", name: value})
@@ -63,7 +63,7 @@ def test_a_setting_that_cannot_be_honoured_names_field_limit_and_value(field, va
 
 
 @pytest.mark.parametrize(("name", "there"), [("cuda", True), ("cuda:1", True), ("cuda:2", False)])
-def test_a_device_is_one_of_those_that_the_machine_has(name, there, monkeypatch):
+def test_a_device_must_exist_on_the_machine(name, there, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto") == torch.device("cuda")
@@ -85,7 +85,7 @@ def test_float16_is_for_cuda(device, copy):
 
 
 def test_an_end_token_that_the_vocabulary_lacks_is_none(copy):
-    """It would have to be forbidden where there is no place for it, and ends nothing."""
+    """The sampler has no logit to forbid for it, and it ends nothing."""
     (copy / "generation_config.json").unlink()
     device = serve(edit(copy, eos_token_id=[-1, 7, tiny.VOCAB]), dtype="float32")
     assert device.eos_token_ids == {7}
@@ -112,7 +112,7 @@ def test_auto_is_the_checkpoints_dtype_and_bf16_for_float16_on_a_cpu(stored, ser
     assert {parameter.dtype for parameter in device.model.parameters()} == {served}
 
 
-def test_a_window_longer_than_the_kv_memory_is_refused(llama):
+def test_a_context_length_beyond_the_kv_memory_is_refused(llama):
     device = serve(llama, dtype="float32", kv_bytes=4 * 8192)
     with pytest.raises(InvalidConfig) as refused:
         Engine(device)

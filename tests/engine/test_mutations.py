@@ -15,7 +15,7 @@ import pytest
 
 from decant.engine import blocks, transfer
 from decant.engine.blocks import BlockPool, BlockTable
-from decant.engine.costs import StepCostModel, StepTimePredictor
+from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.exports import KvTransfers
 from decant.engine.fake import FakeDevice
@@ -68,7 +68,7 @@ def leak_a_block(patch: Patch) -> None:
 
 
 def leak_a_holding(patch: Patch) -> None:
-    """Its references are dropped nowhere: nobody calls release."""
+    """Its references are never dropped."""
     patch.setattr(BlockTable, "release", lambda table: None)
 
 
@@ -124,7 +124,7 @@ def hash_without_the_parent(patch: Patch) -> None:
 
 
 def mix_the_salts(patch: Patch) -> None:
-    """What one tenant computed is found by another."""
+    """Blocks of one salt are found with another."""
     original = blocks.root_hash
     patch.setattr("decant.engine.sequence.root_hash", lambda salt: original(b""))
 
@@ -146,7 +146,7 @@ def publish_too_early(patch: Patch) -> None:
 
 
 def publish_more_of_an_answer_than_was_computed(patch: Patch) -> None:
-    """When a sequence lets go of its blocks: its last token's place is still empty."""
+    """On release: the slot of its last token is still empty."""
 
     def release(scheduler: Scheduler, sequence: EngineSequence) -> None:
         computed, sequence.computed = sequence.computed, len(sequence.tokens)
@@ -208,10 +208,10 @@ def give_a_sequence_two_rows(patch: Patch) -> None:
 
 
 def run_one_too_many(patch: Patch) -> None:
-    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits, predictor: StepTimePredictor) -> None:
+    def init(scheduler: Scheduler, pool: BlockPool, limits: Limits, *args: Any) -> None:
         most = limits.max_running + 1
         limits = replace(limits, max_running=most, token_budget=max(most, limits.token_budget))
-        original(scheduler, pool, limits, predictor)
+        original(scheduler, pool, limits, *args)
 
     original = Scheduler.__init__
     patch.setattr(Scheduler, "__init__", init)
@@ -329,7 +329,7 @@ def draw_by_the_step(patch: Patch) -> None:
 
 
 def swap_two_blocks(patch: Patch) -> None:
-    """Everything agrees, and two blocks stand in each other's place."""
+    """All checksums match, and two blocks are swapped."""
 
     def accept(arrival: IncomingSequence, commit: TransferCommit) -> EngineSequence:
         came, store = sorted(arrival._checksums), arrival._store
@@ -345,7 +345,7 @@ def swap_two_blocks(patch: Patch) -> None:
 
 
 def accept_what_is_missing(patch: Patch) -> None:
-    """A block is dropped on the way, and nobody counts."""
+    """A block is lost, and the count is not checked."""
 
     def write(arrival: IncomingSequence, index: int, data: bytes, total: int) -> None:
         if index == arrival.cached_blocks + 1:
@@ -465,8 +465,8 @@ def continued(log: OutputLog, payload: Payload) -> OutputLog:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_fault_that_every_sum_agrees_with_changes_the_text(change: str) -> None:
-    """So a test that compares texts sees faults that no check could."""
+def test_a_fault_with_matching_checksums_changes_the_output(change: str) -> None:
+    """A comparison of outputs finds faults that no check could."""
     sender = make_engine()
     log = run(sender, REQUEST)
     payload = export_sequence(sender, REQUEST.id)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decant.engine.cpu import gemm as products
-from decant.engine.cpu import kernels as native
+from decant.engine.cpu import gemm, kernels
 from decant.engine.cpu.gemm import OneDnn, SingleRows
 
 ROOT = Path(__file__).parents[2]
@@ -21,13 +20,13 @@ SCRIPT = """
 import torch
 torch.backends.mkldnn.is_available = lambda: False
 from decant import models
-from engine import native, products
+from decant.engine.cpu import gemm, kernels
 from decant.engine.engine import Engine
 from decant.engine.model.model import ModelConfig, load
 from decant.engine.request import Request, StopParams
-products.OneDnn = None
+gemm.OneDnn = None
 
-assert native.KERNELS is None
+assert kernels.KERNELS is None
 device = load(ModelConfig(str(models.path()), kv_bytes=16 << 20))
 assert device.probe_result.exact, "a row has other bits among others than alone"
 engine = Engine(device)
@@ -50,10 +49,10 @@ def test_a_model_is_served_without_kernels_and_without_onednn() -> None:
 
 
 def test_without_kernels_and_without_onednn_rows_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_PANELS", None)
-    assert isinstance(products.prepare(torch.ones(4, 8), None), OneDnn)
+    monkeypatch.setattr(gemm, "_PANELS", None)
+    assert isinstance(gemm.prepare(torch.ones(4, 8), None), OneDnn)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert isinstance(products.prepare(torch.ones(4, 8), None), SingleRows)
+    assert isinstance(gemm.prepare(torch.ones(4, 8), None), SingleRows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,9 +76,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others_without_onednn(dtype: to
 def test_workers_on_cpus_of_two_architectures_are_of_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their bits differ: they must not exchange KV blocks."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    monkeypatch.setattr(native, "KERNELS", None)
+    monkeypatch.setattr(kernels, "KERNELS", None)
     kinds = set()
     for machine in ("x86_64", "aarch64"):
         monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
-        kinds.add(native.kind())
+        kinds.add(kernels.kind())
     assert len(kinds) == 2

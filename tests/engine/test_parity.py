@@ -1,4 +1,4 @@
-"""Token by token what transformers' ``generate`` writes, for every architecture, in any chunking and company."""
+"""Parity: the tokens of transformers' ``generate``, for every architecture, in any chunking and batch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Tally:
 
 @pytest.fixture(scope="module")
 def tally(record_testsuite_property: Callable[[str, object], None]) -> Iterator[Tally]:
-    """Counts over the whole module; says at the end how often rounding decided, which must be rare."""
+    """Counts over the module how often rounding decided a token, which must be rare."""
     counted = Tally()
     yield counted
     record_testsuite_property("parity_sequences", counted.compared)
@@ -83,7 +83,7 @@ def tally(record_testsuite_property: Callable[[str, object], None]) -> Iterator[
 
 @dataclass
 class Subject:
-    """A checkpoint, what transformers writes with it, and a device that serves it."""
+    """A checkpoint, the output of transformers, and a device that serves it."""
 
     name: str
     folder: Path
@@ -97,7 +97,7 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
-    """Each architecture made, loaded and written with once."""
+    """Each architecture, saved, loaded and generated with once."""
     made: dict[str, Subject] = {}
 
     def subject(name: str) -> Subject:
@@ -129,7 +129,7 @@ def all_prompts(**options) -> list[Request]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reference_writes_something_worth_comparing(name, subjects):
+def test_a_reference_output_is_worth_comparing(name, subjects):
     """Logits spread by about 1, and neither one token for ever nor the same whatever the prompt."""
     subject = subjects(name)
     assert 0.8 < tiny.spread(subject.model, torch.tensor([PROMPTS["p90"]])) < 1.25
@@ -139,7 +139,7 @@ def test_a_reference_writes_something_worth_comparing(name, subjects):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", NAMES)
-def test_any_chunking_writes_what_generate_writes(name, budget, subjects, tally):
+def test_any_chunking_generates_the_tokens_of_generate(name, budget, subjects, tally):
     subject = subjects(name)
     run = tiny.run(engine_on(subject.device, BUDGETS[budget]), all_prompts())
     assert max(step.num_tokens for step in run.steps) <= BUDGETS[budget]
@@ -148,7 +148,7 @@ def test_any_chunking_writes_what_generate_writes(name, budget, subjects, tally)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_models_own_layers_and_plain_products_write_what_generate_writes(name, subjects, tally):
+def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tally):
     """What runs on CUDA: nothing packed, nothing compiled by us, attention in torch's operations."""
     subject, backend = subjects(name), TorchBackend(torch.device("cpu"))
     source, layout = checkpoint.open(str(subject.folder)), subject.device.store.layout
@@ -172,7 +172,7 @@ def test_the_models_own_layers_and_plain_products_write_what_generate_writes(nam
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cached_prefix_writes_what_generate_writes(name, subjects, tally):
+def test_a_cached_prefix_generates_the_tokens_of_generate(name, subjects, tally):
     subject = subjects(name)
     engine = engine_on(subject.device)
     tiny.run(engine, [tiny.greedy("first", PROMPTS["p90"], COUNT)])
@@ -185,8 +185,8 @@ def test_a_cached_prefix_writes_what_generate_writes(name, subjects, tally):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_preemption_and_recomputation_write_what_generate_writes(name, subjects, tally):
-    """Five sequences whose answers do not fit together: some give way and come back."""
+def test_preemption_and_recomputation_generate_the_tokens_of_generate(name, subjects, tally):
+    """Five sequences that do not fit together: some are preempted and resume."""
     subject = subjects(name)
     device = load(
         ModelConfig(
@@ -206,7 +206,7 @@ def test_preemption_and_recomputation_write_what_generate_writes(name, subjects,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_those_who_stay_write_on_when_others_are_cancelled(name, subjects, tally):
+def test_remaining_sequences_continue_when_others_are_cancelled(name, subjects, tally):
     subject = subjects(name)
     gone = [tiny.greedy(f"gone{index}", tiny.prompt(30, 50 + index), 40) for index in range(4)]
     requests = [request for pair in zip(gone, all_prompts(), strict=True) for request in pair]
@@ -218,7 +218,7 @@ def test_those_who_stay_write_on_when_others_are_cancelled(name, subjects, tally
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bf16_writes_in_company_what_it_writes_alone(name, subjects):
+def test_bf16_generates_in_a_batch_what_it_generates_alone(name, subjects):
     config = ModelConfig(
         str(subjects(name).folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM, context_length=tiny.CONTEXT_LENGTH
     )
@@ -269,7 +269,7 @@ def test_a_vision_tower_is_freed(name, tower, subjects):
     assert not [name for name, _ in subject.device.model.named_parameters() if tower in name]
 
 
-def test_longrope_is_frozen_by_the_served_window(subjects):
+def test_longrope_is_frozen_by_the_served_context_length(subjects):
     """Within the original positions the short factors hold, for generate and for us; beyond them the long ones."""
     folder = subjects("phi3_longrope").folder
     short = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, context_length=64))
@@ -281,7 +281,7 @@ def test_longrope_is_frozen_by_the_served_window(subjects):
     assert tuple(beyond.tokens["p90"]) == tiny.generate(moving, PROMPTS["p90"], COUNT).tokens
 
 
-def test_dynamic_scaling_is_frozen_by_the_served_window(subjects, tmp_path):
+def test_dynamic_scaling_is_frozen_by_the_served_context_length(subjects, tmp_path):
     """As far as the checkpoint was made for it is none; four times as far it is, for any length, another base."""
     subject = subjects("llama_dynamic_rope")
     short = load(ModelConfig(str(subject.folder), dtype="float32", device="cpu", kv_bytes=ROOM))
@@ -316,7 +316,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
     ids=str,
 )
 def test_a_scaled_context_is_served_to_its_end(scaling, positions, default, longest, tmp_path):
-    """Twelve tokens after a prompt that ends near the end of the scaled context, as generate writes them."""
+    """Twelve tokens after a prompt that ends near the end of the scaled context, as ``generate`` gives them."""
     made = tiny.config("llama", rope_parameters=dict(scaling), max_position_embeddings=positions)
     folder = tiny.save(made, tmp_path)
     source = checkpoint.open(str(folder))

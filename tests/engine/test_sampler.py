@@ -1,4 +1,4 @@
-"""Every token is drawn from exactly the distribution that was asked for, whoever else is drawn with it."""
+"""Each token is drawn from exactly the requested distribution, in any batch."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def logits_of(seed: int, count: int = 1, vocabulary: int = VOCAB) -> torch.Tenso
 
 
 def row(mix: dict[str, Any], output: Sequence[int] = OUTPUT, min_tokens: int = 0, **more: Any) -> Row:
-    """A row whose next token is drawn by ``mix``; not greedy unless it says so."""
+    """A row with the sampling parameters ``mix``; not greedy by default."""
     sampling = SamplingParams(**{"temperature": 1.0, **mix, **more})
     stop = StopParams(min_tokens=min_tokens, stop_token_ids=frozenset({4}))
     request = Request("r", PROMPT, sampling=sampling, stop=stop)
@@ -331,7 +331,7 @@ def test_a_draw_depends_on_seed_output_index_and_position_and_on_nothing_else():
     assert all(sample(rows, logits.expand(200, -1), EOS) != first for rows in others)
 
 
-def test_a_position_counts_the_output_alone(monkeypatch):
+def test_a_position_counts_output_tokens_only(monkeypatch):
     """So a request that starts over elsewhere with its output so far goes on with the same numbers."""
     batch: list[tuple[int, ...]] = []
 
@@ -429,7 +429,7 @@ def full_pass(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def events(engine: Engine, requests: Sequence[Request]) -> list[Any]:
-    """Everything that the engine tells, in order."""
+    """All events of an engine, in order."""
     for request in requests:
         engine.add(request)
     items: list[Any] = []
@@ -492,7 +492,7 @@ def test_a_repetition_penalty_is_that_of_generate(folder, device):
     assert run.tokens["r"] != tiny.run(engine_on(device), [tiny.greedy("r", prompt, 25)]).tokens["r"]
 
 
-def test_a_seed_writes_the_same_in_any_chunking_and_company(device):
+def test_a_seed_gives_the_same_output_in_any_chunking_and_batch(device):
     def seeded(seed: int) -> Request:
         sampling = SamplingParams(temperature=1.2, top_p=0.9, seed=seed)
         return tiny.greedy(f"s{seed}", tiny.prompt(20 + seed, seed), 15, sampling=sampling)
@@ -504,7 +504,7 @@ def test_a_seed_writes_the_same_in_any_chunking_and_company(device):
 
 
 def test_logits_that_are_not_finite_fail_their_own_sequence_and_no_other(folder):
-    """One token's embedding is not a number: whoever has it in a prompt fails, at whatever place it stands."""
+    """One token's embedding is NaN: a sequence with it in its prompt fails, at any position."""
     device = serve(folder)
     prompts = {f"p{length}": tiny.prompt(length, length) for length in (3, 20, 45, 130)}
     poison = next(token for token in range(tiny.VOCAB) if all(token not in tokens for tokens in prompts.values()))
@@ -555,7 +555,7 @@ def test_the_likeliest_is_the_first_of_the_top_tokens(vocabulary: int, dtype: to
 @either_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("none", [float("nan"), float("-nan")])
-def test_a_score_that_is_no_number_is_found_wherever_it_stands(none: float, dtype: torch.dtype) -> None:
+def test_a_score_that_is_nan_is_found_at_any_index(none: float, dtype: torch.dtype) -> None:
     logits = torch.randn(2100, 2100, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits.fill_diagonal_(none)
     logits[:, 7] = float("inf")
@@ -569,7 +569,7 @@ def test_a_score_that_is_no_number_is_found_wherever_it_stands(none: float, dtyp
 
 
 @either_way
-def test_among_others_a_greedy_row_has_the_place_that_is_known() -> None:
+def test_in_a_mixed_batch_a_greedy_row_takes_its_known_token() -> None:
     logits = logits_of(3, 3)
     rows = [row({"temperature": 0.0}), row({"temperature": 1.0}, seed=5), row({"temperature": 0.0})]
     drawn = sample(rows, logits, EOS)

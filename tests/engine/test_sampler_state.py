@@ -99,7 +99,7 @@ def outputs(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]
     return {id: list(tokens) for id, tokens in tiny.run(engine, list(requests)).tokens.items()}
 
 
-def test_a_preempted_sequence_goes_on_with_its_penalties(device: ModelDevice) -> None:
+def test_a_preempted_sequence_keeps_its_penalties(device: ModelDevice) -> None:
     batch = [penalised(f"r{length}", length, 60) for length in (3, 5, 9, 12)]
     undisturbed = outputs(engine_on(device), batch)
     tight = engine_on(device, blocks=10)
@@ -107,7 +107,7 @@ def test_a_preempted_sequence_goes_on_with_its_penalties(device: ModelDevice) ->
     assert tight.scheduler.preemptions
 
 
-def test_an_imported_sequence_goes_on_with_its_penalties(device: ModelDevice) -> None:
+def test_an_imported_sequence_keeps_its_penalties(device: ModelDevice) -> None:
     request = penalised()
     expected = outputs(engine_on(device), [request])["r"]
     sender, receiver = engine_on(device), engine_on(device)
@@ -119,7 +119,7 @@ def test_an_imported_sequence_goes_on_with_its_penalties(device: ModelDevice) ->
 
 
 @pytest.mark.parametrize("written", [1, 7, 19])
-def test_an_adopted_sequence_goes_on_with_its_penalties(device: ModelDevice, written: int) -> None:
+def test_an_adopted_sequence_keeps_its_penalties(device: ModelDevice, written: int) -> None:
     """Its output so far comes with the request, and counts as output."""
     request = penalised()
     expected = outputs(engine_on(device), [request])["r"]

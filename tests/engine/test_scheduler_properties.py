@@ -1,4 +1,4 @@
-"""Random lives of two small engines: nothing leaks, nothing is mixed up, everyone ends, in order, within the limits."""
+"""Random actions on two small engines: no leak, no mix-up, all sequences end, in order, within the limits."""
 
 from __future__ import annotations
 
@@ -77,6 +77,10 @@ class Lives(RuleBasedStateMachine):
         self.machine.resume(n)
 
     @rule(n=ANY)
+    def fork(self, n: int) -> None:
+        self.machine.fork(n)
+
+    @rule(n=ANY)
     def open(self, n: int) -> None:
         self.machine.open(n)
 
@@ -99,20 +103,20 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        if hasattr(self, "world"):
+        if hasattr(self, "machine"):
             self.machine.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
+        if hasattr(self, "machine"):
             self.machine.finish()
 
 
-def test_nothing_leaks_and_everyone_ends_as_if_alone_whatever_is_done() -> None:
+def test_nothing_leaks_and_all_end_as_if_alone_after_any_actions() -> None:
     run_state_machine_as_test(Lives, settings=QUICK)
 
 
 @pytest.mark.slow
-def test_nothing_leaks_and_everyone_ends_as_if_alone_in_long_lives() -> None:
+def test_nothing_leaks_and_all_end_as_if_alone_in_long_runs() -> None:
     run_state_machine_as_test(Lives, settings=DEEP)
 
 
@@ -125,6 +129,12 @@ def test_random_scripts_reach_every_corner() -> None:
     assert sum(machine.joined for machine in worlds) >= 10
 
 
+def test_forks_leak_nothing_and_end_as_if_alone() -> None:
+    worlds = [play(seed, forks=True) for seed in range(40)]
+    assert sum(len(machine.forked) for machine in worlds) >= 40
+    assert sum(machine.joined for machine in worlds) >= 5, "forks are handed over, too"
+
+
 # -- the limits -------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +145,7 @@ def test_random_scripts_reach_every_corner() -> None:
     late=st.integers(0, 8),
 )
 def test_a_step_spends_its_budget_or_closes_every_gap(lengths: Sequence[int], budget: int, late: int) -> None:
-    """Long prompts are cut and short ones packed: nothing is left over while somebody could use it."""
+    """Long prompts are cut and short ones packed: no budget is left while a prompt could use it."""
     engine = make_engine(budget=budget)
     requests = [make_request(f"r{index}", prompt(length, index), 4) for index, length in enumerate(lengths)]
     for request in requests[late:]:
@@ -175,7 +185,7 @@ def test_queued_tokens_are_those_neither_computed_nor_cached() -> None:
     assert engine.load().queued_tokens == 1 + 20 + (15 - 12)  # a runs and has one token to feed back
 
 
-def test_who_arrives_with_its_cache_has_a_place_among_the_running() -> None:
+def test_an_arrival_has_a_reserved_running_slot() -> None:
     engine = make_engine(max_running=1)
     engine.transfers.reserve(make_request("arriving"))
     run(engine, make_request("a"), steps=3)
@@ -184,7 +194,7 @@ def test_who_arrives_with_its_cache_has_a_place_among_the_running() -> None:
     assert run(engine)["a"].reason is FinishReason.LENGTH
 
 
-def test_a_resumed_sequence_takes_no_place_beyond_the_limit() -> None:
+def test_a_resumed_sequence_respects_max_running() -> None:
     engine = make_engine(max_running=1)
     run(engine, make_request("a"), steps=3)
     engine.park("a")
@@ -207,12 +217,12 @@ def admissions(engine: Engine, priorities: Mapping[str, int]) -> list[str]:
     return order
 
 
-def test_higher_priority_goes_first_then_who_came_first() -> None:
+def test_higher_priority_goes_first_then_first_come_first_served() -> None:
     order = admissions(make_engine(budget=4, max_running=1), {"a": 0, "b": 1, "c": 0, "d": -1, "e": 1})
     assert order == ["b", "e", "a", "c", "d"]
 
 
-def test_nobody_overtakes_one_that_waits_for_room() -> None:
+def test_no_sequence_overtakes_one_that_waits_for_blocks() -> None:
     """A short one that would fit stays behind a long one that does not."""
     engine = make_engine(8, max_running=4)
     run(engine, make_request("holder", prompt(16), max_tokens=8), steps=1)
@@ -237,7 +247,7 @@ def test_a_low_priority_is_not_starved_by_a_stream_of_higher_ones() -> None:
     raise AssertionError("it starved")
 
 
-def test_the_least_urgent_makes_room_and_loses_nothing() -> None:
+def test_the_least_urgent_is_preempted_and_loses_nothing() -> None:
     engine = make_engine(8)
     first = run(engine, make_request("a", prompt(10), 20), make_request("b", prompt(10, 2), 20))
     ends = [result.ended for result in first.by_id.values() if result.ended]
@@ -249,7 +259,7 @@ def test_the_least_urgent_makes_room_and_loses_nothing() -> None:
     properties.nothing_is_held(engine)
 
 
-def test_who_was_preempted_keeps_its_place_before_those_who_came_later() -> None:
+def test_a_preempted_sequence_keeps_its_place_in_the_queue() -> None:
     engine = make_engine(8)
     engine.add(make_request("a", prompt(10), 20))
     engine.add(make_request("b", prompt(10, 2), 20))
@@ -328,7 +338,7 @@ def test_a_cached_prefix_is_used_again_and_only_by_the_same_salt() -> None:
         engine.step()
 
 
-def test_two_that_begin_alike_hold_the_same_blocks_and_each_its_own_end() -> None:
+def test_sequences_with_a_common_prefix_share_its_blocks() -> None:
     engine = make_engine()
     for id in ("a", "b"):
         engine.add(make_request(id, 10, 20))
@@ -339,7 +349,7 @@ def test_two_that_begin_alike_hold_the_same_blocks_and_each_its_own_end() -> Non
     assert engine.load().held_blocks == len({*one, *other})
 
 
-def test_who_wants_no_prefix_cache_leaves_nothing_there_and_takes_nothing_from_it() -> None:
+def test_without_the_prefix_cache_nothing_is_stored_or_reused() -> None:
     engine = make_engine()
     run(engine, make_request("a", 12, use_prefix_cache=False))
     assert engine.load().cached_blocks == 0

@@ -1,4 +1,4 @@
-"""Steps are filled by what they are said to take: prompts beside answers get what is left, and always go on."""
+"""Steps are filled by predicted seconds: prompts get what decodes leave, and always progress."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ COSTS = StepCostModel(fixed=0.02, token=0.001, logits=0.002, pair=2e-6)
 
 
 def make(costs: StepCostModel = COSTS, *, budget: int = 512, slower: float = 1.0) -> tuple[Engine, Timed]:
-    device = Timed(costs, slower, context_length=CONTEXT_LENGTH, room=4 * CONTEXT_LENGTH)
+    device = Timed(costs, slower, context_length=CONTEXT_LENGTH, num_slots=4 * CONTEXT_LENGTH)
     limits = Limits(token_budget=budget, max_running=8, context_length=CONTEXT_LENGTH, step_seconds=STEP)
     return Engine(device, limits, clock=lambda: device.now), device
 
 
 def begin(engine: Engine, device: Timed, decodes: int) -> None:
-    """So many that write to the end of the test; then the plans before are forgotten."""
+    """Add sequences that decode to the end of the test; then drop the plans so far."""
     run(engine, *(make_request(f"d{n}", prompt(4, n + 1), 1500) for n in range(decodes)), steps=decodes + 1)
     device.plans.clear()
 
@@ -62,7 +62,7 @@ def test_a_long_prompt_keeps_answers_waiting_no_longer_than_a_step(decodes: int)
     assert all(later < sooner for sooner, later in pairwise(sizes)), sizes
 
 
-def test_prompts_alone_have_more_time_but_not_any() -> None:
+def test_prefill_only_steps_have_more_time_within_a_limit() -> None:
     engine, device = make(StepCostModel(token=0.002, pair=2e-6), budget=2048)
     engine.add(make_request("long", prompt(1800, 50), 1))
     until_written(engine, "long")
@@ -79,7 +79,7 @@ def test_the_token_budget_caps_what_would_fit_in_the_time() -> None:
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_prompts_go_on_by_a_block_where_decodes_alone_take_too_long(prompts: int) -> None:
+def test_prompts_progress_by_a_block_beside_slow_decodes(prompts: int) -> None:
     engine, device = make(StepCostModel(token=1.0))
     begin(engine, device, 1)
     for n in range(prompts):
@@ -102,7 +102,7 @@ def test_prompts_beside_many_decodes_get_longer_than_those() -> None:
     assert max(costs.seconds(plan.work) for plan in device.plans) <= DECODE_STRETCH_FACTOR * decodes * 1.001
 
 
-def test_nobody_overtakes_a_prompt_that_was_cut_by_time() -> None:
+def test_no_sequence_overtakes_a_prompt_cut_by_time() -> None:
     """Behind its long context a token costs more than what is left; at the beginning of another prompt it would not."""
     engine, device = make(StepCostModel(token=0.001, pair=1e-4))
     begin(engine, device, 1)
@@ -122,7 +122,7 @@ def test_tokens_whose_logits_are_all_made_count_as_such() -> None:
     assert max(COSTS.seconds(plan.work) for plan in device.plans) <= STEP
 
 
-def test_a_device_that_is_slower_than_measured_is_found_out() -> None:
+def test_a_device_slower_than_measured_is_learnt() -> None:
     engine, device = make(slower=3.0)
     begin(engine, device, 4)
     for n in range(4):
@@ -137,7 +137,7 @@ def test_a_device_that_is_slower_than_measured_is_found_out() -> None:
 
 
 def test_decodes_that_were_measured_far_too_slow_do_not_keep_prompts_from_going_on() -> None:
-    """What a warm start on a busy machine said: no fixed part, and all of it many times too much."""
+    """Costs measured on a busy machine: no fixed part, and many times too much."""
     engine, device = make(StepCostModel(token=0.07, logits=0.2))
     device.truth = COSTS
     begin(engine, device, 4)

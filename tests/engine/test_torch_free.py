@@ -1,4 +1,4 @@
-"""The pure half: it runs without torch, and its small functions are what they say."""
+"""The engine core runs without torch; its small functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-names = "blocks counter_rng costs engine errors exports fake kv_layout loop output plan request"
+names = "blocks counter_rng costs engine errors exports fake inspection kv_layout loop output plan request"
 names += " sampler_state scheduler sequence transfer"
 for name in names.split():
     importlib.import_module(f"decant.engine.{name}")
@@ -75,13 +75,13 @@ SEEDS, INDEXES, POSITIONS = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)
 
 @settings(deadline=None, max_examples=150)
 @given(SEEDS, INDEXES, POSITIONS)
-def test_a_draw_lies_strictly_between_0_and_1_and_is_always_the_same(seed: int, index: int, position: int) -> None:
+def test_a_draw_is_strictly_between_0_and_1_and_repeatable(seed: int, index: int, position: int) -> None:
     assert 0.0 < counter_uniform(seed, index, position) < 1.0
     assert counter_uniform(seed, index, position) == counter_uniform(seed, index, position)
 
 
 def test_draws_are_pinned() -> None:
-    """A text that was begun by one release is continued by another."""
+    """An output started by one release is continued by another."""
     arguments = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 2**32 - 1, 2**40)]
     assert [counter_uniform(*each) for each in arguments] == PINNED
 
@@ -146,7 +146,7 @@ def test_a_level_of_priority_is_worth_a_fixed_number_of_steps(step: int, mine: i
     assert (second < first) is ((other - mine) * STEPS_PER_PRIORITY > later)
 
 
-def test_of_equal_urgency_who_came_first_goes_first() -> None:
+def test_equal_priorities_run_first_come_first_served() -> None:
     orders = [priority_key(5, arrival, 3) for arrival in range(10)]
     assert orders == sorted(orders)
 
@@ -216,13 +216,13 @@ def test_a_flipped_byte_in_a_held_block_changes_the_fakes_next_tokens(slot: int)
     assert text[2] != undisturbed[2]
 
 
-def test_a_slot_of_the_fake_tells_of_its_token_its_place_and_the_slot_before_it() -> None:
+def test_a_slot_of_the_fake_depends_on_its_token_position_and_previous_slot() -> None:
     first, other = slot_bytes(1, 0, b""), slot_bytes(2, 0, b"")
     slots = [slot_bytes(5, 3, first), slot_bytes(6, 3, first), slot_bytes(5, 4, first), slot_bytes(5, 3, other)]
     assert len({first, other, *slots}) == 6
 
 
-def test_the_fakes_text_depends_on_every_token_and_its_place() -> None:
+def test_the_fakes_output_depends_on_every_token_and_its_position() -> None:
     texts = {tuple(run(make_engine(), make_request("a", tokens, 4))["a"].text) for tokens in variants()}
     assert len(texts) == len(variants())
 
@@ -234,7 +234,7 @@ def variants() -> list[tuple[int, ...]]:
     return [base, *changed, *((*base[at:], *base[:at]) for at in range(1, 6)), base[:5]]
 
 
-def test_a_fake_vocabulary_of_which_one_token_may_be_drawn_kills_nobody() -> None:
+def test_a_fake_vocabulary_with_one_allowed_token_works() -> None:
     stop = StopParams(max_tokens=4, min_tokens=2, stop_token_ids=frozenset(range(511)))
     log = run(make_engine(), make_request("one", stop=stop), make_request("other", 4))
     assert log["one"].ended is not None

@@ -1,4 +1,4 @@
-"""What a model folder's files say, read without torch."""
+"""Checks of a model folder's files without torch."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_a_replaced_file_is_read_again(weights, reads):
     assert len(reads) == 2
 
 
-def test_a_folder_that_cannot_be_written_has_its_digests_in_the_users_cache(weights, reads, tmp_path):
+def test_a_read_only_folder_has_its_digests_in_the_users_cache(weights, reads, tmp_path):
     (weights.parent / ".model.safetensors.xxh128").mkdir()  # as root may write to any folder
     assert digest_files([weights]).values == digest_files([weights]).values
     assert reads == ["model.safetensors"]
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written_has_its_digests_in_the_users_cache(weig
     assert len(list(weights.parent.iterdir())) == 2
 
 
-def test_without_any_place_to_keep_it_a_digest_is_read_each_time(weights, reads, monkeypatch, tmp_path):
+def test_without_a_writable_cache_a_file_is_read_each_time(weights, reads, monkeypatch, tmp_path):
     (weights.parent / ".model.safetensors.xxh128").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -114,7 +114,7 @@ def test_a_kept_digest_that_is_broken_or_of_another_file_is_read_again(content, 
     assert len(reads) == 2
 
 
-def test_the_digest_of_a_file_that_was_written_just_now_is_not_kept(weights, reads, monkeypatch):
+def test_the_digest_of_a_just_written_file_is_not_cached(weights, reads, monkeypatch):
     """A second write in the same tick of the file system's clock would leave the same times."""
     monkeypatch.setattr(weight_hash, "SETTLED_NS", 3600 * 10**9)
     digest_files([weights, weights])
@@ -130,9 +130,7 @@ def test_a_file_that_changes_while_it_is_loaded_refuses_the_model(weights):
         digests.check_unchanged("m")
 
 
-def test_a_file_that_is_written_after_it_is_mapped_and_before_it_is_copied_refuses_the_model(
-    tiny_llama, tmp_path, monkeypatch
-):
+def test_a_file_changed_between_mapping_and_copying_refuses_the_model(tiny_llama, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(tiny_llama, tmp_path / "served"))
 
     def learn_while_written(*args):

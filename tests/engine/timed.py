@@ -9,12 +9,12 @@ from tests.engine.factories import BLOCK
 
 
 class Timed(FakeDevice):
-    """Keeps its plans; each step moves ``now`` on by ``truth``, which its costs are unless told, times ``slower``."""
+    """Records its plans; each step advances ``now`` by ``truth`` (default: its costs) times ``slower``."""
 
     def __init__(
-        self, costs: StepCostModel, slower: float = 1.0, *, context_length: int = 2048, room: int = 8192
+        self, costs: StepCostModel, slower: float = 1.0, *, context_length: int = 2048, num_slots: int = 8192
     ) -> None:
-        super().__init__(num_blocks=room // BLOCK, block_size=BLOCK, context_length=context_length)
+        super().__init__(num_blocks=num_slots // BLOCK, block_size=BLOCK, context_length=context_length)
         self.costs = self.truth = costs
         self.slower = slower
         self.now = 0.0

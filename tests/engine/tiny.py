@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of many architectures, and what transformers itself writes with them.
+"""Tiny random checkpoints of many architectures, and the output of transformers with them.
 
 Weights are drawn so that logits spread by about 1 and the next token depends on what came before: with weights as
 small as a fresh model's, a wrong attention would go unnoticed.
@@ -304,7 +304,7 @@ def prompt(length: int, seed: int, vocabulary: int = VOCAB - 8) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class Written:
-    """What ``generate`` wrote: tokens, and how far the best stood above the second best at each."""
+    """Output of ``generate``: tokens, and the margin of the best over the second best at each."""
 
     tokens: tuple[int, ...]
     margins: tuple[float, ...]
@@ -336,7 +336,7 @@ def generate(model: Any, tokens: Sequence[int], count: int) -> Written:
 
 @dataclass
 class Run:
-    """What an engine wrote, by request id, and its steps."""
+    """Output of an engine by request id, and its steps."""
 
     tokens: dict[str, list[int]]
     reasons: dict[str, str]
@@ -349,7 +349,7 @@ def greedy(id: str, tokens: Sequence[int], count: int, **options: Any) -> Reques
 
 
 def run(engine: Engine, requests: Sequence[Request], *, cancel: Mapping[int, str] | None = None) -> Run:
-    """Add all, step to the end; ``cancel`` names by step whom to cancel before it. The pool adds up at the end."""
+    """Add all and step to the end; ``cancel``: step -> ids to cancel before it. Checks the pool at the end."""
     done = Run({request.id: [] for request in requests}, {}, [])
     for request in requests:
         engine.add(request)

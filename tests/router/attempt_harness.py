@@ -8,12 +8,14 @@ from typing import Any
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.execution import Execution, RouterServices
+from decant.router.execution.execution import Execution
+from decant.router.execution.services import RouterServices
 from decant.router.execution.token_stream import Finish
 from decant.router.execution.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission
+from decant.runtime.background import BackgroundTask
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from decant.state.directory import DirectoryEntry, Listing
@@ -56,13 +58,13 @@ class Listener:
     ends: int = 0
     persisted: int = 0
 
-    def ended(self, execution: Execution) -> None:
+    def on_ended(self, execution: Execution) -> None:
         self.ends += 1
 
-    def settled(self, execution: Execution) -> None:
+    def on_persisted(self, execution: Execution) -> None:
         self.persisted += 1
 
-    async def book(self, *_: Any) -> None: ...
+    async def acquire(self, *_: Any) -> None: ...
 
     def hold(self, *_: Any) -> None: ...
 
@@ -71,11 +73,11 @@ class Listener:
     def begin(self, execution: Execution) -> None: ...
 
     def end(self, execution: Execution) -> None:
-        execution.settled()
+        execution.mark_persisted()
 
     def forget(self, execution: Any) -> None:
         if isinstance(execution, Execution):
-            execution.settled()
+            execution.mark_persisted()
 
     async def accept(self, owned: OwnedRequest) -> None: ...
 
@@ -127,9 +129,15 @@ class Trial:
         self.world = World(roles, case.max_tokens, case.stops_at)
         self.listener: Any = Listener()
         self.pool = WorkerPool(new_peer("router"), Directory(self.world), {MODEL: TOKENIZER}, PeerTls(), 0)  # type: ignore[arg-type]
-        self.pool._connector = Connector(self.world)  # type: ignore[assignment]
+        self.watching = BackgroundTask("pool", self.pool.membership.run)
+        self.pool.membership._connector = Connector(self.world)  # type: ignore[assignment]
         checked = RouterSettings(models=(MODEL,), attempts=5)
-        parts: Any = {"requests": self.listener, "flusher": self.listener, "bookings": self.listener, "revive": None}
+        parts: Any = {
+            "requests": self.listener,
+            "journal_writer": self.listener,
+            "quota_leases": self.listener,
+            "restore": None,
+        }
         peer = new_peer("router")
         self.router = RouterServices(peer, checked, Admission(10, 10), self.pool, ended_s=60.0, **parts)
         self.faults_left = case.faults
@@ -145,7 +153,7 @@ class Trial:
         return request if at is None else replace(request, new_output_text=lambda: StopText(at))  # type: ignore[arg-type,return-value]
 
     async def connect(self) -> None:
-        self.pool.start()
+        self.watching.start()
         for _ in range(2):
             await settle()
             while steps := self.world.steps():
@@ -155,7 +163,7 @@ class Trial:
 
     def begin(self, adopted: StoredRequest | None = None) -> None:
         self.execution = Execution(self.request(), self.router, self.listener, adopted)
-        self.course = self.execution.course
+        self.stream = self.execution.stream
         self.execution.task = asyncio.create_task(self.execution.run())
 
     async def finish(self) -> None:
@@ -168,7 +176,7 @@ class Trial:
             await self.round()
             if number < self.case.full_rounds and number % 8 == 7:
                 self.check_tickets()
-            if self.course.end is not None and not any(worker.attached for worker in self.world.workers.values()):
+            if self.stream.end is not None and not any(worker.attached for worker in self.world.workers.values()):
                 break
         for _ in range(10):
             await self.round()
@@ -209,11 +217,11 @@ class Trial:
     # ------------------------------------------------------------------------------------------- what must hold
 
     def check(self) -> None:
-        tokens = self.course.tokens
+        tokens = self.stream.tokens
         assert tokens[: len(self.known)] == self.known
         assert tokens == [token_at(k, self.case.stops_at) for k in range(len(tokens))]
         self.known = list(tokens)
-        assert self.listener.ends == (self.course.end is not None)
+        assert self.listener.ends == (self.stream.end is not None)
         assert self.listener.persisted <= 1
         self._check_migrations()
 
@@ -240,17 +248,17 @@ class Trial:
                     assert export.is_closed or self.world.now() - export.renewed_at < 1.0
 
     def check_end(self) -> None:
-        end = self.course.end
+        end = self.stream.end
         assert end is not None
         assert self.listener.ends == self.listener.persisted == 1
         expected = self.world.answer
         if self.case.stop_text_at is not None:
             expected = expected[: self.case.stop_text_at + 1]
         if isinstance(end, Finish):
-            assert self.course.tokens == expected
+            assert self.stream.tokens == expected
         if not self.faults_done and not self.case.is_cancelled:
             assert isinstance(end, Finish), end
-            assert self.course.has_prompt_logprobs
+            assert self.stream.has_prompt_logprobs
             assert self.execution.owned.attempt == 1
         self._check_released()
 

@@ -13,7 +13,7 @@ from decant import models as trained
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.api.auth import EVERYBODY
+from decant.router.api.auth import DEFAULT_TENANT
 from decant.router.api.validation import validate
 from decant.router.execution.stored import RequestSnapshot
 from decant.router.execution.token_stream import Finish, TokenStream
@@ -35,14 +35,14 @@ def model(**changes: Any) -> ServedModel:
     return replace(tiny(), **changes)
 
 
-def window(tokens: int | None) -> Any:
+def context_length(tokens: int | None) -> Any:
     return lambda _: tokens
 
 
 async def valid(
     *,
     served: ServedModel | None = None,
-    workers_window: int | None = None,
+    workers_context_length: int | None = None,
     deadline: Deadline = Deadline(),  # noqa: B008 - it has no state
     **fields: Any,
 ) -> ValidRequest:
@@ -50,17 +50,19 @@ async def valid(
     if not {"token_ids", "messages", "prompt"} & fields.keys():
         fields["prompt"] = "def f(x):"
     request = pb.GenerateRequest(**fields)
-    return await validate(request, Models([served or tiny()]), window(workers_window), deadline, EVERYBODY)
+    return await validate(
+        request, Models([served or tiny()]), context_length(workers_context_length), deadline, DEFAULT_TENANT
+    )
 
 
-def write(course: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
+def write(stream: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
     """What dispatch does when tokens arrive."""
-    course.tokens += tokens
-    if course.request.output_options.logprobs is not None:
-        course.logprobs.extend(logprobs(course.request.output_options.logprobs, token) for token in tokens)
-    course.last_token_at = asyncio.get_running_loop().time()
-    course.end = course.end or end
-    course.told()
+    stream.tokens += tokens
+    if stream.request.output_options.logprobs is not None:
+        stream.logprobs.extend(logprobs(stream.request.output_options.logprobs, token) for token in tokens)
+    stream.last_token_at = asyncio.get_running_loop().time()
+    stream.end = stream.end or end
+    stream.notify()
 
 
 def logprobs(alternatives: int, token: int) -> wire.TokenLogprobs:
@@ -74,27 +76,27 @@ STOPPED = Finish(pb.FINISH_REASON_STOP, eos_token_id=1)
 AT_LENGTH = Finish(pb.FINISH_REASON_LENGTH)
 
 
-class ScriptedDispatcher:
+class ScriptedRegistry:
     """Begins what it is given, and writes what a test says."""
 
     def __init__(self) -> None:
-        self.courses: asyncio.Queue[TokenStream] = asyncio.Queue()
+        self.streams: asyncio.Queue[TokenStream] = asyncio.Queue()
         self.lost: asyncio.Queue[TokenStream] = asyncio.Queue()
         self.known: dict[RequestKey, TokenStream] = {}
-        self.window: int | None = None
+        self.context_length: int | None = None
         self.refusal: ServiceError | None = None
         self.booked_for: list[str] = []
         """Tenants of calls that need no worker."""
-        self.plan: Callable[[TokenStream], Any] = lambda course: None
+        self.plan: Callable[[TokenStream], Any] = lambda stream: None
 
     async def begin(self, request: ValidRequest) -> TokenStream:
         if self.refusal is not None:
             raise self.refusal
-        course = TokenStream(request)
-        self.known[request.key] = course
-        self.plan(course)
-        self.courses.put_nowait(course)
-        return course
+        stream = TokenStream(request)
+        self.known[request.key] = stream
+        self.plan(stream)
+        self.streams.put_nowait(stream)
+        return stream
 
     async def resume(self, key: RequestKey) -> TokenStream:
         try:
@@ -102,28 +104,28 @@ class ScriptedDispatcher:
         except KeyError:
             raise NotFound("request", key.id) from None
 
-    async def look(self, key: RequestKey) -> RequestSnapshot:
-        course = await self.resume(key)
+    async def get(self, key: RequestKey) -> RequestSnapshot:
+        stream = await self.resume(key)
         return RequestSnapshot(
-            course, pb.Generation.STATE_DECODING, RequestRecord(), None if course.end is None else 60.0
+            stream, pb.Generation.STATE_DECODING, RequestRecord(), None if stream.end is None else 60.0
         )
 
     async def cancel(self, key: RequestKey) -> Finish | ServiceError:
-        course = await self.resume(key)
-        write(course, end=Cancelled())
-        assert course.end is not None
-        return course.end
+        stream = await self.resume(key)
+        write(stream, end=Cancelled())
+        assert stream.end is not None
+        return stream.end
 
-    def stream_lost(self, course: TokenStream) -> None:
-        self.lost.put_nowait(course)
+    def on_disconnect(self, stream: TokenStream) -> None:
+        self.lost.put_nowait(stream)
 
     def max_context_length(self, model: str) -> int | None:
-        return self.window
+        return self.context_length
 
     async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
         pass
 
     @asynccontextmanager
-    async def booked(self, tenant: str) -> AsyncIterator[None]:
+    async def hold_quota(self, tenant: str) -> AsyncIterator[None]:
         self.booked_for.append(tenant)
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -13,9 +13,9 @@ from typing import Any
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.quota import QuotaLeases
-from decant.router.execution.execution import RouterServices
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
+from decant.router.execution.services import RouterServices
 from decant.router.execution.stored import RestoreRequest
 from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.execution.valid_request import ValidRequest
@@ -23,6 +23,7 @@ from decant.router.settings import RouterSettings
 from decant.router.text.output_text import OutputOptions
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission
+from decant.runtime.background import BackgroundTask
 from decant.runtime.channel import Deadline
 from decant.runtime.packed import pack
 from decant.runtime.peer import new_peer
@@ -98,29 +99,30 @@ async def revived(found: StoredRequest) -> ValidRequest:
 class Core:
     router: RouterServices
     dispatcher: RequestRegistry
+    flushing: BackgroundTask
 
     async def answer(self, request: ValidRequest) -> TokenStream:
         return await ended(await self.dispatcher.begin(request))
 
     def owned(self, id: str) -> OwnedRequest:
         """As the router holds a request that is at work."""
-        return self.dispatcher._executions[RequestKey("default", id)].owned
+        return self.dispatcher.executions.open[RequestKey("default", id)].owned
 
     @property
     def store_is_done(self) -> bool:
-        return not self.router.flusher._running and not self.router.flusher._ended
+        return not self.router.journal_writer._running and not self.router.journal_writer._ended
 
 
-async def ended(course: TokenStream) -> TokenStream:
+async def ended(stream: TokenStream) -> TokenStream:
     async with asyncio.timeout(PATIENCE):
-        while course.end is None:
-            await course.beyond(len(course.tokens))
-    return course
+        while stream.end is None:
+            await stream.wait_beyond(len(stream.tokens))
+    return stream
 
 
-async def written(course: TokenStream, count: int) -> None:
+async def written(stream: TokenStream, count: int) -> None:
     async with asyncio.timeout(PATIENCE):
-        await course.beyond(count - 1)
+        await stream.wait_beyond(count - 1)
 
 
 async def until(condition: Callable[[], object], *workers: FakeWorker) -> None:
@@ -136,7 +138,7 @@ async def core(
     workers: Sequence[FakeWorker],
     *,
     id: str = "router",
-    revive: RestoreRequest = revived,
+    restore: RestoreRequest = revived,
     quotas: Mapping[str, TenantLimits] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[Core]:
@@ -145,40 +147,43 @@ async def core(
     options = {"models": (MODEL,), "flush_ms": 10, "handoff_min_tokens": 0, **settings}
     peer = new_peer(id)
     pool = WorkerPool(peer, store.workers, {MODEL: TOKENIZER}, PeerTls(), options["handoff_min_tokens"])
-    flusher = JournalWriter(store.requests, options["flush_ms"])
+    journal_writer = JournalWriter(store.requests, options["flush_ms"])
     checked = RouterSettings(**options)
     admission = Admission(checked.max_active, checked.queue_limit)
-    bookings = QuotaLeases(store.quotas, quotas)
-    router = RouterServices(peer, checked, admission, pool, store.requests, flusher, bookings, revive, 3600.0)
+    quota_leases = QuotaLeases(store.quotas, quotas)
+    router = RouterServices(
+        peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, 3600.0
+    )
     dispatcher = RequestRegistry(router)
-    pool.start()
-    flusher.start()
-    bookings.start()
-    try:
+    async with AsyncExitStack() as stack:
+        flushing = BackgroundTask("flusher", journal_writer.run)
+        for close, task in (
+            (journal_writer.close, flushing),
+            (pool.membership.close, BackgroundTask("pool", pool.membership.run)),
+            (quota_leases.close, BackgroundTask("quota_leases", quota_leases.run)),
+        ):
+            stack.push_async_callback(close)
+            await stack.enter_async_context(task)
+        stack.push_async_callback(dispatcher.close)
         async with asyncio.timeout(PATIENCE):
-            await pool.settled()
-        yield Core(router, dispatcher)
+            await pool.membership.settled()
+        yield Core(router, dispatcher, flushing)
         async with asyncio.timeout(PATIENCE):
             await dispatcher.drain()
         assert admission.active == 0
-        assert not bookings._held
-        assert not pool._givers
+        assert not quota_leases._held
+        assert not pool.tickets
         assert not any(pool.waiting_lines.values())
-        for worker in list(pool._workers.values()):
+        for worker in list(pool.membership):
             assert not worker.session.is_busy
             assert not worker.session._runs.has_slots
             assert worker.load.work.ours == worker.load.sequences.ours == 0
-    finally:
-        await dispatcher.close()
-        await bookings.close()
-        await pool.close()
-        await flusher.close()
     del registrations
 
 
-def tokens_of(course: TokenStream) -> list[int]:
-    assert isinstance(course.end, Finish), course.end
-    return course.tokens
+def tokens_of(stream: TokenStream) -> list[int]:
+    assert isinstance(stream.end, Finish), stream.end
+    return stream.tokens
 
 
 def ended_run() -> Finish:

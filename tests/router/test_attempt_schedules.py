@@ -54,7 +54,8 @@ async def play(trial: Trial, drains: int | None = None) -> None:
         trial.execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
     await trial.finish()
     trial.check_end()
-    await trial.pool.close()
+    await trial.watching.close()
+    await trial.pool.membership.close()
 
 
 def begin_drain(trial: Trial) -> None:
@@ -147,7 +148,7 @@ async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written
     if before is None or case.has_prompt_logprobs:
         trial.faults_done = 1  # another attempt may be needed: the run is lost, or brings what it brought before
     await play(trial, drains)
-    assert isinstance(trial.course.end, Finish | ServiceError)
+    assert isinstance(trial.stream.end, Finish | ServiceError)
 
 
 def place_run(trial: Trial, phase: wire.RunStatus.Phase | None, written: int) -> ScriptedRun | None:
@@ -169,4 +170,4 @@ def place_run(trial: Trial, phase: wire.RunStatus.Phase | None, written: int) ->
 @pytest.mark.parametrize("roles", [SPLIT, DECODE], ids=["split", "one worker"])
 def test_without_faults_one_attempt_is_enough(roles: dict[str, wire.Role]) -> None:
     trial = run(follow(Case(b""), roles))
-    assert trial.course.tokens == trial.world.answer
+    assert trial.stream.tokens == trial.world.answer

@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.auth import EVERYBODY, Authenticator, load
+from decant.router.api.auth import DEFAULT_TENANT, Authenticator, load
 from decant.router.text.served_model import Models
 from decant.runtime.errors import NotFound, PermissionDenied, Unauthenticated
 from decant.runtime.settings import InvalidSettings
@@ -90,7 +90,7 @@ def test_anything_else_is_refused_in_the_same_words(callers: Authenticator, meta
 def test_without_a_file_everybody_may() -> None:
     callers = load(None, MODELS)
     tenant = callers.tenant_of(())
-    assert (tenant.name, tenant.models, callers.limits) == (EVERYBODY, MODELS, {})
+    assert (tenant.name, tenant.models, callers.limits) == (DEFAULT_TENANT, MODELS, {})
 
 
 def test_a_model_of_others_is_known_and_refused(callers: Authenticator) -> None:
@@ -152,7 +152,7 @@ async def test_every_method_asks_who_calls(callers: Authenticator, method: Any) 
             call = getattr(s.stub, method.name)(request, metadata=metadata)
             error = await refused(call.read() if method.server_streaming else call)
             assert isinstance(error, Unauthenticated)
-        assert s.dispatcher.courses.empty()
+        assert s.dispatcher.streams.empty()
 
 
 async def test_what_one_may_use_is_all_that_he_is_shown(callers: Authenticator) -> None:
@@ -180,7 +180,7 @@ async def test_tenants_see_their_own_requests_alone(callers: Authenticator) -> N
         mine, others = bearer(SECRET), bearer(OTHER)
         named = {"request_id": "same", "cache": pb.CacheOptions(session_id="one")}
         call = s.stub.GenerateStream(asked(**named), metadata=mine)
-        course = await s.course()
+        stream = await s.stream()
         assert isinstance(
             await refused(s.stub.GetGeneration(pb.GetGenerationRequest(request_id="same"), metadata=others)), NotFound
         )
@@ -191,11 +191,11 @@ async def test_tenants_see_their_own_requests_alone(callers: Authenticator) -> N
         cancel = pb.CancelGenerationRequest(request_id="same")
         assert (await s.stub.CancelGeneration(cancel, metadata=others)).status == CANCEL.STATUS_UNKNOWN_REQUEST
         theirs = s.stub.GenerateStream(asked(**named, model="second"), metadata=others)
-        another = await s.course()
-        assert another.request.engine_request.model == course.request.engine_request.model
-        assert another.request.engine_request.salt != course.request.engine_request.salt, "their blocks are not shared"
-        assert another.request.session != course.request.session
-        write(course, 5, end=AT_LENGTH)
+        another = await s.stream()
+        assert another.request.engine_request.model == stream.request.engine_request.model
+        assert another.request.engine_request.salt != stream.request.engine_request.salt, "their blocks are not shared"
+        assert another.request.session != stream.request.session
+        write(stream, 5, end=AT_LENGTH)
         write(another, 6, 7, end=AT_LENGTH)
         assert [(await all_of(one))[-1].usage.completion_tokens for one in (call, theirs)] == [1, 2]
 
@@ -204,7 +204,7 @@ async def test_no_log_line_has_a_secret(callers: Authenticator) -> None:
     async with scene(MODELS, callers) as s:
         with capture_logs() as lines:
             await refused(s.stub.Generate(asked(), metadata=bearer("not so secret")))
-            s.dispatcher.plan = lambda course: write(course, 5, end=AT_LENGTH)
+            s.dispatcher.plan = lambda stream: write(stream, 5, end=AT_LENGTH)
             await s.stub.Generate(asked(), metadata=bearer(SECRET))
         assert [line["tenant"] for line in lines if line["event"] == "request ended"] == ["acme"]
         assert "secret" not in str(lines)

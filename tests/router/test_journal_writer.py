@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RouterRegistration
 from decant.router.recovery.registration import RouterRegistrar
+from decant.runtime.background import BackgroundTask
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Unavailable
 from decant.runtime.peer import new_peer
@@ -49,14 +51,14 @@ def writes(bare: sync_redis.Redis) -> int:
 async def test_what_runs_is_written_while_it_runs(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 3)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 3)
         await until(lambda: scene.owned("r").synced_entries == 3)
         found = await store.requests.read(KEY)
         assert found.length == 3
         assert found.state == Generation.STATE_DECODING
         workers[1].go.set()
-        await ended(course)
+        await ended(stream)
 
 
 async def test_an_end_is_written_long_before_the_next_tick(store: Store) -> None:
@@ -85,13 +87,13 @@ async def test_without_redis_requests_go_on_and_are_written_when_it_is_back(own:
         begun = await scene.dispatcher.begin(make_request())
         await written(begun, 2)
         own.stop()
-        await until(lambda: scene.router.flusher.is_unavailable)
+        await until(lambda: scene.router.journal_writer.is_unavailable)
         meanwhile = await scene.dispatcher.begin(make_request("meanwhile"))
         assert begun.resumable
         assert not meanwhile.resumable
         workers[1].go.set()
-        for course in (begun, meanwhile):
-            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        for stream in (begun, meanwhile):
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         own.start()
         await until(lambda: scene.store_is_done)
         for id in ("r", "meanwhile"):
@@ -114,11 +116,11 @@ async def test_a_router_may_refuse_what_it_could_not_record(own: PrivateRedis) -
 async def test_a_request_that_another_router_owns_ends_here(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         await store.requests.adopt(KEY, Incarnation("other", 1))
         pass_on(workers[1], until=3)
-        end = (await ended(course)).end
+        end = (await ended(stream)).end
         assert isinstance(end, Aborted)
         assert end.reason is Reason.SUPERSEDED
         await until(lambda: workers[1].cancels)
@@ -128,41 +130,41 @@ async def test_a_request_that_another_router_owns_ends_here(store: Store) -> Non
 async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis.Redis) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
         facts = RouterRegistration(peer=new_peer("me"), address="x:1")
         told: list[str] = []
         replaced = lambda: told.append("replaced")  # noqa: E731
-        membership = RouterRegistrar(store, facts, scene.router.flusher.rewrite, replaced)
-        membership.start(0.02)
-        await until(lambda: membership._era and not scene.owned("r").needs_write)
-        bare.flushall()
-        async with asyncio.timeout(PATIENCE):
-            while True:
-                try:
-                    found = await store.requests.read(KEY)
-                except StateError:  # unknown, or not yet known
-                    await asyncio.sleep(0.01)
-                else:
-                    break
-        assert found.state == Generation.STATE_DECODING
-        await store.routers.register(RouterRegistration(peer=new_peer("me"), address="x:2"))
-        await until(lambda: told)
+        membership = RouterRegistrar(store, facts, scene.router.journal_writer.resync_all, replaced)
+        async with BackgroundTask("renewing", partial(membership.run, 0.02)):
+            await until(lambda: membership._instance and not scene.owned("r").needs_write)
+            bare.flushall()
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    try:
+                        found = await store.requests.read(KEY)
+                    except StateError:  # unknown, or not yet known
+                        await asyncio.sleep(0.01)
+                    else:
+                        break
+            assert found.state == Generation.STATE_DECODING
+            await store.routers.register(RouterRegistration(peer=new_peer("me"), address="x:2"))
+            await until(lambda: told)
         await membership.close()
         (present,) = (await store.routers.listing()).present
         assert present.facts.address == "x:2"
         workers[1].go.set()
-        await ended(course)
+        await ended(stream)
 
 
 async def test_a_token_that_is_none_harms_its_own_request_alone(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.begin(make_request(max_tokens=9))
-        await written(course, 3)
+        stream = await scene.dispatcher.begin(make_request(max_tokens=9))
+        await written(stream, 3)
         run = next(iter(workers[1].runs.values()))
         workers[1]._frame(run, run.base + 3, [1 << 30])
         workers[1].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 9)
-        assert course.path.attempts == 2
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 9)
+        assert stream.path.attempts == 2

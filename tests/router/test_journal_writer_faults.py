@@ -12,9 +12,9 @@ import redis as sync_redis
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution import journal_writer as flush
-from decant.router.execution.journal_writer import JournalWriter
+from decant.router.execution.journal_writer import JournalTimings, JournalWriter
 from decant.router.execution.token_stream import Finish, TokenStream
+from decant.runtime.background import BackgroundTask
 from decant.state import keys
 from decant.state.client import Client
 from decant.state.errors import StoreFault, StoreUnavailable
@@ -29,6 +29,7 @@ from tests.state.factories import NOW, SUCCEEDED, router
 from tests.state.factories import make_request as make_owned
 from tests.state.factories import written as entries
 
+TIMINGS = JournalTimings()
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 Patch = pytest.MonkeyPatch
 
@@ -38,14 +39,14 @@ class Held:
 
     def __init__(self, owned: OwnedRequest) -> None:
         self.owned = owned
-        self.course = TokenStream(make_request())
-        self.is_settled = False
+        self.stream = TokenStream(make_request())
+        self.persisted = False
 
     def superseded(self, error: Displaced) -> None:
         raise AssertionError
 
-    def settled(self) -> None:
-        self.is_settled = True
+    def mark_persisted(self) -> None:
+        self.persisted = True
 
 
 def many(count: int, prompt: str = "once") -> list[OwnedRequest]:
@@ -53,15 +54,20 @@ def many(count: int, prompt: str = "once") -> list[OwnedRequest]:
 
 
 @asynccontextmanager
-async def flushing(store: Store, requests: Sequence[OwnedRequest]) -> AsyncIterator[tuple[JournalWriter, list[Held]]]:
-    flusher, held = JournalWriter(store.requests, flush_ms=10), [Held(request) for request in requests]
+async def flushing(
+    store: Store, requests: Sequence[OwnedRequest], timings: JournalTimings = TIMINGS
+) -> AsyncIterator[tuple[JournalWriter, list[Held]]]:
+    journal_writer, held = (
+        JournalWriter(store.requests, flush_ms=10, timings=timings),
+        [Held(request) for request in requests],
+    )
     for each in held:
-        flusher.begin(each)
-    flusher.start()
+        journal_writer.begin(each)
     try:
-        yield flusher, held
+        async with BackgroundTask("journal_writer", journal_writer.run):
+            yield journal_writer, held
     finally:
-        await flusher.close()
+        await journal_writer.close()
 
 
 class Trips:
@@ -128,46 +134,45 @@ async def test_while_redis_is_away_a_try_costs_one_round_trip_and_tries_become_f
         raise TimeoutError
 
     monkeypatch.setattr(Client, "_send", send)
-    monkeypatch.setattr(flush, "AWAY_SECONDS", 0.01)
-    async with flushing(store, requests) as (flusher, _):
+    async with flushing(store, requests, JournalTimings(unavailable_s=0.01)) as (journal_writer, _):
         await until(lambda: len(tried) >= 3)
-        assert flusher.is_unavailable
+        assert journal_writer.is_unavailable
         assert max(tried) < 1.2 * BATCH_BYTES, "not all that is unwritten"
         monkeypatch.undo()
         await until(lambda: not any(request.needs_write for request in requests))
-        assert not flusher.is_unavailable
+        assert not journal_writer.is_unavailable
 
 
 async def test_pauses_grow_while_redis_is_away_and_differ_between_routers(store: Store) -> None:
-    flusher = JournalWriter(store.requests, flush_ms=50)
-    flusher.is_unavailable = True
+    journal_writer = JournalWriter(store.requests, flush_ms=50)
+    journal_writer.is_unavailable = True
     for failures, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (40, 4.0), (100_000, 4.0)):
-        flusher._failures = failures
-        pauses = [flusher._pause() for _ in range(50)]
+        journal_writer._failures = failures
+        pauses = [journal_writer._pause() for _ in range(50)]
         assert all(longest / 2 <= pause <= longest for pause in pauses)
         assert len(set(pauses)) > 40
 
 
 async def test_a_redis_that_refuses_a_request_for_days_does_not_end_the_flusher(store: Store) -> None:
-    flusher = JournalWriter(store.requests, flush_ms=50)
+    journal_writer = JournalWriter(store.requests, flush_ms=50)
     held = Held(make_owned(RequestKey("t", "refused")))
-    flusher.begin(held)
-    flusher._set_aside(held, StoreFault("WRONGTYPE"))
-    flusher._faults[held.owned].tries = 100_000
-    flusher._set_aside(held, StoreFault("WRONGTYPE"))
+    journal_writer.begin(held)
+    journal_writer._set_aside(held, StoreFault("WRONGTYPE"))
+    journal_writer._faults[held.owned].tries = 100_000
+    journal_writer._set_aside(held, StoreFault("WRONGTYPE"))
     now = asyncio.get_running_loop().time()
-    assert 0 < flusher._faults[held.owned].again_at - now <= flush.FAULT_MOST_SECONDS
+    assert 0 < journal_writer._faults[held.owned].again_at - now <= JournalTimings().max_fault_s
 
 
 async def test_the_interval_follows_how_long_flushes_take(store: Store) -> None:
-    flusher = JournalWriter(store.requests, flush_ms=50)
+    journal_writer = JournalWriter(store.requests, flush_ms=50)
     pauses = []
     for seconds in (0.0, 0.01, 0.1, 0.2, 5.0):
-        flusher._took_seconds = seconds
-        pauses.append(round(flusher._pause(), 3))
+        journal_writer._flush_seconds = seconds
+        pauses.append(round(journal_writer._pause(), 3))
     assert pauses == [0.05, 0.05, 0.4, 0.8, 1.0]
     slow = JournalWriter(store.requests, flush_ms=10_000)
-    slow._took_seconds = 5.0
+    slow._flush_seconds = 5.0
     assert slow._pause() == 10.0, "never more often than was asked for"
 
 
@@ -194,18 +199,18 @@ async def test_a_request_that_redis_refuses_concerns_no_other(store: Store, bare
 async def test_a_key_of_another_type_does_not_mark_the_store_as_away(store: Store, bare: sync_redis.Redis) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.begin(make_request("a", max_tokens=50))
-        await written(course, 3)
+        stream = await scene.dispatcher.begin(make_request("a", max_tokens=50))
+        await written(stream, 3)
         await until(lambda: scene.owned("a").synced_entries == 3)
         poison(bare, RequestKey("default", "a"))
         workers[1].script.pause_at = None
         workers[1].go.set()
-        assert isinstance((await ended(course)).end, Finish)
-        await until(lambda: scene.router.flusher._faults)
+        assert isinstance((await ended(stream)).end, Finish)
+        await until(lambda: scene.router.journal_writer._faults)
         other = await scene.answer(make_request("b"))
         assert other.resumable
         await until(lambda: bare.hget(keys.request(RequestKey("default", "b")), "state") == b"5")
-        assert not scene.router.flusher.is_unavailable
+        assert not scene.router.journal_writer.is_unavailable
         bare.delete(keys.journal(RequestKey("default", "a")))
         await until(lambda: scene.store_is_done)
         assert (await store.requests.read(RequestKey("default", "a"))).length == 50, "it is tried again"
@@ -214,18 +219,17 @@ async def test_a_key_of_another_type_does_not_mark_the_store_as_away(store: Stor
 async def test_an_ended_request_that_redis_refuses_is_given_up(
     store: Store, bare: sync_redis.Redis, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(flush, "FAULT_SECONDS", 0.01)
     requests = many(2)
     await store.requests.flush(requests)
     poison(bare, requests[0].key)
-    async with flushing(store, requests) as (flusher, held):
+    async with flushing(store, requests, JournalTimings(fault_s=0.01)) as (journal_writer, held):
         for each in held:
             each.owned.transition(SUCCEEDED, NOW)
-            flusher.end(each)
+            journal_writer.end(each)
         async with asyncio.timeout(PATIENCE):
-            await flusher.idle()
-        assert all(each.is_settled for each in held)
-        assert not flusher._faults
+            await journal_writer.idle()
+        assert all(each.persisted for each in held)
+        assert not journal_writer._faults
     assert [request.needs_write for request in requests] == [True, False]
 
 
@@ -249,15 +253,15 @@ async def test_what_concerns_every_write_is_a_store_that_is_away(store: Store, m
 async def test_an_end_leaves_the_open_set_though_redis_was_away_just_then(store: Store, monkeypatch: Patch) -> None:
     requests = many(3)
     await store.requests.flush(requests)
-    async with flushing(store, requests) as (flusher, held):
+    async with flushing(store, requests) as (journal_writer, held):
         for each in held:
             each.owned.transition(SUCCEEDED, NOW)
         trips = Trips(monkeypatch, away_from=1)  # the ends are written, and then Redis is away
         for each in held:
-            flusher.end(each)
-        await until(lambda: flusher.is_unavailable)
+            journal_writer.end(each)
+        await until(lambda: journal_writer.is_unavailable)
         assert not any(request.is_unsynced for request in requests)
         trips.away_from = None
         async with asyncio.timeout(PATIENCE):
-            await flusher.idle()
+            await journal_writer.idle()
     assert await store.open.of(router()) == set()

@@ -88,8 +88,8 @@ class Scene:
         request = asked(number, **more)
         return await self.core.dispatcher.begin(request), alone(request.engine_request)
 
-    def at(self, course: TokenStream) -> str:
-        return course.path.decode_worker
+    def at(self, stream: TokenStream) -> str:
+        return stream.path.decode_worker
 
     async def settled(self) -> None:
         """Nothing is left anywhere, every block is accounted for."""
@@ -138,27 +138,27 @@ async def moving(store: Store, decode: str = "de", prefill: str = "", **terms: A
         await scene.settled()
 
 
-async def checked(course: TokenStream, expected: list[int], attempts: int = 1) -> None:
-    await ended(course)
-    assert isinstance(course.end, Finish), course.end
-    assert course.tokens == expected
-    assert course.path.attempts == attempts
+async def checked(stream: TokenStream, expected: list[int], attempts: int = 1) -> None:
+    await ended(stream)
+    assert isinstance(stream.end, Finish), stream.end
+    assert stream.tokens == expected
+    assert stream.path.attempts == attempts
 
 
 async def test_a_drained_worker_is_empty_while_its_answers_go_on_elsewhere(store: Store) -> None:
     async with moving(store) as scene:
         begun = [await scene.begin(number, wanted=200) for number in range(4)]
-        for course, _ in begun:
-            await written(course, 3)
+        for stream, _ in begun:
+            await written(stream, 3)
         leaving = next(name for name in "de" if scene.runs(name))
         other = "ed"["de".index(leaving)]
         scene.drain(leaving)
         await scene.emptied(leaving)
-        assert all(course.end is None for course, _ in begun)
-        assert {scene.at(course) for course, _ in begun} == {other}
-        for course, expected in begun:
-            await checked(course, expected)
-            assert len(course.tokens) == 200
+        assert all(stream.end is None for stream, _ in begun)
+        assert {scene.at(stream) for stream, _ in begun} == {other}
+        for stream, expected in begun:
+            await checked(stream, expected)
+            assert len(stream.tokens) == 200
 
 
 @pytest.mark.parametrize("prefill", ["", "p"], ids=["from tokens", "handed over"])
@@ -170,105 +170,105 @@ async def test_the_text_is_the_same_at_any_instant_of_a_drain(store: Store, pref
             begun = [await scene.begin(4 * at + number, length=rng.randint(1, 90)) for number in range(4)]
             await written(begun[0][0], at) if at else None
             leaving = rng.choice("de")
-            there = [course for course, _ in begun if scene.at(course) == leaving]
+            there = [stream for stream, _ in begun if scene.at(stream) == leaving]
             scene.drain(leaving)
-            for course, expected in begun:
-                await checked(course, expected)
-            moved += sum(scene.at(course) != leaving for course in there)
+            for stream, expected in begun:
+                await checked(stream, expected)
+            moved += sum(scene.at(stream) != leaving for stream in there)
     assert moved
 
 
 async def test_with_nobody_to_take_over_it_ends_where_it_is(store: Store) -> None:
     async with moving(store, decode="d") as scene:
-        course, expected = await scene.begin(1)
-        await written(course, 3)
+        stream, expected = await scene.begin(1)
+        await written(stream, 3)
         scene.drain("d")
-        await checked(course, expected)
-        assert scene.at(course) == "d"
+        await checked(stream, expected)
+        assert scene.at(stream) == "d"
 
 
 async def test_two_that_drain_one_after_the_other_pass_it_on(store: Store) -> None:
     async with moving(store, decode="def") as scene:
-        course, expected = await scene.begin(1, wanted=200)
-        await written(course, 3)
-        first = scene.at(course)
+        stream, expected = await scene.begin(1, wanted=200)
+        await written(stream, 3)
+        first = scene.at(stream)
         scene.drain(first)
-        await until(lambda: scene.at(course) != first)
-        second = scene.at(course)
+        await until(lambda: scene.at(stream) != first)
+        second = scene.at(stream)
         scene.drain(second)
         await scene.emptied(second)
         (last,) = set("def") - {first, second}
-        assert course.end is None
-        await checked(course, expected)
-        assert scene.at(course) == last
+        assert stream.end is None
+        await checked(stream, expected)
+        assert scene.at(stream) == last
 
 
 async def test_two_that_drain_at_once_do_not_pass_it_to_and_fro(store: Store) -> None:
     async with moving(store) as scene:
-        course, expected = await scene.begin(1)
-        await written(course, 3)
+        stream, expected = await scene.begin(1)
+        await written(stream, 3)
         for name in "de":
             scene.drain(name)
-        await checked(course, expected)
+        await checked(stream, expected)
 
 
 async def test_a_cancel_at_any_instant_of_a_drain_leaves_nothing(store: Store) -> None:
     for steps in range(12):
         async with moving(store) as scene:
-            course, expected = await scene.begin(steps, wanted=200)
-            await written(course, 3)
-            scene.drain(scene.at(course))
+            stream, expected = await scene.begin(steps, wanted=200)
+            await written(stream, 3)
+            scene.drain(scene.at(stream))
             await asyncio.sleep(steps * 0.004)
-            await scene.core.dispatcher.cancel(course.request.key)
-            assert isinstance(course.end, Cancelled)
-            assert course.tokens == expected[: len(course.tokens)]
+            await scene.core.dispatcher.cancel(stream.request.key)
+            assert isinstance(stream.end, Cancelled)
+            assert stream.tokens == expected[: len(stream.tokens)]
 
 
 async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store) -> None:
     for steps in range(6):
         async with moving(store) as scene:
-            course, expected = await scene.begin(steps, wanted=400, seconds=0.05 + steps * 0.02)
-            await until(partial(scene.at, course))
-            scene.drain(scene.at(course))
-            await ended(course)
-            assert isinstance(course.end, DeadlineExceeded)
-            assert course.tokens == expected[: len(course.tokens)]
+            stream, expected = await scene.begin(steps, wanted=400, seconds=0.05 + steps * 0.02)
+            await until(partial(scene.at, stream))
+            scene.drain(scene.at(stream))
+            await ended(stream)
+            assert isinstance(stream.end, DeadlineExceeded)
+            assert stream.tokens == expected[: len(stream.tokens)]
 
 
 @pytest.mark.slow
 async def test_a_worker_that_is_lost_in_its_drain_costs_an_attempt_at_most(store: Store) -> None:
     for steps in range(8):
         async with moving(store, decode="def") as scene:
-            course, expected = await scene.begin(steps, wanted=120)
-            await written(course, 3)
-            first = scene.at(course)
+            stream, expected = await scene.begin(steps, wanted=120)
+            await written(stream, 3)
+            first = scene.at(stream)
             scene.drain(first)
             await asyncio.sleep(steps * 0.006)
             await scene.lose(first)
-            await ended(course)
-            assert isinstance(course.end, Finish), course.end
-            assert course.tokens == expected
-            assert course.path.attempts <= 2
-            assert scene.at(course) != first
+            await ended(stream)
+            assert isinstance(stream.end, Finish), stream.end
+            assert stream.tokens == expected
+            assert stream.path.attempts <= 2
+            assert scene.at(stream) != first
 
 
 @pytest.mark.slow
 async def test_a_taker_that_is_lost_leaves_it_where_it_was_or_costs_an_attempt(store: Store) -> None:
     for steps in range(8):
         async with moving(store, decode="def") as scene:
-            course, expected = await scene.begin(steps, wanted=300)
-            await written(course, 3)
-            first = scene.at(course)
+            stream, expected = await scene.begin(steps, wanted=300)
+            await written(stream, 3)
+            first = scene.at(stream)
             others = sorted({*"def"} - {first})
             scene.drain(first)
             await asyncio.sleep(steps * 0.006)
             taker = next((name for name in others if scene.runs(name)), others[0])
             await scene.lose(taker)
-            await ended(course)
-            assert isinstance(course.end, Finish), course.end
-            assert course.tokens == expected
-            assert course.path.attempts <= 2
-            assert scene.at(course) not in (first, taker)
+            await ended(stream)
+            assert isinstance(stream.end, Finish), stream.end
+            assert stream.tokens == expected
+            assert stream.path.attempts <= 2
+            assert scene.at(stream) not in (first, taker)
 
 
 def _reserve(engine: Engine, number: int) -> IncomingSequence:
@@ -287,17 +287,17 @@ def _let_go(place: Place, crowd: list[IncomingSequence]) -> None:
 async def test_a_taker_that_is_lost_before_the_seal_costs_no_attempt(store: Store) -> None:
     """It has no room yet: the fetch is not open."""
     async with moving(store) as scene:
-        course, expected = await scene.begin(1, wanted=200)
-        await written(course, 3)
-        first = scene.at(course)
+        stream, expected = await scene.begin(1, wanted=200)
+        await written(stream, 3)
+        first = scene.at(stream)
         (other,) = {*"de"} - {first}
         place = scene.places[other]
         crowd = [await place.hub.loop.call(partial(_reserve, number=number)) for number in range(8)]
         scene.drain(first)
         await until(lambda: scene.runs(other))
         await scene.lose(other)
-        await checked(course, expected)
-        assert scene.at(course) == first
+        await checked(stream, expected)
+        assert scene.at(stream) == first
         _let_go(place, crowd)
 
 
@@ -306,7 +306,7 @@ async def test_a_ticket_outlives_its_lease_while_its_taker_waits_for_room(store:
     async with moving(store, decode="d", prefill="p") as scene:
         place, prefill = scene.places["d"], scene.places["p"]
         crowd = [await place.hub.loop.call(partial(_reserve, number=number)) for number in range(8)]
-        course, expected = await scene.begin(1)
+        stream, expected = await scene.begin(1)
         await until(lambda: scene.runs("d"))
         (lease,) = prefill.hub.sender.office.leases()
         end = asyncio.get_running_loop().time() + 3 * prefill.hub.lease_s
@@ -314,8 +314,8 @@ async def test_a_ticket_outlives_its_lease_while_its_taker_waits_for_room(store:
         assert prefill.hub.sender.office.leases() == [lease]
         _let_go(place, crowd)
         place.hub.loop.post(lambda engine: engine.add(Request("nudge", (1,), stop=StopParams(1))))
-        await checked(course, expected)
-        assert course.path.prefill_worker == "p"
+        await checked(stream, expected)
+        assert stream.path.prefill_worker == "p"
 
 
 LINES = [
@@ -332,15 +332,15 @@ async def test_whatever_breaks_in_a_drain_the_text_is_the_same(store: Store, lin
     who, method, direction = line
     for number in range(12):
         async with moving(store) as scene:
-            course, expected = await scene.begin(number)
-            await written(course, 3)
-            names = {"giver": scene.at(course)}
+            stream, expected = await scene.begin(number)
+            await written(stream, 3)
+            names = {"giver": scene.at(stream)}
             (names["taker"],) = {"d", "e"} - {names["giver"]}
             cut = Cut(method, direction, number, arrives=number % 2 == 1)
             scene.proxies[names[who]].cuts = (cut,)
             scene.drain(names["giver"])
-            await ended(course)
-            assert isinstance(course.end, Finish), course.end
-            assert course.tokens == expected
+            await ended(stream)
+            assert isinstance(stream.end, Finish), stream.end
+            assert stream.tokens == expected
             if not cut.happened:
                 break

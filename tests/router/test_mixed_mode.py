@@ -16,10 +16,10 @@ LONG = tuple(range(1, 201))
 
 async def test_a_short_prompt_takes_the_short_way_and_its_account_says_so(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as scene:
-        course = await scene.answer(make_request(prompt=SHORT))
-        assert tokens_of(course) == answer(list(SHORT), 5)
-        assert (course.path.prefill_worker, course.path.decode_worker) == ("", "d")
-        assert course.path.handoff_s is None
+        stream = await scene.answer(make_request(prompt=SHORT))
+        assert tokens_of(stream) == answer(list(SHORT), 5)
+        assert (stream.path.prefill_worker, stream.path.decode_worker) == ("", "d")
+        assert stream.path.handoff_s is None
         await scene.dispatcher.drain()
         found = await store.requests.read(RequestKey("default", "r"))
         assert Generation.STATE_PREFILLING not in [each.state for each in found.record.transitions]
@@ -35,17 +35,17 @@ async def test_a_long_prompt_and_one_for_a_single_token_go_to_the_prefill_pool(s
 async def test_a_failing_decode_worker_is_not_near(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as scene:
         workers[1].script.fails_at = [0]
-        course = await scene.answer(make_request(prompt=SHORT))
-        assert tokens_of(course) == answer(list(SHORT), 5)
-        assert (course.path.prefill_worker, course.path.attempts) == ("p", 2)
+        stream = await scene.answer(make_request(prompt=SHORT))
+        assert tokens_of(stream) == answer(list(SHORT), 5)
+        assert (stream.path.prefill_worker, stream.path.attempts) == ("p", 2)
 
 
 async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=None) as scene:
         costs = scene.router.pool.costs["m"]
         assert (await scene.answer(make_request("first", SHORT))).path.prefill_worker == "p"
-        assert costs._moved.is_known(costs._now())
-        read = costs._read_apart.per_token
+        assert costs._transfer.is_known(costs._now())
+        read = costs._on_prefill_worker.per_token
         assert read == 2.0 / (len(SHORT) - 3), "as the scripted worker told, without what it had cached"
 
 
@@ -56,7 +56,7 @@ async def test_the_way_follows_what_was_measured_and_is_measured_on_either(store
             costs.add_prefill(200, 0.2, on_decode_worker=False)
             costs.add_transfer(200, 1.0)
         assert (await scene.answer(make_request("cheap", LONG))).path.prefill_worker == ""
-        beside = costs._read_beside.per_token
+        beside = costs._on_decode_worker.per_token
         assert beside == 3.0 / (len(LONG) - 5), "as the scripted worker told"
         assert (await scene.answer(make_request("dear", LONG[::-1]))).path.prefill_worker == "p"
         assert (await scene.answer(make_request("short", SHORT))).path.prefill_worker == ""

@@ -91,15 +91,15 @@ async def test_a_request_that_begins_anew_keeps_its_entry_when_the_failed_ones_r
     async with fleet(*pools) as workers, core(store, workers, attempts=1) as scene:
         workers[0].script.prefill_fails_before_ticket = 1
         assert not isinstance((await scene.answer(asked())).end, Finish)
-        await until(lambda: scene.router.flusher.is_unavailable)
+        await until(lambda: scene.router.journal_writer.is_unavailable)
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(asked())
-        await entries_written(course, 2)
+        stream = await scene.dispatcher.begin(asked())
+        await entries_written(stream, 2)
         losing.clear()
-        await until(lambda: not scene.router.flusher._ended and not scene.owned("r").needs_write)
+        await until(lambda: not scene.router.journal_writer._ended and not scene.owned("r").needs_write)
         assert await store.open.of(Incarnation.of(scene.router.peer)) == {RequestKey("default", "r")}
         workers[1].go.set()
-        assert isinstance((await ended(course)).end, Finish)
+        assert isinstance((await ended(stream)).end, Finish)
 
 
 async def test_a_late_write_of_a_failed_request_leaves_the_entry_of_the_one_that_began_anew(store: Store) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.prefix_index import PromptBlocks, block_hashes
-from decant.router.workers import pool, session
+from decant.router.workers import membership, session
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
@@ -32,8 +32,8 @@ async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
         async with core(store, workers) as scene:
             assert names(scene) == {"d2"}
             assert not workers[0].hellos
-            course = await scene.answer(make_request())
-            assert course.path.decode_worker == "d2"
+            stream = await scene.answer(make_request())
+            assert stream.path.decode_worker == "d2"
 
 
 async def test_who_comes_later_is_found_and_who_leaves_is_forgotten(store: Store) -> None:
@@ -50,15 +50,15 @@ async def test_who_comes_later_is_found_and_who_leaves_is_forgotten(store: Store
 async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as scene:
         workers[0].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         await store.workers.remove(Incarnation.of(workers[0].facts.peer))
         (worker,) = scene.router.pool.of("m")
         await until(lambda: not worker.is_registered)
         workers[0].break_session()  # runs are there: it is opened again
         workers[0].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
-        assert course.path.attempts == 1
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert stream.path.attempts == 1
         assert tokens_of(await scene.answer(make_request("new"))) == answer(PROMPT, 5)
         workers[0].break_session()  # nothing is there any more
         await until(lambda: not list(scene.router.pool.of("m")))
@@ -67,14 +67,14 @@ async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(
 async def test_a_restarted_worker_on_the_same_address_is_another_one(store: Store) -> None:
     async with fleet(D) as (old,), core(store, [old]) as scene:
         old.script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         await old.stop()
         new = FakeWorker(Fleet(), "d", wire.ROLE_DECODE)
         await new.start(int(old.facts.address.rpartition(":")[2]))
         try:
             await store.workers.register(new.facts)
-            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
             assert new.starts[0].run.attempt == 2
             await until(lambda: len(list(scene.router.pool.of("m"))) == 1)
         finally:
@@ -85,15 +85,15 @@ async def test_a_draining_worker_keeps_what_it_has_and_gets_no_more(store: Store
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         draining, other = sorted(workers, key=lambda worker: not worker.starts)
         draining.load.draining = True
         await until(lambda: names(scene) == {other.facts.peer.id})
         for worker in workers:
             worker.go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
-        assert course.path.attempts == 1
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert stream.path.attempts == 1
         await scene.answer(make_request("new"))
         assert len(draining.starts) == 1
 
@@ -111,12 +111,12 @@ async def test_a_router_that_leaves_retires_what_has_just_ended(store: Store, mo
 async def test_a_router_leaves_soon_though_a_worker_does_not_answer(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "FINISH_SECONDS", 0.1)
+    monkeypatch.setattr(membership, "FINISH_SECONDS", 0.1)
     async with fleet(D) as workers, core(store, workers) as scene:
         workers[0].script.stays = True
         clock = asyncio.get_running_loop().time
         began = clock()
-        await scene.router.pool.close()
+        await scene.router.pool.membership.close()
         assert 0.1 <= clock() - began < 5
         assert not list(scene.router.pool.of("m"))
 
@@ -136,13 +136,13 @@ async def test_many_at_once_are_spread(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = 1
-        courses = [await scene.dispatcher.begin(make_request(str(n))) for n in range(10)]
-        for course in courses:
-            await written(course, 1)
+        streams = [await scene.dispatcher.begin(make_request(str(n))) for n in range(10)]
+        for stream in streams:
+            await written(stream, 1)
         assert all(len(worker.starts) > 2 for worker in workers), "all at once, and still spread"
         for worker in workers:
             worker.go.set()
-        await asyncio.gather(*[ended(course) for course in courses])
+        await asyncio.gather(*[ended(stream) for stream in streams])
 
 
 async def test_who_refused_gets_few_before_the_next_word(store: Store) -> None:
@@ -178,7 +178,7 @@ async def test_a_ticket_is_renewed_with_and_without_a_taker(store: Store) -> Non
         prefill, decode = workers
         prefill.script.first_pause = True
         decode.script.refuse = [wire.CAUSE_BUSY] * 10_000
-        course = await scene.dispatcher.begin(make_request())
+        stream = await scene.dispatcher.begin(make_request())
         await until(lambda: len(prefill.renewed) > 2)
         decode.script.refuse.clear()
         decode.script.no_room = True
@@ -188,7 +188,7 @@ async def test_a_ticket_is_renewed_with_and_without_a_taker(store: Store) -> Non
         assert set(prefill.renewed) == set(prefill.fleet.caches)
         decode.go.set()
         prefill.go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         assert not decode.renewed, "only the giver is told"
 
 
@@ -220,4 +220,4 @@ async def test_the_next_of_a_prefix_follows_before_it_was_told_and_then_it_is_fo
         paths = [(await scene.answer(make_request(str(n), (*LONG, n)))).path for n in range(4)]
         assert len({path.prefill_worker for path in paths}) == 1
         caches = [worker.load._cached for worker in scene.router.pool.of("m")]
-        await until(lambda: not any(cache._held or cache.leaving for cache in caches))
+        await until(lambda: not any(cache._cached or cache.leaving for cache in caches))

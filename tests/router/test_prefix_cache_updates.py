@@ -55,9 +55,9 @@ async def test_a_router_learns_what_engines_hold_and_forgets_what_they_gave_up(s
     async with nodes("a", "b", blocks=32) as pair:
         registered = [listed for _, listed in pair]
         async with core(store, registered, id="first") as scene:  # type: ignore[arg-type]
-            course = await scene.answer(asked("r", 1))
-            assert len(tokens_of(course)) == 3
-            holder = course.path.decode_worker
+            stream = await scene.answer(asked("r", 1))
+            assert len(tokens_of(stream)) == 3
+            holder = stream.path.decode_worker
         async with core(store, registered, id="second") as scene:  # type: ignore[arg-type]
             pool, prefix = scene.router.pool, PromptBlocks(asked("s", 2).engine_request)
 
@@ -65,9 +65,9 @@ async def test_a_router_learns_what_engines_hold_and_forgets_what_they_gave_up(s
                 return {seen.incarnation.id: seen.cached_tokens for seen in pool.snapshot("m", set(), prefix)}
 
             await until(lambda: known() == {holder: len(SHARED), "b" if holder == "a" else "a": 0})
-            course = await scene.answer(asked("s", 2))
-            assert course.path.decode_worker == holder
-            assert course.cached_tokens == len(SHARED)
+            stream = await scene.answer(asked("s", 2))
+            assert stream.path.decode_worker == holder
+            assert stream.cached_tokens == len(SHARED)
             node = next(node for node, _ in pair if node.peer.id == holder)
             await node.hub.loop.call(lambda engine: engine.pool.drop_cache())
             await until(lambda: set(known().values()) == {0})

@@ -34,10 +34,10 @@ async def test_the_prompt_stands_before_the_output_once():
     reader = await read(tokens, **options(echo=True))
     assert reader.text == "def f(x):return x"
     assert reader.messages[1].seq >= 1  # with the first token: who has seq 0 has no text
-    late = Reader(reader.course, after_seq=1)
+    late = Reader(reader.stream, after_seq=1)
     await late.read()
     assert "def f" not in late.text
-    response, _ = await Reader(reader.course).answer.whole(reader.account)
+    response, _ = await Reader(reader.stream).answer.whole(reader.account)
     assert response.outputs[0].text == reader.text
 
 
@@ -52,10 +52,10 @@ async def test_a_prompt_of_tokens_is_shown_as_text_like_the_output_is():
 async def test_a_stop_text_in_the_prompt_stops_nothing():
     tokens = await tiny().encode("return x", special=False)
     made = await valid(stopping=pb.StoppingParams(stop=["f(x)", ":r"]), **options(echo=True))
-    pen = TokenWriter(TokenStream(made))
+    writer = TokenWriter(TokenStream(made))
     for place, token in enumerate(tokens):
-        pen.put(made.prompt_tokens + place, token)
-    assert pen.stopped is None
+        writer.write(made.prompt_tokens + place, token)
+    assert writer.stopped is None
 
 
 async def test_an_echo_without_text_is_refused():
@@ -67,38 +67,38 @@ async def test_an_echo_without_text_is_refused():
 # ------------------------------------------------------------------------------------- prompt logprobs
 
 
-def explained(pen: TokenWriter, first: int, end: int) -> None:
+def explained(writer: TokenWriter, first: int, end: int) -> None:
     told = [wire.TokenLogprobs(logprob=-position, rank=1) for position in range(first, end)]
-    pen.explain(wire.PromptLogprobs(first_position=first, logprobs=told))
+    writer.add_prompt_logprobs(wire.PromptLogprobs(first_position=first, logprobs=told))
 
 
 async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
     reader = Reader(TokenStream(await valid(**options(prompt_logprobs=0))))
-    pen, count = TokenWriter(reader.course), reader.course.request.prompt_tokens
+    writer, count = TokenWriter(reader.stream), reader.stream.request.prompt_tokens
     task = asyncio.create_task(reader.read())
-    explained(pen, 1, 3)
-    write(reader.course, 5)
+    explained(writer, 1, 3)
+    write(reader.stream, 5)
     await settle()
     assert not reader.messages  # some are still to come
-    explained(pen, 3, count)
+    explained(writer, 3, count)
     await settle()
-    write(reader.course, end=AT_LENGTH)
+    write(reader.stream, end=AT_LENGTH)
     await task
     found = reader.messages[0].started.prompt_logprobs
-    assert [entry.token_id for entry in found] == list(unpack(reader.course.request.engine_request.prompt))
+    assert [entry.token_id for entry in found] == list(unpack(reader.stream.request.engine_request.prompt))
     assert b"".join(entry.token_bytes for entry in found).endswith(b"def f(x):")
     assert not found[0].HasField("logprob")
     assert [entry.logprob for entry in found[1:]] == [-position for position in range(1, count)]
-    response, _ = await Reader(reader.course).answer.whole(reader.account)
+    response, _ = await Reader(reader.stream).answer.whole(reader.account)
     assert list(response.prompt_logprobs) == list(found)
 
 
 async def test_what_is_said_again_is_taken_once_and_too_much_not_at_all():
     made = await valid(**options(prompt_logprobs=1))
-    pen, count = TokenWriter(TokenStream(made)), made.prompt_tokens
+    writer, count = TokenWriter(TokenStream(made)), made.prompt_tokens
     for first, end in (1, 3), (1, 2), (2, 4), (5, count), (1, count + 9):
-        explained(pen, first, end)
-    assert [found.logprob for found in pen.course.prompt_logprobs] == [-position for position in range(1, count)]
+        explained(writer, first, end)
+    assert [found.logprob for found in writer.stream.prompt_logprobs] == [-position for position in range(1, count)]
 
 
 async def test_none_are_there_where_none_were_asked_for():
@@ -114,38 +114,38 @@ async def test_a_prompt_of_one_token_waits_for_nothing():
 @pytest.mark.parametrize("pools", [(P, D), (D,), (P,)])
 async def test_workers_of_either_kind_bring_them(store: Store, pools: Any) -> None:
     async with fleet(*pools) as workers, core(store, workers) as scene:
-        course = await scene.answer(asked())
-        assert [found.logprob for found in course.prompt_logprobs] == THEIRS
+        stream = await scene.answer(asked())
+        assert [found.logprob for found in stream.prompt_logprobs] == THEIRS
 
 
 async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(store: Store) -> None:
     """They come by the prefill worker's stream, the output and its end by the decode worker's."""
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
         prefill.script.tells_late = True
-        course = await scene.dispatcher.begin(asked())
+        stream = await scene.dispatcher.begin(asked())
         await until(lambda: decode.retired)
-        assert course.tokens
-        assert course.end is None
+        assert stream.tokens
+        assert stream.end is None
         prefill.go.set()
-        await ended(course)
-        assert [found.logprob for found in course.prompt_logprobs] == THEIRS
+        await ended(stream)
+        assert [found.logprob for found in stream.prompt_logprobs] == THEIRS
 
 
 @pytest.mark.parametrize("fault", ["prefill_fails_after_ticket", "prefill_breaks_after_ticket"])
 async def test_half_of_them_from_a_lost_worker_are_made_whole_by_the_next(store: Store, fault: str) -> None:
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
         setattr(prefill.script, fault, 1)
-        course = await scene.answer(asked())
-        assert [found.logprob for found in course.prompt_logprobs] == THEIRS
-        assert course.path.attempts == 2
+        stream = await scene.answer(asked())
+        assert [found.logprob for found in stream.prompt_logprobs] == THEIRS
+        assert stream.path.attempts == 2
 
 
 async def test_they_survive_a_decode_worker(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.fails_at = [2]
-        course = await scene.answer(asked())
-        assert [found.logprob for found in course.prompt_logprobs] == THEIRS
+        stream = await scene.answer(asked())
+        assert [found.logprob for found in stream.prompt_logprobs] == THEIRS
 
 
 def asked() -> Any:

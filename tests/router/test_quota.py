@@ -63,8 +63,8 @@ async def test_what_is_beyond_the_share_is_refused_until_something_ends(
         assert await scene.dispatcher.begin(make_request()) is first, "it is the same request"
         others = await scene.dispatcher.begin(make_request("r", key=RequestKey("other", "r")))
         workers[1].go.set()
-        for course in (first, others):
-            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        for stream in (first, others):
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         await until(lambda: not at_work())
         assert tokens_of(await scene.answer(make_request("another"))) == answer(PROMPT, 5)
 
@@ -98,18 +98,18 @@ async def test_a_call_that_needs_no_worker_is_one_of_the_share_while_it_runs(
     store: Store, at_work: Callable[[], set[str]]
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
-        async with scene.dispatcher.booked("default"):
+        async with scene.dispatcher.hold_quota("default"):
             assert len(at_work()) == 1
             with pytest.raises(QuotaExceeded):
                 await scene.dispatcher.begin(make_request())
             with pytest.raises(QuotaExceeded):
-                async with scene.dispatcher.booked("default"):
+                async with scene.dispatcher.hold_quota("default"):
                     pytest.fail("it is beyond the share")
-            async with scene.dispatcher.booked("other"):
+            async with scene.dispatcher.hold_quota("other"):
                 pass
         assert not at_work(), "the tenant's next call finds its place free"
         with pytest.raises(ZeroDivisionError):
-            async with scene.dispatcher.booked("default"):
+            async with scene.dispatcher.hold_quota("default"):
                 raise ZeroDivisionError
         assert not at_work()
         assert tokens_of(await scene.answer(make_request())) == answer(PROMPT, 5)
@@ -124,7 +124,7 @@ async def by_cancel(scene: Core, workers: list[FakeWorker]) -> None:
 
 
 async def by_its_client(scene: Core, workers: list[FakeWorker]) -> None:
-    scene.dispatcher.stream_lost(await scene.dispatcher.resume(KEY))
+    scene.dispatcher.on_disconnect(await scene.dispatcher.resume(KEY))
 
 
 async def by_its_workers(scene: Core, workers: list[FakeWorker]) -> None:
@@ -136,20 +136,20 @@ async def by_its_workers(scene: Core, workers: list[FakeWorker]) -> None:
 async def test_however_it_ends_its_share_is_free(store: Store, at_work: Callable[[], set[str]], way: Way) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE, resume_grace_ms=10) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         assert at_work() == {"r"}
         await way(scene, workers)
-        await ended(course)
+        await ended(stream)
         await until(lambda: not at_work())
 
 
 async def test_a_deadline_frees_its_share(store: Store, at_work: Callable[[], set[str]]) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request(seconds=1.0))
+        stream = await scene.dispatcher.begin(make_request(seconds=1.0))
         assert at_work() == {"r"}
-        assert isinstance((await ended(course)).end, DeadlineExceeded)
+        assert isinstance((await ended(stream)).end, DeadlineExceeded)
         await until(lambda: not at_work())
 
 
@@ -256,7 +256,7 @@ async def test_while_redis_is_away_nobody_is_refused_and_all_count_when_it_is_ba
         with monkeypatch.context() as patch:
             patch.setattr(Quotas, "acquire", away)
             await scene.dispatcher.begin(make_request("second"))
-        scene.router.flusher.is_unavailable = True
+        scene.router.journal_writer.is_unavailable = True
         third = await scene.dispatcher.begin(make_request("third"))
         assert not third.resumable
         await until(lambda: at_work() == {"r", "second", "third"})
@@ -268,7 +268,7 @@ async def test_a_router_that_wants_redis_takes_nothing_without_it(
     store: Store, at_work: Callable[[], set[str]]
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE, serve_without_redis=False) as scene:
-        scene.router.flusher.is_unavailable = True
+        scene.router.journal_writer.is_unavailable = True
         with pytest.raises(Unavailable) as refusal:
             await scene.dispatcher.begin(make_request())
         assert refusal.value.reason is Reason.STATE_STORE_AWAY
@@ -284,8 +284,8 @@ async def test_what_runs_is_renewed_and_comes_back_to_an_emptied_redis(
         core(store, workers, quotas=ONE) as scene,
     ):
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         bare.delete(*keys.quota("default"))
         await until(lambda: at_work() == {"r"})
         lease = bare.zscore(keys.quota("default")[0], "r")

@@ -64,9 +64,9 @@ def pass_on(worker: FakeWorker, until: int) -> None:
     worker.go = asyncio.Event()
 
 
-def error_of(course: TokenStream) -> ServiceError:
-    assert isinstance(course.end, ServiceError)
-    return course.end
+def error_of(stream: TokenStream) -> ServiceError:
+    assert isinstance(stream.end, ServiceError)
+    return stream.end
 
 
 # ------------------------------------------------------------------------------------------------ paths that go well
@@ -74,15 +74,15 @@ def error_of(course: TokenStream) -> ServiceError:
 
 async def test_a_prompt_goes_through_both_pools_and_its_path_is_accounted_for(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        course = await scene.answer(make_request())
-        assert tokens_of(course) == answer(PROMPT, 5)
-        assert course.end == Finish(pb.FINISH_REASON_LENGTH)
-        path = course.path
+        stream = await scene.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
+        assert stream.end == Finish(pb.FINISH_REASON_LENGTH)
+        path = stream.path
         assert (path.prefill_worker, path.decode_worker, path.attempts) == ("p", "d", 1)
         assert (path.prefill_s, path.handoff_s, path.decode_wait_s, path.handoff_bytes) == (2, 4, 5, 1234)
         assert path.queue_s is not None
         assert path.decode_began_at is not None
-        assert course.cached_tokens == 3
+        assert stream.cached_tokens == 3
         found = await stored(store, scene)
         assert [entry.token for entry in found.entries] == answer(PROMPT, 5)
         assert states(found) == [QUEUED, PREFILLING, HANDING_OFF, DECODING, SUCCEEDED]
@@ -92,11 +92,11 @@ async def test_a_prompt_goes_through_both_pools_and_its_path_is_accounted_for(st
 
 async def test_one_token_needs_no_decode_worker(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        course = await scene.answer(make_request(max_tokens=1))
-        assert tokens_of(course) == answer(PROMPT, 1)
+        stream = await scene.answer(make_request(max_tokens=1))
+        assert tokens_of(stream) == answer(PROMPT, 1)
         assert not workers[0].prefills[0].handoff
         assert not workers[1].starts
-        assert course.path.decode_worker == ""
+        assert stream.path.decode_worker == ""
         assert states(await stored(store, scene)) == [QUEUED, PREFILLING, SUCCEEDED]
 
 
@@ -106,22 +106,22 @@ async def test_a_first_token_that_ends_the_answer_leaves_nothing_at_the_taker(st
         workers[0].script.stops_at = 0
         workers[0].script.first_is_late = late
         workers[0].script.first_pause = True
-        course = await scene.dispatcher.begin(make_request())
+        stream = await scene.dispatcher.begin(make_request())
         await until(lambda: workers[1].starts)
         workers[0].go.set()
-        assert (await ended(course)).end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
-        assert (course.path.attempts, course.path.decode_worker) == (1, "")
+        assert (await ended(stream)).end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
+        assert (stream.path.attempts, stream.path.decode_worker) == (1, "")
         await nothing_is_left_at(workers)
 
 
 @pytest.mark.parametrize("role", [wire.ROLE_PREFILL, wire.ROLE_DECODE])
 async def test_one_pool_alone_answers_from_tokens(store: Store, role: wire.Role) -> None:
     async with fleet(("only", role)) as workers, core(store, workers) as scene:
-        course = await scene.answer(make_request())
-        assert tokens_of(course) == answer(PROMPT, 5)
-        assert (course.path.prefill_worker, course.path.decode_worker) == ("", "only")
-        assert course.path.prefill_s == 3
-        assert course.cached_tokens == 5
+        stream = await scene.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
+        assert (stream.path.prefill_worker, stream.path.decode_worker) == ("", "only")
+        assert stream.path.prefill_s == 3
+        assert stream.cached_tokens == 5
         assert states(await stored(store, scene)) == [QUEUED, DECODING, SUCCEEDED]
 
 
@@ -129,23 +129,23 @@ async def test_another_layout_is_no_partner(store: Store) -> None:
     async with fleet(P, D) as workers:
         workers[1].facts.layout += 1
         async with core(store, workers) as scene:
-            course = await scene.answer(make_request())
-            assert tokens_of(course) == answer(PROMPT, 5)
-            assert course.path.decode_worker == "d"
+            stream = await scene.answer(make_request())
+            assert tokens_of(stream) == answer(PROMPT, 5)
+            assert stream.path.decode_worker == "d"
             assert not workers[0].prefills
 
 
 async def test_how_an_answer_ended_is_told(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.stops_at = 3
-        course = await scene.answer(make_request("eos", max_tokens=9))
-        assert course.end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
-        assert course.tokens == [*answer(PROMPT, 3), EOS]
-        course = await scene.answer(make_request("stop", max_tokens=9, stop_token_ids=[EOS]))
-        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_token_id=EOS)
+        stream = await scene.answer(make_request("eos", max_tokens=9))
+        assert stream.end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
+        assert stream.tokens == [*answer(PROMPT, 3), EOS]
+        stream = await scene.answer(make_request("stop", max_tokens=9, stop_token_ids=[EOS]))
+        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_token_id=EOS)
         workers[1].script.stops_at = None
-        course = await scene.answer(make_request("cut", cut_to_window=True))
-        assert course.end == Finish(pb.FINISH_REASON_CONTEXT_LENGTH)
+        stream = await scene.answer(make_request("cut", cut_to_window=True))
+        assert stream.end == Finish(pb.FINISH_REASON_CONTEXT_LENGTH)
 
 
 async def test_what_workers_are_told_is_whole_and_as_it_is_now(store: Store) -> None:
@@ -162,9 +162,9 @@ async def test_what_workers_are_told_is_whole_and_as_it_is_now(store: Store) -> 
 async def test_many_at_once_are_all_right(store: Store) -> None:
     async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
         requests = [make_request(str(n), (n, 1, 2), 1 + n % 9) for n in range(100)]
-        courses = await asyncio.gather(*[scene.answer(request) for request in requests])
-        for n, course in enumerate(courses):
-            assert tokens_of(course) == answer([n, 1, 2], 1 + n % 9)
+        streams = await asyncio.gather(*[scene.answer(request) for request in requests])
+        for n, stream in enumerate(streams):
+            assert tokens_of(stream) == answer([n, 1, 2], 1 + n % 9)
         assert all(worker.starts for worker in workers[2:])
         assert all(worker.prefills for worker in workers[:2])
         await until(lambda: not any(worker.runs for worker in workers))
@@ -179,9 +179,9 @@ async def test_many_at_once_are_all_right(store: Store) -> None:
 async def test_a_prompt_that_fails_is_read_elsewhere(store: Store, fault: str) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         setattr(workers[0].script, fault, 1)
-        course = await scene.answer(make_request())
-        assert tokens_of(course) == answer(PROMPT, 5)
-        assert course.path.attempts == 2
+        stream = await scene.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
+        assert stream.path.attempts == 2
         found = await stored(store, scene)
         assert found.attempt == 2
         assert [attempt.failure.cause != 0 for attempt in found.record.attempts] == [True, False]
@@ -192,8 +192,8 @@ async def test_before_the_ticket_another_prefill_worker_is_asked(store: Store) -
     async with fleet(P, P2, D) as workers, core(store, workers) as scene:
         for worker in workers[:2]:
             worker.script.prefill_fails_before_ticket = 1
-        course = await scene.answer(make_request())
-        assert tokens_of(course) == answer(PROMPT, 5)
+        stream = await scene.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
         assert [len(worker.prefills) for worker in workers[:2]] in ([2, 1], [1, 2])
 
 
@@ -203,9 +203,9 @@ async def test_a_handoff_that_fails_is_gone_on_from_tokens_without_gap_or_repeat
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.handoff_fails = [cause]
-        course = await scene.answer(make_request())
-        assert tokens_of(course) == answer(PROMPT, 5)
-        assert course.path.prefill_worker == ""
+        stream = await scene.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
+        assert stream.path.prefill_worker == ""
         again = workers[1].starts[1]
         assert not again.HasField("ticket")
         assert again.run.attempt == 2
@@ -218,13 +218,13 @@ async def test_an_answer_whose_last_word_is_lost_is_whole(store: Store, stops: b
     async with fleet(P, D) as workers, core(store, workers, attempts=attempts) as scene:
         workers[1].script.fails_at_end = 1
         workers[1].script.stops_at = 3 if stops else None
-        course = await scene.answer(make_request(eos_token_ids=frozenset({EOS})))
+        stream = await scene.answer(make_request(eos_token_ids=frozenset({EOS})))
         if stops:
-            assert course.end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
-            assert course.tokens == [*answer(PROMPT, 3), EOS]
+            assert stream.end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
+            assert stream.tokens == [*answer(PROMPT, 3), EOS]
         else:
-            assert course.end == Finish(pb.FINISH_REASON_LENGTH)
-            assert course.tokens == answer(PROMPT, 5)
+            assert stream.end == Finish(pb.FINISH_REASON_LENGTH)
+            assert stream.tokens == answer(PROMPT, 5)
         assert len(workers[1].starts) == 1, "nothing is left to be written"
 
 
@@ -233,9 +233,9 @@ async def test_an_answer_goes_on_where_its_worker_failed(store: Store) -> None:
         for worker in workers[1:]:
             worker.script.fails_at = [3]
         workers[1].script.fails_at = workers[2].script.fails_at = shared = [3]
-        course = await scene.answer(make_request(max_tokens=8))
+        stream = await scene.answer(make_request(max_tokens=8))
         assert not shared
-        assert tokens_of(course) == answer(PROMPT, 8)
+        assert tokens_of(stream) == answer(PROMPT, 8)
         first, second = (worker for worker in workers[1:])
         starts = sorted([*first.starts, *second.starts], key=lambda start: start.run.attempt)
         assert len(first.starts) == len(second.starts) == 1, "the other worker goes on"
@@ -258,11 +258,11 @@ async def test_attempts_are_spent_before_the_first_token(store: Store) -> None:
 async def test_attempts_are_spent_after_the_first_token(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers, attempts=2) as scene:
         workers[0].script.fails_at = [2, 2]
-        course = await scene.answer(make_request())
-        error = error_of(course)
+        stream = await scene.answer(make_request())
+        error = error_of(stream)
         assert isinstance(error, Aborted)
         assert error.reason is Reason.WORKERS_LOST
-        assert course.tokens == answer(PROMPT, 2)
+        assert stream.tokens == answer(PROMPT, 2)
         assert error.resume is not None
         assert error.resume.last_seq == 2
 
@@ -295,9 +295,9 @@ async def test_who_has_no_room_is_asked_again_later_in_the_same_attempt(store: S
     async with fleet(P, D) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.refuse = [cause, cause]
-        course = await scene.answer(make_request())
-        assert tokens_of(course) == answer(PROMPT, 5)
-        assert course.path.attempts == 1
+        stream = await scene.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
+        assert stream.path.attempts == 1
         assert len(workers[0].prefills) == 3
         assert len(workers[1].starts) == 3
 
@@ -306,21 +306,21 @@ async def test_who_has_room_is_asked_instead(store: Store) -> None:
     async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
         workers[0].script.refuse = [wire.CAUSE_BUSY] * 100
         workers[2].script.refuse = [wire.CAUSE_BUSY] * 100
-        course = await scene.answer(make_request())
-        assert tokens_of(course) == answer(PROMPT, 5)
-        assert (course.path.prefill_worker, course.path.decode_worker) == ("p2", "d2")
+        stream = await scene.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
+        assert (stream.path.prefill_worker, stream.path.decode_worker) == ("p2", "d2")
 
 
 async def test_a_decode_worker_that_dies_is_replaced_by_the_other(store: Store) -> None:
     async with fleet(P, D, D2) as workers, core(store, workers) as scene:
         for worker in workers[1:]:
             worker.script.pause_at = 3
-        course = await scene.dispatcher.begin(make_request(max_tokens=8))
-        await written(course, 3)
+        stream = await scene.dispatcher.begin(make_request(max_tokens=8))
+        await written(stream, 3)
         dead, other = sorted(workers[1:], key=lambda worker: not worker.starts)
         await dead.stop()
         other.go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 8)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 8)
         assert other.starts[0].run.attempt == 2
         await store.workers.remove(life_of(dead))
 
@@ -328,22 +328,22 @@ async def test_a_decode_worker_that_dies_is_replaced_by_the_other(store: Store) 
 async def test_a_prefill_worker_that_dies_before_its_first_token_is_replaced(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[0].script.first_pause = True
-        course = await scene.dispatcher.begin(make_request())
+        stream = await scene.dispatcher.begin(make_request())
         await until(lambda: workers[1].starts)
         await workers[0].stop()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
-        assert course.path.decode_worker == "d"
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert stream.path.decode_worker == "d"
 
 
 async def test_a_break_of_the_session_is_no_failure_when_it_comes_back(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.begin(make_request(max_tokens=8))
-        await written(course, 3)
+        stream = await scene.dispatcher.begin(make_request(max_tokens=8))
+        await written(stream, 3)
         workers[1].break_session()
         workers[1].go.set()  # writes while nobody hears it
-        assert tokens_of(await ended(course)) == answer(PROMPT, 8)
-        assert course.path.attempts == 1
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 8)
+        assert stream.path.attempts == 1
         (owned,) = workers[1].hellos[-1].owned
         assert owned.resume[0].position == len(PROMPT) + 3
 
@@ -351,46 +351,46 @@ async def test_a_break_of_the_session_is_no_failure_when_it_comes_back(store: St
 async def test_frames_that_are_lost_are_asked_for_again(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request(max_tokens=8))
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request(max_tokens=8))
+        await written(stream, 2)
         workers[1].script.drop_frames = 2
         pass_on(workers[1], until=6)
-        await written(course, 6)  # and not only at its end
+        await written(stream, 6)  # and not only at its end
         workers[1].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 8)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 8)
         assert workers[1].resends > 0
 
 
 async def test_a_lost_last_frame_is_asked_for_again(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 4
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 4)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 4)
         workers[1].script.drop_frames = 1
         workers[1].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         assert workers[1].resends == 1
 
 
 async def test_another_token_for_a_known_place_is_counted_and_never_shown(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as scene:
         workers[0].script.wrong_token_at = 2
-        course = await scene.answer(make_request())
-        assert tokens_of(course) == answer(PROMPT, 5)
+        stream = await scene.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
         assert [worker.session.conflicts for worker in scene.router.pool.of("m")] == [1]
-        assert course.path.attempts == 2
+        assert stream.path.attempts == 2
 
 
 async def test_a_stuck_worker_gets_no_new_work_and_loses_what_it_has(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         stuck, other = sorted(workers, key=lambda worker: not worker.starts)
         stuck.script.stuck_ms = 60_000
         other.go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         assert len(other.starts) == 1
         await scene.answer(make_request("next"))
         assert len(stuck.starts) == 1
@@ -402,12 +402,12 @@ async def test_a_silent_worker_loses_what_it_has(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         silent, other = sorted(workers, key=lambda worker: not worker.starts)
         silent.script.silent = True
         other.go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         assert other.starts[0].run.attempt == 2
 
 
@@ -428,11 +428,11 @@ async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hangin
     monkeypatch.setattr("decant.router.execution.placement_search.NO_WORKER_PATIENCE_S", 0.5)
     async with fleet(D) as workers, core(store, workers) as scene:
         workers[0].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         await store.workers.remove(life_of(workers[0]))
         await workers[0].stop()
-        error = error_of(await ended(course))
+        error = error_of(await ended(stream))
         assert isinstance(error, Aborted)
         assert error.reason is Reason.WORKERS_LOST
 
@@ -459,7 +459,7 @@ def hold(workers: list[FakeWorker], phase: str) -> None:
             decode.script.pause_at = 2
 
 
-async def is_in(course: TokenStream, workers: list[FakeWorker], phase: str) -> None:
+async def is_in(stream: TokenStream, workers: list[FakeWorker], phase: str) -> None:
     prefill, decode = workers
     match phase:
         case "waiting for room" | "prefilling":
@@ -467,9 +467,9 @@ async def is_in(course: TokenStream, workers: list[FakeWorker], phase: str) -> N
         case "waiting for a taker":
             await until(lambda: decode.starts)
         case "handing off":
-            await until(lambda: course.path.taken_up_at and decode.runs)
+            await until(lambda: stream.path.scheduled_at and decode.runs)
         case "decoding":
-            await written(course, 2)
+            await written(stream, 2)
 
 
 async def nothing_is_left_at(workers: list[FakeWorker]) -> None:
@@ -481,17 +481,17 @@ async def nothing_is_left_at(workers: list[FakeWorker]) -> None:
 async def test_a_cancel_ends_it_at_once_in_every_state(store: Store, phase: str) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         hold(workers, phase)
-        course = await scene.dispatcher.begin(make_request())
-        await is_in(course, workers, phase)
+        stream = await scene.dispatcher.begin(make_request())
+        await is_in(stream, workers, phase)
         for _ in range(2):  # the second time it has ended, and that is hardly written
-            assert isinstance(await scene.dispatcher.cancel(course.request.key), Cancelled)
-        assert isinstance(course.end, Cancelled)
+            assert isinstance(await scene.dispatcher.cancel(stream.request.key), Cancelled)
+        assert isinstance(stream.end, Cancelled)
         await nothing_is_left_at(workers)
         if phase in ("handing off", "decoding"):
             assert workers[1].cancels[-1].reason == wire.Cancel.REASON_CLIENT
         found = await stored(store, scene)
         assert found.state == CANCELLED
-        assert isinstance(course.end, Cancelled), "the first end stays"
+        assert isinstance(stream.end, Cancelled), "the first end stays"
         assert found.record.finished[0].finish_reason == pb.FINISH_REASON_CANCELLED
 
 
@@ -499,48 +499,48 @@ async def test_a_cancel_ends_it_at_once_in_every_state(store: Store, phase: str)
 async def test_its_deadline_ends_it_in_every_state(store: Store, phase: str) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         hold(workers, phase)
-        course = await scene.dispatcher.begin(make_request(seconds=1.0))
-        await is_in(course, workers, phase)
-        assert isinstance((await ended(course)).end, DeadlineExceeded)
+        stream = await scene.dispatcher.begin(make_request(seconds=1.0))
+        await is_in(stream, workers, phase)
+        assert isinstance((await ended(stream)).end, DeadlineExceeded)
         await nothing_is_left_at(workers)
         if phase in ("handing off", "decoding"):
             assert workers[1].cancels[-1].reason == wire.Cancel.REASON_DEADLINE
         found = await stored(store, scene)
         assert found.state == FAILED
         assert found.record.finished[0].finish_reason == pb.FINISH_REASON_TIME_LIMIT
-        assert [entry.token for entry in found.entries] == course.tokens
+        assert [entry.token for entry in found.entries] == stream.tokens
 
 
 async def test_a_lost_stream_has_a_grace_unless_nobody_could_come_back(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
-        scene.dispatcher.stream_lost(course)
-        scene.dispatcher.stream_lost(course)
-        assert course.end is None
-        assert isinstance((await ended(course)).end, Cancelled)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
+        scene.dispatcher.on_disconnect(stream)
+        scene.dispatcher.on_disconnect(stream)
+        assert stream.end is None
+        assert isinstance((await ended(stream)).end, Cancelled)
         nameless = await scene.dispatcher.begin(make_request("made-up", id_generated=True))
-        scene.dispatcher.stream_lost(nameless)
+        scene.dispatcher.on_disconnect(nameless)
         assert isinstance(nameless.end, Cancelled)
-        scene.dispatcher.stream_lost(nameless)
+        scene.dispatcher.on_disconnect(nameless)
 
 
 async def test_a_lost_stream_whose_answer_ends_within_the_grace_stays_a_success(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
-        scene.dispatcher.stream_lost(course)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
+        scene.dispatcher.on_disconnect(stream)
         workers[1].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_a_cancel_reaches_those_that_wait_for_admission(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, max_active=1, queue_limit=2) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request("one"))
-        await written(course, 1)
+        stream = await scene.dispatcher.begin(make_request("one"))
+        await written(stream, 1)
         waiting = [asyncio.ensure_future(scene.dispatcher.begin(make_request(id))) for id in ("two", "three")]
         await until(lambda: scene.router.admission.waiting == 2)
         with pytest.raises(QueueFull):
@@ -551,30 +551,30 @@ async def test_a_cancel_reaches_those_that_wait_for_admission(store: Store) -> N
         waiting[1].cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting[1]
-        assert scene.dispatcher.waiting == 0
-        assert scene.dispatcher.running == 1
+        assert scene.dispatcher.executions.waiting == 0
+        assert scene.dispatcher.executions.running == 1
         assert scene.dispatcher.load() == wire.Load(running=1)
         workers[1].go.set()
-        await ended(course)
+        await ended(stream)
 
 
 async def test_a_deadline_reaches_those_that_wait_for_admission(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, max_active=1) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request("one"))
+        stream = await scene.dispatcher.begin(make_request("one"))
         with pytest.raises(DeadlineExceeded):
             await scene.dispatcher.begin(make_request("two", seconds=0.05))
         workers[1].go.set()
-        await ended(course)
+        await ended(stream)
 
 
 async def test_superseded_by_a_worker_it_ends_and_writes_nothing_more(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=workers[1].starts[0].run, epoch=2)))
-        error = error_of(await ended(course))
+        error = error_of(await ended(stream))
         assert isinstance(error, Aborted)
         assert (error.reason, error.resume) == (Reason.OWNER_CHANGED, ResumePoint(0, 2)), "no client's stream did it"
         assert (await stored(store, scene)).state not in (SUCCEEDED, FAILED, CANCELLED)
@@ -583,7 +583,7 @@ async def test_superseded_by_a_worker_it_ends_and_writes_nothing_more(store: Sto
 async def test_a_router_that_drains_finishes_what_it_has_and_takes_no_more(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
+        stream = await scene.dispatcher.begin(make_request())
         draining = asyncio.ensure_future(scene.dispatcher.drain())
         await until(lambda: scene.dispatcher.is_draining)
         with pytest.raises(Unavailable) as refused:
@@ -592,40 +592,40 @@ async def test_a_router_that_drains_finishes_what_it_has_and_takes_no_more(store
         assert not draining.done()
         workers[1].go.set()
         await draining
-        assert tokens_of(course) == answer(PROMPT, 5)
+        assert tokens_of(stream) == answer(PROMPT, 5)
 
 
 async def test_a_router_that_is_ended_ends_every_course(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         await scene.dispatcher.close()
-        assert isinstance(course.end, Aborted)
-        assert course.end.resume == ResumePoint(0, 2)
+        assert isinstance(stream.end, Aborted)
+        assert stream.end.resume == ResumePoint(0, 2)
         await nothing_is_left_at(workers)
 
 
 async def test_a_drain_that_runs_out_leaves_requests_to_other_routers(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, max_active=1) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
+        stream = await scene.dispatcher.begin(make_request())
         waiting = asyncio.ensure_future(scene.dispatcher.begin(make_request("waiting")))
-        await written(course, 2)
+        await written(stream, 2)
         await until(lambda: scene.router.admission.waiting == 1)
         await scene.dispatcher.drain(0.05)
-        assert scene.dispatcher.cut_off == 2
-        assert isinstance(course.end, Aborted)
-        assert (course.end.reason, course.end.resume) == (Reason.DRAINING, ResumePoint(0, 2))
+        assert scene.dispatcher.num_left_behind == 2
+        assert isinstance(stream.end, Aborted)
+        assert (stream.end.reason, stream.end.resume) == (Reason.DRAINING, ResumePoint(0, 2))
         with pytest.raises(Unavailable):
             await waiting
         await nothing_is_left_at(workers)
-        found = await store.requests.read(course.request.key)
+        found = await store.requests.read(stream.request.key)
         assert found.state == DECODING, "it is as open as before"
-        assert [entry.token for entry in found.entries] == course.tokens
+        assert [entry.token for entry in found.entries] == stream.tokens
         workers[1].go.set()
         async with core(store, workers) as other:
-            assert tokens_of(await ended(await other.dispatcher.resume(course.request.key))) == answer(PROMPT, 5)
+            assert tokens_of(await ended(await other.dispatcher.resume(stream.request.key))) == answer(PROMPT, 5)
 
 
 async def test_a_bug_ends_the_course_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -635,8 +635,8 @@ async def test_a_bug_ends_the_course_too(store: Store, monkeypatch: pytest.Monke
             raise KeyError("a bug")
 
         monkeypatch.setattr("decant.router.execution.placement_search.PromptSearch.choose", broken)
-        course = await scene.answer(make_request())
-        assert error_of(course).reason is Reason.INTERNAL
+        stream = await scene.answer(make_request())
+        assert error_of(stream).reason is Reason.INTERNAL
         assert (await stored(store, scene)).state == FAILED
 
 
@@ -645,14 +645,14 @@ async def test_a_cancel_leaves_no_exception_that_nothing_looks_at(store: Store) 
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0, max_active=1) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request("runs", max_tokens=50))
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request("runs", max_tokens=50))
+        await written(stream, 2)
         waiting = asyncio.create_task(scene.dispatcher.begin(make_request("waits")))
-        await until(lambda: len(scene.dispatcher._executions) == 2)
+        await until(lambda: len(scene.dispatcher.executions.open) == 2)
         waiting.cancel()
         with suppress(asyncio.CancelledError):
             await waiting
         await scene.dispatcher.cancel(RequestKey("default", "runs"))
-        del course, waiting
+        del stream, waiting
     gc.collect()
     assert not unseen

@@ -9,6 +9,7 @@ import pytest
 from decant.protos import worker_pb2 as wire
 from decant.router.workers.pool import WorkerPool
 from decant.runtime import certificates
+from decant.runtime.background import BackgroundTask
 from decant.runtime.certificates import PEER_NAME, PeerFiles
 from decant.runtime.peer import new_peer
 from decant.runtime.settings import SettingError
@@ -53,7 +54,8 @@ async def test_a_router_reaches_workers_again_after_all_certificates_were_replac
         await serve_with(files, worker)
         await store.workers.register(worker.facts)
         pool = pool_with(files, store)
-        pool.start()
+        watching = BackgroundTask("pool", pool.membership.run)
+        watching.start()
         try:
             await until(lambda: usable(pool) == {"d": 0})
             replace(files, certificates.make(tmp_path / "new"))
@@ -61,7 +63,8 @@ async def test_a_router_reaches_workers_again_after_all_certificates_were_replac
             await worker.restart()
             await until(lambda: usable(pool) == {"d": 1})
         finally:
-            await pool.close()
+            await watching.close()
+            await pool.membership.close()
 
 
 async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(store: Store, tmp_path: Path) -> None:
@@ -71,7 +74,8 @@ async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(
         await serve_with(files, second)
         await store.workers.register(first.facts)
         pool = pool_with(files, store)
-        watching = pool.start()
+        watching = BackgroundTask("pool", pool.membership.run)
+        watching.start()
         try:
             await until(lambda: usable(pool) == {"d": 0})
             certificates.make(tmp_path / "new").key.rename(files.key)
@@ -79,6 +83,7 @@ async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(
                 server_credentials(server_tls(files))
             await store.workers.register(second.facts)
             await until(lambda: usable(pool) == {"d": 0, "d2": 0})
-            assert not watching.done()
+            assert watching.is_running
         finally:
-            await pool.close()
+            await watching.close()
+            await pool.membership.close()

@@ -24,11 +24,11 @@ EOS = 1
 class Reader:
     """Keeps copies of what is sent; `pace` is awaited before each message is taken."""
 
-    def __init__(self, course: TokenStream, pace: Any = None, after_seq: int = 0) -> None:
-        self.course = course
+    def __init__(self, stream: TokenStream, pace: Any = None, after_seq: int = 0) -> None:
+        self.stream = stream
         self.messages: list[pb.GenerateStreamResponse] = []
-        self.answer = ResponseWriter(course, tiny(), after_seq)
-        self.account = RequestMeter(course, RequestMetrics(Registry(process=False)).of("tiny-python"))
+        self.answer = ResponseWriter(stream, tiny(), after_seq)
+        self.account = RequestMeter(stream, RequestMetrics(Registry(process=False)).of("tiny-python"))
         self._pace = pace
 
     async def __call__(self, message: pb.GenerateStreamResponse) -> None:
@@ -52,7 +52,7 @@ class Reader:
 async def read(tokens: list[int], end: Finish = AT_LENGTH, **fields: Any) -> Reader:
     """All is there before it is read."""
     reader = Reader(TokenStream(await valid(**fields)))
-    write(reader.course, *tokens, end=end)
+    write(reader.stream, *tokens, end=end)
     await reader.read()
     return reader
 
@@ -72,23 +72,23 @@ async def settle() -> None:
 
 async def test_a_stream_reads_started_deltas_finished():
     reader = Reader(TokenStream(await valid(request_id="r", sampling=pb.SamplingParams(seed=9))))
-    reader.course.cached_tokens = 2
+    reader.stream.cached_tokens = 2
     task = asyncio.create_task(reader.read())
     await settle()
     assert not reader.messages  # nothing before the first token
     for token in await ids_of("x = 1"):
-        write(reader.course, token)
+        write(reader.stream, token)
         await settle()
-    write(reader.course, EOS, end=STOPPED)
+    write(reader.stream, EOS, end=STOPPED)
     await task
     kinds = [message.WhichOneof("event") for message in reader.messages]
-    count = len(reader.course.tokens)
+    count = len(reader.stream.tokens)
     assert kinds == ["started", *["delta"] * count, "finished"]
     assert {message.request_id for message in reader.messages} == {"r"}
     assert [message.seq for message in reader.messages] == [0, *range(1, count + 1), count]
     started = reader.messages[0].started
     assert (started.model, started.seed, started.cached_tokens, started.resumable) == ("tiny-python", 9, 2, True)
-    assert started.prompt_tokens == reader.course.request.prompt_tokens
+    assert started.prompt_tokens == reader.stream.request.prompt_tokens
     assert reader.text == "x = 1"
 
 
@@ -105,12 +105,12 @@ async def test_usage_and_receipt_stand_on_the_last_message_alone():
 async def test_what_has_gathered_comes_in_one_delta():
     gate = asyncio.Event()
     reader = Reader(TokenStream(await valid(**options(token_ids=True))), gate.wait)
-    write(reader.course, 5)
+    write(reader.stream, 5)
     task = asyncio.create_task(reader.read())
     await settle()
-    write(reader.course, 6)
-    write(reader.course, 7, 8)
-    write(reader.course, EOS, end=STOPPED)
+    write(reader.stream, 6)
+    write(reader.stream, 7, 8)
+    write(reader.stream, EOS, end=STOPPED)
     gate.set()
     await task
     assert [list(delta.token_ids) for delta in reader.deltas] == [[5, 6, 7, 8, EOS]]
@@ -133,10 +133,10 @@ async def test_the_text_after_so_many_tokens_is_the_same_at_any_pace(data):
         done = 0
         while done < len(tokens):
             more = data.draw(sizes)
-            write(reader.course, *tokens[done : done + more])
+            write(reader.stream, *tokens[done : done + more])
             done += more
             await settle()
-        write(reader.course, end=end)
+        write(reader.stream, end=end)
         await task
     after = {0: ""}
     for message in one_by_one.messages:
@@ -157,7 +157,7 @@ async def test_the_text_after_so_many_tokens_is_the_same_at_any_pace(data):
 
 async def test_no_message_is_larger_than_a_client_receives_by_default() -> None:
     reader = Reader(TokenStream(await valid(response=pb.ResponseOptions(logprobs=20))))
-    write(reader.course, *[5] * 16_000, end=AT_LENGTH)
+    write(reader.stream, *[5] * 16_000, end=AT_LENGTH)
     messages = await reader.read()
     assert sum(delta.num_tokens for delta in reader.deltas) == 16_000
     assert max(message.ByteSize() for message in messages) < 4 << 20
@@ -174,14 +174,14 @@ async def test_a_token_that_stops_counts_and_has_no_text(skip, end_known):
         asked = options(skip_special_tokens=skip, token_ids=True)
         reader = Reader(TokenStream(await valid(stopping=stopping, **asked)))
         task = asyncio.create_task(reader.read())
-        write(reader.course, *await ids_of("return x"))
-        write(reader.course, last, end=end if end_known else None)
+        write(reader.stream, *await ids_of("return x"))
+        write(reader.stream, last, end=end if end_known else None)
         await settle()
-        write(reader.course, end=end)
+        write(reader.stream, end=end)
         await task
         assert reader.text == "return x"
         assert reader.deltas[-1].token_ids[-1] == last
-        assert reader.messages[-1].usage.completion_tokens == len(reader.course.tokens)
+        assert reader.messages[-1].usage.completion_tokens == len(reader.stream.tokens)
         assert reader.messages[-1].finished.WhichOneof("stop_match") == (
             "eos_token_id" if last == EOS else "stop_token_id"
         )
@@ -200,10 +200,10 @@ async def test_an_incomplete_character_comes_at_the_end_before_finished():
     assert (await read(tokens)).text == "x\ufffd"
     reader = Reader(TokenStream(await valid()))
     task = asyncio.create_task(reader.read())
-    write(reader.course, *tokens)
+    write(reader.stream, *tokens)
     await settle()
     assert reader.text == "x"
-    write(reader.course, end=AT_LENGTH)
+    write(reader.stream, end=AT_LENGTH)
     await task
     assert reader.text == "x\ufffd"
     assert sum(delta.num_tokens for delta in reader.deltas) == len(tokens)
@@ -240,7 +240,7 @@ async def test_alternatives_are_none_where_none_were_asked_for():
 async def test_a_courses_error_is_raised_after_what_is_certain():
     lost = Aborted(Reason.WORKERS_LOST, "no worker is left", resume=ResumePoint(0, 2))
     reader = Reader(TokenStream(await valid()))
-    write(reader.course, 5, 6, end=lost)
+    write(reader.stream, 5, 6, end=lost)
     with pytest.raises(Aborted):
         await reader.read()
     assert [message.WhichOneof("event") for message in reader.messages] == ["started", "delta"]
@@ -249,7 +249,7 @@ async def test_a_courses_error_is_raised_after_what_is_certain():
 
 async def test_an_error_before_the_first_token_comes_alone():
     reader = Reader(TokenStream(await valid()))
-    write(reader.course, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    write(reader.stream, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
         await reader.read()
     assert reader.messages == []
@@ -258,7 +258,7 @@ async def test_an_error_before_the_first_token_comes_alone():
 async def test_an_error_does_not_tell_what_was_held_back():
     """A stream that goes on elsewhere tells it then, whole."""
     reader = Reader(TokenStream(await valid()))
-    write(reader.course, *(await ids_of("x😀"))[:-1], end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    write(reader.stream, *(await ids_of("x😀"))[:-1], end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
         await reader.read()
     assert reader.text == "x"
@@ -274,8 +274,8 @@ async def test_the_whole_answer_is_the_stream_joined(tokens, stops):
     reader = Reader(TokenStream(await valid(**asked)))
     task = asyncio.create_task(reader.answer.whole(reader.account))
     for token in tokens:
-        write(reader.course, token)
-    write(reader.course, end=end)
+        write(reader.stream, token)
+    write(reader.stream, end=end)
     response, ended = await task
     (output,) = response.outputs
     assert ended is end
@@ -290,16 +290,16 @@ async def test_the_whole_answer_is_the_stream_joined(tokens, stops):
 
 async def test_the_whole_answer_raises_the_courses_error():
     reader = Reader(TokenStream(await valid()))
-    write(reader.course, 5, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    write(reader.stream, 5, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
         await reader.answer.whole(reader.account)
 
 
 async def test_what_a_stop_is_depends_on_the_models_own_ends():
-    course = TokenStream(await valid())
-    write(course, 5, 6, end=Finish(pb.FINISH_REASON_STOP, eos_token_id=6))
+    stream = TokenStream(await valid())
+    write(stream, 5, 6, end=Finish(pb.FINISH_REASON_STOP, eos_token_id=6))
     other = model(eos_token_ids=frozenset({6}))
-    response, _ = await ResponseWriter(course, other).whole(Reader(course).account)
+    response, _ = await ResponseWriter(stream, other).whole(Reader(stream).account)
     assert response.outputs[0].text == tiny().tokenizer.decode([5])
 
 
@@ -323,13 +323,13 @@ async def test_a_reader_who_begins_later_gets_the_rest_of_the_same_text(data):
     first = Reader(TokenStream(await valid(request_id="r", **fields)))
     task = asyncio.create_task(first.read())
     for token in tokens:
-        write(first.course, token)
+        write(first.stream, token)
         await settle()
-    write(first.course, end=end)
+    write(first.stream, end=end)
     await task
     cut = data.draw(st.integers(0, len(first.messages) - 1))
     seen = first.messages[: cut + 1]
-    later = Reader(first.course, after_seq=seen[-1].seq)
+    later = Reader(first.stream, after_seq=seen[-1].seq)
     await later.read()
     assert later.messages[0].started == first.messages[0].started
     assert later.messages[0].seq == seen[-1].seq
@@ -343,11 +343,11 @@ async def test_a_reader_who_begins_later_gets_the_rest_of_the_same_text(data):
 async def test_a_reader_who_has_more_than_is_written_waits_for_what_he_lacks():
     """What a lost router wrote last may have to be computed once more."""
     reader = Reader(TokenStream(await valid(**options(token_ids=True))), after_seq=3)
-    write(reader.course, 5, 6)
+    write(reader.stream, 5, 6)
     task = asyncio.create_task(reader.read())
     await settle()
     assert not reader.messages
-    write(reader.course, 7, 8, end=AT_LENGTH)
+    write(reader.stream, 7, 8, end=AT_LENGTH)
     await task
     assert [message.seq for message in reader.messages] == [3, 4, 4]
     assert [list(delta.token_ids) for delta in reader.deltas] == [[8]]
@@ -355,12 +355,12 @@ async def test_a_reader_who_has_more_than_is_written_waits_for_what_he_lacks():
 
 async def test_who_claims_more_than_was_ever_written_is_refused():
     reader = Reader(TokenStream(await valid()), after_seq=3)
-    write(reader.course, 5, 6, end=AT_LENGTH)
+    write(reader.stream, 5, 6, end=AT_LENGTH)
     with pytest.raises(InvalidArgument) as refused:
         await reader.read()
     assert (refused.value.field, refused.value.value) == ("after_seq", "3")
     lost = Reader(TokenStream(await valid()), after_seq=3)
-    write(lost.course, 5, 6, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    write(lost.stream, 5, 6, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
         await lost.read()
     assert not reader.messages
@@ -379,17 +379,17 @@ async def test_a_delta_waits_for_as_many_tokens_as_were_asked_for_and_the_end_fo
     reader = Reader(TokenStream(await valid(**fields)))
     task = asyncio.create_task(reader.read())
     for done, token in enumerate(tokens, 1):
-        write(reader.course, token)
+        write(reader.stream, token)
         await settle()
         least = max(1, chunk)
         assert sum(delta.num_tokens for delta in reader.deltas) == done - done % least
         assert bool(reader.messages) == (done >= least)
-    write(reader.course, end=AT_LENGTH)
+    write(reader.stream, end=AT_LENGTH)
     await task
     assert [id for delta in reader.deltas for id in delta.token_ids] == tokens
     assert all(delta.num_tokens >= chunk for delta in reader.deltas[:-2])
     after = data.draw(st.integers(0, len(tokens)))
-    later = Reader(reader.course, after_seq=after)
+    later = Reader(reader.stream, after_seq=after)
     await later.read()
     assert [id for delta in later.deltas for id in delta.token_ids] == tokens[after:]
 
@@ -397,10 +397,10 @@ async def test_a_delta_waits_for_as_many_tokens_as_were_asked_for_and_the_end_fo
 async def test_an_error_flushes_what_waits_for_more():
     reader = Reader(TokenStream(await valid(stream=pb.StreamOptions(min_chunk_tokens=9))))
     task = asyncio.create_task(reader.read())
-    write(reader.course, 5, 6)
+    write(reader.stream, 5, 6)
     await settle()
     assert not reader.messages
-    write(reader.course, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
+    write(reader.stream, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
         await task
     assert [delta.num_tokens for delta in reader.deltas] == [2]

@@ -15,9 +15,10 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.execution.reader_lease import begin_behind
+from decant.router.execution.reader_lease import wait_for_resume_point
 from decant.router.execution.token_stream import TokenStream
-from decant.router.recovery.takeover import OrphanRecovery
+from decant.router.recovery.takeover import OrphanRecovery, TakeoverTimings
+from decant.runtime.background import BackgroundTask
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound, OutOfRange, Unavailable
 from decant.runtime.peer import new_peer
@@ -35,6 +36,7 @@ from tests.router.harness import PATIENCE, Core, core, ended, ended_run, make_re
 from tests.router.test_registry import pass_on
 from tests.state.factories import make_store, router_facts
 
+TIMINGS = TakeoverTimings()
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
 KEY = RequestKey("default", "r")
@@ -43,12 +45,12 @@ KEY = RequestKey("default", "r")
 async def test_an_equal_request_attaches_to_the_one_that_runs(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
-        assert await scene.dispatcher.begin(make_request()) is course
-        assert await scene.dispatcher.resume(KEY) is course
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
+        assert await scene.dispatcher.begin(make_request()) is stream
+        assert await scene.dispatcher.resume(KEY) is stream
         workers[1].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         assert len(workers[0].prefills) == 1
 
 
@@ -69,12 +71,12 @@ async def test_an_equal_request_waits_for_admission_with_the_first(store: Store)
 async def test_an_id_is_good_for_one_payload(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
+        stream = await scene.dispatcher.begin(make_request())
         other = replace(make_request(), payload=pb.GenerateRequest(request_id="r", prompt="other"))
         with pytest.raises(AlreadyExists):
             await scene.dispatcher.begin(other)
         workers[1].go.set()
-        await ended(course)
+        await ended(stream)
         await until(lambda: scene.store_is_done)
         with pytest.raises(AlreadyExists):
             await scene.dispatcher.begin(other)
@@ -102,54 +104,54 @@ async def test_what_succeeded_is_replayed(store: Store, from_store: bool) -> Non
 async def test_what_failed_is_replayed_with_its_error(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request(seconds=0.5))
-        assert isinstance((await ended(course)).end, DeadlineExceeded)
+        stream = await scene.dispatcher.begin(make_request(seconds=0.5))
+        assert isinstance((await ended(stream)).end, DeadlineExceeded)
         await until(lambda: scene.store_is_done)
         again = await scene.dispatcher.resume(KEY)
         assert isinstance(again.end, DeadlineExceeded)
-        assert again.tokens == course.tokens
+        assert again.tokens == stream.tokens
 
 
 async def test_a_stream_that_is_resumed_within_its_grace_is_not_cancelled(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
+        stream = await scene.dispatcher.begin(make_request())
         other = await scene.dispatcher.begin(make_request("other"))
-        await written(course, 2)
-        scene.dispatcher.stream_lost(course)
-        scene.dispatcher.stream_lost(other)
-        assert await scene.dispatcher.resume(KEY) is course
+        await written(stream, 2)
+        scene.dispatcher.on_disconnect(stream)
+        scene.dispatcher.on_disconnect(other)
+        assert await scene.dispatcher.resume(KEY) is stream
         assert isinstance((await ended(other)).end, Cancelled), "its grace is over, and so would be the first's"
         workers[1].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_a_detached_request_goes_on_without_a_reader(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request(detach_ms=60_000))
-        await written(course, 2)
-        scene.dispatcher.stream_lost(course)
-        assert course.end is None
+        stream = await scene.dispatcher.begin(make_request(detach_ms=60_000))
+        await written(stream, 2)
+        scene.dispatcher.on_disconnect(stream)
+        assert stream.end is None
         workers[1].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_a_detached_request_is_cancelled_when_its_time_is_over(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request(detach_ms=50))
-        await written(course, 2)
-        scene.dispatcher.stream_lost(course)
-        assert isinstance((await ended(course)).end, Cancelled)
+        stream = await scene.dispatcher.begin(make_request(detach_ms=50))
+        await written(stream, 2)
+        scene.dispatcher.on_disconnect(stream)
+        assert isinstance((await ended(stream)).end, Cancelled)
 
 
 @pytest.mark.parametrize("from_store", [False, True])
 async def test_a_cancel_may_be_repeated_at_any_time(store: Store, from_store: bool) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 1)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 1)
         assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
         if from_store:
             await until(lambda: scene.store_is_done)
@@ -164,20 +166,20 @@ async def test_a_cancel_may_be_repeated_at_any_time(store: Store, from_store: bo
 async def test_how_a_request_stands_is_told_here_and_from_the_store(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 2)
         await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
-        here = await scene.dispatcher.look(KEY)
-        assert (here.course, here.state, here.expires_in_s) == (course, Generation.STATE_DECODING, None)
+        here = await scene.dispatcher.get(KEY)
+        assert (here.stream, here.state, here.expires_in_s) == (stream, Generation.STATE_DECODING, None)
         workers[1].go.set()
-        await ended(course)
-        just_now = await scene.dispatcher.look(KEY)
+        await ended(stream)
+        just_now = await scene.dispatcher.get(KEY)
         assert just_now.state == Generation.STATE_SUCCEEDED
         assert just_now.expires_in_s is not None
         await until(lambda: scene.store_is_done)
-        stored = await scene.dispatcher.look(KEY)
+        stored = await scene.dispatcher.get(KEY)
         assert stored.state == Generation.STATE_SUCCEEDED
-        assert stored.course.tokens == course.tokens
+        assert stored.stream.tokens == stream.tokens
         assert stored.expires_in_s is not None
         assert 0 < stored.expires_in_s <= 3600
         assert [each.state for each in stored.record.transitions] == [1, 2, 3, 4, 5]
@@ -186,7 +188,7 @@ async def test_how_a_request_stands_is_told_here_and_from_the_store(store: Store
 async def test_what_nobody_knows_is_not_found(server: PrivateRedis, bare: object) -> None:
     workers: list[FakeWorker] = []
     async with make_store(server.url, refill_s=0.0) as store, core(store, workers) as scene:
-        for ask in (scene.dispatcher.resume, scene.dispatcher.look, scene.dispatcher.cancel):
+        for ask in (scene.dispatcher.resume, scene.dispatcher.get, scene.dispatcher.cancel):
             with pytest.raises(NotFound):
                 await ask(KEY)
 
@@ -258,12 +260,12 @@ async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
 async def test_who_learns_from_the_store_that_it_was_cancelled_elsewhere_says_so(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 3)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 3)
         await until(lambda: scene.owned("r").synced_entries == 3)
         await store.requests.cancel(KEY, Incarnation("other", 1))
         pass_on(workers[1], 4)
-        assert isinstance((await ended(course)).end, Cancelled)
+        assert isinstance((await ended(stream)).end, Cancelled)
 
 
 @pytest.mark.parametrize(("epoch", "reason"), [(2, Reason.OWNER_CHANGED), (1, Reason.SUPERSEDED)])
@@ -273,13 +275,13 @@ async def test_while_the_store_is_away_the_epoch_says_whether_a_client_may_resum
     """Only a client's stream begins an epoch that runs already at a worker; a greater epoch is a takeover's."""
     async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 3)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 3)
         with monkeypatch.context() as patch:
             patch.setattr(store.requests, "read", raising(StoreUnavailable("away")))
             (run,) = workers[1].runs.values()
             workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=epoch)), run)
-            error = (await ended(course)).end
+            error = (await ended(stream)).end
             assert isinstance(error, Aborted)
             assert error.reason is reason
 
@@ -292,30 +294,30 @@ async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_
     flush_ms = 10 if notified_by == "store" else 10_000
     async with fleet(P, D) as workers, core(store, workers, flush_ms=flush_ms) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 3)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 3)
         await store.requests.adopt(KEY, Incarnation("other", 1), None if resumed_by_client else 1)
         if notified_by == "worker":
             (run,) = workers[1].runs.values()
             workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=2)), run)
         else:
             pass_on(workers[1], until=4)
-        error = (await ended(course)).end
+        error = (await ended(stream)).end
         assert isinstance(error, Aborted)
         if resumed_by_client:
             assert (error.reason, error.resume) == (Reason.SUPERSEDED, None)
         else:
-            assert (error.reason, error.resume) == (Reason.OWNER_CHANGED, ResumePoint(0, len(course.tokens)))
+            assert (error.reason, error.resume) == (Reason.OWNER_CHANGED, ResumePoint(0, len(stream.tokens)))
         assert (await store.requests.read(KEY)).owner == Incarnation("other", 1)
 
 
 async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[0].script.prefill_pause = True
-        course = await scene.dispatcher.begin(make_request())
+        stream = await scene.dispatcher.begin(make_request())
         await store.requests.adopt(KEY, Incarnation("other", 1), 1)
         scene.owned("r").transition(Generation.STATE_PREFILLING, datetime.now(UTC))
-        error = (await ended(course)).end
+        error = (await ended(stream)).end
         assert isinstance(error, Unavailable)
         assert error.reason is Reason.OWNER_CHANGED
         workers[0].go.set()
@@ -324,8 +326,8 @@ async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(stor
 async def test_who_owns_it_no_longer_cancels_it_where_it_is_owned(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.begin(make_request())
-        await written(course, 3)
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 3)
         await store.requests.adopt(KEY, Incarnation("other", 1))
         assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
         found = await store.requests.read(KEY)
@@ -344,10 +346,10 @@ def raising(error: Exception) -> Any:
 
 async def failed_at_once(scene: Core, worker: FakeWorker, id: str = "r") -> TokenStream:
     worker.script.prefill_fails_before_ticket += 1
-    course = await scene.answer(make_request(id))
-    assert isinstance(course.end, Unavailable)
-    assert not course.tokens
-    return course
+    stream = await scene.answer(make_request(id))
+    assert isinstance(stream.end, Unavailable)
+    assert not stream.tokens
+    return stream
 
 
 @pytest.mark.parametrize("from_store", [False, True])
@@ -356,8 +358,8 @@ async def test_what_failed_before_its_first_token_is_tried_again_under_its_id(st
         old = await failed_at_once(scene, workers[0])
         if from_store:
             await until(lambda: scene.store_is_done)
-        for course in ((await scene.dispatcher.look(KEY)).course, await scene.dispatcher.resume(KEY)):
-            assert isinstance(course.end, Unavailable), "until somebody asks for it again, it has failed"
+        for stream in ((await scene.dispatcher.get(KEY)).stream, await scene.dispatcher.resume(KEY)):
+            assert isinstance(stream.end, Unavailable), "until somebody asks for it again, it has failed"
         new = await scene.answer(make_request())
         assert new is not old
         assert tokens_of(new) == answer(PROMPT, 5)
@@ -384,14 +386,14 @@ async def test_of_two_routers_that_try_again_at_once_one_begins_and_the_other_at
         for id in "abcde":
             await failed_at_once(one, workers[0], id)
             await until(lambda: one.store_is_done)
-            courses = await asyncio.gather(*(scene.dispatcher.begin(make_request(id)) for scene in (one, two)))
-            for course in courses:
-                end = (await ended(course)).end
+            streams = await asyncio.gather(*(scene.dispatcher.begin(make_request(id)) for scene in (one, two)))
+            for stream in streams:
+                end = (await ended(stream)).end
                 if isinstance(end, Aborted):
                     assert end.reason is Reason.SUPERSEDED
                 else:
-                    assert tokens_of(course) == answer(PROMPT, 5)
-            assert not all(isinstance(course.end, Aborted) for course in courses)
+                    assert tokens_of(stream) == answer(PROMPT, 5)
+            assert not all(isinstance(stream.end, Aborted) for stream in streams)
             await until(lambda: one.store_is_done and two.store_is_done)
             found = await store.requests.read(KEY._replace(id=id))
             assert found.state == Generation.STATE_SUCCEEDED
@@ -421,8 +423,8 @@ async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> No
         await written(first, 3)
         await until(lambda: one.owned("r").synced_entries == 3)
         async with core(store, workers) as two:
-            seen = await two.dispatcher.look(KEY)
-            assert (seen.course.tokens, seen.course.end) == (first.tokens, None)
+            seen = await two.dispatcher.get(KEY)
+            assert (seen.stream.tokens, seen.stream.end) == (first.tokens, None)
             assert (seen.state, seen.expires_in_s) == (Generation.STATE_DECODING, None)
         await until(lambda: len(workers[1]._outs) == 1)
         workers[1].go.set()
@@ -434,11 +436,11 @@ async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> No
 SHOWN = pb.ResponseOptions(logprobs=2, prompt_logprobs=1)
 
 
-def has_prompt_logprobs(course: TokenStream) -> bool:
+def has_prompt_logprobs(stream: TokenStream) -> bool:
     """Every token of it, and of the prompt, has the logprobs that a worker gave it."""
-    prompt = [found.logprob for found in course.prompt_logprobs]
-    output = [(found.logprob, list(found.top_ids)) for found in course.logprobs]
-    return prompt == [-1, -2] and output == [(-token, [token, token + 1]) for token in course.tokens]
+    prompt = [found.logprob for found in stream.prompt_logprobs]
+    output = [(found.logprob, list(found.top_ids)) for found in stream.logprobs]
+    return prompt == [-1, -2] and output == [(-token, [token, token + 1]) for token in stream.tokens]
 
 
 @pytest.mark.parametrize("holder_is_there", [True, False])
@@ -448,12 +450,12 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
         first = await one.dispatcher.begin(make_request(shown=SHOWN))
         await written(first, 3)
         await until(lambda: one.owned("r").synced_entries == 3)
-        seen = (await one.dispatcher.look(KEY)).course
+        seen = (await one.dispatcher.get(KEY)).stream
         assert has_prompt_logprobs(seen)
         async with core(store, workers) as two:
             if not holder_is_there:
                 lose_runs(workers[1])
-            assert has_prompt_logprobs((await two.dispatcher.look(KEY)).course)
+            assert has_prompt_logprobs((await two.dispatcher.get(KEY)).stream)
             second = await two.dispatcher.resume(KEY)
             assert second.tokens[:3] == first.tokens, "no token is waited for that is written"
             assert has_prompt_logprobs(second)
@@ -509,17 +511,17 @@ async def watching(
     refill_s: float = 0.0,
     registration_s: float = 0.2,
     is_connected: Callable[[Incarnation], bool] = lambda _: False,
+    timings: TakeoverTimings = TIMINGS,
 ) -> AsyncIterator[None]:
     """The router is registered and takes over what others leave. What it takes for a registration's time is short."""
     incarnation, ttls = Incarnation.of(scene.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
     store.instance = StoreInstance(store._client, ttls)
     registration = await store.routers.register(router_facts(incarnation))
-    takeover = OrphanRecovery(store, scene.dispatcher, incarnation, is_connected, ttls)
-    takeover.start()
+    takeover = OrphanRecovery(store, scene.dispatcher, incarnation, is_connected, ttls, timings)
     try:
-        yield
+        async with BackgroundTask("takeover", takeover.run):
+            yield
     finally:
-        await takeover.close()
         await registration.remove()
 
 
@@ -528,9 +530,9 @@ async def test_what_a_router_left_behind_is_gone_on_with_once(store: Store) -> N
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         async with watching(store, one), watching(store, two):
             await until(lambda: workers[1].starts)
-            owner = one if KEY in one.dispatcher._executions else two
-            course = await owner.dispatcher.resume(KEY)
-            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+            owner = one if KEY in one.dispatcher.executions.open else two
+            stream = await owner.dispatcher.resume(KEY)
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
             assert len(workers[1].starts) == 1
             await until(lambda: one.store_is_done and two.store_is_done)
         found = await store.requests.read(KEY)
@@ -543,8 +545,8 @@ async def test_what_is_taken_over_and_read_by_nobody_ends_with_its_grace(store: 
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=100) as scene:
         workers[1].script.pause_at = 3
         async with watching(store, scene):
-            await until(lambda: scene.dispatcher.running)
-            await until(lambda: not scene.dispatcher.running and scene.store_is_done)
+            await until(lambda: scene.dispatcher.executions.running)
+            await until(lambda: not scene.dispatcher.executions.running and scene.store_is_done)
         assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
 
 
@@ -569,34 +571,34 @@ async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         workers[1].script.pause_at = 2
         async with watching(store, one):
-            course = await one.dispatcher.begin(make_request())
-            await written(course, 2)
+            stream = await one.dispatcher.begin(make_request())
+            await written(stream, 2)
             await until(lambda: one.owned("r").synced_entries == 2)
             with pytest.raises(OwnerAlive):
                 await two.dispatcher.take_over(KEY)
         workers[1].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
 # ------------------------------------------------------------------- a client that has more than is written of it
 
 
-async def begun_behind(course: TokenStream, after_seq: int) -> None:
+async def begun_behind(stream: TokenStream, after_seq: int) -> None:
     async with asyncio.timeout(PATIENCE):
-        await begin_behind(course, after_seq)
+        await wait_for_resume_point(stream, after_seq)
 
 
 async def test_a_tail_that_comes_out_the_same_again_is_gone_on_with(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.resume(KEY)
-        waiting = asyncio.create_task(begun_behind(course, 4))
-        await until(lambda: len(course.tokens) == 3)
+        stream = await scene.dispatcher.resume(KEY)
+        waiting = asyncio.create_task(begun_behind(stream, 4))
+        await until(lambda: len(stream.tokens) == 3)
         assert not waiting.done(), "he has token 4 already, and lacks what comes after it"
         workers[1].go.set()
         await waiting
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -605,12 +607,12 @@ async def test_of_one_that_was_just_accepted_the_tail_is_what_all_workers_write(
     async with fleet(P, D) as workers:
         workers[0].facts.equal_bits = alike
         async with core(store, workers) as scene:
-            course = await scene.dispatcher.resume(KEY)
+            stream = await scene.dispatcher.resume(KEY)
             if alike:
-                await begun_behind(course, 4)
+                await begun_behind(stream, 4)
             else:
-                await refused_behind(course, 4, certain=0)
-            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+                await refused_behind(stream, 4, certain=0)
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
 @pytest.mark.parametrize("layout", [None, 0, LAYOUT + 1])
@@ -621,19 +623,19 @@ async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certai
     await left_behind(store, *answer(PROMPT, 2), layout=layout)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.resume(KEY)
-        await refused_behind(course, 4, certain=2)
-        await written(course, 3)
-        await refused_behind(course, 3, certain=2)
-        await begun_behind(course, 2)
+        stream = await scene.dispatcher.resume(KEY)
+        await refused_behind(stream, 4, certain=2)
+        await written(stream, 3)
+        await refused_behind(stream, 3, certain=2)
+        await begun_behind(stream, 2)
         workers[1].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
-        await begun_behind(course, 4)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        await begun_behind(stream, 4)
 
 
-async def refused_behind(course: TokenStream, after_seq: int, *, certain: int) -> None:
+async def refused_behind(stream: TokenStream, after_seq: int, *, certain: int) -> None:
     with pytest.raises(Aborted) as caught:
-        await begun_behind(course, after_seq)
+        await begun_behind(stream, after_seq)
     assert (caught.value.reason, caught.value.fault.resume) == (Reason.TAIL_UNCERTAIN, ResumePoint(0, certain))
 
 
@@ -642,9 +644,9 @@ async def test_one_worker_that_promises_nothing_is_enough_to_refuse(store: Store
     async with fleet(P, D) as workers:
         workers[1].facts.equal_bits = False
         async with core(store, workers) as scene:
-            course = await scene.dispatcher.resume(KEY)
-            await refused_behind(course, 4, certain=2)
-            await ended(course)
+            stream = await scene.dispatcher.resume(KEY)
+            await refused_behind(stream, 4, certain=2)
+            await ended(stream)
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -654,13 +656,13 @@ async def test_what_is_uncertain_stays_so_in_the_store_until_somebody_reads_it_a
     await left_behind(store, *answer(PROMPT, 2), layout=0)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 4
-        course = await scene.dispatcher.resume(KEY)
-        await written(course, 4)
+        stream = await scene.dispatcher.resume(KEY)
+        await written(stream, 4)
         if is_read:
-            await begun_behind(course, 0)
+            await begun_behind(stream, 0)
         await until(lambda: scene.owned("r").synced_entries == 4)
         workers[1].go.set()
-        await ended(course)
+        await ended(stream)
         await until(lambda: scene.store_is_done)
         again = await scene.dispatcher.resume(KEY)
         assert again.recorded is not None
@@ -675,13 +677,13 @@ async def test_what_was_uncertain_to_one_router_is_to_the_next(store: Store) -> 
     await left_behind(store, *answer(PROMPT, 2), layout=0)
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         workers[1].script.pause_at = 4
-        course = await one.dispatcher.resume(KEY)
-        await written(course, 4)
+        stream = await one.dispatcher.resume(KEY)
+        await written(stream, 4)
         await until(lambda: one.owned("r").synced_entries == 4)
-        course = await two.dispatcher.resume(KEY)
-        await refused_behind(course, 3, certain=2)
+        stream = await two.dispatcher.resume(KEY)
+        await refused_behind(stream, 3, certain=2)
         workers[1].go.set()
-        await ended(course)
+        await ended(stream)
 
 
 async def test_a_routers_own_next_attempt_goes_on_from_what_it_has_shown(store: Store) -> None:
@@ -691,19 +693,19 @@ async def test_a_routers_own_next_attempt_goes_on_from_what_it_has_shown(store: 
             worker.facts.equal_bits = False
         workers[1].script.fails_at = workers[2].script.fails_at = [3]
         async with core(store, workers) as scene:
-            course = await scene.answer(make_request())
-            assert tokens_of(course) == answer(PROMPT, 5)
-            assert course.path.attempts > 1
-            await begun_behind(course, 4)
+            stream = await scene.answer(make_request())
+            assert tokens_of(stream) == answer(PROMPT, 5)
+            assert stream.path.attempts > 1
+            await begun_behind(stream, 4)
 
 
 async def test_who_waits_for_a_tail_hears_how_the_request_ended(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        course = await scene.dispatcher.resume(KEY)
-        waiting = asyncio.create_task(begun_behind(course, 4))
-        await until(lambda: len(course.tokens) == 3)
+        stream = await scene.dispatcher.resume(KEY)
+        waiting = asyncio.create_task(begun_behind(stream, 4))
+        await until(lambda: len(stream.tokens) == 3)
         await scene.dispatcher.cancel(KEY)
         with pytest.raises(Cancelled):
             await waiting
@@ -711,6 +713,6 @@ async def test_who_waits_for_a_tail_hears_how_the_request_ended(store: Store) ->
 
 async def test_nobody_has_more_than_was_ever_written(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        course = await scene.answer(make_request())
+        stream = await scene.answer(make_request())
         with pytest.raises(OutOfRange):
-            await begun_behind(course, 6)
+            await begun_behind(stream, 6)

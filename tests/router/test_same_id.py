@@ -49,13 +49,13 @@ async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_awa
     with monkeypatch.context() as patch:
         away(patch, store)
         place.device.hold()
-        course = await scene.one.dispatcher.begin(first)
+        stream = await scene.one.dispatcher.begin(first)
         await until(lambda: list(place.prefill.runs()) if where == GIVER else list(place.decode.runs()))
         refused = await ended(await scene.other.dispatcher.begin(other))
         assert isinstance(refused.end, AlreadyExists)
         assert not refused.tokens
         place.device.go_on()
-        assert tokens_of(await ended(course)) == expected
+        assert tokens_of(await ended(stream)) == expected
         await scene.quiet()
     await until(lambda: scene.one.store_is_done and scene.other.store_is_done)
     found = await store.requests.read(first.key)
@@ -72,9 +72,9 @@ async def test_the_same_payload_is_answered_once_while_the_store_is_away(
         place.device.hold()
         await scene.one.dispatcher.begin(first)
         await until(lambda: list(place.decode.runs()))
-        course = await scene.other.dispatcher.begin(again)
+        stream = await scene.other.dispatcher.begin(again)
         place.device.go_on()
-        assert tokens_of(await ended(course)) == expected
+        assert tokens_of(await ended(stream)) == expected
         await scene.quiet()
 
 
@@ -83,8 +83,8 @@ async def test_of_two_payloads_the_one_that_is_not_stored_ends_when_the_store_is
 ) -> None:
     """Its stream is not resumed: it would go on with the other's tokens."""
     first, expected, other = pair(scene)
-    course = await scene.one.answer(first)
-    assert tokens_of(course) == expected
+    stream = await scene.one.answer(first)
+    assert tokens_of(stream) == expected
     await until(lambda: scene.one.store_is_done)
     await scene.quiet()
     place = scene.places[TAKER]
@@ -102,6 +102,6 @@ async def test_a_request_that_is_stored_goes_on_elsewhere_where_a_worker_has_ano
     """The other one was accepted by a router that could not reach the store."""
     async with fleet(("d", wire.ROLE_DECODE)) as workers, core(store, workers) as made:
         workers[0].script.refuse = [wire.CAUSE_ID_REUSED]
-        course = await made.answer(make_request())
-        assert tokens_of(course) == answer([1, 2, 3], 5)
-        assert course.path.attempts == 2
+        stream = await made.answer(make_request())
+        assert tokens_of(stream) == answer([1, 2, 3], 5)
+        assert stream.path.attempts == 2

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
-from decant.router.api.auth import AuthenticatedCall, Authenticator, NoAuthentication
+from decant.router.api.auth import Authenticator, NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.router.execution import reader_lease as reading
@@ -43,7 +43,7 @@ from decant.runtime.server import Server
 from decant.runtime.server_settings import ServerSettings
 from decant.runtime.tls import PeerTls
 from decant.state.ids import Incarnation
-from tests.router.factories import AT_LENGTH, STOPPED, ScriptedDispatcher, model, tiny, write
+from tests.router.factories import AT_LENGTH, STOPPED, ScriptedRegistry, model, tiny, write
 from tests.router.harness import make_request, until
 
 PATIENCE = 60.0
@@ -54,13 +54,13 @@ CANCEL = pb.CancelGenerationResponse
 @dataclass
 class Scene:
     stub: Any
-    dispatcher: ScriptedDispatcher
+    dispatcher: ScriptedRegistry
     server: Server
     registry: Registry
 
-    async def course(self) -> TokenStream:
+    async def stream(self) -> TokenStream:
         async with asyncio.timeout(PATIENCE):
-            return await self.dispatcher.courses.get()
+            return await self.dispatcher.streams.get()
 
     async def lost(self) -> TokenStream:
         async with asyncio.timeout(PATIENCE):
@@ -70,18 +70,25 @@ class Scene:
         return self.registry.collectors.get_sample_value(f"decant_{name}", {"model": "tiny-python"})
 
 
-def made(dispatcher: ScriptedDispatcher, registry: Registry, served: Models | None = None) -> InferenceService:
-    told = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
-    about = ServerInfoSource(HERE, "1.2.3", told, lambda: True, lambda: False)
-    return InferenceService(served or Models([tiny()]), dispatcher, about, RequestMetrics(registry))
+def made(
+    dispatcher: ScriptedRegistry,
+    registry: Registry,
+    served: Models | None = None,
+    callers: Authenticator | None = None,
+) -> InferenceService:
+    served = served or Models([tiny()])
+    reported = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
+    about = ServerInfoSource(HERE, "1.2.3", reported, lambda: True, lambda: False)
+    authenticator = callers or NoAuthentication(served)
+    return InferenceService(served, cast(Any, dispatcher), about, RequestMetrics(registry), authenticator)
 
 
 @asynccontextmanager
 async def scene(served: Models | None = None, callers: Authenticator | None = None) -> AsyncIterator[Scene]:
     """Anybody may call, unless it is said who."""
-    dispatcher, registry = ScriptedDispatcher(), Registry(process=False)
+    dispatcher, registry = ScriptedRegistry(), Registry(process=False)
     served = served or Models([tiny()])
-    service = made(dispatcher, registry, served).service(callers or NoAuthentication(served))
+    service = made(dispatcher, registry, served, callers).service()
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
@@ -116,7 +123,7 @@ async def all_of(call: Any) -> list[pb.GenerateStreamResponse]:
 
 
 def writes(*tokens: int, end: Any = STOPPED) -> Callable[[TokenStream], None]:
-    return lambda course: write(course, *tokens, end=end)
+    return lambda stream: write(stream, *tokens, end=end)
 
 
 # ------------------------------------------------------------------------------------------- generating
@@ -125,11 +132,11 @@ def writes(*tokens: int, end: Any = STOPPED) -> Callable[[TokenStream], None]:
 async def test_a_stream_arrives_as_it_is_written():
     async with scene() as s:
         call = s.stub.GenerateStream(asked(request_id="r"))
-        course = await s.course()
-        write(course, 5)
+        stream = await s.stream()
+        write(stream, 5)
         assert (await call.read()).HasField("started")
         assert (await call.read()).delta.num_tokens == 1
-        write(course, 6, 1, end=STOPPED)
+        write(stream, 6, 1, end=STOPPED)
         assert (await call.read()).seq == 3
         last = await call.read()
         assert last.finished.eos_token_id == 1
@@ -143,14 +150,14 @@ async def test_nothing_is_sent_before_the_first_token():
     """Metadata alone would commit the call: a client's gRPC could not try again elsewhere."""
     async with scene() as s:
         call = s.stub.GenerateStream(asked())
-        course = await s.course()
+        stream = await s.stream()
         metadata = asyncio.ensure_future(call.initial_metadata())
         done, _ = await asyncio.wait([metadata], timeout=0.3)
         assert not done
-        write(course, 5)
+        write(stream, 5)
         async with asyncio.timeout(PATIENCE):
             await metadata
-        write(course, end=AT_LENGTH)
+        write(stream, end=AT_LENGTH)
         await all_of(call)
 
 
@@ -190,11 +197,11 @@ async def test_a_client_that_leaves_has_lost_its_stream(method, tokens):
     async with scene() as s:
         call = getattr(s.stub, method)(asked())
         reading = asyncio.ensure_future(call if method == "Generate" else all_of(call))
-        course = await s.course()
-        write(course, *[5] * tokens)
+        stream = await s.stream()
+        write(stream, *[5] * tokens)
         with capture_logs() as lines:
             call.cancel()
-            assert await s.lost() is course
+            assert await s.lost() is stream
             async with asyncio.timeout(PATIENCE):
                 await s.server._interceptor.idle()
         await asyncio.wait([reading])
@@ -208,33 +215,35 @@ async def test_a_write_that_fails_is_the_first_that_is_seen_of_a_client_that_lef
         def time_remaining(self) -> None:
             return None
 
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
         async def write(self, message: Any) -> None:
             raise error
 
-    dispatcher = ScriptedDispatcher()
-    dispatcher.plan = lambda course: write(course, 5)
+    dispatcher = ScriptedRegistry()
+    dispatcher.plan = lambda stream: write(stream, 5)
     service = made(dispatcher, Registry(process=False))
-    caller = NoAuthentication(Models([tiny()])).tenant_of(())
     with pytest.raises(ClientDisconnected):
-        await service.GenerateStream(asked(), AuthenticatedCall(caller, Context()))  # type: ignore[arg-type]
-    assert dispatcher.lost.get_nowait() is dispatcher.courses.get_nowait()
+        await service.GenerateStream(asked(), Context())
+    assert dispatcher.lost.get_nowait() is dispatcher.streams.get_nowait()
 
 
 async def test_a_client_that_leaves_while_it_is_being_written_to_has_lost_its_stream():
     async with scene() as s:
         call = s.stub.GenerateStream(asked())
-        course = await s.course()
+        stream = await s.stream()
 
         async def keep_writing() -> None:
             while True:
-                write(course, *[5] * 50)
+                write(stream, *[5] * 50)
                 await asyncio.sleep(0)
 
         writing = asyncio.create_task(keep_writing())
         await call.read()
         with capture_logs() as lines:
             call.cancel()
-            assert await s.lost() is course
+            assert await s.lost() is stream
             async with asyncio.timeout(PATIENCE):
                 await s.server._interceptor.idle()
         writing.cancel()
@@ -244,8 +253,8 @@ async def test_a_client_that_leaves_while_it_is_being_written_to_has_lost_its_st
 async def test_a_call_that_ends_after_its_deadline_is_no_lost_stream(monkeypatch):
     async with scene() as s:
         call = s.stub.GenerateStream(asked(), timeout=PATIENCE)
-        course = await s.course()
-        monkeypatch.setattr(type(course.request.deadline), "is_over", True)
+        stream = await s.stream()
+        monkeypatch.setattr(type(stream.request.deadline), "is_over", True)
         call.cancel()
         async with asyncio.timeout(PATIENCE):
             await s.server._interceptor.idle()
@@ -255,13 +264,13 @@ async def test_a_call_that_ends_after_its_deadline_is_no_lost_stream(monkeypatch
 async def test_the_calls_deadline_is_the_requests_own():
     async with scene() as s:
         call = s.stub.GenerateStream(asked(), timeout=30)
-        left = (await s.course()).request.deadline.remaining()
+        left = (await s.stream()).request.deadline.remaining()
         assert left is not None
         assert 0 < left < 33
         call.cancel()
         s.dispatcher.plan = writes(1)
         await s.stub.Generate(asked())
-        assert (await s.course()).request.deadline.remaining() is None
+        assert (await s.stream()).request.deadline.remaining() is None
 
 
 async def test_a_request_that_dispatch_ends_by_its_deadline_says_so():
@@ -291,8 +300,8 @@ def resumed(s: Scene, after_seq: int = 0, id: str = "r") -> Any:
 async def test_the_newest_stream_of_a_request_owns_it():
     async with scene() as s:
         first = s.stub.GenerateStream(asked(request_id="r"))
-        course = await s.course()
-        write(course, 5, 6)
+        stream = await s.stream()
+        write(stream, 5, 6)
         await first.read()
         second = resumed(s)
         assert (await second.read()).HasField("started")
@@ -301,7 +310,7 @@ async def test_the_newest_stream_of_a_request_owns_it():
         third = resumed(s, after_seq=1)
         assert (await third.read()).HasField("started")
         assert (await refused(all_of(second))).reason is Reason.SUPERSEDED
-        write(course, 1, end=STOPPED)
+        write(stream, 1, end=STOPPED)
         rest = await all_of(third)
         assert [message.seq for message in rest if message.HasField("delta")][-1] == 3
         assert rest[-1].usage.completion_tokens == 3
@@ -311,15 +320,15 @@ async def test_the_newest_stream_of_a_request_owns_it():
 async def test_a_stream_whose_client_takes_nothing_is_superseded_too():
     async with scene() as s:
         first = s.stub.GenerateStream(asked(request_id="r"))
-        course = await s.course()
-        write(course, 5)
+        stream = await s.stream()
+        write(stream, 5)
         await first.read()
-        write(course, *[5] * 100_000)
-        stuck = course.reader
+        write(stream, *[5] * 100_000)
+        stuck = stream.reader
         second = resumed(s, after_seq=100_000)
         await second.read()
-        assert course.reader not in (None, stuck)
-        write(course, end=AT_LENGTH)
+        assert stream.reader not in (None, stuck)
+        write(stream, end=AT_LENGTH)
         assert (await all_of(second))[-1].HasField("finished")
         first.cancel()
 
@@ -330,56 +339,56 @@ async def test_a_finished_request_whose_client_reads_nothing_is_let_go_and_can_b
     monkeypatch.setattr(reading, "UNREAD_SECONDS", 0.2)
     async with scene() as s, asyncio.timeout(PATIENCE):
         first = s.stub.GenerateStream(asked(request_id="r", response=pb.ResponseOptions(token_ids=True)))
-        course = await s.course()
-        write(course, 5)
+        stream = await s.stream()
+        write(stream, 5)
         await first.read()
-        reader: Any = course.reader
+        reader: Any = stream.reader
         now = asyncio.get_running_loop().time
         while reader._sending_since is None or now() - reader._sending_since < 0.5:  # until the connection is full
-            write(course, *[4000] * 100_000)
+            write(stream, *[4000] * 100_000)
             await asyncio.sleep(0.05)
-        assert course.reader is reader, "the request still runs"
-        write(course, end=AT_LENGTH)
-        await until(lambda: course.reader is None)
+        assert stream.reader is reader, "the request still runs"
+        write(stream, end=AT_LENGTH)
+        await until(lambda: stream.reader is None)
         error = await refused(all_of(first))
         assert (type(error), error.reason) == (Aborted, Reason.SLOW_READER)
         assert error.resumable
-        count = len(course.tokens)
+        count = len(stream.tokens)
         assert (await all_of(resumed(s, after_seq=count - 1)))[-1].usage.completion_tokens == count
 
 
 async def test_a_client_that_reads_slowly_keeps_its_stream():
-    course = TokenStream(make_request())
-    course.end = AT_LENGTH
+    stream = TokenStream(make_request())
+    stream.end = AT_LENGTH
     now = 1.0
 
     async def slow(_: pb.GenerateStreamResponse) -> None:
         nonlocal now
         now += 0.9 * reading.UNREAD_SECONDS
-        reader._look()
+        reader._check()
 
-    reader = reading.ReaderLease(course)
+    reader = reading.ReaderLease(stream)
     reader._now = lambda: now
     with reader:
         send = reader.watched(slow)
         for _ in range(5):
             await send(pb.GenerateStreamResponse())
         await asyncio.sleep(0)
-        assert course.reader is reader
+        assert stream.reader is reader
 
 
 async def test_a_tail_that_is_uncertain_is_refused_and_gone_on_with_from_what_is_certain():
     async with scene() as s:
         s.stub.GenerateStream(asked(request_id="r"))
-        course = await s.course()
-        write(course, 70, 71)
-        course.is_behind = True
+        stream = await s.stream()
+        write(stream, 70, 71)
+        stream.may_lag_client = True
         behind = resumed(s, after_seq=4)
-        assert course.doubt() == 2
+        assert stream.mark_tail_uncertain() == 2
         error = await refused(all_of(behind))
         assert (type(error), error.reason) == (Aborted, Reason.TAIL_UNCERTAIN)
         assert error.fault.resume == ResumePoint(0, 2)
-        write(course, 72, 73, 1, end=STOPPED)
+        write(stream, 72, 73, 1, end=STOPPED)
         assert (await all_of(resumed(s, after_seq=2)))[-1].usage.completion_tokens == 5
         assert (await all_of(resumed(s, after_seq=4)))[-1].HasField("finished"), "these are the new ones"
 
@@ -387,12 +396,12 @@ async def test_a_tail_that_is_uncertain_is_refused_and_gone_on_with_from_what_is
 async def test_the_last_of_several_readers_loses_the_stream():
     async with scene() as s:
         s.stub.GenerateStream(asked(request_id="r"))
-        course = await s.course()
-        write(course, 5)
+        stream = await s.stream()
+        write(stream, 5)
         second = resumed(s)
         await second.read()
         second.cancel()
-        assert await s.lost() is course
+        assert await s.lost() is stream
         assert s.dispatcher.lost.empty()
 
 
@@ -438,13 +447,13 @@ async def test_a_generation_tells_what_is_written_so_far():
     async with scene() as s:
         options = pb.ResponseOptions(token_ids=True, logprobs=1)
         call = s.stub.GenerateStream(asked(request_id="r", response=options))
-        course = await s.course()
-        write(course, 70, 71)
+        stream = await s.stream()
+        write(stream, 70, 71)
         told = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
         assert (told.last_seq, list(told.result.outputs[0].token_ids)) == (2, [70, 71])
         assert not told.HasField("expire_time")
         assert not told.result.outputs[0].HasField("finished")
-        write(course, 1, end=STOPPED)
+        write(stream, 1, end=STOPPED)
         text = "".join([message.delta.text async for message in call])
         told = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
         assert told.result.outputs[0].text == text
@@ -474,7 +483,7 @@ async def cancelled(s: Scene, id: str = "r") -> Any:
 async def test_a_cancel_may_be_repeated():
     async with scene() as s:
         call = s.stub.GenerateStream(asked(request_id="r"))
-        await s.course()
+        await s.stream()
         for _ in range(2):
             assert await cancelled(s) == CANCEL.STATUS_CANCELLED
         assert isinstance(await refused(all_of(call)), Cancelled)
@@ -516,7 +525,7 @@ async def test_what_can_not_fit_the_context_is_refused_before_it_is_tokenized(mo
 
     chat = model(id="chat", chat=ChatTemplate("{{ messages[0].content }}", {}))
     async with scene(Models([tiny(), chat])) as s:
-        s.dispatcher.window = 64
+        s.dispatcher.context_length = 64
         monkeypatch.setattr(ServedModel, "encode", never)
         monkeypatch.setattr(ServedModel, "decode", never)
         text = "def f(x):\n" * 1000
@@ -582,14 +591,14 @@ async def test_what_a_newer_client_asks_is_refused_by_its_number_everywhere(meth
 
 
 async def test_models_are_told_as_they_are_served():
-    async with scene(Models([tiny(), model(id="open", window=None)])) as s:
+    async with scene(Models([tiny(), model(id="open", max_context_length=None)])) as s:
         listed = (await s.stub.ListModels(pb.ListModelsRequest())).models
         assert [found.id for found in listed] == ["tiny-python", "open"]
         assert listed[0] == await s.stub.GetModel(pb.GetModelRequest())
         assert (listed[0].max_context_length, listed[0].max_output_tokens) == (2048, 2047)
         assert (listed[0].vocab_size, list(listed[0].eos_token_ids)) == (4096, [1])
         assert (listed[1].max_context_length, listed[1].max_output_tokens) == (0, 0)
-        s.dispatcher.window = 512
+        s.dispatcher.context_length = 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="open"))).max_context_length == 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="tiny-python"))).max_context_length == 512
         assert isinstance(await refused(s.stub.GetModel(pb.GetModelRequest(model="no"))), NotFound)

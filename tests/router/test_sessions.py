@@ -49,7 +49,7 @@ class Run:
     """A run at a worker, and what is reported of it."""
 
     following: RunSubscription
-    course: TokenStream
+    stream: TokenStream
     events: list[Any]
 
     @property
@@ -59,13 +59,13 @@ class Run:
 
 def make_run(max_tokens: int = 5, attempt: int = 1) -> Run:
     request = make_request(max_tokens=max_tokens)
-    course = TokenStream(request)
+    stream = TokenStream(request)
     recorder = RunRecorder()
     run = wire.Run(request="t/r", epoch=1, attempt=attempt)
     following = RunSubscription(
-        wire.Start(run=run, engine_request=request.engine_request), TokenWriter(course), recorder
+        wire.Start(run=run, engine_request=request.engine_request), TokenWriter(stream), recorder
     )
-    return Run(following, course, recorder.events)
+    return Run(following, stream, recorder.events)
 
 
 @asynccontextmanager
@@ -89,7 +89,7 @@ async def test_a_run_is_told_in_order_written_once_and_retired() -> None:
         opened.start(run.following)
         await until(lambda: wire.Ended in run.kinds)
         assert run.kinds == [wire.Scheduled, wire.DecodeStarted, wire.Ended]
-        assert run.course.tokens == answer(PROMPT, 5)
+        assert run.stream.tokens == answer(PROMPT, 5)
         await until(lambda: not worker.runs)
         assert not opened.is_busy
 
@@ -101,12 +101,12 @@ async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None
             worker.script.pause_at = 2
             run = make_run()
             opened.start(run.following)
-            await until(lambda: len(run.course.tokens) == 2)
+            await until(lambda: len(run.stream.tokens) == 2)
             worker._say(unknown)
             worker._say(unknown)
             worker.go.set()
             await until(lambda: wire.Ended in run.kinds)
-            assert run.course.tokens == answer(PROMPT, 5)
+            assert run.stream.tokens == answer(PROMPT, 5)
             assert opened.unknown.count == 2
             assert len(worker.hellos) == 1
     assert [line["event"] for line in logs].count("messages of an unknown kind are ignored") == 1
@@ -135,7 +135,7 @@ async def test_what_another_session_left_there_is_ended() -> None:
         async with session(worker, router) as (opened, _):
             run = make_run()
             opened.start(run.following)
-            await until(lambda: len(run.course.tokens) == 2)
+            await until(lambda: len(run.stream.tokens) == 2)
         assert isinstance(run.events[-1], wire.Failed)
         async with session(worker, router):
             await until(lambda: worker.cancels)
@@ -148,13 +148,13 @@ async def test_a_start_that_never_arrived_is_said_again_and_one_that_did_is_lost
         worker.script.pause_at = 2
         known = make_run(attempt=1)
         opened.start(known.following)
-        await until(lambda: len(known.course.tokens) == 2)
+        await until(lambda: len(known.stream.tokens) == 2)
         worker.break_session()
         await until(lambda: not opened.is_open)
         unheard = make_run(attempt=2)
         opened.start(unheard.following)
         worker.runs.clear()  # it has forgotten what it had
-        await until(lambda: len(unheard.course.tokens) == 2)
+        await until(lambda: len(unheard.stream.tokens) == 2)
         await until(lambda: known.events and isinstance(known.events[-1], wire.Failed))
         assert known.events[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
         opened.abandon(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
@@ -169,7 +169,7 @@ async def test_a_start_while_the_worker_is_greeted_is_said_after_the_welcome() -
         opened.start(run.following)
         worker.go.set()
         await until(lambda: wire.Ended in run.kinds)
-        assert run.course.tokens == answer(PROMPT, 5)
+        assert run.stream.tokens == answer(PROMPT, 5)
 
 
 @pytest.mark.parametrize("is_greeted", [False, True], ids=["before hello", "between hello and welcome"])
@@ -178,7 +178,7 @@ async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_nex
         worker.script.pause_at = 2
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.course.tokens) == 2)
+        await until(lambda: len(run.stream.tokens) == 2)
         worker.script.welcome_pause = is_greeted
         worker.script.refuse_sessions = not is_greeted
         worker.break_session()
@@ -198,7 +198,7 @@ async def test_runs_given_up_for_a_stuck_step_are_cancelled_at_the_worker() -> N
         worker.script.pause_at = 2
         run = make_run(max_tokens=50)
         opened.start(run.following)
-        await until(lambda: len(run.course.tokens) == 2)
+        await until(lambda: len(run.stream.tokens) == 2)
         worker.script.stuck_ms = 60_000
         await until(lambda: wire.Failed in run.kinds)
         await until(lambda: worker.cancels)
@@ -206,7 +206,7 @@ async def test_runs_given_up_for_a_stuck_step_are_cancelled_at_the_worker() -> N
         worker.script.stuck_ms = None  # the step ends
         worker.go.set()
         await until(lambda: not worker.runs)
-        assert len(run.course.tokens) == 2
+        assert len(run.stream.tokens) == 2
 
 
 async def test_runs_given_up_while_the_session_was_down_are_cancelled_when_it_is_back(
@@ -217,7 +217,7 @@ async def test_runs_given_up_while_the_session_was_down_are_cancelled_when_it_is
         worker.script.pause_at = 2
         run = make_run(max_tokens=50)
         opened.start(run.following)
-        await until(lambda: len(run.course.tokens) == 2)
+        await until(lambda: len(run.stream.tokens) == 2)
         worker.script.welcome_pause = True
         worker.break_session()
         await until(lambda: wire.Failed in run.kinds)
@@ -231,11 +231,11 @@ async def test_after_a_break_tokens_go_on_from_where_they_were() -> None:
         worker.script.pause_at = 3
         run = make_run(max_tokens=7)
         opened.start(run.following)
-        await until(lambda: len(run.course.tokens) == 3)
+        await until(lambda: len(run.stream.tokens) == 3)
         worker.break_session()
         worker.go.set()
         await until(lambda: wire.Ended in run.kinds)
-        assert run.course.tokens == answer(PROMPT, 7)
+        assert run.stream.tokens == answer(PROMPT, 7)
         assert worker.hellos[-1].owned[0].resume[0].position == 6
 
 
@@ -244,13 +244,13 @@ async def test_an_end_during_a_break_is_told_by_the_welcome() -> None:
         worker.script.pause_at = 3
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.course.tokens) == 3)
+        await until(lambda: len(run.stream.tokens) == 3)
         worker.break_session()
         await until(lambda: worker._out is None)
         worker.go.set()
         await until(lambda: all(each.end for each in worker.runs.values()))
         await until(lambda: wire.Ended in run.kinds)
-        assert run.course.tokens == answer(PROMPT, 5)
+        assert run.stream.tokens == answer(PROMPT, 5)
         assert run.kinds.count(wire.Ended) == 1
 
 
@@ -259,7 +259,7 @@ async def test_a_session_that_does_not_come_back_loses_its_runs_once() -> None:
         worker.script.pause_at = 2
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.course.tokens) == 2)
+        await until(lambda: len(run.stream.tokens) == 2)
         await worker.stop()
         await until(lambda: wire.Failed in run.kinds)
         assert run.events[-1].failure.cause == wire.CAUSE_PEER_LOST
@@ -276,7 +276,7 @@ async def test_the_runs_of_a_killed_worker_are_lost_at_once(
         worker.script.pause_at = 2
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.course.tokens) == 2)
+        await until(lambda: len(run.stream.tokens) == 2)
         if is_restarting:
             worker.script.is_starting = True
             worker.break_session()
@@ -295,7 +295,7 @@ async def test_the_runs_of_a_worker_whose_session_broke_wait_while_it_is_reached
         worker.script.pause_at = 2
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.course.tokens) == 2)
+        await until(lambda: len(run.stream.tokens) == 2)
         worker.script.refuse_sessions = True  # a process answers there
         worker.break_session()
         await until(lambda: not opened.is_open)
@@ -303,7 +303,7 @@ async def test_the_runs_of_a_worker_whose_session_broke_wait_while_it_is_reached
         worker.script.refuse_sessions = False
         worker.go.set()
         await until(lambda: wire.Ended in run.kinds)
-        assert run.course.tokens == answer(PROMPT, 5)
+        assert run.stream.tokens == answer(PROMPT, 5)
 
 
 async def test_another_life_is_not_spoken_to() -> None:
@@ -358,7 +358,7 @@ async def test_a_frame_that_is_none_breaks_the_session_and_the_runs_there() -> N
         worker.script.pause_at = 1
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.course.tokens) == 1)
+        await until(lambda: len(run.stream.tokens) == 1)
         worker._say(wire.WorkerMessage(frame=wire.Frame(slots=b"\0\0\0\0", positions=b"", tokens=b"")))
         await until(lambda: wire.Failed in run.kinds)
         await until(lambda: opened.is_open)
@@ -367,29 +367,29 @@ async def test_a_frame_that_is_none_breaks_the_session_and_the_runs_there() -> N
 @given(st.lists(st.integers(0, 9), max_size=60), st.data())
 def test_tokens_in_any_order_and_repetition_are_each_written_once(order: list[int], data: st.DataObject) -> None:
     async def scene() -> None:
-        course = TokenStream(make_request(max_tokens=10))
-        pen = TokenWriter(course)
+        stream = TokenStream(make_request(max_tokens=10))
+        writer = TokenWriter(stream)
         for k in order:
-            known = len(course.tokens)
-            trouble = pen.put(3 + k, 100 + k)
+            known = len(stream.tokens)
+            trouble = writer.write(3 + k, 100 + k)
             assert trouble is (WriteError.GAP if k > known else None)
-        assert course.tokens == [100 + k for k in range(len(course.tokens))]
-        for k, token in enumerate(course.tokens):
-            assert pen.put(3 + k, token + 1) is WriteError.CONFLICT
-        assert pen.put(2, 1) is WriteError.CONFLICT
-        assert pen.put(pen.position, 1 << 24) is WriteError.MALFORMED
-        assert course.tokens == [100 + k for k in range(len(course.tokens))]
+        assert stream.tokens == [100 + k for k in range(len(stream.tokens))]
+        for k, token in enumerate(stream.tokens):
+            assert writer.write(3 + k, token + 1) is WriteError.CONFLICT
+        assert writer.write(2, 1) is WriteError.CONFLICT
+        assert writer.write(writer.position, 1 << 24) is WriteError.MALFORMED
+        assert stream.tokens == [100 + k for k in range(len(stream.tokens))]
 
     asyncio.run(scene())
 
 
 async def test_a_course_that_has_ended_is_written_no_more() -> None:
-    course = TokenStream(make_request())
-    pen = TokenWriter(course)
-    pen.put(3, 7)
-    course.end = ended_run()
-    pen.put(4, 8)
-    assert course.tokens == [7]
+    stream = TokenStream(make_request())
+    writer = TokenWriter(stream)
+    writer.write(3, 7)
+    stream.end = ended_run()
+    writer.write(4, 8)
+    assert stream.tokens == [7]
 
 
 def test_packed_numbers_are_little_endian_and_whole() -> None:

@@ -155,16 +155,16 @@ async def test_output_text_equals_a_search_in_the_whole_text_however_tokens_are_
     fields, tokens, stops = await scene(data)
     request = await valid(**fields)
     shown, stop = Plain(request, stops).texts(tokens)
-    course = TokenStream(request)
-    pen = TokenWriter(course)
+    stream = TokenStream(request)
+    writer = TokenWriter(stream)
     for place, token in enumerate(tokens):
-        assert pen.put(request.prompt_tokens + place, token) is None
-    assert course.tokens == tokens[: len(shown)]
-    assert pen.stopped == (None if stop is None else Finish(pb.FINISH_REASON_STOP, stop_text=stop))
+        assert writer.write(request.prompt_tokens + place, token) is None
+    assert stream.tokens == tokens[: len(shown)]
+    assert writer.stopped == (None if stop is None else Finish(pb.FINISH_REASON_STOP, stop_text=stop))
     text, done = new_output_text(tiny(), request.output_options, request.engine_request.stopping), 0
     decode_started = ""
-    while done < len(course.tokens):
-        more = course.tokens[done : done + data.draw(st.integers(1, 5))]
+    while done < len(stream.tokens):
+        more = stream.tokens[done : done + data.draw(st.integers(1, 5))]
         decode_started += text.add(more)
         done += len(more)
         assert decode_started == shown[done - 1]
@@ -177,15 +177,15 @@ async def test_a_stream_stops_at_the_same_place_however_it_is_divided_and_resume
     fields, tokens, stops = await scene(data)
     request = await valid(**fields)
     shown, stop = Plain(request, stops).texts(tokens)
-    course = TokenStream(request)
-    pen = TokenWriter(course)
-    first = Reader(course)
+    stream = TokenStream(request)
+    writer = TokenWriter(stream)
+    first = Reader(stream)
     task = asyncio.create_task(first.read())
     for place, token in enumerate(tokens):
-        pen.put(request.prompt_tokens + place, token)
+        writer.write(request.prompt_tokens + place, token)
         await settle()
-    course.end = pen.stopped or Finish(pb.FINISH_REASON_LENGTH)
-    course.told()
+    stream.end = writer.stopped or Finish(pb.FINISH_REASON_LENGTH)
+    stream.notify()
     await task
     whole = shown[-1]
     if stop is None and not Plain(request, stops).is_last(tokens):
@@ -195,7 +195,7 @@ async def test_a_stream_stops_at_the_same_place_however_it_is_divided_and_resume
     assert first.messages[-1].seq == first.messages[-1].usage.completion_tokens == len(shown)
     assert (first.messages[-1].finished.stop_text or None) == stop
     after = data.draw(st.integers(0, len(shown)))
-    later = Reader(course, after_seq=after)
+    later = Reader(stream, after_seq=after)
     await later.read()
     assert (shown[after - 1] if after else "") + later.text == whole
 
@@ -212,13 +212,13 @@ async def test_a_character_that_the_end_completes_can_complete_a_stop_string():
     smile = await tiny().encode("x😀", special=False)
     stopping = pb.StoppingParams(stop=["😀"], max_tokens=len(smile))
     request = await valid(stopping=stopping)
-    course = TokenStream(request)
-    pen = TokenWriter(course)
+    stream = TokenStream(request)
+    writer = TokenWriter(stream)
     for place, token in enumerate(smile):
-        pen.put(request.prompt_tokens + place, token)
-    assert pen.stopped == Finish(pb.FINISH_REASON_STOP, stop_text="😀")
-    course.end = pen.stopped
-    reader = Reader(course)
+        writer.write(request.prompt_tokens + place, token)
+    assert writer.stopped == Finish(pb.FINISH_REASON_STOP, stop_text="😀")
+    stream.end = writer.stopped
+    reader = Reader(stream)
     await reader.read()
     assert reader.text == "x"
 
@@ -242,32 +242,32 @@ class StopRecorder:
 
 
 async def test_tokens_after_a_stop_are_dropped_and_not_requested_again():
-    pen, _, tokens = await stopped_pen()
-    pen.listener = recorder = StopRecorder(pen)
-    base = pen.position
+    writer, _, tokens = await stopped_pen()
+    writer.listener = recorder = StopRecorder(writer)
+    base = writer.position
     for place, token in enumerate(tokens):
-        assert pen.put(base + place, token) is None
+        assert writer.write(base + place, token) is None
     assert recorder.stops == [Finish(pb.FINISH_REASON_STOP, stop_text="return")]
-    written = list(pen.course.tokens)
-    assert pen.put(base + len(tokens) + 5, 7) is None  # no gap: nothing is wanted any more
-    assert pen.put(base, tokens[0] + 1) is WriteError.CONFLICT
-    assert pen.course.tokens == written
+    written = list(writer.stream.tokens)
+    assert writer.write(base + len(tokens) + 5, 7) is None  # no gap: nothing is wanted any more
+    assert writer.write(base, tokens[0] + 1) is WriteError.CONFLICT
+    assert writer.stream.tokens == written
     assert len(written) < len(tokens)
 
 
 async def test_a_token_writer_of_an_adopted_stream_continues_its_text():
-    pen, course, tokens = await stopped_pen()
-    base = pen.position
+    writer, stream, tokens = await stopped_pen()
+    base = writer.position
     for place, token in enumerate(tokens):
-        pen.put(base + place, token)
-    written = pen.course.tokens
+        writer.write(base + place, token)
+    written = writer.stream.tokens
     for known in range(len(written) + 1):
-        adopted = TokenStream(course.request, tokens=written[:known])
+        adopted = TokenStream(stream.request, tokens=written[:known])
         again = TokenWriter(adopted)
         assert (again.stopped is not None) == (known == len(written))
         for place, token in enumerate(tokens[known:], known):
-            again.put(base + place, token)
-        assert (adopted.tokens, again.stopped) == (written, pen.stopped)
+            again.write(base + place, token)
+        assert (adopted.tokens, again.stopped) == (written, writer.stopped)
 
 
 # ---------------------------------------------------------------------------------- what workers hear
@@ -299,9 +299,9 @@ async def test_workers_are_told_to_cancel_at_a_stop_string(store: Store, count: 
     async with fleet(*pools) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = count  # they would go on
-        course = await scene.answer(stops_after(count, max_tokens=9))
-        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
-        assert course.tokens == answer([1, 2, 3], count)
+        stream = await scene.answer(stops_after(count, max_tokens=9))
+        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert stream.tokens == answer([1, 2, 3], count)
         taker = workers[-1]
         await until(lambda: taker.cancels or (count == 1 and not taker.starts))
         for worker in workers:
@@ -313,23 +313,23 @@ async def test_workers_are_told_to_cancel_at_a_stop_string(store: Store, count: 
 @pytest.mark.parametrize("count", [1, 3])
 async def test_a_stop_at_the_very_last_token_is_a_stop(store: Store, count: int) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        course = await scene.answer(stops_after(count, max_tokens=count))
-        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
-        assert course.tokens == answer([1, 2, 3], count)
+        stream = await scene.answer(stops_after(count, max_tokens=count))
+        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert stream.tokens == answer([1, 2, 3], count)
 
 
 async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
         decode.script.fails_at = [2]
-        course = await scene.answer(stops_after(4, max_tokens=9))
-        assert course.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
-        assert course.tokens == answer([1, 2, 3], 4)
-        assert course.path.attempts == 2
+        stream = await scene.answer(stops_after(4, max_tokens=9))
+        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert stream.tokens == answer([1, 2, 3], 4)
+        assert stream.path.attempts == 2
 
 
 async def test_frames_after_a_stop_are_ignored(store: Store) -> None:
     """The worker goes on until it hears of it; all of that comes, and none of it counts."""
     async with fleet(D) as (decode,), core(store, [decode]) as scene:
-        course = await ended(await scene.dispatcher.begin(stops_after(2, max_tokens=200)))
+        stream = await ended(await scene.dispatcher.begin(stops_after(2, max_tokens=200)))
         await until(lambda: decode.cancels)
-        assert course.tokens == answer([1, 2, 3], 2)
+        assert stream.tokens == answer([1, 2, 3], 2)

@@ -65,7 +65,7 @@ async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_o
         with pytest.raises(Internal):
             await scene.dispatcher.resume(KEY)
         with pytest.raises(Internal):
-            await scene.dispatcher.look(KEY)
+            await scene.dispatcher.get(KEY)
         with pytest.raises(Internal):
             await scene.dispatcher.cancel(KEY)
 
@@ -83,12 +83,12 @@ async def test_names_in_open_sets_that_cannot_be_read_are_passed_over(store: Sto
 async def test_an_owner_that_cannot_be_read_does_not_end_the_flusher(store: Store, bare: sync_redis.Redis) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request("r", max_tokens=5))
+        stream = await scene.dispatcher.begin(make_request("r", max_tokens=5))
         await until(lambda: scene.owned("r").synced_entries == 2)
         bare.hset(HASH, "owner", b"\xff")
         workers[1].go.set()
-        assert isinstance((await ended(course)).end, Finish)
-        await until(lambda: scene.router.flusher._faults)
+        assert isinstance((await ended(stream)).end, Finish)
+        await until(lambda: scene.router.journal_writer._faults)
         assert isinstance((await scene.answer(make_request("another"))).end, Finish)
         bare.delete(HASH)
         await until(lambda: scene.store_is_done)
@@ -97,10 +97,10 @@ async def test_an_owner_that_cannot_be_read_does_not_end_the_flusher(store: Stor
 async def test_tokens_that_the_model_does_not_have_are_never_gone_on_with(store: Store) -> None:
     await left_behind(store, 1 << 20)
 
-    async def revive(_: object) -> Any:
+    async def restore(_: object) -> Any:
         return make_request(vocab_size=1000)
 
-    async with fleet(P, D) as workers, core(store, workers, revive=revive) as scene:
+    async with fleet(P, D) as workers, core(store, workers, restore=restore) as scene:
         with pytest.raises(UnreadableRequest):
             await scene.dispatcher.take_over(KEY)
         with pytest.raises(Internal):
@@ -140,15 +140,13 @@ async def test_whatever_is_stored_a_router_takes_it_over_or_says_why_not(
             await left_behind(store, *answer(PROMPT, 2))
             for _ in range(source.choice([1, 1, 2])):
                 spoil(bare, source)
-            for ask in (scene.dispatcher.take_over, scene.dispatcher.look, scene.dispatcher.resume):
+            for ask in (scene.dispatcher.take_over, scene.dispatcher.get, scene.dispatcher.resume):
                 with suppress(StateError, ServiceError):
                     await ask(KEY)
             with suppress(StateError, ServiceError):
                 await scene.dispatcher.cancel(KEY)
             await until(lambda: scene.store_is_done)
             bare.delete(HASH, JOURNAL, keys.logprobs(KEY))
-        course = await scene.answer(make_request("another"))
-        assert isinstance(course.end, Finish)
-        task = scene.router.flusher._task
-        assert task is not None
-        assert not task.done()
+        stream = await scene.answer(make_request("another"))
+        assert isinstance(stream.end, Finish)
+        assert scene.flushing.is_running

@@ -13,6 +13,7 @@ import pytest
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.execution.reader_lease import ReaderLease
+from decant.router.recovery.takeover import TakeoverTimings
 from decant.runtime.errors import Unavailable
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation, RequestKey, State
@@ -88,7 +89,6 @@ async def test_every_router_may_be_alive_until_a_reopened_session_names_those_th
 async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_registration(
     store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("decant.router.recovery.takeover.RETRY_SECONDS", 0.01)
     lasts = 0.4
     looks, change, broken = looks_of(store, monkeypatch), store.routers.change, list[float]()
     clock = asyncio.get_running_loop().time
@@ -105,7 +105,7 @@ async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_re
     monkeypatch.setattr(store.routers, "change", fails_once)
     async with core(store, []) as scene:
         began = clock()
-        async with watching(store, scene, registration_s=lasts):
+        async with watching(store, scene, registration_s=lasts, timings=TakeoverTimings(retry_s=0.01)):
             await until(lambda: broken and looks[-1] > broken[0])
     assert looks[0] >= began + lasts
     assert min(look for look in looks if look > broken[0]) >= broken[0] + lasts
@@ -126,7 +126,7 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
     await left_behind(store, *answer(PROMPT, 2))
     gate = Gate(monkeypatch, store, "adopt_orphan")
     async with fleet(P, D) as workers, core(store, workers) as scene, watching(store, scene):
-        await gate.reached.wait()
+        await gate.wait_until_caught_up.wait()
         registration = await store.routers.register(router_facts(GONE))
         looks = looks_of(store, monkeypatch)
         gate.opened.set()
@@ -136,9 +136,9 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
         await registration.remove()
         workers[1].script.pause_at = 3
         await until(lambda: workers[1].starts)
-        course = await scene.dispatcher.resume(KEY)
+        stream = await scene.dispatcher.resume(KEY)
         workers[1].go.set()
-        await ended(course)
+        await ended(stream)
 
 
 async def test_requests_that_no_router_can_run_are_looked_at_ever_less_often(
@@ -169,13 +169,13 @@ class Gate:
     """A call of the store that waits until it is let through, or whose answer is lost."""
 
     def __init__(self, patch: pytest.MonkeyPatch, store: Store, name: str) -> None:
-        self.reached, self.opened = asyncio.Event(), asyncio.Event()
+        self.wait_until_caught_up, self.opened = asyncio.Event(), asyncio.Event()
         self.answers = True
         self._real = getattr(store.requests, name)
         patch.setattr(store.requests, name, self._call)
 
     async def _call(self, *args: Any) -> StoredRequest:
-        self.reached.set()
+        self.wait_until_caught_up.set()
         await self.opened.wait()
         found: StoredRequest = await self._real(*args)
         if not self.answers:
@@ -191,15 +191,15 @@ async def test_a_takeover_leaves_a_stream_alone_that_a_client_resumed_meanwhile(
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt_orphan")
         taking = asyncio.create_task(scene.dispatcher.take_over(KEY))
-        await gate.reached.wait()
-        course = await scene.dispatcher.resume(KEY)
-        with ReaderLease(course):
+        await gate.wait_until_caught_up.wait()
+        stream = await scene.dispatcher.resume(KEY)
+        with ReaderLease(stream):
             gate.opened.set()
             await taking
-            execution = scene.dispatcher._executions[KEY]
-            assert (execution.course, execution.grace) == (course, None)
+            execution = scene.dispatcher.executions.open[KEY]
+            assert (execution.stream, execution.disconnect_timer) == (stream, None)
             workers[1].go.set()
-            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_a_client_that_resumes_a_request_just_taken_over_keeps_it(store: Store) -> None:
@@ -207,11 +207,11 @@ async def test_a_client_that_resumes_a_request_just_taken_over_keeps_it(store: S
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=60_000) as scene:
         workers[1].script.pause_at = 3
         await scene.dispatcher.take_over(KEY)
-        assert scene.dispatcher._executions[KEY].grace is not None
-        course = await scene.dispatcher.resume(KEY)
-        assert scene.dispatcher._executions[KEY].grace is None
+        assert scene.dispatcher.executions.open[KEY].disconnect_timer is not None
+        stream = await scene.dispatcher.resume(KEY)
+        assert scene.dispatcher.executions.open[KEY].disconnect_timer is None
         workers[1].go.set()
-        assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
 @pytest.mark.parametrize("call", ["resume", "cancel"])
@@ -223,7 +223,7 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt" if call == "resume" else "cancel")
         calling = asyncio.create_task(getattr(scene.dispatcher, call)(KEY))
-        await gate.reached.wait()
+        await gate.wait_until_caught_up.wait()
         calling.cancel()
         with suppress(asyncio.CancelledError):
             await calling
@@ -237,7 +237,6 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
 
 
 async def test_an_adoption_whose_answer_is_lost_is_gone_on_with(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decant.router.recovery.takeover.RECLAIM_SECONDS", 0.02)
     await left_behind(store, *answer(PROMPT, 2))
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
@@ -248,11 +247,11 @@ async def test_an_adoption_whose_answer_is_lost_is_gone_on_with(store: Store, mo
             with pytest.raises(Unavailable):
                 await scene.dispatcher.resume(KEY)
         assert (await store.requests.read(KEY)).owner == Incarnation.of(scene.router.peer)
-        async with watching(store, scene):
-            await until(lambda: scene.dispatcher.running)
-            course = await scene.dispatcher.resume(KEY)
+        async with watching(store, scene, timings=TakeoverTimings(reclaim_every_s=0.02)):
+            await until(lambda: scene.dispatcher.executions.running)
+            stream = await scene.dispatcher.resume(KEY)
             workers[1].go.set()
-            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
@@ -271,8 +270,7 @@ async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
             gate.opened.set()
             with pytest.raises(Unavailable):
                 await scene.dispatcher.begin(make_request())
-        monkeypatch.setattr("decant.router.recovery.takeover.RECLAIM_SECONDS", 0.02)
-        async with watching(store, scene):
+        async with watching(store, scene, timings=TakeoverTimings(reclaim_every_s=0.02)):
             await eventually(partial(has_state, store, Generation.STATE_CANCELLED))
         workers[1].go.set()
 
@@ -285,14 +283,14 @@ async def test_a_drain_waits_for_an_adoption_and_leaves_the_request_to_others(
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt")
         calling = asyncio.create_task(scene.dispatcher.resume(KEY))
-        await gate.reached.wait()
+        await gate.wait_until_caught_up.wait()
         draining = asyncio.create_task(scene.dispatcher.drain())
         await until(lambda: scene.dispatcher.is_draining)
         assert not draining.done()
         gate.opened.set()
-        course = await calling
-        await written(course, 2)
+        stream = await calling
+        await written(stream, 2)
         await scene.dispatcher.close()
         await draining
-        assert isinstance(course.end, Exception)
+        assert isinstance(stream.end, Exception)
         assert await store.open.of(Incarnation.of(scene.router.peer)) == {KEY}, "routers that are left find it there"

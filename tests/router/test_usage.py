@@ -33,28 +33,28 @@ def registry():
 
 
 @pytest.fixture
-async def course(clock):
+async def stream(clock):
     return TokenStream(await valid(request_id="r", user="ada", prompt="a secret of the prompt"))
 
 
-def account(course: TokenStream, registry: Registry) -> RequestMeter:
-    return RequestMeter(course, RequestMetrics(registry).of("tiny-python"))
+def account(stream: TokenStream, registry: Registry) -> RequestMeter:
+    return RequestMeter(stream, RequestMetrics(registry).of("tiny-python"))
 
 
 def value(registry: Registry, name: str, **labels: str) -> float | None:
     return registry.collectors.get_sample_value(f"decant_{name}", {"model": "tiny-python", **labels})
 
 
-async def test_the_times_of_a_receipt_are_whole_microseconds(clock, course, registry):
-    taken = account(course, registry)
+async def test_the_times_of_a_receipt_are_whole_microseconds(clock, stream, registry):
+    taken = account(stream, registry)
     clock.now += 0.1234567891
     taken.sent(1)
     clock.now += 1 / 3
     taken.sent(1)
-    course.path = AttemptTrace(
+    stream.path = AttemptTrace(
         queue_s=0.1 + 0.2, prefill_s=2 / 3, handoff_s=1e-7, decode_wait_s=5e-6, decode_began_at=100.1
     )
-    course.last_token_at = 100 + 1 / 7
+    stream.last_token_at = 100 + 1 / 7
     receipt = taken.receipt()
     times = {field.name: value for field, value in receipt.ListFields() if field.name.endswith("_ms")}
     assert times.keys() == RECEIPT_TIMES
@@ -62,15 +62,15 @@ async def test_the_times_of_a_receipt_are_whole_microseconds(clock, course, regi
     assert {name: value for name, value in times.items() if value != round(value, 3)} == {}
 
 
-async def test_a_receipt_tells_phases_in_milliseconds(clock, course, registry):
-    taken = account(course, registry)
+async def test_a_receipt_tells_phases_in_milliseconds(clock, stream, registry):
+    taken = account(stream, registry)
     clock.now += 0.5
     taken.sent(1)
     clock.now += 0.25
     taken.sent(1)
     clock.now += 0.125
     taken.sent(1)
-    course.path = AttemptTrace(
+    stream.path = AttemptTrace(
         attempts=2,
         prefill_worker="p",
         decode_worker="d",
@@ -81,7 +81,7 @@ async def test_a_receipt_tells_phases_in_milliseconds(clock, course, registry):
         decode_began_at=100.25,
         handoff_bytes=7,
     )
-    course.last_token_at = 100.75
+    stream.last_token_at = 100.75
     clock.now += 0.125
     assert taken.receipt() == pb.Receipt(
         queue_ms=10,
@@ -99,19 +99,19 @@ async def test_a_receipt_tells_phases_in_milliseconds(clock, course, registry):
     )
 
 
-async def test_a_phase_that_never_was_is_unset(clock, course, registry):
-    receipt = account(course, registry).receipt()
+async def test_a_phase_that_never_was_is_unset(clock, stream, registry):
+    receipt = account(stream, registry).receipt()
     assert {name for name in RECEIPT_TIMES - {"e2e_ms"} if receipt.HasField(name)} == set()
     assert receipt.attempts == 1
 
 
-async def test_without_a_workers_word_the_queue_ends_when_it_was_taken_up(clock, course, registry):
-    course.path.taken_up_at = 100.5
-    assert account(course, registry).receipt().queue_ms == 500
+async def test_without_a_workers_word_the_queue_ends_when_it_was_taken_up(clock, stream, registry):
+    stream.path.scheduled_at = 100.5
+    assert account(stream, registry).receipt().queue_ms == 500
 
 
-async def test_two_tokens_in_the_first_message_are_the_first_and_the_second(clock, course, registry):
-    taken = account(course, registry)
+async def test_two_tokens_in_the_first_message_are_the_first_and_the_second(clock, stream, registry):
+    taken = account(stream, registry)
     clock.now += 1
     taken.sent(2)
     clock.now += 1
@@ -120,25 +120,25 @@ async def test_two_tokens_in_the_first_message_are_the_first_and_the_second(cloc
     assert taken.receipt().second_token_ms == 0
 
 
-async def test_usage_counts_prompt_and_output(course, registry):
-    write(course, 5, 6, 7)
-    course.cached_tokens = 2
-    usage = account(course, registry).usage()
-    prompt = course.request.prompt_tokens
+async def test_usage_counts_prompt_and_output(stream, registry):
+    write(stream, 5, 6, 7)
+    stream.cached_tokens = 2
+    usage = account(stream, registry).usage()
+    prompt = stream.request.prompt_tokens
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt, 3, prompt + 3)
     assert usage.cached_prompt_tokens == 2
     assert not usage.HasField("reasoning_tokens")
 
 
-async def test_everything_is_counted_once(clock, course, registry):
-    taken = account(course, registry)
-    course.cached_tokens = 2
-    course.path = AttemptTrace(queue_s=0.5, prefill_s=0.25, decode_began_at=101.0)
+async def test_everything_is_counted_once(clock, stream, registry):
+    taken = account(stream, registry)
+    stream.cached_tokens = 2
+    stream.path = AttemptTrace(queue_s=0.5, prefill_s=0.25, decode_began_at=101.0)
     for tokens in (1, 2, 1):
         clock.now += 1
-        write(course, *[5] * tokens)
+        write(stream, *[5] * tokens)
         taken.sent(tokens)
-    write(course, end=AT_LENGTH)
+    write(stream, end=AT_LENGTH)
     taken.close("FINISH_REASON_LENGTH")
     sums = {
         "time_to_first_token_seconds": 1.0,
@@ -152,21 +152,21 @@ async def test_everything_is_counted_once(clock, course, registry):
     assert value(registry, "inter_token_latency_seconds_count") == 2
     assert value(registry, "generation_tokens_total") == 4
     assert value(registry, "prompt_tokens_total", source="local_cache_hit") == 2
-    assert value(registry, "prompt_tokens_total", source="local_compute") == course.request.prompt_tokens - 2
+    assert value(registry, "prompt_tokens_total", source="local_compute") == stream.request.prompt_tokens - 2
 
 
-async def test_a_prompt_that_nobody_read_is_not_counted(course, registry):
-    account(course, registry).close("left")
+async def test_a_prompt_that_nobody_read_is_not_counted(stream, registry):
+    account(stream, registry).close("left")
     assert value(registry, "prompt_tokens_total", source="local_compute") == 0
     assert value(registry, "request_prefill_time_seconds_count") == 0
 
 
-async def test_one_line_tells_who_how_long_and_never_what(clock, course, registry):
-    taken = account(course, registry)
-    write(course, 5, 6, end=AT_LENGTH)
+async def test_one_line_tells_who_how_long_and_never_what(clock, stream, registry):
+    taken = account(stream, registry)
+    write(stream, 5, 6, end=AT_LENGTH)
     clock.now += 1
     taken.sent(2)
-    course.path.attempts = 3
+    stream.path.attempts = 3
     with capture_logs() as lines:
         taken.close("FINISH_REASON_LENGTH")
     (line,) = lines

@@ -116,6 +116,7 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
         assert "20.0 s" in str(refused.value)
         assert not workers[0].prefills
         await ended(await scene.dispatcher.begin(make_request(seconds=60)))
+        workers[1].script.pause_at = 2
         running = await scene.dispatcher.begin(make_request("without a deadline"))
         predicting(scene, 31.0, monkeypatch)
         with pytest.raises(QueueFull, match="at most 30 s") as refused:
@@ -123,6 +124,7 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
         assert refused.value.retry_after == 31.0
         again = await scene.dispatcher.begin(make_request("without a deadline"))
         assert again is running, "one that was accepted is answered, whatever is predicted now"
+        workers[1].go.set()
         await ended(running)
 
 
@@ -136,8 +138,8 @@ async def test_what_waits_for_a_place_counts_against_the_limit(store: Store) -> 
         with pytest.raises(QueueFull, match="2 requests"):
             await scene.dispatcher.begin(make_request("another"))
         workers[0].load.takes_prompts = True
-        for course in waiting:
-            await ended(course)
+        for stream in waiting:
+            await ended(stream)
         assert len(scene.router.pool.wait_predictors[MODEL]) == 0
 
 
@@ -147,9 +149,11 @@ async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(stor
     async with fleet(P, D) as workers, core(store, workers, max_active=8, queue_limit=16) as scene:
         served = Models([model(id=MODEL)])
         about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
-        service = InferenceService(served, scene.dispatcher, about, RequestMetrics(Registry(process=False)))
+        service = InferenceService(
+            served, scene.dispatcher, about, RequestMetrics(Registry(process=False)), NoAuthentication(served)
+        )
         settings = ServerSettings(port=0, drain_seconds=1.0)
-        server = Server([service.service(NoAuthentication(served))], settings, Readiness(), Registry(process=False))
+        server = Server([service.service()], settings, Readiness(), Registry(process=False))
         await server.start()
         running = asyncio.create_task(server.run())
         async with open_channel(server.address, PeerTls()) as channel:
@@ -183,16 +187,16 @@ async def outcome(stub: Any, place: int) -> str:
 async def test_a_known_request_is_not_refused_before_it_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 1
-        course = await scene.dispatcher.begin(make_request())
+        stream = await scene.dispatcher.begin(make_request())
         predicting(scene, 1e6, monkeypatch)
-        await scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
+        await scene.dispatcher.check_wait(stream.request.key, MODEL, 0, Deadline())
         with pytest.raises(QueueFull):
             await scene.dispatcher.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
         with monkeypatch.context() as patch:
-            patch.setattr(scene.router.flusher, "is_unavailable", True)
-            await scene.dispatcher.check_wait(course.request.key, MODEL, 0, Deadline())
+            patch.setattr(scene.router.journal_writer, "is_unavailable", True)
+            await scene.dispatcher.check_wait(stream.request.key, MODEL, 0, Deadline())
         workers[1].go.set()
-        await ended(course)
+        await ended(stream)
 
 
 @pytest.mark.parametrize("is_ended", [True, False], ids=["ended", "open"])
@@ -202,12 +206,12 @@ async def test_a_request_that_another_router_accepted_is_not_refused_for_its_wai
     async with fleet(P, D) as workers, core(store, workers, id="one") as one, core(store, workers, id="two") as two:
         if not is_ended:
             workers[1].script.pause_at = 2
-        course = await one.dispatcher.begin(make_request())
+        stream = await one.dispatcher.begin(make_request())
         if is_ended:
-            await ended(course)
+            await ended(stream)
             await until(lambda: one.store_is_done)
         predicting(two, 1e6, monkeypatch)
-        key = course.request.key
+        key = stream.request.key
         await two.dispatcher.check_wait(key, MODEL, 0, Deadline())
         again = await two.dispatcher.begin(make_request())
         workers[1].go.set()

@@ -160,9 +160,9 @@ async def test_a_refusal_ends_the_turns_and_the_refused_is_first_again(store: St
         workers[0].script.refuse = [wire.CAUSE_BUSY]
         workers[0].load.takes_prompts = True
         await until(lambda: not line)
-        courses = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(5)]
-        for course in courses:
-            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        streams = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(5)]
+        for stream in streams:
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         assert line.wake_ups - before <= 2 * 5 + 2
 
 
@@ -184,9 +184,9 @@ async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
 ) -> None:
     async with fleet(D) as workers, core(store, workers) as scene:
         workers[0].script.pause_at = 2
-        courses = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(5)]
-        for course in courses:
-            await written(course, 2)
+        streams = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(5)]
+        for stream in streams:
+            await written(stream, 2)
         placements = 0
 
         def snapshot(*_: object) -> list[WorkerSnapshot]:
@@ -201,8 +201,8 @@ async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
         monkeypatch.undo()
         workers[0].load.draining = False
         workers[0].go.set()
-        for course in courses:
-            assert tokens_of(await ended(course)) == answer(PROMPT, 5)
+        for stream in streams:
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_one_that_is_cancelled_at_its_turn_keeps_nothing_waiting(store: Store) -> None:

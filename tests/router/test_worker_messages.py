@@ -20,7 +20,7 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
-from decant.router.execution.failures import AttemptFailed, raised_by
+from decant.router.execution.failures import AttemptFailed, error_for
 from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.execution.token_writer import TokenWriter
 from decant.router.placement.worker_load import WorkerLoad
@@ -48,7 +48,7 @@ class Views:
         self.load = WorkerLoad(WorkerRegistration())
 
     def opened(self, session: WorkerSession) -> None:
-        self.load.forget()
+        self.load.reset()
 
     def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         self.load.apply_heartbeat(beat)
@@ -65,13 +65,13 @@ def follow(
 ) -> tuple[TokenStream, list[Any]]:
     """A running sequence of that session: its tokens, and the events that its attempt gets."""
     shown = pb.ResponseOptions() if logprobs is None else pb.ResponseOptions(logprobs=logprobs)
-    course, recorder = TokenStream(make_request(request, max_tokens=1000, shown=shown)), RunRecorder()
+    stream, recorder = TokenStream(make_request(request, max_tokens=1000, shown=shown)), RunRecorder()
     run = wire.Run(request=request, epoch=1, attempt=1)
-    following = RunSubscription(wire.Start(run=run), TokenWriter(course), recorder)
+    following = RunSubscription(wire.Start(run=run), TokenWriter(stream), recorder)
     session.start(following)
     session._handle(wire.WorkerMessage(decode_started=wire.DecodeStarted(run=run, slots=[wire.Slot(slot=slot)])))
     recorder.events.clear()
-    return course, recorder.events
+    return stream, recorder.events
 
 
 def more_ids_than_logprobs(found: wire.TokenLogprobs) -> None:
@@ -104,12 +104,10 @@ def spoil(patch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None]
 
 async def all_goes_on(scene: Core) -> None:
     """The router still answers and records requests."""
-    course = await scene.answer(make_request("another"))
-    assert isinstance(course.end, Finish)
-    assert course.resumable
-    task = scene.router.flusher._task
-    assert task is not None
-    assert not task.done()
+    stream = await scene.answer(make_request("another"))
+    assert isinstance(stream.end, Finish)
+    assert stream.resumable
+    assert scene.flushing.is_running
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -120,10 +118,10 @@ async def test_a_worker_whose_logprobs_are_malformed_ends_that_request_alone(
     spoil(monkeypatch, fault, times=1000)
     async with fleet(*pools) as workers, core(store, workers) as scene:
         with suppress(ServiceError):
-            course = await scene.answer(make_request(shown=SHOWN))
-            assert isinstance(course.end, Aborted | Unavailable)
-            assert course.end.reason is Reason.WORKERS_LOST
-            assert len(course.logprobs) == len(course.tokens)
+            stream = await scene.answer(make_request(shown=SHOWN))
+            assert isinstance(stream.end, Aborted | Unavailable)
+            assert stream.end.reason is Reason.WORKERS_LOST
+            assert len(stream.logprobs) == len(stream.tokens)
         await all_goes_on(scene)
 
 
@@ -133,17 +131,17 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
 ) -> None:
     spoil(monkeypatch, fault, times=1)
     async with fleet(D, D2) as workers, core(store, workers) as scene:
-        course = await scene.answer(make_request(shown=SHOWN))
-        assert isinstance(course.end, Finish)
-        assert course.path.attempts == 2
-        assert course.logprobs.entries() == [logprobs_of(token, 1) for token in course.tokens]
+        stream = await scene.answer(make_request(shown=SHOWN))
+        assert isinstance(stream.end, Finish)
+        assert stream.path.attempts == 2
+        assert stream.logprobs.entries() == [logprobs_of(token, 1) for token in stream.tokens]
 
 
 async def test_a_token_without_the_logprobs_that_were_asked_for_is_never_shown() -> None:
     session = make_session()
-    course, events = follow(session, "r", 0, logprobs=1)
+    stream, events = follow(session, "r", 0, logprobs=1)
     session._handle(wire.WorkerMessage(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
-    assert not course.tokens
+    assert not stream.tokens
     (failed,) = events
     assert failed.failure.cause == wire.CAUSE_CORRUPT
 
@@ -151,12 +149,12 @@ async def test_a_token_without_the_logprobs_that_were_asked_for_is_never_shown()
 @pytest.mark.parametrize(("position", "token"), [(3, 1 << 24), (3, LAST), (3 + 1000, 7)])
 async def test_a_token_that_the_request_cannot_have_fails_its_run_alone(position: int, token: int) -> None:
     session = make_session()
-    course, events = follow(session, "r", 0)
+    stream, events = follow(session, "r", 0)
     other, others = follow(session, "other", 1)
-    course.tokens += [5] * (position - 3)
+    stream.tokens += [5] * (position - 3)
     frame = wire.Frame(slots=pack([0, 1]), positions=pack([position, 3]), tokens=pack([token, 8]))
     session._handle(wire.WorkerMessage(frame=frame))
-    assert len(course.tokens) == position - 3
+    assert len(stream.tokens) == position - 3
     assert [event.failure.cause for event in events] == [wire.CAUSE_CORRUPT]
     assert (other.tokens, others) == ([8], [])
 
@@ -173,7 +171,7 @@ async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_wai
 async def test_logprobs_keep_no_frame_in_memory() -> None:
     """Frames carry the logprobs of all sequences of a step; one long request keeps only its own."""
     session = make_session()
-    course, _ = follow(session, "r", 0, logprobs=1)
+    stream, _ = follow(session, "r", 0, logprobs=1)
     others = [
         wire.TokenLogprobs(entry=entry, logprob=-1, rank=1, top_ids=range(20), top_logprobs=[-1.0] * 20)
         for entry in range(1, 500)
@@ -193,7 +191,7 @@ async def test_logprobs_keep_no_frame_in_memory() -> None:
     for k in range(50, 450):
         step(k)
     grown = psutil.Process().memory_info().rss - before
-    assert len(course.logprobs) == 450
+    assert len(stream.logprobs) == 450
     assert grown < 20 << 20, "400 frames of about 150 KiB"
 
 
@@ -285,12 +283,12 @@ def test_whatever_a_worker_says_its_session_reads_it_or_breaks_in_order(seed: in
 
     async def scene() -> None:
         session = make_session()
-        courses = [follow(session, request, slot, logprobs=1)[0] for slot, request in enumerate("ab")]
+        streams = [follow(session, request, slot, logprobs=1)[0] for slot, request in enumerate("ab")]
         for message in messages(seed, RUNS, 40):
             with suppress(ValueError):
                 session._handle(message)
-        for course in courses:
-            assert len(course.logprobs) == len(course.tokens) <= 1000
+        for stream in streams:
+            assert len(stream.logprobs) == len(stream.tokens) <= 1000
 
     asyncio.run(scene())
 
@@ -300,18 +298,18 @@ async def test_whatever_a_worker_says_the_router_goes_on(store: Store, seed: int
     async with fleet(D, D2) as workers, core(store, workers, resume_grace_ms=0) as scene:
         for worker in workers:
             worker.script.pause_at = 2
-        course = await scene.dispatcher.begin(make_request(max_tokens=50, shown=SHOWN))
-        await written(course, 2)
+        stream = await scene.dispatcher.begin(make_request(max_tokens=50, shown=SHOWN))
+        await written(stream, 2)
         for number, message in enumerate(messages(seed, [*_runs(workers), *RUNS], 60)):
-            if course.end is not None:
-                course = await _again(scene, number)
+            if stream.end is not None:
+                stream = await _again(scene, number)
             for worker in workers:
                 worker._say(message)
             await asyncio.sleep(0.005)
         for worker in workers:
             worker.script.pause_at = None
             worker.go.set()
-        await ended(course)
+        await ended(stream)
         await until(lambda: any(worker.is_usable for worker in scene.router.pool.of(fake_worker.MODEL)))
         await all_goes_on(scene)
 
@@ -337,7 +335,7 @@ async def test_a_role_that_only_a_newer_build_knows_ends_no_router(store: Store)
 
 def test_a_cause_that_only_a_newer_build_knows_fails_an_attempt() -> None:
     failure = wire.Failure(cause=99, detail="why")  # type: ignore[arg-type]
-    error = raised_by(failure, Incarnation("w", 1))
+    error = error_for(failure, Incarnation("w", 1))
     assert isinstance(error, AttemptFailed)
     assert str(error) == "99: why"
     assert str(HandoffFailed.of(failure)) == "99: why"

@@ -24,9 +24,10 @@ from decant.protos import worker_pb2_grpc as services
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
 from decant.runtime.interceptor import ErrorInterceptor
+from decant.runtime.packed import pack, unpack
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
-from decant.worker.wire_codec import pack_tokens, to_request, unpack_tokens
+from decant.worker.wire_codec import to_request
 
 BLOCK = 4
 PATIENCE = 60.0
@@ -147,8 +148,8 @@ def make_work(
     """A prompt of ``length`` tokens that differ for each seed, and ``wanted`` tokens of output."""
     return wire.EngineRequest(
         model="m",
-        prompt=pack_tokens([(7 * position + 3 * seed + 1) % 64 for position in range(length)]),
-        outputs=[wire.OutputPrefix(output=0, tokens=pack_tokens(written))],
+        prompt=pack([(7 * position + 3 * seed + 1) % 64 for position in range(length)]),
+        outputs=[wire.OutputPrefix(output=0, tokens=pack(written))],
         sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=seed),
         stopping=wire.Stopping(max_tokens=wanted),
         salt=b"tenant",
@@ -357,7 +358,7 @@ class Router:
 
     def _hear_frame(self, frame: wire.Frame) -> None:
         self.frames.append(frame)
-        rows = [unpack_tokens(packed) for packed in (frame.slots, frame.positions, frame.tokens)]
+        rows = [unpack(packed) for packed in (frame.slots, frame.positions, frame.tokens)]
         explained = {logprobs.entry: logprobs for logprobs in frame.logprobs}
         for entry, (slot, position, token) in enumerate(zip(*rows, strict=True)):
             assert slot in self._slots, f"slot {slot} was never told"

@@ -25,12 +25,13 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.channel import open_channel
 from decant.runtime.interceptor import ErrorInterceptor
+from decant.runtime.packed import pack
 from decant.runtime.tls import PeerTls
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
-from decant.worker.wire_codec import pack_tokens, to_request
+from decant.worker.wire_codec import to_request
 
 BLOCK = 4
 VOCABULARY = 64
@@ -244,8 +245,8 @@ def make_work(
     """Sampled, so that a wrong position, seed or history shows in the text."""
     return wire.EngineRequest(
         model=MODEL,
-        prompt=pack_tokens(tokens(length, seed)),
-        outputs=[wire.OutputPrefix(output=0, tokens=pack_tokens(written or []))],
+        prompt=pack(tokens(length, seed)),
+        outputs=[wire.OutputPrefix(output=0, tokens=pack(written or []))],
         sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=seed),
         stopping=wire.Stopping(max_tokens=wanted),
         salt=b"tenant",

@@ -67,6 +67,6 @@ async def test_what_the_store_finds_wrong_is_told_and_not_raised() -> None:
 
         await place.hub.loop.call(lose)
         violations = (await place.auditor.audit()).violations
-        assert any("nowhere" in words for words in violations)
+        assert any("in no state" in words for words in violations)
         assert any("63 of 64" in words for words in violations)
         await place.hub.loop.call(lambda engine: engine.pool._free.append(0))

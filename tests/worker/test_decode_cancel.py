@@ -13,7 +13,7 @@ import pytest
 from decant.engine.blocks import hash_blocks, root_hash
 from decant.engine.engine import Engine
 from decant.protos import worker_pb2 as wire
-from decant.worker.wire_codec import unpack_tokens
+from decant.runtime.packed import unpack
 from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned
 
 LONG = 600_000
@@ -210,7 +210,7 @@ async def test_what_lies_behind_a_stop_text_is_not_cached_as_output(ends_by_itse
         await router.cancel(run, wire.Cancel.REASON_STOP_TEXT, end_position=10 + 9)
         ends = 2 if ends_by_itself else 1  # a cancel is answered, also of what has ended
         await router.until(lambda: router.of(run).words.count("ended") == ends)
-        tokens = [*unpack_tokens(work.prompt), *alone(work)]
+        tokens = [*unpack(work.prompt), *alone(work)]
         size = node.hub.block_size
 
         def cached(engine: Engine) -> int:

@@ -9,7 +9,8 @@ import pytest
 
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
-from decant.worker.wire_codec import pack_tokens, to_request
+from decant.runtime.packed import pack
+from decant.worker.wire_codec import to_request
 from tests.worker.harness import BLOCK, MODEL, ROUTER, Call, Place, alone, make_work, tokens, worker
 
 
@@ -341,7 +342,7 @@ async def test_work_that_can_not_be_done_is_refused_with_its_cause(place: Place)
     unknown = make_work()
     unknown.model = "other"
     foreign = make_work()
-    foreign.prompt = pack_tokens([1000])
+    foreign.prompt = pack([1000])
     never = make_work(64 * BLOCK + 1)
     late = make_work()
     late.remaining_ms = 0

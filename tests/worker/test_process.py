@@ -23,9 +23,9 @@ from decant import models
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import WorkerRegistration
+from decant.runtime.packed import pack
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store, StoreSettings
-from decant.worker.wire_codec import pack_tokens
 from tests.e2e.fork_server import Forked
 
 PATIENCE_S = 120.0
@@ -152,7 +152,7 @@ async def registered(redis: PrivateRedis) -> list[WorkerRegistration]:
 def prefill(channel: grpc.Channel, worker: wire.Peer, *, handoff: bool, model: str = "") -> Iterator[wire.PrefillEvent]:
     work = wire.EngineRequest(
         model=model or models.path().name,
-        prompt=pack_tokens(range(5, 45)),
+        prompt=pack(range(5, 45)),
         outputs=[wire.OutputPrefix(output=0)],
         sampling=wire.Sampling(top_p=1, repetition_penalty=1),
         stopping=wire.Stopping(max_tokens=8 if handoff else 1),

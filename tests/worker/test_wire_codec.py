@@ -9,23 +9,16 @@ from decant.engine.errors import InvalidRequest
 from decant.engine.plan import TokenLogprobs
 from decant.engine.request import FinishReason, SamplingParams, StopParams
 from decant.protos import worker_pb2 as wire
-from decant.worker.wire_codec import (
-    RequestRejected,
-    end_reason,
-    pack_tokens,
-    to_request,
-    token_logprobs,
-    unpack_tokens,
-    urgency,
-)
+from decant.runtime.packed import pack, unpack
+from decant.worker.wire_codec import RequestRejected, end_reason, to_request, token_logprobs, urgency
 
 
 def whole_work() -> wire.EngineRequest:
     """Every field that this build honours, none at its neutral value."""
     return wire.EngineRequest(
         model="m",
-        prompt=pack_tokens([5, 6, 7]),
-        outputs=[wire.OutputPrefix(output=3, tokens=pack_tokens([8, 9]))],
+        prompt=pack([5, 6, 7]),
+        outputs=[wire.OutputPrefix(output=3, tokens=pack([8, 9]))],
         sampling=wire.Sampling(
             temperature=0.5, top_p=0.25, top_k=40, min_p=0.125, frequency_penalty=1, presence_penalty=-1,
             repetition_penalty=1.5, seed=2**64 - 1, logit_bias={4: -2.0},
@@ -133,8 +126,8 @@ def test_what_the_engine_refuses_has_the_name_that_the_wire_gives_it() -> None:
 
 def test_tokens_survive_the_wire() -> None:
     ids = (0, 1, 255, 2**32 - 1)
-    assert pack_tokens(ids)[:8] == b"\0\0\0\0\1\0\0\0"
-    assert unpack_tokens(pack_tokens(ids)) == ids
+    assert pack(ids)[:8] == b"\0\0\0\0\1\0\0\0"
+    assert tuple(unpack(pack(ids))) == ids
 
 
 def test_logprobs_go_over_in_order() -> None:

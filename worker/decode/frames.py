@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 from decant.engine.plan import TokenLogprobs
 from decant.protos import worker_pb2 as wire
+from decant.runtime.packed import pack
 from decant.worker.decode.runs import DecodeRun
-from decant.worker.wire_codec import pack_tokens, token_logprobs
+from decant.worker.wire_codec import token_logprobs
 
 MAX_TOKENS = 65_536
 """Most tokens in one frame; what is repeated of a long output comes in several."""
@@ -39,9 +40,9 @@ class Frame:
         message = wire.WorkerMessage()
         frame = message.frame
         frame.step = step
-        frame.slots = pack_tokens(self.slots)
-        frame.positions = pack_tokens(self.positions)
-        frame.tokens = pack_tokens(self.tokens)
+        frame.slots = pack(self.slots)
+        frame.positions = pack(self.positions)
+        frame.tokens = pack(self.tokens)
         if self.logprobs:
             frame.logprobs.extend(self.logprobs)
         return message

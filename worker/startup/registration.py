@@ -16,6 +16,7 @@ from typing import Self
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2 import Load
 from decant.runtime import logs
+from decant.runtime.background import BackgroundTask
 from decant.state.directory import Registration, Workers
 from decant.state.errors import IncarnationReplaced, StoreFault, StoreUnavailable
 
@@ -44,6 +45,7 @@ class Registrar:
         self._registration: Registration[WorkerRegistration] | None = None
         self._away = False
         self._now = asyncio.Event()
+        self._renewing = BackgroundTask("registration", self._renew_always)
 
     async def __aenter__(self) -> Self:
         """Tries once. Raises StoreFault for a Redis that will never do; one that is away is tried again."""
@@ -51,7 +53,7 @@ class Registrar:
             await self._renew()
         except StoreUnavailable as error:
             self._said(error)
-        self._renewing = asyncio.create_task(self._renew_always())
+        self._renewing.start()
         return self
 
     async def __aexit__(
@@ -61,8 +63,7 @@ class Registrar:
 
     async def leave(self) -> None:
         """Renew no more, and be no longer in the directory where it can be reached. May be repeated."""
-        self._renewing.cancel()
-        await asyncio.wait([self._renewing])
+        await self._renewing.close()
         registration, self._registration = self._registration, None
         if registration is not None:
             with contextlib.suppress(StoreUnavailable, StoreFault):

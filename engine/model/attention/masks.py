@@ -1,4 +1,4 @@
-"""What a layer may see, learnt from transformers' own mask functions rather than from attribute names."""
+"""What each layer sees, learnt from transformers' mask functions rather than from configuration names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The keys that a query at position q sees: from ``first(q)`` to q.
+    """Keys that a query at position q sees: from ``first(q)`` to q.
 
     FULL from 0; SLIDING the last ``size`` positions; CHUNKED from the start of q's chunk of ``size``.
     """
@@ -36,7 +36,7 @@ class AttentionWindow:
     size: int = 0
 
     def first(self, positions: torch.Tensor) -> torch.Tensor:
-        """First visible key of each query position, same shape."""
+        """First visible key of each query position; same shape."""
         match self.kind:
             case Kind.FULL:
                 return torch.zeros_like(positions)
@@ -47,7 +47,7 @@ class AttentionWindow:
 
 
 def fit(visible: MaskFunction, context_length: int) -> AttentionWindow | None:
-    """The view that agrees with a mask function on a sample of query positions below ``window``, if one does."""
+    """The view that agrees with a mask function on a sample of query positions, if one does."""
     last = torch.tensor(context_length - 1)
     queries = torch.unique(torch.linspace(0, context_length - 1, 64).long().clamp(max=context_length - 1))
     keys = torch.arange(context_length)
@@ -71,7 +71,7 @@ def _candidates(
 
 
 def _step(starts: list[int]) -> int:
-    """The chunk of which all chunk starts are multiples."""
+    """The chunk size: greatest common divisor of the chunk starts."""
     size = starts[0]
     for start in starts[1:]:
         size = int(torch.gcd(torch.tensor(size), torch.tensor(start)))
@@ -86,9 +86,9 @@ def _row(visible: MaskFunction, query: torch.Tensor, keys: torch.Tensor) -> torc
 
 @contextmanager
 def mask_markers() -> Iterator[dict[int, MaskFunction]]:
-    """While open, models that attend as ``NAME`` get, in place of a mask, a marker of the function behind it.
+    """Within the block, models with attention ``NAME`` get a marker tensor instead of a mask.
 
-    Yields marker id -> mask function. Outside, no mask is built at all.
+    Yields marker id -> mask function. Outside, no mask is built.
     """
     markers: dict[int, MaskFunction] = {}
     kept: list[torch.Tensor] = []
@@ -106,7 +106,7 @@ def mask_markers() -> Iterator[dict[int, MaskFunction]]:
 
 
 class Recorder:
-    """Stands in for attention for one pass and notes what each layer passes; answers zeros."""
+    """Attention of one pass that records each layer's view and KV shape, and returns zeros."""
 
     def __init__(self, model: str, markers: dict[int, MaskFunction], context_length: int) -> None:
         self.views: list[AttentionWindow] = []

@@ -1,0 +1,56 @@
+"""Views of an engine that change nothing: its load, the blocks of sequences, and the check of its bookkeeping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from decant.engine.exports import lease_owner
+from decant.engine.output import Load
+
+if TYPE_CHECKING:
+    from decant.engine.engine import Engine
+
+
+def load(engine: Engine) -> Load:
+    """Snapshot of the current load."""
+    scheduler, pool, transfers = engine.scheduler, engine.pool, engine.transfers
+    return Load(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        parked=len(engine.parked),
+        arriving=len(transfers.arrivals),
+        exports=len(transfers.exports),
+        queued_tokens=scheduler.queued_tokens(),
+        free_blocks=pool.free,
+        cached_blocks=pool.cached,
+        held_blocks=pool.num_blocks - pool.available,
+        total_blocks=pool.num_blocks,
+        preemptions=scheduler.preemptions,
+        steps=engine.steps,
+    )
+
+
+def blocks_of(engine: Engine, ids: Iterable[str]) -> int:
+    """Number of distinct blocks that these sequences and their exports hold."""
+    held: set[int] = set()
+    for id in ids:
+        sequence, export = engine.sequences.get(id), engine.transfers.exports.get(id)
+        if sequence is not None and sequence.block_table:
+            held.update(sequence.block_table.blocks)
+        if export is not None:
+            held.update(export.blocks)
+    return len(held)
+
+
+def check_integrity(engine: Engine) -> None:
+    """Every block is free, cached or held by a live owner, and every sequence in one state. Raises AssertionError."""
+    leases = (lease_owner(id) for id in engine.transfers.exports)
+    engine.pool.check_integrity({*engine.sequences, *engine.transfers.arrivals, *leases})
+    scheduled = [s.id for s in (*engine.scheduler.running, *engine.scheduler.waiting)]
+    if sorted([*scheduled, *engine.parked]) != sorted(engine.sequences):
+        raise AssertionError("a live sequence is in no state, or in two")
+    for sequence in engine.sequences.values():
+        capacity = len(sequence.block_table.blocks) * engine.pool.block_size if sequence.block_table else 0
+        if sequence.computed > capacity:
+            raise AssertionError(f"{sequence.id} has {sequence.computed} computed tokens in {capacity} slots")

@@ -1,0 +1,107 @@
+"""Requests that another router accepted, and that this one continues, or reads from the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from decant.router.execution.execution import Execution
+from decant.router.execution.execution_table import ExecutionTable
+from decant.router.execution.services import RouterServices
+from decant.router.execution.stored import check_stored, finish_from_record, finished_stream, store_error
+from decant.router.execution.token_stream import TokenStream
+from decant.router.execution.valid_request import ValidRequest
+from decant.runtime import logs
+from decant.state.errors import StateError
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.owned import StoredRequest
+
+Adopt = Callable[[RequestKey, Incarnation], Awaitable[StoredRequest]]
+"""Makes a router a request's owner: ``adopt``, ``adopt_orphan`` or ``cancel`` of ``Requests``."""
+
+OnAdopted = Callable[[Execution], None]
+"""Is called at once with an execution that starts by an adoption."""
+
+_log = logs.get(__name__)
+
+
+class Adoptions:
+    """Each adoption is a task of its own, so that it ends even if the call that began it is cancelled."""
+
+    def __init__(
+        self, router: RouterServices, table: ExecutionTable, on_disconnect: Callable[[TokenStream], None]
+    ) -> None:
+        self._router = router
+        self._table = table
+        self._on_disconnect = on_disconnect
+        self._tasks: dict[asyncio.Task[Execution | None], RequestKey] = {}
+
+    def is_adopting(self, key: RequestKey) -> bool:
+        return key in self._tasks.values()
+
+    async def read(self, key: RequestKey) -> StoredRequest:
+        """Raises NotFound, Unavailable, Internal."""
+        try:
+            stored = await self._router.requests.read(key)
+            finish_from_record(stored)  # raises if it is unreadable
+        except StateError as error:
+            raise store_error(error, key) from None
+        return stored
+
+    async def replay(self, stored: StoredRequest) -> TokenStream:
+        """The stream as it is stored. Raises Internal where that is unreadable."""
+        try:
+            return finished_stream(stored, await self._restore(stored))
+        except StateError as error:
+            raise store_error(error, stored.key) from None
+
+    async def adopt_for_client(
+        self, stored: StoredRequest, adopt: Adopt, on_adopted: OnAdopted | None = None
+    ) -> Execution | None:
+        """``adopt`` with a client's errors: NotFound, Unavailable."""
+        try:
+            return await self.adopt(stored, adopt, on_adopted)
+        except StateError as error:
+            raise store_error(error, stored.key) from None
+
+    async def adopt(self, stored: StoredRequest, adopt: Adopt, on_adopted: OnAdopted | None = None) -> Execution | None:
+        """Make this router the owner. None: the request has ended meanwhile.
+
+        If the caller is cancelled, the adoption goes on, and the grace of a request without a reader begins.
+
+        Raises StateError, Unavailable, and the error for a model that is not served here.
+        """
+        request = await self._restore(stored)
+        task = asyncio.create_task(self._adopt(request, adopt, on_adopted))
+        self._tasks[task] = request.key
+        task.add_done_callback(self._tasks.pop)
+        self._table.track(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._on_abandoned)
+            raise
+
+    async def _adopt(self, request: ValidRequest, adopt: Adopt, on_adopted: OnAdopted | None) -> Execution | None:
+        stored = await adopt(request.key, Incarnation.of(self._router.peer))
+        execution = self._table.find(stored.key)  # another call may have been faster
+        if execution is not None or stored.ended:
+            return execution
+        _log.info("request adopted", request_id=stored.key.id, epoch=stored.epoch, entries=stored.length)
+        execution = self._table.launch(request, stored)
+        if on_adopted is not None:
+            on_adopted(execution)
+        return execution
+
+    async def _restore(self, stored: StoredRequest) -> ValidRequest:
+        """Raises UnreadableRequest, and the error for a model that is not served here."""
+        request = await self._router.restore(stored)
+        check_stored(stored, request)
+        return request
+
+    def _on_abandoned(self, task: asyncio.Task[Execution | None]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            return  # the sweep of orphans finds the request if it is this router's now
+        execution = task.result()
+        if execution is not None and execution.stream.reader is None:
+            self._on_disconnect(execution.stream)

@@ -1,0 +1,88 @@
+"""The executions of this router, and the tasks that run them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from decant.router.execution.execution import Execution
+from decant.router.execution.services import RouterServices
+from decant.router.execution.valid_request import ValidRequest
+from decant.runtime import logs
+from decant.state.ids import RequestKey
+from decant.state.owned import StoredRequest
+
+_log = logs.get(__name__)
+
+
+class ExecutionTable:
+    """Owner of executions: from their start until the store knows their end."""
+
+    def __init__(self, router: RouterServices) -> None:
+        self.open: dict[RequestKey, Execution] = {}
+        """Those that have not ended."""
+        self._router = router
+        self._unpersisted: dict[RequestKey, Execution] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def running(self) -> int:
+        """Requests that a worker has scheduled."""
+        return sum(execution.is_scheduled for execution in self.open.values())
+
+    @property
+    def waiting(self) -> int:
+        return len(self.open) - self.running
+
+    def find(self, key: RequestKey) -> Execution | None:
+        return self.open.get(key) or self._unpersisted.get(key)
+
+    def launch(self, request: ValidRequest, adopted: StoredRequest | None = None, epoch: int = 1) -> Execution:
+        execution = Execution(request, self._router, self, adopted, epoch)
+        self.open[request.key] = execution
+        with logs.bound(request_id=request.key.id):
+            task = asyncio.create_task(execution.run())
+        execution.task = task
+        self.track(task)
+        task.add_done_callback(_log_bug)
+        return execution
+
+    def track(self, task: asyncio.Task[Any]) -> None:
+        """The table is idle only after the task has ended; ``close`` cancels it."""
+        self._tasks.add(task)
+        self._idle.clear()
+        task.add_done_callback(self._untrack)
+
+    def _untrack(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Cancel every task, and wait for it."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def on_ended(self, execution: Execution) -> None:
+        key = execution.stream.request.key
+        if self.open.get(key) is execution:
+            del self.open[key]
+            self._unpersisted[key] = execution
+
+    def on_persisted(self, execution: Execution) -> None:
+        key = execution.stream.request.key
+        if self._unpersisted.get(key) is execution:
+            del self._unpersisted[key]
+
+
+def _log_bug(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("a request ended by a bug", exc_info=error)

@@ -1,0 +1,27 @@
+"""Errors that end a stream here while the request itself goes on, or may be asked for again."""
+
+from __future__ import annotations
+
+from decant.router.execution.token_stream import TokenStream
+from decant.runtime.error_details import Reason, ResumePoint
+from decant.runtime.errors import RETRY_AFTER_SECONDS, Aborted, ServiceError, Unavailable
+
+
+def interrupted(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
+    """The client resumes the stream elsewhere, or asks again where there was no token yet."""
+    num_tokens = len(stream.tokens)
+    if num_tokens:
+        return Aborted(reason, message, resume=ResumePoint(0, num_tokens))
+    return Unavailable(reason, message, retry_after=RETRY_AFTER_SECONDS)
+
+
+def owner_changed(stream: TokenStream, *, by_client: bool) -> ServiceError:
+    """``by_client``: a newer stream of the client's own made another router the owner."""
+    if by_client:
+        return Aborted(Reason.SUPERSEDED, "a newer stream of this request is open at another router")
+    return interrupted(stream, Reason.OWNER_CHANGED, "another router took over the request")
+
+
+def workers_lost(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
+    """``reason`` applies before the first token."""
+    return interrupted(stream, Reason.WORKERS_LOST if stream.tokens else reason, message)

@@ -1,0 +1,39 @@
+"""What every execution uses, and the owner that it reports to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from decant.protos import worker_pb2 as wire
+from decant.router.admission.quota import QuotaLeases
+from decant.router.execution.journal_writer import JournalWriter
+from decant.router.execution.stored import RestoreRequest
+from decant.router.settings import RouterSettings
+from decant.router.workers.pool import WorkerPool
+from decant.runtime.admission import Admission
+from decant.state.requests import Requests
+
+if TYPE_CHECKING:
+    from decant.router.execution.execution import Execution
+
+
+@dataclass(frozen=True, slots=True)
+class RouterServices:
+    peer: wire.Peer
+    settings: RouterSettings
+    admission: Admission
+    pool: WorkerPool
+    requests: Requests
+    journal_writer: JournalWriter
+    quota_leases: QuotaLeases
+    restore: RestoreRequest
+    ended_s: float
+    """How long the store keeps an ended request."""
+
+
+class ExecutionOwner(Protocol):
+    def on_ended(self, execution: Execution) -> None: ...
+
+    def on_persisted(self, execution: Execution) -> None:
+        """The store knows the end, or does not need to."""

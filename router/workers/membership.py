@@ -1,0 +1,156 @@
+"""Which workers there are: follows the directory, and keeps a session with each worker.
+
+    directory --listing--> WorkerMembership --one for each incarnation--> WorkerHandle with its WorkerSession
+
+A registration gives a worker's address; from then on its session shows whether it is alive. An expired registration
+alone removes nothing: a worker is removed when its session breaks and this router has no runs there. A new incarnation
+of an id is a new worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import WorkerRegistration
+from decant.router.workers.session import WorkerSession
+from decant.router.workers.subscription import SessionObserver
+from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime import logs
+from decant.runtime.channel import Connector
+from decant.runtime.peer import enum_name, is_compatible
+from decant.runtime.tls import PeerTls
+from decant.state.directory import Listing, Workers
+from decant.state.errors import StateError
+from decant.state.ids import Incarnation
+
+WATCH_SECONDS = 30.0
+RETRY_SECONDS = 1.0
+FINISH_SECONDS = 1.0
+"""For the workers to end their sessions when the router leaves."""
+
+_log = logs.get(__name__)
+
+
+class WorkerMembership:
+    """``tokenizers`` are the hashes of this router's models, by id. ``on_gone`` is called with the model of a worker
+    that was removed, ``observer`` observes all sessions. The owner runs `run` as a background task, and calls `close`
+    after it."""
+
+    def __init__(
+        self,
+        router: wire.Peer,
+        directory: Workers,
+        tokenizers: Mapping[str, int],
+        tls: PeerTls,
+        observer: SessionObserver,
+        on_gone: Callable[[str], None],
+    ) -> None:
+        self._router = router
+        self._directory = directory
+        self._tokenizers = tokenizers
+        self._connector = Connector(tls)
+        self._observer = observer
+        self._on_gone = on_gone
+        self._workers: dict[Incarnation, WorkerHandle] = {}
+        self._over: set[Incarnation] = set()  # ended, and the directory may still list them
+        self._rejected: set[Incarnation] = set()  # logged
+        self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
+        self._is_listed = asyncio.Event()
+
+    def __iter__(self) -> Iterator[WorkerHandle]:
+        return iter(self._workers.values())
+
+    def get(self, incarnation: Incarnation) -> WorkerHandle | None:
+        return self._workers.get(incarnation)
+
+    async def settled(self) -> None:
+        """Wait until the directory was read and each worker's session was opened, or could not be."""
+        await self._is_listed.wait()
+        for worker in list(self):
+            await worker.session.tried.wait()
+
+    async def close(self) -> None:
+        """End all sessions. A worker keeps an ended run for a lease unless the router tells it to forget the run."""
+        open_workers = [worker for worker in self if worker.session.is_open]
+        finishing = [self._tasks[worker.incarnation] for worker in open_workers]
+        for worker in open_workers:
+            worker.session.finish()
+        if finishing:
+            await asyncio.wait(finishing, timeout=FINISH_SECONDS)
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def run(self) -> None:
+        """Follow the directory. What is known stays while Redis is unavailable."""
+        is_unavailable = False
+        while True:
+            try:
+                listing = await self._directory.listing()
+                is_unavailable = False
+                while True:
+                    self._apply(listing)
+                    listing = await self._directory.change(listing, WATCH_SECONDS)
+            except StateError as error:
+                if not is_unavailable:
+                    _log.warning("the directory of workers is unavailable", error=str(error))
+                is_unavailable = True
+                await asyncio.sleep(RETRY_SECONDS)
+
+    def _apply(self, listing: Listing[WorkerRegistration]) -> None:
+        registered = {entry.incarnation: entry.facts for entry in listing.present}
+        self._over &= registered.keys()
+        self._rejected &= registered.keys()
+        for incarnation, worker in self._workers.items():
+            worker.is_registered = incarnation in registered
+        for incarnation, facts in registered.items():
+            if incarnation not in self._workers and incarnation not in self._over and self._is_compatible(facts):
+                self._add(facts)
+        self._is_listed.set()
+
+    def _is_compatible(self, facts: WorkerRegistration) -> bool:
+        """Whether this router can use the worker; why not is logged once."""
+        tokenizer = self._tokenizers.get(facts.model)
+        if tokenizer is None:
+            return False  # another router's model
+        if is_compatible(facts.peer.protocol) and facts.tokenizer == tokenizer:
+            return True
+        incarnation = Incarnation.of(facts.peer)
+        if incarnation not in self._rejected:
+            self._rejected.add(incarnation)
+            why = "another tokenizer" if is_compatible(facts.peer.protocol) else "another protocol"
+            _log.warning("a worker can't be used", worker=incarnation.id, model=facts.model, why=why)
+        return False
+
+    def _add(self, facts: WorkerRegistration) -> None:
+        generation = self._connector.generation()
+        channel = self._connector.open(facts.address)
+        session = WorkerSession(self._router, facts.peer, channel, self._observer)
+        worker = WorkerHandle(facts, channel, session, generation)
+        self._workers[worker.incarnation] = worker
+        self._tasks[worker.incarnation] = asyncio.create_task(self._serve(worker))
+        role = enum_name(wire.Role, facts.role)
+        _log.info("worker found", worker=worker.incarnation.id, address=facts.address, role=role)
+
+    async def _serve(self, worker: WorkerHandle) -> None:
+        """From the registration of an incarnation to its removal."""
+        try:
+            await worker.session.run(lambda: worker.is_wanted and not self._is_outdated(worker))
+        finally:
+            reopens = worker.is_registered and not worker.session.over and self._is_outdated(worker)
+            if worker.is_registered and not reopens:
+                self._over.add(worker.incarnation)
+            del self._workers[worker.incarnation], self._tasks[worker.incarnation]
+            _log.info("worker gone", worker=worker.incarnation.id)
+            self._on_gone(worker.facts.model)
+            await worker.channel.close()
+        if reopens and worker.incarnation not in self._workers:
+            self._add(worker.facts)
+
+    def _is_outdated(self, worker: WorkerHandle) -> bool:
+        """Whether its channel has to be opened anew, with newer TLS files, and this router has no runs there."""
+        return not worker.session.is_busy and worker.generation != self._connector.generation()

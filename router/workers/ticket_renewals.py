@@ -1,0 +1,44 @@
+"""Renewal of tickets, over the sessions with the prefill workers that issued them.
+
+issued --renew--> renewed by this router --stop_renewing--> renewed for the decode worker --drop--> forgotten
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from decant.protos import worker_pb2 as wire
+from decant.router.workers.session import WorkerSession
+from decant.router.workers.worker_handle import WorkerHandle
+
+
+class TicketRenewals:
+    """A session sends its `unclaimed` and `renewed` tickets with each heartbeat."""
+
+    def __init__(self) -> None:
+        self._issuers: dict[bytes, WorkerSession] = {}
+
+    def __len__(self) -> int:
+        return len(self._issuers)
+
+    def renew(self, ticket: wire.Ticket, issuer: WorkerHandle) -> None:
+        """With every heartbeat: no decode worker has it yet."""
+        self._issuers[ticket.id] = issuer.session
+        issuer.session.unclaimed.add(ticket.id)
+
+    def stop_renewing(self, ticket: wire.Ticket) -> None:
+        """A decode worker has it, whose heartbeats renew it from now on."""
+        if (issuer := self._issuers.get(ticket.id)) is not None:
+            issuer.unclaimed.discard(ticket.id)
+
+    def on_renewed(self, tickets: Iterable[bytes]) -> None:
+        """A decode worker's heartbeat names these tickets."""
+        for ticket in tickets:
+            if (issuer := self._issuers.get(ticket)) is not None:
+                issuer.renewed.add(ticket)
+
+    def drop(self, ticket: wire.Ticket) -> None:
+        """Its export was opened, or never will be."""
+        if (issuer := self._issuers.pop(ticket.id, None)) is not None:
+            issuer.unclaimed.discard(ticket.id)
+            issuer.renewed.discard(ticket.id)

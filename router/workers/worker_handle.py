@@ -1,0 +1,66 @@
+"""One incarnation of one worker, as this router uses it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from decant.protos import worker_pb2_grpc as services
+from decant.protos.state_pb2 import WorkerRegistration
+from decant.router.placement.policy import WorkerSnapshot
+from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.placement.worker_load import WorkerLoad
+from decant.router.workers.session import WorkerSession
+
+FAILURE_BACKOFF_SECONDS = 0.5
+MAX_FAILURE_BACKOFF_SECONDS = 8.0
+_MAX_DOUBLINGS = 10
+
+
+class WorkerHandle:
+    """What the worker registered, its session and its load. ``generation``: of the TLS files that its channel uses."""
+
+    def __init__(
+        self, facts: WorkerRegistration, channel: grpc.aio.Channel, session: WorkerSession, generation: int
+    ) -> None:
+        self.facts = facts
+        self.generation = generation
+        self.load = WorkerLoad(facts)
+        self.incarnation = self.load.incarnation
+        self.channel = channel
+        self.prefill = services.PrefillStub(channel)
+        self.session = session
+        self.is_registered = True
+        self._failures = 0  # in a row
+        self._avoided_until = 0.0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new requests may go there."""
+        session = self.session
+        return session.is_open and not (session.is_suspect or session.is_stuck or self.load.is_draining)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether its session is worth opening."""
+        return self.is_registered or self.session.is_busy
+
+    @property
+    def is_avoided(self) -> bool:
+        """Whether it lost a request in the last seconds."""
+        return asyncio.get_running_loop().time() < self._avoided_until
+
+    def snapshot(self, prefix: PromptBlocks | None, *, avoided: bool) -> WorkerSnapshot:
+        """For a request with that prompt; None: for any."""
+        return self.load.snapshot(prefix, avoided=avoided or self.is_avoided)
+
+    def record_failure(self) -> None:
+        """It lost a request: others come first for a time that doubles. A broken worker has the least load."""
+        seconds = min(FAILURE_BACKOFF_SECONDS * 2**self._failures, MAX_FAILURE_BACKOFF_SECONDS)
+        self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
+        self._avoided_until = asyncio.get_running_loop().time() + seconds
+
+    def record_success(self) -> None:
+        """It finished a request."""
+        self._failures = 0
