@@ -1,5 +1,5 @@
-"""A KV cache changes owner: ticket and lease, the giving end, the taking end, and what carries the bytes.
+"""A KV cache changes owner: ticket and lease, the sender, the receiver, and the transport between them.
 
-The giver's engine fills blocks; the taker pulls them while they fill, verifies every sum, and owns the sequence when
-the seal agrees. Neither end holds a block without somebody who releases it.
+The sender's engine fills blocks; the receiver pulls them while they fill, verifies every checksum, and owns the
+sequence once the commit matches. Every block that either side keeps has an owner that releases it.
 """

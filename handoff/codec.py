@@ -1,9 +1,9 @@
-"""A ``FetchResponse`` as bytes, with the cache beside it: protobuf alone would copy the cache twice on either side.
+"""``FetchResponse`` as bytes, with the cache data separate: protobuf alone would copy the cache twice on either side.
 
     FetchResponse:  | kv_chunk: all but data | kv_chunk: data |
 
-Any parser of protobuf reads this as one ``kv_chunk``, since a submessage that comes twice is merged, and an encoding by
-any other writer is read here. The order is what makes room for a view: the data are the last bytes of the message.
+Any protobuf parser reads this as one ``kv_chunk``, since it merges a repeated submessage; ``decode`` also reads the
+encodings of other writers. The data come last, so that the receiver can use a view of them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _DATA = wire.KvChunk.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a giver said. ``data`` is to be read for that of its ``kv_chunk``, which may be empty."""
+    """A sender's message. ``data`` replaces the data of its ``kv_chunk``, which may be empty."""
 
     response: wire.FetchResponse
     data: memoryview
 
 
 def encode(response: wire.FetchResponse, data: Sequence[bytes | memoryview] = ()) -> bytes:
-    """The message; the joined ``data`` are that of its ``kv_chunk``, which has none itself. Copies them once."""
+    """Encode ``response`` with the joined ``data`` in its ``kv_chunk``, which has none itself. Copies them once."""
     head = response.SerializeToString()
     if not data:
         return head
@@ -37,7 +37,7 @@ def encode(response: wire.FetchResponse, data: Sequence[bytes | memoryview] = ()
 
 
 def decode(message: bytes) -> Received:
-    """Reads any encoding of a response; copies no data of one that ``encode`` made. Raises protobuf's DecodeError."""
+    """Decode any encoding; copies no data of a message that ``encode`` made. Raises protobuf's DecodeError."""
     view = memoryview(message)
     head, data = _borders(view)
     if head:
@@ -47,7 +47,7 @@ def decode(message: bytes) -> Received:
 
 
 def _borders(view: memoryview) -> tuple[int, int]:
-    """Where the first ``kv_chunk`` of a message ends and where the data begin that end it; noughts of any other."""
+    """The end of a message's first ``kv_chunk`` and the start of the data that end it; zeros for any other encoding."""
     head = _content(view, 0, _RUN)
     tail = head and _content(view, head.stop, _RUN)
     data = tail and _content(view, tail.start, _DATA)

@@ -1,4 +1,4 @@
-"""Why a handoff came to nothing, as the wire says it."""
+"""Reasons why a handoff failed, convertible to and from ``wire.Failure``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from decant.runtime.peer import enum_name
 
 
 class HandoffFailed(Exception):
-    """A handoff that will not be completed. ``cause`` says whether and where another attempt makes sense."""
+    """A handoff failed. ``cause`` tells whether and where a retry makes sense."""
 
     def __init__(self, cause: wire.Cause, detail: str, peer: wire.Peer | None = None) -> None:
         super().__init__(f"{enum_name(wire.Cause, cause)}: {detail}")
@@ -16,14 +16,13 @@ class HandoffFailed(Exception):
         self.peer = peer
 
     def message(self) -> wire.Failure:
-        """The same as it goes over the wire."""
         return wire.Failure(cause=self.cause, detail=self.detail, peer=self.peer)
 
     @classmethod
     def of(cls, failure: wire.Failure) -> HandoffFailed:
-        """What the other end said."""
+        """The failure that the other side reported."""
         return cls(failure.cause, failure.detail, failure.peer if failure.HasField("peer") else None)
 
 
 class SequenceAlreadyFinished(Exception):
-    """Every output ended before the seal: there is nothing to hand over, and nothing went wrong."""
+    """Every output ended before the commit: nothing is left to hand over, and nothing failed."""

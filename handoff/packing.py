@@ -1,13 +1,13 @@
-"""Blocks into messages of at most 1 MiB, and back; nothing is verified twice and nothing not at all.
+"""Packs blocks into messages of at most 1 MiB, and unpacks them; every byte is verified exactly once.
 
-    block sum     its place in the sequence, its bytes        made when the block was filled
-    message sum   its run, place and size, its block sums     made when it is sent
+    block checksum     over index in the sequence, bytes              computed when the block was filled
+    message checksum   over run, position, size, block checksums      computed when it is sent
 
-A message carries some whole blocks of a sequence in order, or a piece of one that is larger than a message::
+A message carries consecutive whole blocks of a sequence, or a piece of a block that is larger than a message::
 
-    small blocks   [ block 4 | block 5 | block 6 ]     first_position of block 4, offset 0, three block sums
-    large block    [ block 4, first MiB ]              offset 0,      no block sum: it doesn't end here
-                   [ block 4, the rest  ]              offset 1 MiB,  one block sum
+    small blocks   [ block 4 | block 5 | block 6 ]     first_position of block 4, offset 0, three block checksums
+    large block    [ block 4, first MiB ]              offset 0,      no block checksum: the block does not end here
+                   [ block 4, the rest  ]              offset 1 MiB,  one block checksum
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 
 MESSAGE_BYTES = 1 << 20
-"""Most bytes of cache in one message."""
+"""Maximum bytes of cache in one message."""
 
 MESSAGE_BLOCKS = 64
-"""Most blocks that a giver puts into one: what is done with a message at one go stays below a millisecond or two."""
+"""Maximum blocks in one message, so that handling a message takes at most a millisecond or two."""
 
 checksum = xxhash.xxh3_64_intdigest
-"""Sum over bytes (XXH3, 64 bits): what a worker's engine sums its blocks with as well."""
+"""XXH3, 64 bits. A worker's engine uses it for its block checksums, too."""
 
 _PLACE = struct.Struct("<QIIII")
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLayout:
-    """What both ends must agree on before a byte moves. ``layout`` is the hash that the ticket carries."""
+    """Block size (tokens, bytes) and KV layout, equal on both sides. ``layout`` is the hash that the ticket carries."""
 
     block_size: int
     block_bytes: int
@@ -49,7 +49,7 @@ class TransferLayout:
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """A block as it travels: its place in the sequence, its bytes, and the engine's sum of it."""
+    """A block: its index in the sequence, its bytes, and the engine's checksum of both."""
 
     index: int
     data: bytes | memoryview
@@ -57,9 +57,9 @@ class FilledBlock:
 
 
 def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, size: int) -> int:
-    """Sum over whose bytes these are, where they belong, how many they are, and the sums of the blocks that end here.
+    """Checksum over run, position, size and the checksums of the blocks that end in this message.
 
-    The bytes are covered by their block's sum: each is read once.
+    The block checksums cover the bytes, so that each is read once.
     """
     place = _PLACE.pack(shape.layout, run.attempt, message.first_position, message.offset, size)
     sums = message.block_checksums
@@ -67,7 +67,7 @@ def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, siz
 
 
 def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
-    """Encoded messages for blocks that follow each other; each is copied out of them when it is asked for."""
+    """Encoded messages of consecutive blocks. The bytes are copied when the iterator yields their message."""
     if shape.block_bytes > MESSAGE_BYTES:
         for block in blocks:
             yield from _pieces(run, shape, block)
@@ -95,9 +95,9 @@ def _message(run: wire.Run, shape: TransferLayout, head: wire.KvChunk, data: Seq
 
 
 class Unpacker:
-    """Messages of one fetch back into blocks. Refuses what is of another run, out of place or out of order.
+    """Turns the messages of one fetch into blocks. Rejects messages of another run, position or order.
 
-    The bytes of a block are not verified here: who takes it checks them against its sum.
+    It does not verify the bytes of a block: the caller compares them with the block's checksum.
     """
 
     def __init__(self, run: wire.Run, shape: TransferLayout) -> None:
@@ -123,7 +123,7 @@ class Unpacker:
         return [FilledBlock(index + at, data[at * size : (at + 1) * size], total) for at, total in enumerate(sums)]
 
     def _assemble(self, index: int, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
-        """Put a piece beside those that came before it; the block, if it is the last."""
+        """Append a piece to the pieces before it; returns the block if it is complete."""
         end = self._filled + len(data)
         if message.offset != self._filled or end > len(self._whole):
             raise _corrupt(f"a piece at {message.offset} of block {index} came after {self._filled} bytes")

@@ -1,6 +1,6 @@
-"""What carries a fetch. gRPC streaming needs nothing but the worker's own port; others may be faster.
+"""Transports of a fetch. gRPC streaming needs only the worker's own port; others may be faster.
 
-A transport moves the messages of ``KvSource`` and knows nothing of what they mean.
+A transport moves the messages of ``KvSource`` and does not interpret them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ IDLE_SECONDS = 60.0
 
 
 class KvSource(Protocol):
-    """The giving end, as a taker sees it."""
+    """The sender, as the receiver sees it."""
 
     def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
-        """Answers to what the taker says; ends when either side is through. Raises ConnectionError when it breaks."""
+        """The sender's messages; ends when either side ends the call. Raises ConnectionError when it breaks."""
         ...
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
-        """Tell the giver that the taker is done, within ``seconds``. Raises ConnectionError."""
+        """Send Release to the sender, within ``seconds``. Raises ConnectionError."""
         ...
 
 
 class Transport(Protocol):
-    """Finds a giver by the address on its ticket."""
+    """Finds a sender by the address on its ticket."""
 
     def source(self, address: str) -> KvSource: ...
 
 
 class GrpcSource:
-    """``KvSource`` over a channel, which ``borrow`` keeps open meanwhile."""
+    """``KvSource`` over a channel, which ``borrow`` keeps open during a call."""
 
     def __init__(self, borrow: Callable[[], AbstractContextManager[grpc.aio.Channel]]) -> None:
         self._borrow = borrow
@@ -69,7 +69,7 @@ class GrpcSource:
 
 @dataclass(slots=True)
 class _Shared:
-    """A channel, the calls that use it now, and when it is closed where there are none."""
+    """A channel, the number of its open calls, and the timer that closes it when there are none."""
 
     channel: grpc.aio.Channel
     users: int = 0
@@ -77,8 +77,8 @@ class _Shared:
 
 
 class GrpcTransport:
-    """Channels by address, made by ``connect`` when first needed and closed ``idle_seconds`` after their last call:
-    senders come and go. ``close`` ends them all."""
+    """Channels by address, made by ``connect`` when first needed and closed ``idle_seconds`` after their last call.
+    ``close`` closes all."""
 
     def __init__(self, connect: ChannelFactory, idle_seconds: float = IDLE_SECONDS) -> None:
         self._connect = connect

@@ -141,7 +141,18 @@ def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size:
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize(
     "fault",
-    ["data", "first_position", "offset", "checksum", "block_checksums", "attempt", "layout", "request", "size", "splice"],
+    [
+        "data",
+        "first_position",
+        "offset",
+        "checksum",
+        "block_checksums",
+        "attempt",
+        "layout",
+        "request",
+        "size",
+        "splice",
+    ],
 )
 def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> None:
     shape, run, reader = (
