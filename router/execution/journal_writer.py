@@ -1,11 +1,11 @@
-"""Requests into Redis, behind the tokens: nothing waits for it but whoever accepts a request.
+"""Writes requests to Redis, after their tokens: no token waits for it.
 
     tokens    a b c d e f g h |end
-    writes    ----abc----defg-h           every flush_ms what is new of all requests, an end soon
+    writes    ----abc----defg-h           every flush_ms the news of all requests, an end at once
 
-While Redis is away nothing stops: what was not written stays here. It is tried again after a pause that grows, by one
-round trip of limited size, and what each round trip wrote counts. Flushes that take long come less often. A request
-whose write Redis refuses with an error is tried again by itself, and holds up no other.
+While Redis is unavailable, requests go on and their news stays here. The next try comes after a growing pause, in round
+trips of limited size, each of which counts. Slow flushes come less often. A request whose write Redis refuses with an
+error is tried again alone: others do not wait for it.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from decant.state.requests import Displaced, Lost, Requests
 
 AWAY_SECONDS = 0.5
 AWAY_MOST_SECONDS = 4.0
-"""Between two tries while Redis is away: the first pause, and the longest; each up to half shorter at random."""
+"""Between two tries while Redis is unavailable: the first and the longest pause, each up to half shorter at random."""
 BUSY_SHARE = 0.2
-"""Flushes that are slow take at most this part of the time..."""
+"""Slow flushes take at most this share of the time..."""
 BUSY_MOST_SECONDS = 1.0
-"""...as long as this pause between them suffices."""
+"""...with at most this pause between them."""
 FAULT_SECONDS = 1.0
 FAULT_MOST_SECONDS = 30.0
 """Between two writes of a request that Redis refuses with an error."""
 FAULT_TRIES = 3
-"""Writes of a request that has ended before it is given up, where Redis refuses each with an error."""
+"""Refused writes of an ended request before it is given up."""
 MOST_DOUBLINGS = 10
-"""Of a pause: after these it is at its longest."""
+"""Of a pause, until it is the longest."""
 KEPT_ENDED = 10_000
-"""Ended requests that are kept for a Redis that is away; the oldest go first."""
+"""Ended requests that are kept while Redis is unavailable; the oldest are dropped first."""
 
 _log = logs.get(__name__)
 
 
 class JournaledRequest(Protocol):
-    """A request that is written: its owner's side of it, and what is answered."""
+    """An execution, as far as it is written."""
 
     owned: OwnedRequest
     stream: TokenStream
 
     def superseded(self, error: Displaced) -> None:
-        """Another router owns it, or another request has its id."""
+        """The store reports another owner, or another request with this id."""
 
     def mark_persisted(self) -> None:
-        """Nothing more of it is written."""
+        """Nothing more is written."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class _Fault:
 
 
 class JournalWriter:
-    """The one writer of requests. Its owner runs `run` as a background task, and calls `close` after it."""
+    """The only writer of this router's requests. Its owner runs `run` in a background task, then calls `close`."""
 
     def __init__(self, requests: Requests, flush_ms: int) -> None:
         self.is_unavailable = False
@@ -76,44 +76,44 @@ class JournalWriter:
         self._faults: dict[OwnedRequest, _Fault] = {}
         self._failures = 0  # in a row, of whole flushes
         self._took_seconds = 0.0  # the last flush of all requests
-        self._something = asyncio.Event()  # there is something that is not ended
-        self._soon = asyncio.Event()  # something ended
+        self._has_work = asyncio.Event()  # there is something that is not ended
+        self._has_ended = asyncio.Event()  # something ended
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def begin(self, written: JournaledRequest) -> None:
-        """It is written from now on, until it has ended and that is written too."""
-        self._running[written.owned] = written
+    def begin(self, request: JournaledRequest) -> None:
+        """Write it from now on, until its end is written."""
+        self._running[request.owned] = request
         self._idle.clear()
-        self._something.set()
+        self._has_work.set()
 
-    def end(self, written: JournaledRequest) -> None:
-        """It is complete: written soon, then forgotten. Nothing happens for one that is not written."""
-        if self._running.pop(written.owned, None) is not None:
-            self._ended[written.owned] = written
+    def end(self, request: JournaledRequest) -> None:
+        """It is complete: write it soon, then forget it. No effect on a request that did not ``begin``."""
+        if self._running.pop(request.owned, None) is not None:
+            self._ended[request.owned] = request
             while len(self._ended) > KEPT_ENDED:
                 self.forget(next(iter(self._ended.values())))
-            self._soon.set()
-            self._something.set()
+            self._has_ended.set()
+            self._has_work.set()
 
-    def forget(self, written: JournaledRequest) -> None:
+    def forget(self, request: JournaledRequest) -> None:
         """Write nothing more of it."""
-        self._running.pop(written.owned, None)
-        self._ended.pop(written.owned, None)
-        self._faults.pop(written.owned, None)
+        self._running.pop(request.owned, None)
+        self._ended.pop(request.owned, None)
+        self._faults.pop(request.owned, None)
         self._check_idle()
-        written.mark_persisted()
+        request.mark_persisted()
 
     def rewrite(self) -> None:
-        """Redis was emptied: all that is here is written whole."""
+        """Redis was emptied: write everything that is here again."""
         for owned in (*self._running, *self._ended):
             owned.synced_entries, owned.synced_state = 0, None
         self._faults.clear()
-        self._something.set()
-        self._soon.set()
+        self._has_work.set()
+        self._has_ended.set()
 
     async def idle(self) -> None:
-        """WaitPredictor until nothing is left to write."""
+        """Wait until nothing is left to write."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -124,7 +124,7 @@ class JournalWriter:
         """Ends are written as they come, everything at each tick."""
         clock = asyncio.get_running_loop().time
         while True:
-            await self._something.wait()
+            await self._has_work.wait()
             tick = clock() + self._pause()
             while not self.is_unavailable and clock() < tick and await self._ended_before(tick):
                 await self._flush(list(self._ended))
@@ -133,7 +133,7 @@ class JournalWriter:
             await self._flush([*self._running, *self._ended])
             self._took_seconds = clock() - began
             if not self._running and not self._ended:
-                self._something.clear()
+                self._has_work.clear()
 
     def _pause(self) -> float:
         """Seconds until the next flush of all requests."""
@@ -146,18 +146,18 @@ class JournalWriter:
         """Whether something ends before that time."""
         try:
             async with asyncio.timeout_at(tick):
-                await self._soon.wait()
+                await self._has_ended.wait()
         except TimeoutError:
             return False
         return True
 
     async def _flush(self, requests: Collection[OwnedRequest]) -> None:
-        """Write all of these that have news. Where Redis goes away meanwhile, what it answered before counts."""
-        self._soon.clear()
+        """Write those that have news. What Redis acknowledged counts, even if it becomes unavailable meanwhile."""
+        self._has_ended.clear()
         now = asyncio.get_running_loop().time()
         for owned in requests:
-            if (written := self._running.get(owned)) is not None:
-                append_new(owned, written.stream)
+            if (request := self._running.get(owned)) is not None:
+                append_new(owned, request.stream)
         batch = [owned for owned in requests if owned.needs_write and self._is_due(owned, now)]
         lost: Mapping[OwnedRequest, Lost] = {}
         try:
@@ -174,26 +174,26 @@ class JournalWriter:
 
     def _settle(self, requests: Collection[OwnedRequest], lost: Mapping[OwnedRequest, Lost]) -> None:
         for owned in requests:
-            written = self._running.get(owned) or self._ended.get(owned)
-            if written is None:
+            request = self._running.get(owned) or self._ended.get(owned)
+            if request is None:
                 continue
             match lost.get(owned):
                 case None if not owned.needs_write:
                     self._faults.pop(owned, None)
                     if owned in self._ended:
-                        self.forget(written)
+                        self.forget(request)
                 case None:
                     pass
                 case StoreFault() as fault:
-                    self._set_aside(written, fault)
+                    self._set_aside(request, fault)
                 case error:
-                    written.superseded(error)
-                    self.forget(written)
+                    request.superseded(error)
+                    self.forget(request)
         self._check_idle()
 
-    def _set_aside(self, written: JournaledRequest, error: StoreFault) -> None:
-        """Redis refuses this request's write: it is tried again by itself, ever later, while others are written."""
-        owned = written.owned
+    def _set_aside(self, request: JournaledRequest, error: StoreFault) -> None:
+        """Redis refused this request's write: try it again alone, after a growing pause."""
+        owned = request.owned
         tries = self._faults[owned].tries + 1 if owned in self._faults else 1
         if tries == 1:
             _log.error("a request can't be written to the state store", request_id=owned.key.id, error=str(error))
@@ -201,7 +201,7 @@ class JournalWriter:
         self._faults[owned] = _Fault(tries, asyncio.get_running_loop().time() + pause)
         if owned in self._ended and tries >= FAULT_TRIES:
             _log.error("an ended request is given up unwritten", request_id=owned.key.id, tries=tries)
-            self.forget(written)
+            self.forget(request)
 
     def _failed(self, error: StateError) -> None:
         if not self.is_unavailable:
@@ -228,7 +228,7 @@ def _doubled(seconds: float, times: int, most: float) -> float:
 
 
 def append_new(owned: OwnedRequest, stream: TokenStream) -> None:
-    """The course's new tokens become entries of the journal, with their logprobs if they have any."""
+    """Append the stream's new tokens to the journal, with their logprobs."""
     if not owned.has_prompt_logprobs and stream.has_prompt_logprobs:
         owned.add_prompt_logprobs(stream.prompt_logprobs.packed())
     if len(stream.tokens) > owned.length:
