@@ -1,11 +1,11 @@
-"""Writes requests to Redis, after their tokens: no token waits for it.
+"""Write requests to Redis behind their tokens. No token waits for a write.
 
     tokens    a b c d e f g h |end
-    writes    ----abc----defg-h           every flush_ms the news of all requests, an end at once
+    writes    ----abc----defg-h           every flush_ms the changes of all requests; an end at once
 
-While Redis is unavailable, requests go on and their news stays here. The next try comes after a growing pause, in round
-trips of limited size, each of which counts. Slow flushes come less often. A request whose write Redis refuses with an
-error is tried again alone: others do not wait for it.
+While Redis is unavailable requests continue, and their changes stay here. A write is retried after a growing pause, in
+round trips of limited size; each round trip that succeeds counts. Slow flushes are less frequent. A request whose write
+Redis refuses with an error is retried alone and does not delay others.
 """
 
 from __future__ import annotations
@@ -23,89 +23,95 @@ from decant.state.journal import Entry
 from decant.state.owned import OwnedRequest
 from decant.state.requests import Displaced, Lost, Requests
 
-AWAY_SECONDS = 0.5
-AWAY_MOST_SECONDS = 4.0
-"""Between two tries while Redis is unavailable: the first and the longest pause, each up to half shorter at random."""
 BUSY_SHARE = 0.2
 """Slow flushes take at most this share of the time..."""
-BUSY_MOST_SECONDS = 1.0
-"""...with at most this pause between them."""
-FAULT_SECONDS = 1.0
-FAULT_MOST_SECONDS = 30.0
-"""Between two writes of a request that Redis refuses with an error."""
-FAULT_TRIES = 3
-"""Refused writes of an ended request before it is given up."""
-MOST_DOUBLINGS = 10
-"""Of a pause, until it is the longest."""
-KEPT_ENDED = 10_000
+MAX_BUSY_SECONDS = 1.0
+"""...while this pause between them suffices."""
+MAX_FAULTS = 3
+"""Refused writes of an ended request before it is dropped."""
+MAX_DOUBLINGS = 10
+MAX_ENDED = 10_000
 """Ended requests that are kept while Redis is unavailable; the oldest are dropped first."""
 
 _log = logs.get(__name__)
 
 
+@dataclass(frozen=True)
+class JournalTimings:
+    """First and longest pause, in seconds; a pause doubles with each failure."""
+
+    unavailable_s: float = 0.5
+    max_unavailable_s: float = 4.0
+    """Between two tries while Redis is unavailable; each is shortened by up to half, at random."""
+    fault_s: float = 1.0
+    max_fault_s: float = 30.0
+    """Between two writes of a request that Redis refuses with an error."""
+
+
 class JournaledRequest(Protocol):
-    """An execution, as far as it is written."""
+    """A request whose state and tokens are written to Redis."""
 
     owned: OwnedRequest
     stream: TokenStream
 
     def superseded(self, error: Displaced) -> None:
-        """The store reports another owner, or another request with this id."""
+        """Another router owns it, or another request has its id."""
 
     def mark_persisted(self) -> None:
-        """Nothing more is written."""
+        """Nothing more of it will be written."""
 
 
 @dataclass(slots=True)
 class _Fault:
-    """A request whose write Redis refused with an error."""
+    """Redis refused a write of the request with an error."""
 
     tries: int
     again_at: float  # the event loop's clock
 
 
 class JournalWriter:
-    """The only writer of this router's requests. Its owner runs `run` in a background task, then calls `close`."""
+    """The only writer of requests. Its owner runs `run` as a background task, and calls `close` after it."""
 
-    def __init__(self, requests: Requests, flush_ms: int) -> None:
+    def __init__(self, requests: Requests, flush_ms: int, timings: JournalTimings = JournalTimings()) -> None:
         self.is_unavailable = False
         self._requests = requests
         self._interval = flush_ms / 1000
+        self._timings = timings
         self._running: dict[OwnedRequest, JournaledRequest] = {}
         self._ended: dict[OwnedRequest, JournaledRequest] = {}
         self._faults: dict[OwnedRequest, _Fault] = {}
         self._failures = 0  # in a row, of whole flushes
-        self._took_seconds = 0.0  # the last flush of all requests
-        self._has_work = asyncio.Event()  # there is something that is not ended
-        self._has_ended = asyncio.Event()  # something ended
+        self._flush_seconds = 0.0  # the last flush of all requests
+        self._has_work = asyncio.Event()  # any request is registered
+        self._has_ended = asyncio.Event()  # a request has ended
         self._idle = asyncio.Event()
         self._idle.set()
 
     def begin(self, request: JournaledRequest) -> None:
-        """Write it from now on, until its end is written."""
+        """Write the request from now on, until its end is written."""
         self._running[request.owned] = request
         self._idle.clear()
         self._has_work.set()
 
     def end(self, request: JournaledRequest) -> None:
-        """It is complete: write it soon, then forget it. No effect on a request that did not ``begin``."""
+        """The request is complete: write it soon, then forget it. Does nothing for an unknown one."""
         if self._running.pop(request.owned, None) is not None:
             self._ended[request.owned] = request
-            while len(self._ended) > KEPT_ENDED:
+            while len(self._ended) > MAX_ENDED:
                 self.forget(next(iter(self._ended.values())))
             self._has_ended.set()
             self._has_work.set()
 
     def forget(self, request: JournaledRequest) -> None:
-        """Write nothing more of it."""
+        """Write nothing more of the request."""
         self._running.pop(request.owned, None)
         self._ended.pop(request.owned, None)
         self._faults.pop(request.owned, None)
         self._check_idle()
         request.mark_persisted()
 
-    def rewrite(self) -> None:
-        """Redis was emptied: write everything that is here again."""
+    def resync_all(self) -> None:
+        """Redis was emptied: write all requests in full."""
         for owned in (*self._running, *self._ended):
             owned.synced_entries, owned.synced_state = 0, None
         self._faults.clear()
@@ -121,7 +127,7 @@ class JournalWriter:
         await self._flush([*self._running, *self._ended])
 
     async def run(self) -> None:
-        """Ends are written as they come, everything at each tick."""
+        """Write ends at once, and all changes at each tick."""
         clock = asyncio.get_running_loop().time
         while True:
             await self._has_work.wait()
@@ -131,19 +137,22 @@ class JournalWriter:
             await asyncio.sleep(tick - clock())
             began = clock()
             await self._flush([*self._running, *self._ended])
-            self._took_seconds = clock() - began
+            self._flush_seconds = clock() - began
             if not self._running and not self._ended:
                 self._has_work.clear()
 
     def _pause(self) -> float:
         """Seconds until the next flush of all requests."""
+        timings = self._timings
         if self.is_unavailable:
-            return _doubled(AWAY_SECONDS, self._failures - 1, AWAY_MOST_SECONDS) * random.uniform(0.5, 1.0)
-        busy = self._took_seconds * (1 - BUSY_SHARE) / BUSY_SHARE
-        return max(self._interval, min(busy, BUSY_MOST_SECONDS))
+            return _doubled(timings.unavailable_s, self._failures - 1, timings.max_unavailable_s) * random.uniform(
+                0.5, 1.0
+            )
+        busy = self._flush_seconds * (1 - BUSY_SHARE) / BUSY_SHARE
+        return max(self._interval, min(busy, MAX_BUSY_SECONDS))
 
     async def _ended_before(self, tick: float) -> bool:
-        """Whether something ends before that time."""
+        """Whether a request ends before that time."""
         try:
             async with asyncio.timeout_at(tick):
                 await self._has_ended.wait()
@@ -152,7 +161,7 @@ class JournalWriter:
         return True
 
     async def _flush(self, requests: Collection[OwnedRequest]) -> None:
-        """Write those that have news. What Redis acknowledged counts, even if it becomes unavailable meanwhile."""
+        """Write those of these requests that have changes. Replies before an outage count."""
         self._has_ended.clear()
         now = asyncio.get_running_loop().time()
         for owned in requests:
@@ -163,9 +172,9 @@ class JournalWriter:
         try:
             lost = await self._requests.flush(batch) if batch else {}
         except StateError as error:
-            self._failed(error)
+            self._on_unavailable(error)
         else:
-            self._answered(len(batch))
+            self._on_replies(len(batch))
         self._settle(requests, lost)
 
     def _is_due(self, owned: OwnedRequest, now: float) -> bool:
@@ -192,24 +201,24 @@ class JournalWriter:
         self._check_idle()
 
     def _set_aside(self, request: JournaledRequest, error: StoreFault) -> None:
-        """Redis refused this request's write: try it again alone, after a growing pause."""
+        """Redis refuses this request's write: retry it alone, after a growing pause."""
         owned = request.owned
         tries = self._faults[owned].tries + 1 if owned in self._faults else 1
         if tries == 1:
             _log.error("a request can't be written to the state store", request_id=owned.key.id, error=str(error))
-        pause = _doubled(FAULT_SECONDS, tries - 1, FAULT_MOST_SECONDS)
+        pause = _doubled(self._timings.fault_s, tries - 1, self._timings.max_fault_s)
         self._faults[owned] = _Fault(tries, asyncio.get_running_loop().time() + pause)
-        if owned in self._ended and tries >= FAULT_TRIES:
+        if owned in self._ended and tries >= MAX_FAULTS:
             _log.error("an ended request is given up unwritten", request_id=owned.key.id, tries=tries)
             self.forget(request)
 
-    def _failed(self, error: StateError) -> None:
+    def _on_unavailable(self, error: StateError) -> None:
         if not self.is_unavailable:
             _log.warning("the state store is away: requests go on", error=str(error))
         self.is_unavailable = True
         self._failures += 1
 
-    def _answered(self, written: int) -> None:
+    def _on_replies(self, written: int) -> None:
         if not written:
             return
         self._failures = 0
@@ -223,12 +232,12 @@ class JournalWriter:
 
 
 def _doubled(seconds: float, times: int, most: float) -> float:
-    """At most ``most``, after any number of failures: a float overflows after 1,023 doublings."""
-    return min(seconds * float(2 ** min(times, MOST_DOUBLINGS)), most)
+    """At most ``most``. Bounded doublings: a float overflows after 1,023."""
+    return min(seconds * float(2 ** min(times, MAX_DOUBLINGS)), most)
 
 
 def append_new(owned: OwnedRequest, stream: TokenStream) -> None:
-    """Append the stream's new tokens to the journal, with their logprobs."""
+    """Append the stream's new tokens to the journal, with their logprobs if the request has any."""
     if not owned.has_prompt_logprobs and stream.has_prompt_logprobs:
         owned.add_prompt_logprobs(stream.prompt_logprobs.packed())
     if len(stream.tokens) > owned.length:
