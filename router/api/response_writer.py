@@ -1,6 +1,6 @@
-"""A course as its client reads it: a stream of messages, or one response.
+"""A token stream as its client reads it: a stream of messages, or one response.
 
-    course: tokens t0 t1 t2 t3 t4 ... end        read at the client's pace
+    stream: tokens t0 t1 t2 t3 t4 ... end        read at the client's pace
             started, delta(t0), delta(t1 t2 t3), delta(t4 and what was held back), finished
 
 All tokens that are there go into one delta, up to MAX_DELTA_TOKENS, so a slow reader gets fewer and larger ones. What
@@ -27,7 +27,7 @@ MAX_DELTA_TOKENS = 1024
 
 
 class ResponseWriter:
-    """One course being read, once; a stream begins after ``after_seq`` tokens, which its reader has."""
+    """Reads a token stream once; ``stream`` begins after the ``after_seq`` tokens that the client has."""
 
     __slots__ = ("_model", "_read", "_stream", "_text", "_wanted")
 
@@ -39,20 +39,20 @@ class ResponseWriter:
         self._text = new_output_text(model, wanted, stream.request.engine_request.stopping) if wanted.text else None
 
     async def stream(self, write: Write, account: RequestMeter) -> Finish:
-        """Writes all messages; returns how it ended. Raises the course's error, what `write` raises, and
-        InvalidArgument where the course ends before `after_seq`."""
+        """Writes all messages; returns how it ended. Raises the stream's error, what `write` raises, and
+        InvalidArgument where the stream ends before `after_seq`."""
         stream = self._stream
         message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=self._read)
         chunk = min(self._wanted.min_chunk_tokens, MAX_DELTA_TOKENS)
         await stream.wait_beyond(self._read - 1 if self._read else chunk - 1)
-        self._pass_over(self._read)
+        self._skip(self._read)
         await stream.wait_prompt_logprobs()
         if stream.tokens:
             message.started.CopyFrom(self._started())
             await write(message)
         while not self._is_read:
             await stream.wait_beyond(self._read + chunk - 1)
-            if tokens := self._fill(message):
+            if tokens := self._fill_delta(message):
                 await write(message)
                 account.sent(tokens)
         ended = self._ended()
@@ -66,7 +66,7 @@ class ResponseWriter:
         return ended
 
     async def whole(self, account: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
-        """The answer at once, from its beginning, and how it ended. Raises the course's error."""
+        """The whole output in one response, and how it ended. Raises the stream's error."""
         stream, wanted = self._stream, self._wanted
         while stream.end is None:
             await stream.wait_beyond(len(stream.tokens))
@@ -95,8 +95,8 @@ class ResponseWriter:
     def _is_read(self) -> bool:
         return self._stream.end is not None and self._read == len(self._stream.tokens)
 
-    def _pass_over(self, count: int) -> None:
-        """These tokens are the reader's already, and so is their text."""
+    def _skip(self, count: int) -> None:
+        """Skip tokens that the client has, and their text."""
         tokens = self._stream.tokens
         if count > len(tokens):
             self._ended()
@@ -104,9 +104,9 @@ class ResponseWriter:
         if self._text is not None:
             self._text.add(tokens[:count])
 
-    def _fill(self, message: pb.GenerateStreamResponse) -> int:
-        """Makes `message` the delta of what is there and not read, up to MAX_DELTA_TOKENS; returns how many tokens.
-        Per token of a stream this is what is done, so nothing is made that the message has already."""
+    def _fill_delta(self, message: pb.GenerateStreamResponse) -> int:
+        """Make `message` the delta of the unread tokens, up to MAX_DELTA_TOKENS; returns their number. This is the work
+        per token: it reuses the parts of the message."""
         wanted, read = self._wanted, self._read
         tokens = self._stream.tokens[read : read + MAX_DELTA_TOKENS]
         count = len(tokens)
@@ -126,7 +126,7 @@ class ResponseWriter:
         return count
 
     def _ended(self) -> Finish:
-        """How it ended well. Raises the course's error."""
+        """How the output ended. Raises the stream's error."""
         end = self._stream.end
         if isinstance(end, ServiceError):
             raise end

@@ -1,6 +1,6 @@
-"""What a request has cost, and when: for its client, for the metrics, for the log.
+"""Usage and times of a request: for its client, for the metrics and for the log.
 
-All times are read from the event loop's clock of this router; what a worker measured arrives as a duration.
+Times are those of this router's event loop; workers report durations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = logs.get(__name__)
 
 
 class RequestMeter:
-    """One reader's of a request. What several saw in turn is counted once: the first that was sent, and each token."""
+    """Measures what one reader is sent. With several readers in turn, each token is counted once."""
 
     __slots__ = ("_last_at", "_metrics", "_now", "_stream")
 
@@ -29,8 +29,7 @@ class RequestMeter:
         self._last_at: float | None = None
 
     def sent(self, tokens: int) -> None:
-        """So many more tokens are on their way to the client, together. The gap before them is observed once, as
-        what it is for each of them."""
+        """So many tokens are sent in one message. The gap before it is observed once, divided by their number."""
         now, stream = self._now(), self._stream
         if stream.first_sent_at is None:
             stream.first_sent_at = now
@@ -40,7 +39,7 @@ class RequestMeter:
         else:
             if stream.second_sent_at is None:
                 stream.second_sent_at = now
-            if self._last_at is not None:  # the gap in which nobody read is nobody's
+            if self._last_at is not None:  # a gap without a reader is not counted
                 self._metrics.inter_token.observe((now - self._last_at) / tokens)
         self._last_at = now
 
@@ -51,7 +50,7 @@ class RequestMeter:
         return receipt_of(self._stream, self._now())
 
     def close(self, outcome: str) -> None:
-        """The client has its end, or has left: counted, and logged in one line."""
+        """The client has the end, or has left: count the request and log it in one line."""
         self._count()
         stream = self._stream
         receipt = self.receipt()

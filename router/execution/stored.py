@@ -29,7 +29,7 @@ from decant.state.ids import RequestKey, State
 from decant.state.owned import StoredRequest
 
 RestoreRequest = Callable[[StoredRequest], Awaitable[ValidRequest]]
-"""The request as it was valid when it was accepted. Raises what a model that is served no more comes to."""
+"""Validates a stored request again, as it was accepted. Raises ServiceError where its model is not served any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RequestSnapshot:
 
 
 def check_stored(found: StoredRequest, request: ValidRequest) -> None:
-    """Raises UnreadableRequest for tokens that the request's model can't have written."""
+    """Raises UnreadableRequest for tokens that the request's model can't generate."""
     highest = max((entry.token for entry in found.entries), default=0)
     if highest >= request.vocab_size:
         raise UnreadableRequest(found.key, f"token ids below {request.vocab_size}, got {highest}")
@@ -52,7 +52,7 @@ def check_stored(found: StoredRequest, request: ValidRequest) -> None:
 
 
 def store_error(error: StateError, key: RequestKey) -> ServiceError:
-    """What a client learns who asked for a request that the store doesn't show."""
+    """The client's error for a request that can't be read from the store."""
     match error:
         case UnknownRequest():
             return NotFound("request", key.id)
@@ -66,7 +66,7 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
 
 
 def stream_from_store(found: StoredRequest, request: ValidRequest) -> TokenStream:
-    """All that is written of it."""
+    """Its tokens and logprobs so far."""
     stream = TokenStream(request, [entry.token for entry in found.entries])
     stream.logprobs, stream.prompt_logprobs = found.logprobs, found.prompt_logprobs
     if found.record.HasField("certain_seq"):
@@ -75,7 +75,7 @@ def stream_from_store(found: StoredRequest, request: ValidRequest) -> TokenStrea
 
 
 def finished_stream(found: StoredRequest, request: ValidRequest) -> TokenStream:
-    """A course that nobody writes any more, as it stands in the store."""
+    """The stream of a request that does not run any more."""
     stream = stream_from_store(found, request)
     stream.cached_tokens = found.record.cached_tokens
     stream.recorded = found.record
@@ -97,10 +97,10 @@ def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | N
 
 
 def finish_from_record(found: StoredRequest) -> Finish | ServiceError | None:
-    """How a request ended, by what is stored; None for one that has not. Raises UnreadableRequest where it lacks."""
+    """How a request ended, None while it goes on. Raises UnreadableRequest where the record has no end."""
     if not found.ended:
         return None
-    if found.state == Generation.STATE_CANCELLED:  # perhaps not yet recorded by whoever cancelled it
+    if found.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet
         return Cancelled()
     if found.state != Generation.STATE_SUCCEEDED:
         return from_fault(from_status(found.record.error))

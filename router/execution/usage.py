@@ -1,6 +1,6 @@
-"""What a request has cost, and when: from its token stream and its attempts.
+"""Usage and receipt of a request, from its token stream and the trace of its last attempt.
 
-All times are read from this router's event loop clock; what a worker measured arrives as a duration.
+Times are those of this router's event loop; workers report durations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:
 
 
 def queue_s(stream: TokenStream) -> float | None:
-    """Seconds until a worker began with it; None where none has."""
+    """Seconds until a worker scheduled it; None before."""
     path = stream.path
     return _between(stream.request.accepted_at, path.scheduled_at) if path.queue_s is None else path.queue_s
 

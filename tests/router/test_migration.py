@@ -145,7 +145,7 @@ async def checked(stream: TokenStream, expected: list[int], attempts: int = 1) -
     assert stream.path.attempts == attempts
 
 
-async def test_a_drained_worker_is_empty_while_its_answers_go_on_elsewhere(store: Store) -> None:
+async def test_a_drained_worker_is_empty_while_its_outputs_continue_elsewhere(store: Store) -> None:
     async with moving(store) as scene:
         begun = [await scene.begin(number, wanted=200) for number in range(4)]
         for stream, _ in begun:
@@ -178,7 +178,7 @@ async def test_the_text_is_the_same_at_any_instant_of_a_drain(store: Store, pref
     assert moved
 
 
-async def test_with_nobody_to_take_over_it_ends_where_it_is(store: Store) -> None:
+async def test_without_a_target_a_run_ends_on_the_draining_worker(store: Store) -> None:
     async with moving(store, decode="d") as scene:
         stream, expected = await scene.begin(1)
         await written(stream, 3)
@@ -187,7 +187,7 @@ async def test_with_nobody_to_take_over_it_ends_where_it_is(store: Store) -> Non
         assert scene.at(stream) == "d"
 
 
-async def test_two_that_drain_one_after_the_other_pass_it_on(store: Store) -> None:
+async def test_a_run_migrates_twice_when_two_workers_drain_in_turn(store: Store) -> None:
     async with moving(store, decode="def") as scene:
         stream, expected = await scene.begin(1, wanted=200)
         await written(stream, 3)
@@ -203,7 +203,7 @@ async def test_two_that_drain_one_after_the_other_pass_it_on(store: Store) -> No
         assert scene.at(stream) == last
 
 
-async def test_two_that_drain_at_once_do_not_pass_it_to_and_fro(store: Store) -> None:
+async def test_a_run_does_not_migrate_between_two_draining_workers(store: Store) -> None:
     async with moving(store) as scene:
         stream, expected = await scene.begin(1)
         await written(stream, 3)
@@ -236,7 +236,7 @@ async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store) -> None:
 
 
 @pytest.mark.slow
-async def test_a_worker_that_is_lost_in_its_drain_costs_an_attempt_at_most(store: Store) -> None:
+async def test_losing_the_source_of_a_migration_costs_at_most_one_attempt(store: Store) -> None:
     for steps in range(8):
         async with moving(store, decode="def") as scene:
             stream, expected = await scene.begin(steps, wanted=120)
@@ -253,7 +253,7 @@ async def test_a_worker_that_is_lost_in_its_drain_costs_an_attempt_at_most(store
 
 
 @pytest.mark.slow
-async def test_a_taker_that_is_lost_leaves_it_where_it_was_or_costs_an_attempt(store: Store) -> None:
+async def test_losing_the_target_of_a_migration_costs_at_most_one_attempt(store: Store) -> None:
     for steps in range(8):
         async with moving(store, decode="def") as scene:
             stream, expected = await scene.begin(steps, wanted=300)
@@ -284,7 +284,7 @@ def _let_go(place: Place, crowd: list[IncomingSequence]) -> None:
     place.hub.loop.post(let_go)
 
 
-async def test_a_taker_that_is_lost_before_the_seal_costs_no_attempt(store: Store) -> None:
+async def test_losing_the_target_before_the_commit_costs_no_attempt(store: Store) -> None:
     """It has no room yet: the fetch is not open."""
     async with moving(store) as scene:
         stream, expected = await scene.begin(1, wanted=200)
@@ -301,7 +301,7 @@ async def test_a_taker_that_is_lost_before_the_seal_costs_no_attempt(store: Stor
         _let_go(place, crowd)
 
 
-async def test_a_ticket_outlives_its_lease_while_its_taker_waits_for_room(store: Store) -> None:
+async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(store: Store) -> None:
     """Of a prompt that was read for a worker which is full for three leases: nothing is done twice."""
     async with moving(store, decode="d", prefill="p") as scene:
         place, prefill = scene.places["d"], scene.places["p"]
@@ -327,7 +327,7 @@ LINES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line[0]} {line[1].rpartition('/')[2]} {line[2]}")
-async def test_whatever_breaks_in_a_drain_the_text_is_the_same(store: Store, line: tuple[str, str, Direction]) -> None:
+async def test_the_text_is_the_same_whatever_breaks_in_a_drain(store: Store, line: tuple[str, str, Direction]) -> None:
     """Calls of that kind break at a message, counted from the drain on."""
     who, method, direction = line
     for number in range(12):

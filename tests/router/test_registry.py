@@ -72,7 +72,7 @@ def error_of(stream: TokenStream) -> ServiceError:
 # ------------------------------------------------------------------------------------------------ paths that go well
 
 
-async def test_a_prompt_goes_through_both_pools_and_its_path_is_accounted_for(store: Store) -> None:
+async def test_a_split_request_fills_its_receipt_from_both_workers(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await scene.answer(make_request())
         assert tokens_of(stream) == answer(PROMPT, 5)
@@ -101,7 +101,7 @@ async def test_one_token_needs_no_decode_worker(store: Store) -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-async def test_a_first_token_that_ends_the_answer_leaves_nothing_at_the_taker(store: Store, late: bool) -> None:
+async def test_a_first_token_that_ends_the_output_leaves_nothing_at_the_decode_worker(store: Store, late: bool) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[0].script.stops_at = 0
         workers[0].script.first_is_late = late
@@ -115,7 +115,7 @@ async def test_a_first_token_that_ends_the_answer_leaves_nothing_at_the_taker(st
 
 
 @pytest.mark.parametrize("role", [wire.ROLE_PREFILL, wire.ROLE_DECODE])
-async def test_one_pool_alone_answers_from_tokens(store: Store, role: wire.Role) -> None:
+async def test_workers_of_one_role_answer_without_a_handoff(store: Store, role: wire.Role) -> None:
     async with fleet(("only", role)) as workers, core(store, workers) as scene:
         stream = await scene.answer(make_request())
         assert tokens_of(stream) == answer(PROMPT, 5)
@@ -125,7 +125,7 @@ async def test_one_pool_alone_answers_from_tokens(store: Store, role: wire.Role)
         assert states(await stored(store, scene)) == [QUEUED, DECODING, SUCCEEDED]
 
 
-async def test_another_layout_is_no_partner(store: Store) -> None:
+async def test_workers_with_different_layouts_do_not_hand_over(store: Store) -> None:
     async with fleet(P, D) as workers:
         workers[1].facts.layout += 1
         async with core(store, workers) as scene:
@@ -135,7 +135,7 @@ async def test_another_layout_is_no_partner(store: Store) -> None:
             assert not workers[0].prefills
 
 
-async def test_how_an_answer_ended_is_told(store: Store) -> None:
+async def test_the_finish_reason_is_the_workers(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.stops_at = 3
         stream = await scene.answer(make_request("eos", max_tokens=9))
@@ -148,7 +148,7 @@ async def test_how_an_answer_ended_is_told(store: Store) -> None:
         assert stream.end == Finish(pb.FINISH_REASON_CONTEXT_LENGTH)
 
 
-async def test_what_workers_are_told_is_whole_and_as_it_is_now(store: Store) -> None:
+async def test_workers_get_the_whole_request_with_its_present_age_and_deadline(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         await scene.answer(make_request(seconds=1000))
         work = workers[1].starts[0].engine_request
@@ -159,7 +159,7 @@ async def test_what_workers_are_told_is_whole_and_as_it_is_now(store: Store) -> 
         assert not workers[1].starts[1].engine_request.HasField("remaining_ms")
 
 
-async def test_many_at_once_are_all_right(store: Store) -> None:
+async def test_many_concurrent_requests_get_their_own_tokens(store: Store) -> None:
     async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
         requests = [make_request(str(n), (n, 1, 2), 1 + n % 9) for n in range(100)]
         streams = await asyncio.gather(*[scene.answer(request) for request in requests])
@@ -176,7 +176,7 @@ async def test_many_at_once_are_all_right(store: Store) -> None:
 @pytest.mark.parametrize(
     "fault", ["prefill_fails_before_ticket", "prefill_fails_after_ticket", "prefill_breaks_after_ticket"]
 )
-async def test_a_prompt_that_fails_is_read_elsewhere(store: Store, fault: str) -> None:
+async def test_a_failed_prefill_is_repeated_on_another_worker(store: Store, fault: str) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         setattr(workers[0].script, fault, 1)
         stream = await scene.answer(make_request())
@@ -188,7 +188,7 @@ async def test_a_prompt_that_fails_is_read_elsewhere(store: Store, fault: str) -
         assert [entry.token for entry in found.entries] == answer(PROMPT, 5)
 
 
-async def test_before_the_ticket_another_prefill_worker_is_asked(store: Store) -> None:
+async def test_a_failure_before_the_ticket_goes_to_another_prefill_worker(store: Store) -> None:
     async with fleet(P, P2, D) as workers, core(store, workers) as scene:
         for worker in workers[:2]:
             worker.script.prefill_fails_before_ticket = 1
@@ -198,9 +198,7 @@ async def test_before_the_ticket_another_prefill_worker_is_asked(store: Store) -
 
 
 @pytest.mark.parametrize("cause", [wire.CAUSE_CORRUPT, wire.CAUSE_LEASE_OVER, wire.CAUSE_LAYOUT_DIFFERS])
-async def test_a_handoff_that_fails_is_gone_on_from_tokens_without_gap_or_repeat(
-    store: Store, cause: wire.Cause
-) -> None:
+async def test_a_failed_handoff_continues_from_tokens_without_gap_or_repeat(store: Store, cause: wire.Cause) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.handoff_fails = [cause]
         stream = await scene.answer(make_request())
@@ -214,7 +212,7 @@ async def test_a_handoff_that_fails_is_gone_on_from_tokens_without_gap_or_repeat
 
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("attempts", [1, 3])
-async def test_an_answer_whose_last_word_is_lost_is_whole(store: Store, stops: bool, attempts: int) -> None:
+async def test_an_output_whose_end_report_is_lost_is_complete(store: Store, stops: bool, attempts: int) -> None:
     async with fleet(P, D) as workers, core(store, workers, attempts=attempts) as scene:
         workers[1].script.fails_at_end = 1
         workers[1].script.stops_at = 3 if stops else None
@@ -228,7 +226,7 @@ async def test_an_answer_whose_last_word_is_lost_is_whole(store: Store, stops: b
         assert len(workers[1].starts) == 1, "nothing is left to be written"
 
 
-async def test_an_answer_goes_on_where_its_worker_failed(store: Store) -> None:
+async def test_an_output_continues_after_its_worker_failed(store: Store) -> None:
     async with fleet(P, D, D2) as workers, core(store, workers) as scene:
         for worker in workers[1:]:
             worker.script.fails_at = [3]
@@ -276,7 +274,7 @@ async def test_attempts_are_spent_after_the_first_token(store: Store) -> None:
     ],
 )
 @pytest.mark.parametrize("pools", [(P, D), (D,)])
-async def test_a_clients_mistake_is_told_once_and_held_against_nobody(
+async def test_a_clients_mistake_is_reported_once_and_blames_no_worker(
     store: Store, cause: wire.Cause, kind: type[ServiceError], pools: tuple[tuple[str, wire.Role], ...]
 ) -> None:
     async with fleet(*pools) as workers, core(store, workers) as scene:
@@ -291,7 +289,7 @@ async def test_a_clients_mistake_is_told_once_and_held_against_nobody(
 
 
 @pytest.mark.parametrize("cause", [wire.CAUSE_BUSY, wire.CAUSE_DRAINING])
-async def test_who_has_no_room_is_asked_again_later_in_the_same_attempt(store: Store, cause: wire.Cause) -> None:
+async def test_a_full_worker_is_tried_again_in_the_same_attempt(store: Store, cause: wire.Cause) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.refuse = [cause, cause]
@@ -302,7 +300,7 @@ async def test_who_has_no_room_is_asked_again_later_in_the_same_attempt(store: S
         assert len(workers[1].starts) == 3
 
 
-async def test_who_has_room_is_asked_instead(store: Store) -> None:
+async def test_a_worker_with_capacity_replaces_a_full_one(store: Store) -> None:
     async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
         workers[0].script.refuse = [wire.CAUSE_BUSY] * 100
         workers[2].script.refuse = [wire.CAUSE_BUSY] * 100
@@ -348,7 +346,7 @@ async def test_a_break_of_the_session_is_no_failure_when_it_comes_back(store: St
         assert owned.resume[0].position == len(PROMPT) + 3
 
 
-async def test_frames_that_are_lost_are_asked_for_again(store: Store) -> None:
+async def test_lost_frames_are_requested_again(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
         stream = await scene.dispatcher.begin(make_request(max_tokens=8))
@@ -361,7 +359,7 @@ async def test_frames_that_are_lost_are_asked_for_again(store: Store) -> None:
         assert workers[1].resends > 0
 
 
-async def test_a_lost_last_frame_is_asked_for_again(store: Store) -> None:
+async def test_a_lost_last_frame_is_requested_again(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 4
         stream = await scene.dispatcher.begin(make_request())
@@ -372,7 +370,7 @@ async def test_a_lost_last_frame_is_asked_for_again(store: Store) -> None:
         assert workers[1].resends == 1
 
 
-async def test_another_token_for_a_known_place_is_counted_and_never_shown(store: Store) -> None:
+async def test_another_token_for_a_known_position_is_counted_and_never_sent(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as scene:
         workers[0].script.wrong_token_at = 2
         stream = await scene.answer(make_request())
@@ -568,7 +566,7 @@ async def test_a_deadline_reaches_those_that_wait_for_admission(store: Store) ->
         await ended(stream)
 
 
-async def test_superseded_by_a_worker_it_ends_and_writes_nothing_more(store: Store) -> None:
+async def test_a_superseded_request_ends_and_writes_nothing_more(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
         stream = await scene.dispatcher.begin(make_request())
@@ -595,7 +593,7 @@ async def test_a_router_that_drains_finishes_what_it_has_and_takes_no_more(store
         assert tokens_of(stream) == answer(PROMPT, 5)
 
 
-async def test_a_router_that_is_ended_ends_every_course(store: Store) -> None:
+async def test_a_router_that_ends_ends_every_stream(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
         stream = await scene.dispatcher.begin(make_request())
@@ -628,7 +626,7 @@ async def test_a_drain_that_runs_out_leaves_requests_to_other_routers(store: Sto
             assert tokens_of(await ended(await other.dispatcher.resume(stream.request.key))) == answer(PROMPT, 5)
 
 
-async def test_a_bug_ends_the_course_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_ends_the_stream_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
 
         def broken(*_: object) -> None:
@@ -640,7 +638,7 @@ async def test_a_bug_ends_the_course_too(store: Store, monkeypatch: pytest.Monke
         assert (await stored(store, scene)).state == FAILED
 
 
-async def test_a_cancel_leaves_no_exception_that_nothing_looks_at(store: Store) -> None:
+async def test_a_cancel_leaves_no_unretrieved_exception(store: Store) -> None:
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0, max_active=1) as scene:

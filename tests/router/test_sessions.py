@@ -83,7 +83,7 @@ async def session(worker: FakeWorker, router: wire.Peer | None = None) -> AsyncI
             await asyncio.wait([task])
 
 
-async def test_a_run_is_told_in_order_written_once_and_retired() -> None:
+async def test_a_run_is_reported_in_order_written_once_and_retired() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         run = make_run()
         opened.start(run.following)
@@ -128,7 +128,7 @@ async def test_runs_that_ended_are_retired_together() -> None:
         assert len(heard) < 10, "few messages for many runs"
 
 
-async def test_what_another_session_left_there_is_ended() -> None:
+async def test_runs_of_an_earlier_session_are_cancelled() -> None:
     router = new_peer("router")
     async with fleet(D) as (worker,):
         worker.script.pause_at = 2
@@ -143,7 +143,7 @@ async def test_what_another_session_left_there_is_ended() -> None:
             await until(lambda: not worker.runs)
 
 
-async def test_a_start_that_never_arrived_is_said_again_and_one_that_did_is_lost() -> None:
+async def test_a_start_that_never_arrived_is_sent_again_and_one_that_did_has_failed() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 2
         known = make_run(attempt=1)
@@ -160,7 +160,7 @@ async def test_a_start_that_never_arrived_is_said_again_and_one_that_did_is_lost
         opened.abandon(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
 
 
-async def test_a_start_while_the_worker_is_greeted_is_said_after_the_welcome() -> None:
+async def test_a_start_before_the_welcome_is_sent_after_it() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.welcome_pause = True
         worker.break_session()
@@ -239,7 +239,7 @@ async def test_after_a_break_tokens_go_on_from_where_they_were() -> None:
         assert worker.hellos[-1].owned[0].resume[0].position == 6
 
 
-async def test_an_end_during_a_break_is_told_by_the_welcome() -> None:
+async def test_the_welcome_reports_an_end_during_a_break() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 3
         run = make_run()
@@ -306,7 +306,7 @@ async def test_the_runs_of_a_worker_whose_session_broke_wait_while_it_is_reached
         assert run.stream.tokens == answer(PROMPT, 5)
 
 
-async def test_another_life_is_not_spoken_to() -> None:
+async def test_another_incarnation_ends_the_session() -> None:
     async with fleet(D) as (worker,):
         known = wire.Peer()
         known.CopyFrom(worker.facts.peer)
@@ -334,7 +334,7 @@ async def test_silence_is_suspect_and_then_a_break() -> None:
         assert not opened.is_suspect
 
 
-async def test_a_stuck_step_is_one_far_older_than_its_like() -> None:
+async def test_a_stuck_step_is_far_older_than_others_of_its_size() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, watcher):
         worker.script.stuck_ms = 5_000
         await until(lambda: opened.is_stuck)
@@ -345,7 +345,7 @@ async def test_a_stuck_step_is_one_far_older_than_its_like() -> None:
         assert watcher.loads > 0
 
 
-async def test_renewals_go_to_the_giver_with_the_next_beat() -> None:
+async def test_renewals_go_to_the_sender_with_the_next_heartbeat() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         opened.unclaimed.add(b"unclaimed")
         opened.renewed.add(b"renewed")
@@ -353,7 +353,7 @@ async def test_renewals_go_to_the_giver_with_the_next_beat() -> None:
         assert worker.renewed.count(b"renewed") == 1
 
 
-async def test_a_frame_that_is_none_breaks_the_session_and_the_runs_there() -> None:
+async def test_a_malformed_frame_breaks_the_session_and_its_runs() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 1
         run = make_run()
@@ -383,7 +383,7 @@ def test_tokens_in_any_order_and_repetition_are_each_written_once(order: list[in
     asyncio.run(scene())
 
 
-async def test_a_course_that_has_ended_is_written_no_more() -> None:
+async def test_nothing_is_written_to_a_stream_that_has_ended() -> None:
     stream = TokenStream(make_request())
     writer = TokenWriter(stream)
     writer.write(3, 7)
