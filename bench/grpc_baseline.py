@@ -14,7 +14,7 @@ import grpc
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc as services
 from decant.runtime import shutdown
-from decant.runtime.server import settle_heap
+from decant.runtime.server import freeze_gc
 
 
 class Bare(services.InferenceServiceServicer):
@@ -57,8 +57,8 @@ async def serve(port: int, first_ms: float, step_ms: float) -> None:
     services.add_InferenceServiceServicer_to_server(Bare(first_ms / 1000, step_ms / 1000), server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
-    settle_heap()
-    await asked.asked()
+    freeze_gc()
+    await asked.requested()
     await server.stop(None)
 
 

@@ -23,7 +23,7 @@ from decant.handoff.packing import TransferLayout, checksum
 from decant.handoff.receiver import KvReceiver
 from decant.handoff.sender import KvSender
 from decant.protos import worker_pb2 as wire
-from decant.runtime.server import settle_heap
+from decant.runtime.server import freeze_gc
 
 LAYOUT = 1
 CHUNK_TOKENS = 256
@@ -94,7 +94,7 @@ class End:
         self.sender = KvSender(self.loop, shape, wire.Heartbeat)
         self.receiver = KvReceiver(self.loop, shape, self.peer, wire.Heartbeat)
         self._events: dict[str, asyncio.Event] = {}
-        settle_heap()  # as a worker does before it is ready
+        freeze_gc()  # as a worker does before it is ready
         self.loop.start()
 
     def _on_step(self, output: StepOutput) -> None:

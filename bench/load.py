@@ -26,7 +26,7 @@ import grpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc as services
-from decant.runtime.server import settle_heap
+from decant.runtime.server import freeze_gc
 
 WARM_SECONDS = 1.0
 """Streams are written for so long before their window begins."""
@@ -153,7 +153,7 @@ async def serve(job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
     """Do a job; its result is what was seen, and the errors."""
     async with grpc.aio.insecure_channel(job.address) as channel:
         clients = Clients(job, channel, tell)
-        settle_heap()
+        freeze_gc()
         await getattr(clients, job.kind)()
     result = {"seen": [asdict(one) for one in clients.seen], "errors": clients.errors, "in_window": clients.in_window}
     tell({"result": result})

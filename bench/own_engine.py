@@ -22,7 +22,7 @@ from decant.engine.output import StepOutput
 from decant.engine.plan import Device
 from decant.engine.request import FinishReason, Request, StopParams
 from decant.engine.scheduler import Limits
-from decant.runtime.server import settle_heap
+from decant.runtime.server import freeze_gc
 
 
 class Stopwatch:
@@ -127,7 +127,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     loaded = time.perf_counter() - began
     server = Server(engine, meter)
     drive(server, WARM_UP, lambda _: None)
-    settle_heap()  # as a worker does before it is ready
+    freeze_gc()  # as a worker does before it is ready
     meter.begin()
     served = drive(server, job.items, tell)
     held = weights(device.model)

@@ -144,8 +144,8 @@ class RouterProcess:
             for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
                 ready = metrics.ready_workers.labels(model, wire.Role.Name(role).removeprefix("ROLE_").lower())
                 ready.set_function(partial(self._ready_workers, model, role))
-        service = InferenceService(models, self.dispatcher, self._about(settings), metrics)
-        self.service = service.service(callers)
+        service = InferenceService(models, self.dispatcher, self._server_info(settings), metrics, callers)
+        self.service = service.service()
         self._settings = settings
         self._store = store
         self._ends = AsyncExitStack()
@@ -156,7 +156,7 @@ class RouterProcess:
         address = self._settings.advertise or join_address(_reached_at(self._settings.host), server.port)
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
-        membership = RouterRegistrar(self._store, facts, self.journal_writer.rewrite, replaced, self.dispatcher.load)
+        membership = RouterRegistrar(self._store, facts, self.journal_writer.resync_all, replaced, self.dispatcher.load)
         takeover = OrphanRecovery(
             self._store, self.dispatcher, Incarnation.of(self.peer), self.pool.is_connected, Ttls()
         )
@@ -206,7 +206,7 @@ class RouterProcess:
     def _ready_workers(self, model: str, role: wire.Role) -> int:
         return sum(worker.is_usable for worker in self.pool.of(model) if worker.facts.role == role)
 
-    def _about(self, settings: RouterSettings) -> ServerInfoSource:
+    def _server_info(self, settings: RouterSettings) -> ServerInfoSource:
         return ServerInfoSource(
             incarnation=Incarnation.of(self.peer),
             version=VERSION,

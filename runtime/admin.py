@@ -1,10 +1,10 @@
-"""A plaintext port for who runs the process: its health and its metrics over HTTP.
+"""A plaintext HTTP port for operators: health and metrics.
 
 GET /alive      200, or 503 once something failed
 GET /ready      200 while READY, else 503
 GET /metrics    Prometheus' text format
 
-Answered on the event loop, so that "alive" also says that the loop turns.
+The event loop answers, so "alive" also shows that the loop runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AdminServer:
                 writer.write(self._answer(head.split(b"\r\n", 1)[0].decode("latin-1")))
                 await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
-            pass  # nobody is there to answer, or nothing that can be answered
+            pass  # the client is gone, or sent no request
         finally:
             writer.close()
 

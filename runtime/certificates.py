@@ -1,7 +1,7 @@
-"""A certificate authority for the processes of one deployment on one machine.
+"""Certificates for the processes of one deployment on one machine.
 
-All processes share one certificate, which authenticates them as servers and as clients. The authority's own key is
-never written: no other certificate of this deployment can be issued.
+All processes share one certificate, for servers and clients. The key of the certificate authority is never written to
+disk, so no other certificate can be issued.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 PEER_NAME = "peer.decant.internal"
-"""The DNS name in the certificate: processes are reached by address, and their peers expect this name."""
+"""DNS name in the certificate, which peers expect instead of the address."""
 
 _VALID_FOR = datetime.timedelta(days=3650)
-"""Longer than any run: the files are deleted at its end."""
+"""Longer than any deployment; the files are deleted at its end."""
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
 class PeerFiles:
-    """PEM files, readable by their owner alone, with the names that a Kubernetes TLS Secret has."""
+    """PEM files that only their owner can read, named as in a Kubernetes TLS Secret."""
 
     ca: Path
     certificate: Path

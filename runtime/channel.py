@@ -1,4 +1,4 @@
-"""Connections between the processes of a deployment, and how a deadline is passed on."""
+"""Channels between the processes of a deployment, and deadlines of their calls."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from decant.runtime.errors import DeadlineExceeded
 from decant.runtime.tls import PeerTls, channel_files
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Of any message between router and workers; both ends have it."""
+"""Limit of every message between router and workers, at both ends."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Silence is noticed by beats within a second; pings only keep middleboxes from forgetting the connection. Not
-    # more often than the server's min_recv_ping_interval.
+    # Heartbeats detect a lost peer within a second; pings only keep NAT entries alive. Not more often than the server's
+    # min_recv_ping_interval.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A worker that comes back on its address is reached at once.
+    # Reconnects at once to a worker that restarted at its address.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # This is gRPC's limit for a connection to come about: a busy host may take long to accept one.
+    # gRPC's limit for establishing a connection: a busy host may accept it late.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Who tries again is decided by the owner of a request, and nothing lies between two processes of a deployment.
+    # The owner of a request decides about retries. There is no proxy inside a deployment.
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
-    # Channels don't share connections: one that breaks concerns one peer.
+    # Channels don't share connections: a broken one concerns one peer.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -39,9 +39,9 @@ NAME_OVERRIDE = "grpc.ssl_target_name_override"
 
 
 class Connector:
-    """Opens channels to other processes of a deployment, each with the newest TLS files that can be used.
+    """Opens channels to other processes of a deployment, each with the newest valid TLS files.
 
-    Raises Refused, when it is made, for files that can't be used then.
+    The constructor raises SettingError for files that can't be used.
     """
 
     def __init__(self, tls: PeerTls) -> None:
@@ -49,7 +49,7 @@ class Connector:
         self._files = channel_files(tls)
 
     def generation(self) -> int:
-        """Of the files that a channel opened now would use. A channel keeps those of its own beginning."""
+        """Generation of the TLS files that a new channel uses. A channel keeps its files."""
         self._files.reload()
         return self._files.generation
 
@@ -66,20 +66,20 @@ class Connector:
 
 
 def open_channel(target: str, tls: PeerTls) -> grpc.aio.Channel:
-    """One channel, for a caller that opens no others. Raises Refused for TLS files that can't be used."""
+    """One channel, for a caller that opens no others. Raises SettingError for TLS files that can't be used."""
     return Connector(tls).open(target)
 
 
 class HasTime(Protocol):
-    """A server's context of a call."""
+    """The servicer context of a call."""
 
     def time_remaining(self) -> float | None: ...
 
 
 def remaining(context: HasTime) -> float | None:
-    """Seconds until the call's deadline, at least 0; None without one. As `timeout` it goes on to the next call.
+    """Seconds until the call's deadline, at least 0; None without one. For the `timeout` of the next call.
 
-    gRPC rounds a timeout up on the wire, by a few percent: what must be exact travels in the message.
+    gRPC rounds a timeout up on the wire, by a few percent: exact deadlines are sent in the message.
     """
     left = context.time_remaining()
     return None if left is None else max(0.0, left)
@@ -87,7 +87,7 @@ def remaining(context: HasTime) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point on this process's monotonic clock, or none. It travels as what is left of it."""
+    """A point on this process's monotonic clock, or none. Messages carry the remaining time."""
 
     at: float | None = None
 
@@ -97,7 +97,7 @@ class Deadline:
 
     @classmethod
     def of(cls, context: HasTime) -> Deadline:
-        """The deadline of a call that is being answered."""
+        """The deadline of a call to this server."""
         return cls.after(remaining(context))
 
     def remaining(self) -> float | None:
@@ -105,7 +105,7 @@ class Deadline:
         return None if self.at is None else max(0.0, self.at - time.monotonic())
 
     def remaining_ms(self) -> int | None:
-        """For a message's ``remaining_ms``: rounded down, so that nobody gets more than there is."""
+        """For a message's ``remaining_ms``, rounded down."""
         left = self.remaining()
         return None if left is None else int(left * 1000)
 

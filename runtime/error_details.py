@@ -1,9 +1,9 @@
-"""What an error says on the wire: one frozen value, and its form as a google.rpc.Status. No gRPC, no logging.
+"""Details of an error: one frozen value, and its form as a google.rpc.Status. No gRPC, no logging.
 
-    Fault -> Status      code, message and details: ErrorInfo always, the others where the fault has them
-          -> trailers    the status as gRPC's trailing metadata, and `grpc-retry-pushback-ms` with a RetryInfo
+    ErrorDetail -> Status      code, message and details: ErrorInfo always, the others where they are set
+                -> trailers    the status as gRPC's trailing metadata, and `grpc-retry-pushback-ms` with a RetryInfo
 
-Reading is forgiving: a status without details, or of another service, gives a fault with what is there.
+Parsing is lenient: a status without details, or of another service, gives the parts that it has.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 MAX_PART = 80
-"""Characters of a name or value that an error repeats."""
+"""Maximum characters of a name or value in an error."""
 MAX_MESSAGE = 300
-"""Characters of a message. With its details it stays below the 8 KiB that gRPC allows for metadata."""
+"""Maximum characters of a message: with its details it fits gRPC's 8 KiB of metadata."""
 
 _Detail = TypeVar("_Detail", bound=Message)
 
 
 class Reason(StrEnum):
-    """``ErrorInfo.reason``: the names of ``decant.v1.ErrorReason`` without their prefix, and two of the inside."""
+    """``ErrorInfo.reason``: the names of ``decant.v1.ErrorReason`` without their prefix, and two internal ones."""
 
     UNSPECIFIED = "UNSPECIFIED"
-    """A status that brought no reason of ours: the transport's own, or another server's."""
+    """A status without a reason of Decant: from the transport, or from another server."""
     INVALID_FIELD = "INVALID_FIELD"
     EMPTY_PROMPT = "EMPTY_PROMPT"
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
@@ -66,7 +66,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A field that breaks a limit, as BadRequest; a quota that is used up, as QuotaFailure."""
+    """A field that violates a limit, as BadRequest; or a quota that is used up, as QuotaFailure."""
 
     field: str
     limit: str
@@ -75,7 +75,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """What is meant by a NOT_FOUND, as ResourceInfo."""
+    """Resource of a NOT_FOUND, as ResourceInfo."""
 
     kind: str
     name: str
@@ -83,7 +83,7 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a stream can go on, as decant.v1.ResumePoint: the earliest ``after_seq``, and how many are certain."""
+    """Where a stream can resume, as decant.v1.ResumePoint: the earliest ``after_seq``, and the certain tokens."""
 
     first_seq: int
     last_seq: int
@@ -91,9 +91,9 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetail:
-    """All that an error says to the other side. ``code`` is gRPC's number, ``retry_after`` seconds.
+    """Everything about an error that is sent. `code` is gRPC's number, `retry_after` seconds.
 
-    ``subject``: whose quota the violation is of; None where it is of a field.
+    `subject`: tenant whose quota is violated; None for a field.
     """
 
     code: int
@@ -106,8 +106,8 @@ class ErrorDetail:
     resume: ResumePoint | None = None
 
 
-def part(value: object) -> str:
-    """A name or value as an error repeats it: text as it is, what cannot be written escaped, never long."""
+def shorten(value: object) -> str:
+    """A name or value for an error: printable, at most `MAX_PART` characters."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     text = value if isinstance(value, str) else repr(value)
@@ -121,7 +121,7 @@ def message_text(text: str) -> str:
 
 
 def to_status(fault: ErrorDetail) -> Status:
-    """The fault with all its details."""
+    """The status with all details."""
     status = Status(code=fault.code, message=fault.message)
     for detail in _details(fault):
         status.details.add().Pack(detail)
@@ -129,7 +129,7 @@ def to_status(fault: ErrorDetail) -> Status:
 
 
 def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata that carries the fault; gRPC's own retries obey the pushback."""
+    """Trailing metadata with the error; gRPC's own retries obey the pushback."""
     pairs: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_status(fault).SerializeToString())]
     if fault.retry_after is not None:
         pairs.append((PUSHBACK_KEY, str(_milliseconds(fault.retry_after))))
@@ -137,7 +137,7 @@ def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def from_trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]]) -> ErrorDetail:
-    """What a call that ended with `code` and `message` said; details that don't parse are passed over."""
+    """The error of a call that ended with `code` and `message`; invalid details are ignored."""
     for key, value in metadata:
         if key == DETAILS_KEY and isinstance(value, bytes):
             try:
@@ -150,7 +150,7 @@ def from_trailers(code: int, message: str, metadata: Iterable[tuple[str, str | b
 
 
 def from_status(status: Status) -> ErrorDetail:
-    """The fault that a status tells, the inverse of ``to_status``."""
+    """The inverse of ``to_status``."""
     info = _find(status, ErrorInfo)
     bad = _find(status, BadRequest)
     resource = _find(status, ResourceInfo)
@@ -175,7 +175,7 @@ def _details(fault: ErrorDetail) -> list[Message]:
     if fault.violation is not None:
         bad = fault.violation
         info.metadata.update({"field": bad.field, "limit": bad.limit, "value": bad.value})
-        details.append(_told(bad, fault))
+        details.append(_violation_detail(bad, fault))
     if fault.resource is not None:
         details.append(
             ResourceInfo(
@@ -191,14 +191,14 @@ def _details(fault: ErrorDetail) -> list[Message]:
     return details
 
 
-def _told(bad: Violation, fault: ErrorDetail) -> Message:
+def _violation_detail(bad: Violation, fault: ErrorDetail) -> Message:
     text = f"{bad.limit}, got {bad.value}"
     field = BadRequest.FieldViolation(field=bad.field, description=text, reason=fault.reason.value)
-    told: Message = BadRequest(field_violations=[field])
+    detail: Message = BadRequest(field_violations=[field])
     if fault.subject is not None:
         used = QuotaFailure.Violation(subject=fault.subject, description=f"{bad.field}: {text}")
-        told = QuotaFailure(violations=[used])
-    return told
+        detail = QuotaFailure(violations=[used])
+    return detail
 
 
 def _find(status: Status, kind: type[_Detail]) -> _Detail | None:
@@ -223,8 +223,7 @@ def _reason(info: ErrorInfo | None) -> Reason:
 
 
 def _violation(info: ErrorInfo | None, bad: BadRequest | None, quota: QuotaFailure | None) -> Violation | None:
-    """Field, limit and value apart stand in ErrorInfo; BadRequest or QuotaFailure say them to those who know only
-    google.rpc."""
+    """ErrorInfo has field, limit and value apart; the other two are for clients that know only google.rpc."""
     if quota is not None and quota.violations:
         about = info.metadata if info is not None else {}
         limit = about.get("limit", quota.violations[0].description)

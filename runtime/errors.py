@@ -1,6 +1,6 @@
-"""Everything that the service answers with, when it doesn't answer with a result.
+"""The typed errors of the service.
 
-ServiceError                     any status; of this type itself when it is none of those below
+ServiceError                     any status; the type itself for statuses without a subclass
 ├── InvalidArgument              a field, its limit, the value              INVALID_ARGUMENT
 ├── Unimplemented                a field that this build can't honour       UNIMPLEMENTED
 ├── NotFound                     a kind and a name                          NOT_FOUND
@@ -12,13 +12,13 @@ ServiceError                     any status; of this type itself when it is none
 ├── QueueFull                    the service takes no more for now          RESOURCE_EXHAUSTED
 ├── Unavailable                  not here or not now                        UNAVAILABLE
 ├── DeadlineExceeded             the request's time is over                 DEADLINE_EXCEEDED
-├── Cancelled                    somebody cancelled the request             CANCELLED
+├── Cancelled                    the request was cancelled             CANCELLED
 ├── Aborted                      a stream that can't go on here             ABORTED
 ├── FailedPrecondition           router and worker that don't fit           FAILED_PRECONDITION
-└── Internal                     a bug; says nothing of the inside          INTERNAL
+└── Internal                     a bug; without details          INTERNAL
 
-An error is an ``ErrorDetail`` that can be raised. ``from_fault`` and ``from_call`` make the typed error on the other
-side. Times are in seconds.
+An error wraps an ``ErrorDetail``. ``from_fault`` and ``from_call`` make the typed error at the client. Times are in
+seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from decant.runtime.error_details import (
     Violation,
     from_trailers,
     message_text,
-    part,
+    shorten,
 )
 
 RETRY_AFTER_SECONDS = 1.0
@@ -47,7 +47,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class FaultOwner(StrEnum):
-    """Whose doing an error is. Only SERVER is a failure of this service."""
+    """Who caused an error. Only SERVER is a failure of this service."""
 
     CLIENT = "client"
     CAPACITY = "capacity"
@@ -74,7 +74,7 @@ _CAPACITY_REASONS = frozenset(
 
 
 class ServiceError(Exception):
-    """An answer that is no result. ``fault`` is all that the other side learns; the rest is derived from it."""
+    """An error of the service. `fault` is all that is sent; the rest is derived from it."""
 
     def __init__(self, fault: ErrorDetail) -> None:
         super().__init__(fault.message)
@@ -90,7 +90,7 @@ class ServiceError(Exception):
 
     @property
     def label(self) -> str:
-        """For metrics: the reason in lower case, one of as many as ``Reason`` has."""
+        """Metric label: the reason in lower case."""
         return self.fault.reason.value.lower()
 
     @property
@@ -101,12 +101,12 @@ class ServiceError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed when it is simply made again, after ``retry_after`` where that is set."""
+        """Whether the same call may succeed later, after `retry_after` if that is set."""
         return self.code is grpc.StatusCode.UNAVAILABLE or self.reason in (Reason.QUOTA_EXCEEDED, Reason.QUEUE_FULL)
 
     @property
     def resumable(self) -> bool:
-        """Whether ``ResumeStream`` may go on from ``resume.last_seq``."""
+        """Whether `ResumeStream` can continue from `resume.last_seq`."""
         return self.resume is not None and self.code is grpc.StatusCode.ABORTED
 
     @property
@@ -139,8 +139,8 @@ class _FieldError(ServiceError):
 
 
 class InvalidArgument(_FieldError):
-    """A field breaks a limit. `reason` may also be EMPTY_PROMPT or PROMPT_TOO_LONG; `advice` is the message where it
-    says more than "field: limit, got value"."""
+    """A field violates a limit. `reason` may also be EMPTY_PROMPT or PROMPT_TOO_LONG. `advice` replaces the message
+    "field: limit, got value"."""
 
     def __init__(
         self, field: str, limit: str, value: object, *, reason: Reason = Reason.INVALID_FIELD, advice: str = ""
@@ -150,7 +150,7 @@ class InvalidArgument(_FieldError):
 
 
 class Unimplemented(_FieldError):
-    """A field that is set and that this build can't honour, or not beyond `limit`."""
+    """A field that this build does not support, or only up to `limit`."""
 
     LIMIT = "not supported by this build"
 
@@ -159,12 +159,12 @@ class Unimplemented(_FieldError):
 
 
 class NotFound(ServiceError):
-    """Nothing of that name. `kind` is "model" or "request"; a request may also be expired, or another tenant's."""
+    """Unknown name. `kind` is "model" or "request"; a request may have expired, or belong to another tenant."""
 
     REASONS: ClassVar = {"model": Reason.MODEL_NOT_FOUND, "request": Reason.REQUEST_NOT_FOUND}
 
     def __init__(self, kind: str, name: str) -> None:
-        resource = Resource(kind, part(name))
+        resource = Resource(kind, shorten(name))
         fault = _fault(grpc.StatusCode.NOT_FOUND, self.REASONS[kind], f"{kind}: none is called {resource.name}")
         super().__init__(replace(fault, resource=resource))
 
@@ -173,7 +173,7 @@ class AlreadyExists(ServiceError):
     """A request id used again with another payload."""
 
     def __init__(self, request_id: str) -> None:
-        text = f"request_id: already used with another payload, got {part(request_id)}"
+        text = f"request_id: already used with another payload, got {shorten(request_id)}"
         super().__init__(_fault(grpc.StatusCode.ALREADY_EXISTS, Reason.REQUEST_ID_REUSED, text))
 
 
@@ -187,7 +187,7 @@ class OutOfRange(ServiceError):
 
 
 class Unauthenticated(ServiceError):
-    """No credentials, or wrong ones: it doesn't say which."""
+    """Missing or wrong credentials; the error does not say which."""
 
     def __init__(self) -> None:
         text = "no credentials that are known here"
@@ -198,21 +198,22 @@ class PermissionDenied(ServiceError):
     """Known credentials that don't allow `action`."""
 
     def __init__(self, action: str) -> None:
-        text = f"these credentials don't allow: {part(action)}"
+        text = f"these credentials don't allow: {shorten(action)}"
         super().__init__(_fault(grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_ALLOWED, text))
 
 
 class QuotaExceeded(_FieldError):
-    """A share is used up: `subject` is whose, `quota` what of, as "in_flight", and `value` what this would make."""
+    """A tenant's quota is used up. `subject` is the tenant, `quota` its name ("in_flight"), `value` the use with this
+    request."""
 
     def __init__(self, subject: str, quota: str, limit: int, value: int, *, retry_after: float) -> None:
         code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUOTA_EXCEEDED
         fault = _field_fault(code, reason, quota, f"at most {limit}", value)
-        super().__init__(replace(fault, subject=part(subject), retry_after=_seconds(retry_after)))
+        super().__init__(replace(fault, subject=shorten(subject), retry_after=_seconds(retry_after)))
 
 
 class QueueFull(ServiceError):
-    """As much waits as is taken in: `limit` requests, or what the text `limit` says."""
+    """The queue is full: `limit` requests wait, or as the text `limit` says."""
 
     def __init__(self, limit: int | str, *, retry_after: float) -> None:
         words = limit if isinstance(limit, str) else f"at most {limit} requests wait"
@@ -221,7 +222,7 @@ class QueueFull(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """Not here, or not now. `reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_AWAY."""
+    """Not possible here now. `reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_AWAY."""
 
     def __init__(self, reason: Reason, message: str, *, retry_after: float) -> None:
         fault = _fault(grpc.StatusCode.UNAVAILABLE, reason, message)
@@ -229,44 +230,44 @@ class Unavailable(ServiceError):
 
 
 class DeadlineExceeded(ServiceError):
-    """The request's time is over; what was written can be fetched."""
+    """The deadline has passed; the output so far can be fetched."""
 
     def __init__(self, message: str = "the request's deadline has passed") -> None:
         super().__init__(_fault(grpc.StatusCode.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED, message))
 
 
 class Cancelled(ServiceError):
-    """The request was cancelled by a call of its own, or after its stream was lost."""
+    """The request was cancelled, by a call or because its stream was lost."""
 
     def __init__(self, message: str = "the request was cancelled") -> None:
         super().__init__(_fault(grpc.StatusCode.CANCELLED, Reason.CANCELLED, message))
 
 
 class Aborted(ServiceError):
-    """A stream that can't go on here. `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or TAIL_UNCERTAIN
-    with a point to resume from, or SUPERSEDED without."""
+    """A stream that can't continue here. `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or
+    TAIL_UNCERTAIN with a point to resume from, or SUPERSEDED without."""
 
     def __init__(self, reason: Reason, message: str, *, resume: ResumePoint | None = None) -> None:
         super().__init__(replace(_fault(grpc.StatusCode.ABORTED, reason, message), resume=resume))
 
 
 class FailedPrecondition(ServiceError):
-    """Between router and worker: another incarnation than the one meant, or no common protocol. `reason` is
-    WRONG_PEER or WRONG_PROTOCOL."""
+    """Between router and worker: wrong incarnation, or no common protocol version. `reason` is WRONG_PEER or
+    WRONG_PROTOCOL."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(_fault(grpc.StatusCode.FAILED_PRECONDITION, reason, message))
 
 
 class Internal(ServiceError):
-    """A bug. It takes no words, so that nothing of the inside gets out: those are in the log."""
+    """A bug. It has no message of its own, so that nothing internal is sent; the log has the details."""
 
     def __init__(self) -> None:
         super().__init__(_fault(grpc.StatusCode.INTERNAL, Reason.INTERNAL, "internal error"))
 
 
 class EndedCall(Protocol):
-    """What ``grpc.RpcError`` of a call and ``grpc.aio.AioRpcError`` have in common."""
+    """Common part of ``grpc.RpcError`` of a call and ``grpc.aio.AioRpcError``."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
@@ -274,15 +275,15 @@ class EndedCall(Protocol):
 
 
 def from_call(call: EndedCall) -> ServiceError:
-    """The typed error that a failed call brought."""
+    """The typed error of a failed call."""
     metadata = call.trailing_metadata() or ()
     return from_fault(from_trailers(call.code().value[0], call.details() or "", metadata))
 
 
 def from_fault(fault: ErrorDetail) -> ServiceError:
-    """The typed error that says `fault`; ServiceError itself where the status has no type of its own."""
+    """The typed error for `fault`; ServiceError itself for a status without a subclass."""
     kind = _TYPES.get(_CODES.get(fault.code, grpc.StatusCode.UNKNOWN), ServiceError)
-    if kind is QuotaExceeded and fault.reason is not Reason.QUOTA_EXCEEDED:  # gRPC's own says RESOURCE_EXHAUSTED too
+    if kind is QuotaExceeded and fault.reason is not Reason.QUOTA_EXCEEDED:  # gRPC itself uses RESOURCE_EXHAUSTED too
         kind = QueueFull if fault.reason is Reason.QUEUE_FULL else ServiceError
     error = kind.__new__(kind)
     ServiceError.__init__(error, fault)
@@ -312,10 +313,10 @@ def _fault(code: grpc.StatusCode, reason: Reason, message: str) -> ErrorDetail:
 
 
 def _field_fault(code: grpc.StatusCode, reason: Reason, field: str, limit: str, value: object) -> ErrorDetail:
-    bad = Violation(part(field), part(limit), part(value))
+    bad = Violation(shorten(field), shorten(limit), shorten(value))
     return replace(_fault(code, reason, f"{bad.field}: {bad.limit}, got {bad.value}"), violation=bad)
 
 
 def _seconds(retry_after: float) -> float:
-    """To the millisecond that the wire carries."""
+    """Rounded to milliseconds, as sent."""
     return max(0, round(retry_after * 1000)) / 1000

@@ -1,4 +1,4 @@
-"""Alive and ready, told by gRPC's health service.
+"""State of a process, served by gRPC's health service.
 
 STARTING --ready()--> READY --draining()--> DRAINING --stopped()--> STOPPED     the server ends
     '-----------------'--failed(reason)-----'---> FAILED --stopped()---'
@@ -28,7 +28,7 @@ _log = logs.get(__name__)
 
 
 class State(Enum):
-    """Where a process is in its life."""
+    """States, in the order of the diagram."""
 
     STARTING = "starting"
     READY = "ready"
@@ -38,12 +38,12 @@ class State(Enum):
 
 
 class Readiness:
-    """One process's state. Components flip it on the event loop's thread; whoever waits is woken."""
+    """One process's state. For the event loop's thread only; each change wakes the waiters."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
         self.reason: str | None = None
-        """Why it failed, if it did."""
+        """Why it failed; None if it did not."""
         self._changed = asyncio.Event()
 
     @property
@@ -55,28 +55,28 @@ class Readiness:
         return self.state is State.READY
 
     def ready(self) -> None:
-        """After warm-up. A drain that has begun, or a failure, is not taken back."""
+        """The warm-up is done. No effect after a drain or a failure."""
         if self.state is State.STARTING:
             self._become(State.READY)
 
     def draining(self) -> None:
-        """No new work from now on."""
+        """New work is refused from now on."""
         if self.state in (State.STARTING, State.READY):
             self._become(State.DRAINING)
 
     def failed(self, reason: str) -> None:
-        """The process can't do its work any more and should be replaced; `reason` is for the log."""
+        """The process can't work any more and should be restarted; `reason` is for the log."""
         if self.state in (State.STARTING, State.READY, State.DRAINING):
             self.reason = reason
             self._become(State.FAILED)
 
     def stopped(self) -> None:
-        """The server is about to end: watches end, which would otherwise outlive any grace."""
+        """The server is about to end. Ends health watches, which would stay open."""
         if self.state is not State.STOPPED:
             self._become(State.STOPPED)
 
     async def changed(self, since: State) -> State:
-        """Waits while the state is `since`; returns the one after it."""
+        """Wait for another state than `since`, and return it."""
         while self.state is since:
             await self._changed.wait()
         return self.state
@@ -84,12 +84,12 @@ class Readiness:
     def _become(self, state: State) -> None:
         self.state = state
         _log.info("readiness", state=state.value, **({} if self.reason is None else {"reason": self.reason}))
-        woken, self._changed = self._changed, asyncio.Event()
-        woken.set()
+        waiters, self._changed = self._changed, asyncio.Event()
+        waiters.set()
 
 
 class HealthService(health_pb2_grpc.HealthServicer):
-    """``grpc.health.v1.Health`` over a Readiness, for these full names of services."""
+    """``grpc.health.v1.Health`` over a Readiness, for services by their full names."""
 
     def __init__(self, readiness: Readiness, services: Iterable[str]) -> None:
         self._readiness = readiness

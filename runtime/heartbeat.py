@@ -1,7 +1,7 @@
-"""Heartbeats between processes, and how long a peer has been silent.
+"""Heartbeats between processes: their interval, and detection of a lost peer.
 
-Silence is counted in ticks of this process's own event loop, not by the clock. A loop that is late can't read, and what
-it has not read yet is not the peer's silence: a stall of any length counts as one tick.
+Silence is counted in ticks of this process's event loop, not in time: while the loop stalls, messages arrive unread. A
+stall of any length counts as one tick.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from math import ceil
 
 HEARTBEAT_SECONDS = 0.25
-"""Between two heartbeats on a session or a fetch, each way; also the length of a tick."""
+"""Interval of heartbeats on a session or a fetch, in both directions; also the length of a tick."""
 SUSPECT_SECONDS = 1.0
-"""A peer that is silent for longer gets no new work."""
+"""A peer without a message for so long gets no new work."""
 SILENT_SECONDS = 3.0
-"""A peer that is silent for longer is lost."""
+"""A peer without a message for so long is lost."""
 
 
 class Silence:
@@ -46,7 +46,7 @@ class Silence:
 
 
 class LoopTimer:
-    """Calls ``then`` once the event loop has been running for ``seconds``, in ticks: a stall counts as one of them."""
+    """Calls `then` after `seconds` in ticks of the event loop; a stall counts as one tick."""
 
     def __init__(self, seconds: float, then: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -56,7 +56,7 @@ class LoopTimer:
         self._handle = self._loop.call_later(self._tick_seconds, self._tick)
 
     def cancel(self) -> None:
-        """``then`` is not called any more. May be repeated."""
+        """Prevent the call of `then`. May be repeated."""
         self._handle.cancel()
 
     def _tick(self) -> None:

@@ -1,4 +1,4 @@
-"""The one place where exceptions become statuses.
+"""Turns exceptions of handlers into gRPC statuses; the only place that does.
 
     handler raises             client gets                              counted     logged
     a ServiceError             its status, details and trailers         by label    without its words
@@ -6,8 +6,8 @@
     nothing, call cancelled    (it has gone)                            no          no
     context.abort              what it says                             no          no
 
-Handlers are coroutines or async generators. A generator is closed in the call's own task, so that its cleanup runs
-at once when the client leaves, also when it was waiting for a message to be sent.
+Handlers are coroutines or async generators. A generator is closed in the call's own task, so that its cleanup runs at
+once when the client disconnects, also while a message is being sent.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _log = logs.get(__name__)
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 Gate = Callable[[str], None]
-"""Sees each call's full method name, as "/package.Service/Method", and raises the ServiceError that refuses it."""
+"""Called with the full method name, "/package.Service/Method". Raises a ServiceError to refuse the call."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Answers for every method of a server.
+    """Wraps every method of a server.
 
-    `count` hears of every error that a call ended with. `gate` may refuse calls. Calls of `services` (full names)
-    are active until their handlers have let go of everything.
+    `count` is called with every error that ends a call. `gate` may refuse calls. Calls of `services` (full names) are
+    active until their handlers have cleaned up.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._idle.set()
 
     async def idle(self) -> None:
-        """Waits until no call is active."""
+        """Wait until no call is active."""
         await self._idle.wait()
 
     async def intercept_service(
@@ -68,7 +68,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             call = self._unary(method, handler.stream_unary or handler.unary_unary)
         return _REBUILD[handler.request_streaming, handler.response_streaming](
             call,
-            request_deserializer=_forgiving(handler),
+            request_deserializer=_lenient_deserializer(handler),
             response_serializer=handler.response_serializer,
         )
 
@@ -86,7 +86,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             async def work() -> None:
                 answers = handle(_readable(request), context)
                 if not inspect.isasyncgen(answers):
-                    await answers  # it writes to the context by itself
+                    await answers  # the handler writes to the context itself
                     return
                 async with aclosing(answers):
                     async for answer in answers:
@@ -113,7 +113,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 if _cancelled():
                     raise
-                # Something that the handler waited for was cancelled, not the call: unanswered, it would hang.
+                # A task that the handler awaited was cancelled, not the call, which would hang without a status.
                 _log.exception("unexpected cancellation")
                 failure = Internal()
             except Exception:  # noqa: BLE001 - the one place; what it was is in the log
@@ -137,28 +137,28 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def _refuse(self, error: ServiceError, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if _cancelled() and not isinstance(error, Internal):
-            raise asyncio.CancelledError  # the client has gone: there is nobody to answer
+            raise asyncio.CancelledError  # the client has disconnected
         self._count(error)
         if not isinstance(error, Internal):
-            say = _log.warning if error.blame is FaultOwner.SERVER else _log.debug
-            say("call failed", code=error.code.name, reason=error.label)
+            log = _log.warning if error.blame is FaultOwner.SERVER else _log.debug
+            log("call failed", code=error.code.name, reason=error.label)
         if _cancelled():
             raise asyncio.CancelledError
         try:
             await context.abort(error.code, error.fault.message, trailers(error.fault))
-        except grpc.aio.InternalError:  # the client has just left
+        except grpc.aio.InternalError:  # the client has just disconnected
             raise asyncio.CancelledError from None
 
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """Stands for a message that can't be decoded. gRPC itself would raise in its own code, and log a stack."""
+    """Replaces a message that can't be decoded. gRPC would raise in its own code, and log a stack."""
 
     bytes: int
 
 
 class _Readable:
-    """A call's messages. Raises InvalidArgument in place of one that can't be decoded."""
+    """A call's messages. Raises InvalidArgument for one that can't be decoded."""
 
     def __init__(self, messages: AsyncIterator[Any]) -> None:
         self._messages = messages
@@ -170,23 +170,23 @@ class _Readable:
         return _checked(await anext(self._messages))
 
 
-def _forgiving(handler: Any) -> Any:
-    """The deserializer of a handler's messages, which gives _Unreadable for what it can't read."""
+def _lenient_deserializer(handler: Any) -> Any:
+    """A handler's deserializer, which returns _Unreadable for a message that it can't decode."""
     read = handler.request_deserializer
     if read is None:
         return None
 
-    def forgiving(data: bytes) -> Any:
+    def deserialize(data: bytes) -> Any:
         try:
             return read(data)
         except DecodeError:
             return _Unreadable(len(data))
 
-    return forgiving
+    return deserialize
 
 
 def _readable(request: Any) -> Any:
-    """A call's request, or its stream of them. Raises InvalidArgument."""
+    """A call's request or stream of requests. Raises InvalidArgument."""
     return _Readable(request) if isinstance(request, AsyncIterator) else _checked(request)
 
 
@@ -199,7 +199,7 @@ def _checked(message: Any) -> Any:
 
 
 async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> None:
-    """A message that can't be sent any more is the first that is seen of a client that left."""
+    """Raises ClientDisconnected: a failed write is the first sign of it."""
     try:
         await context.write(answer)
     except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
@@ -207,12 +207,12 @@ async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> No
 
 
 class ClientDisconnected(Exception):
-    """The call ended under its handler; its cancel is on the way. Handlers that write to the context raise it when a
-    write says so."""
+    """The call has ended; its handler will be cancelled. Handlers that write to the context raise it after a failed
+    write."""
 
 
 def _cancelled() -> bool:
-    """Whether the running call was cancelled: by its client, its deadline, or the end of the server."""
+    """Whether the current call was cancelled: by its client, its deadline, or the end of the server."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,9 +1,9 @@
 """One line per event on standard output: JSON for machines, columns on a terminal.
 
-Every line has ``time``, ``level``, ``event`` and ``service``, and whatever is bound in the running task: ``bound``
-binds for a block, tasks started inside inherit it and cannot change it outside. Lines of the standard library's
-loggers (grpc, transformers, asyncio, warnings) take the same way. What users wrote is not logged: values under the
-keys of ``PRIVATE`` are replaced by their length.
+Every line has ``time``, ``level``, ``event`` and ``service``, and the values bound in the current task: ``bound`` binds
+for a block, and tasks started inside inherit them. Lines of the standard library's loggers (grpc, transformers,
+asyncio, warnings) have the same form. Text of users is not logged: values of the keys in ``PRIVATE`` are replaced by
+their length.
 
 ``start`` configures the process and is called once, by its main.
 """
@@ -25,7 +25,7 @@ from decant.runtime.settings import Settings
 PRIVATE = frozenset({"prompt", "messages", "text", "token_ids", "tokens", "stop", "content"})
 
 _HANDLERS_OF_THEIR_OWN = ("transformers", "huggingface_hub")
-"""Libraries that print by themselves, and start to whenever they are first imported."""
+"""Libraries that install their own handlers when they are first imported."""
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -79,7 +79,7 @@ def _common(service: str) -> list[Processor]:
 
 
 def hide_private(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """What users wrote becomes its length."""
+    """Replace text of users by its length."""
     for key in PRIVATE & event.keys():
         value = event[key]
         event[key] = f"<{len(value)}>" if hasattr(value, "__len__") else "<hidden>"
@@ -87,7 +87,7 @@ def hide_private(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
 
 
 def _name_module(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """The standard library's loggers are named by the same key."""
+    """Log the name of a standard library logger under the same key."""
     event["module"] = event["_record"].name
     return event
 
@@ -119,7 +119,7 @@ def _route_standard_library(common: list[Processor], console: bool, level: int, 
 
 
 class _Routed(logging.Logger):
-    """A library's root logger that stays routed: what the library does to its handlers later has no effect."""
+    """A library's root logger whose handlers the library can't change later."""
 
     def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802
         pass

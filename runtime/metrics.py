@@ -1,10 +1,10 @@
-"""What a process counts, in a registry of its own. Counters, not rates; labels from closed sets, never ids.
+"""Metrics of a process, in its own registry. Counters, not rates; labels from closed sets, never ids.
 
-ShellMetrics     every process     errors by reason, code and blame; the build
+ProcessMetrics   every process     errors by reason, code and blame; the build
 RequestMetrics   the router        times and tokens of requests, by model
 EngineMetrics    a worker          its cache, its batch, its handoffs
 
-Times are in seconds, sizes in bytes. Buckets are those that servers of this kind have agreed on.
+Times are in seconds, sizes in bytes. Buckets are those of other LLM servers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HANDOFF_BYTES = tuple(float(4**power * 1024) for power in range(2, 13))
 
 
 class PromptSource(StrEnum):
-    """Where the KV of a prompt's tokens came from."""
+    """Where the KV cache of a prompt's tokens came from."""
 
     COMPUTED = "local_compute"
     CACHED = "local_cache_hit"
@@ -52,7 +52,7 @@ class Registry:
     """A process's metrics, and their text. `process` adds its CPU seconds, memory and open files."""
 
     def __init__(self, *, process: bool = True) -> None:
-        # The time at which each series began: as many series again, and in no dashboard.
+        # Creation times would double the number of series, and no dashboard uses them.
         disable_created_metrics()
         self.collectors = CollectorRegistry(auto_describe=True)
         if process:
@@ -62,18 +62,20 @@ class Registry:
         """All values in Prometheus' text format."""
         return generate_latest(self.collectors)
 
-    def counter(self, name: str, words: str, labels: Iterable[str] = ()) -> Counter:
-        return Counter(f"{PREFIX}_{name}", words, labels, registry=self.collectors)
+    def counter(self, name: str, description: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(f"{PREFIX}_{name}", description, labels, registry=self.collectors)
 
-    def gauge(self, name: str, words: str, labels: Iterable[str] = ()) -> Gauge:
-        return Gauge(f"{PREFIX}_{name}", words, labels, registry=self.collectors)
+    def gauge(self, name: str, description: str, labels: Iterable[str] = ()) -> Gauge:
+        return Gauge(f"{PREFIX}_{name}", description, labels, registry=self.collectors)
 
-    def histogram(self, name: str, words: str, buckets: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
-        return Histogram(f"{PREFIX}_{name}", words, labels, buckets=buckets, registry=self.collectors)
+    def histogram(
+        self, name: str, description: str, buckets: tuple[float, ...], labels: Iterable[str] = ()
+    ) -> Histogram:
+        return Histogram(f"{PREFIX}_{name}", description, labels, buckets=buckets, registry=self.collectors)
 
 
-class ShellMetrics:
-    """What every process counts."""
+class ProcessMetrics:
+    """Metrics of every process."""
 
     def __init__(self, registry: Registry) -> None:
         labels = ("reason", "code", "blame")
@@ -107,7 +109,7 @@ class ModelMetrics:
 
 
 class RequestMetrics:
-    """What a router observes of requests. Only models that it serves get a label: ``of`` is called at their load."""
+    """A router's metrics of requests. Only models that it serves get a label: `of` is called at their load."""
 
     def __init__(self, registry: Registry) -> None:
         model = ("model",)
@@ -133,12 +135,12 @@ class RequestMetrics:
         )
 
     def of(self, model: str) -> ModelMetrics:
-        """The metrics of one served model; keep it, looking labels up costs more than counting."""
+        """Metrics of one served model. Keep it: looking up labels costs more than counting."""
         return ModelMetrics(self, model)
 
 
 class EngineMetrics:
-    """What a worker observes of its engine. `causes` are all the names that a handoff's failure can have."""
+    """A worker's metrics of its engine. `causes` are the names of all failures of a handoff."""
 
     def __init__(self, registry: Registry, causes: Iterable[str]) -> None:
         self.cache_usage = registry.gauge("kv_cache_usage_ratio", "Share of the KV blocks that are in use, 0 to 1.")

@@ -1,4 +1,4 @@
-"""The small files of a model: what a router needs of it, and by which a worker says that it serves the same.
+"""The small files of a model: all that a router needs, and the hash by which workers and routers compare models.
 
 Everything but the weights: configuration, tokenizer, defaults of sampling. Routers and workers read them from the same
 source, a folder or a hub name, and compare ``tokenizer``, the hash over all that they must agree on.
@@ -18,14 +18,14 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 PATTERNS = ("*.json", "*.jinja", "tokenizer*")
-"""What is fetched of a hub model: no weights."""
+"""Files that are fetched of a hub model: no weights."""
 
 _HASHED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class ModelUnreadable(Exception):
-    """A model whose files are not there, or are not what they should be. ``reason`` says which and why."""
+    """Missing or invalid files of a model. `reason` names them."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"{model}: {reason}")
@@ -35,13 +35,13 @@ class ModelUnreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model as its small files describe it.
+    """Facts from a model's small files.
 
-    id                what clients call it: the hub name, or the folder's own name
+    id                the model's name for clients: the hub name, or the folder's name
     revision          the hub commit, or a hash of a folder's small files
     window            positions that it was made for, in tokens; None where its configuration names none
     vocab_size        rows of its table, which may be more than its tokenizer has; None where it names none
-    default_sampling  what its generation_config says, as far as it says it; greedy unless it asks for sampling
+    default_sampling  values of generation_config.json; greedy unless do_sample is set
     tokenizer         64-bit hash of tokenizer and limits
     """
 

@@ -1,4 +1,4 @@
-"""One life of one process, as it names itself to others."""
+"""Identity of a process for its peers: id, incarnation and protocol version."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime import logs
 
 PROTOCOL = 2
-"""Version of the rules of protos/worker.proto that this build speaks."""
+"""Version of protos/worker.proto and its rules."""
 
 
 _log = logs.get(__name__)
 
 
 class UnknownMessages:
-    """Messages of one peer that this build has no field for: a newer one may send them in a rolling upgrade.
+    """Ignores and counts messages of a peer that this build has no field for; a newer build may send them.
 
-    They are ignored on both sides. A message that has to be understood needs another PROTOCOL.
+    A message that must not be ignored needs another PROTOCOL.
     """
 
     def __init__(self, peer: str) -> None:
@@ -36,26 +36,26 @@ class UnknownMessages:
 
 
 def new_peer(id: str) -> wire.Peer:
-    """A process's own name: ``id`` and an incarnation drawn now, so that a restarted one is another peer."""
+    """A peer with a new random incarnation, so that a restarted process is another peer."""
     return wire.Peer(id=id, incarnation=secrets.randbits(64) or 1, protocol=PROTOCOL)
 
 
 def default_id(role: str) -> str:
-    """``role``, this host and this process: what a process is called unless it is given a name."""
+    """Default id of a process: role, host and process id."""
     return f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
-def speaks(protocol: int) -> bool:
-    """Whether a peer of that version is understood: ours and the one before."""
+def is_compatible(protocol: int) -> bool:
+    """Whether this build works with that version: its own and the one before."""
     return protocol in (PROTOCOL, PROTOCOL - 1) and protocol > 0
 
 
 def enum_name(enum: EnumTypeWrapper, value: int) -> str:
-    """Its name; the number of a value that only a newer build knows."""
+    """The name of a value; its number if only a newer build knows it."""
     found = enum.DESCRIPTOR.values_by_number.get(value)
     return str(value) if found is None else found.name
 
 
-def same_life(one: wire.Peer, other: wire.Peer) -> bool:
-    """Whether two messages name the same life of the same process."""
+def same_incarnation(one: wire.Peer, other: wire.Peer) -> bool:
+    """Whether both are the same incarnation of the same process."""
     return one.id == other.id and one.incarnation == other.incarnation

@@ -33,7 +33,7 @@ def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 
 
 def _describe_v1() -> None:
-    """Makes the descriptor of v1 known, unless a package has brought it: `grpcurl describe` asks for it."""
+    """Add the descriptor of v1 to the pool, unless a package has: `grpcurl describe` needs it."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileContainingSymbol(V1)

@@ -1,4 +1,4 @@
-"""A process that serves gRPC: everything that such a server owes, and its end.
+"""A process that serves gRPC: health, reflection, TLS, metrics, drain and end.
 
 serving --- SIGTERM, SIGINT ---> draining -------------> stopping ---------------> ended
    |                             health NOT_SERVING,     watches end,            port closed
@@ -7,8 +7,8 @@ serving --- SIGTERM, SIGINT ---> draining -------------> stopping --------------
    |                             |------ drain_seconds in all -----| then what is left is cancelled
    '--- Readiness.failed, or a second signal, in any state: everything is cancelled
 
-The port stays open as long as a call is in flight: what comes too late is refused by name. A server of gRPC's that
-is being stopped answers late calls with CANCELLED, which reads like the caller's own doing.
+The port stays open while a call is in flight, and late calls are refused with a reason: a gRPC server that stops would
+answer them with CANCELLED, as if the caller had cancelled.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import Unavailable
 from decant.runtime.health import HealthService, Readiness, State
 from decant.runtime.interceptor import ErrorInterceptor
-from decant.runtime.metrics import Registry, ShellMetrics
+from decant.runtime.metrics import ProcessMetrics, Registry
 from decant.runtime.reflection import add_reflection
 from decant.runtime.server_settings import ServerSettings, bind, join_address, server_options
 from decant.runtime.settings import SettingError
-from decant.runtime.shutdown import Shutdown, first
+from decant.runtime.shutdown import Shutdown, race
 
 CLEANUP_SECONDS = 5.0
-"""For calls that were cancelled at the end, to let go of what they hold."""
+"""For calls that were cancelled at the end, to clean up."""
 FLUSH_SECONDS = 1.0
-"""For gRPC to send the last statuses; calls of others (reflection) may stay open for ever."""
+"""For gRPC to send the last statuses. Calls of other services (reflection) may stay open."""
 RETRY_ELSEWHERE_SECONDS = 0.1
 
 _HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -49,15 +49,14 @@ WarmUp = Callable[["Server"], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Service:
-    """One gRPC service: what it is, how it is added to a server, and which of its methods bring new work. Those are
-    refused while the process drains."""
+    """One gRPC service, how it is added to a server, and the methods that admit new work: a drain refuses those."""
 
     descriptor: ServiceDescriptor
     add: Callable[[grpc.aio.Server], None]
-    entrances: frozenset[str] = frozenset()
+    admission_methods: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if unknown := self.entrances - set(self.descriptor.methods_by_name):
+        if unknown := self.admission_methods - set(self.descriptor.methods_by_name):
             raise ValueError(f"{self.name} has no {', '.join(sorted(unknown))}")
 
     @property
@@ -74,15 +73,15 @@ async def serve(
     warm_up: WarmUp,
     drain: Drain | None = None,
 ) -> bool:
-    """A process's life: listens, warms up, is ready, drains on SIGTERM or SIGINT, ends.
+    """Run a process: listen, warm up, become ready, drain on SIGTERM or SIGINT, end.
 
-    Returns whether every call ended by itself. What `warm_up` or `drain` raises ends the server and is raised.
-    Raises Refused when an address can't be bound or a TLS file can't be read.
+    Returns whether every call ended by itself. An exception of `warm_up` or `drain` ends the server and is raised.
+    Raises SettingError when an address can't be bound or a TLS file can't be read.
     """
 
     async def warm(server: Server) -> None:
         await warm_up(server)
-        settle_heap()
+        freeze_gc()
 
     server = Server(services, settings, readiness, registry)
     server.shutdown.on_signals()
@@ -90,15 +89,15 @@ async def serve(
     return await server.run(warm_up=warm, drain=drain)
 
 
-def settle_heap() -> None:
-    """Modules, code and models that are here now stay as long as the process: looking through them for garbage again
-    and again would stop every stream for a quarter of a second, where torch is loaded."""
+def freeze_gc() -> None:
+    """Exclude all present objects from garbage collection: modules and models stay until the end, and a full collection
+    with torch loaded stops every stream for a quarter of a second."""
     gc.collect()
     gc.freeze()
 
 
 class Server:
-    """A gRPC server with health, reflection, TLS, metrics, errors as statuses, and an orderly end."""
+    """A gRPC server with health, reflection, TLS, metrics, typed errors and an orderly end."""
 
     def __init__(
         self, services: Sequence[Service], settings: ServerSettings, readiness: Readiness, registry: Registry
@@ -109,20 +108,22 @@ class Server:
         self.admin_port: int | None = None
         self._settings = settings
         self._services = tuple(services)
-        self._entrances = {f"/{service.name}/{method}" for service in services for method in service.entrances}
+        self._admission_methods = {
+            f"/{service.name}/{method}" for service in services for method in service.admission_methods
+        }
         self._interceptor = ErrorInterceptor(
-            ShellMetrics(registry).count_error, gate=self._gate, services=[service.name for service in services]
+            ProcessMetrics(registry).count_error, gate=self._gate, services=[service.name for service in services]
         )
         self._server = grpc.aio.server(interceptors=[self._interceptor], options=server_options(settings))
         self._admin = AdminServer(readiness, registry)
 
     @property
     def address(self) -> str:
-        """Where it listens, "host:port"; its port is known after ``start``."""
+        """Its address, "host:port", after ``start``."""
         return join_address(self._settings.host, self.port)
 
     async def start(self) -> None:
-        """Listens; alive, not ready. Raises Refused when an address can't be bound or a TLS file can't be read."""
+        """Listen; alive, not ready. Raises SettingError when an address can't be bound or a TLS file can't be read."""
         names = [service.name for service in self._services]
         for service in self._services:
             service.add(self._server)
@@ -139,20 +140,20 @@ class Server:
         _log.info("serving", address=self.address, tls=self._settings.tls, admin_port=self.admin_port)
 
     async def run(self, *, warm_up: WarmUp | None = None, drain: Drain | None = None) -> bool:
-        """Serves until the end; returns whether every call ended by itself. See ``serve``."""
+        """Serve until the end; see ``serve``. Returns whether every call ended by itself."""
         try:
-            if not await first(self._live(warm_up), self._failed()):
+            if not await race(self._live(warm_up), self._failed()):
                 return False
             self.readiness.draining()
-            return await first(self._drain(drain), self._insisted(), self._failed())
+            return await race(self._drain(drain), self._forced(), self._failed())
         finally:
             await self._end()
 
     async def _live(self, warm_up: WarmUp | None) -> bool:
-        """Until the process is asked to end."""
-        if warm_up is None or await first(self._warm(warm_up), self._asked()):
+        """Until the end is requested."""
+        if warm_up is None or await race(self._warm(warm_up), self._requested()):
             self.readiness.ready()
-            await self.shutdown.asked()
+            await self.shutdown.requested()
         return True
 
     async def _drain(self, drain: Drain | None) -> bool:
@@ -163,7 +164,7 @@ class Server:
                     await drain()
                 self.readiness.stopped()
                 await self._interceptor.idle()
-                await first(self._server.stop(seconds), asyncio.sleep(FLUSH_SECONDS))
+                await race(self._server.stop(seconds), asyncio.sleep(FLUSH_SECONDS))
                 return True
         except TimeoutError:
             if not limit.expired():
@@ -172,7 +173,7 @@ class Server:
             return False
 
     async def _end(self) -> None:
-        """Cancels what is left and waits for its cleanup; nothing is open afterwards."""
+        """Cancel all calls and wait for their cleanup. Nothing is open afterwards."""
         self.readiness.stopped()
         await self._server.stop(None)
         try:
@@ -187,12 +188,12 @@ class Server:
         await warm_up(self)
         return True
 
-    async def _asked(self) -> bool:
-        await self.shutdown.asked()
+    async def _requested(self) -> bool:
+        await self.shutdown.requested()
         return False
 
-    async def _insisted(self) -> bool:
-        await self.shutdown.insisted()
+    async def _forced(self) -> bool:
+        await self.shutdown.forced()
         return False
 
     async def _failed(self) -> bool:
@@ -202,7 +203,7 @@ class Server:
         return False
 
     def _gate(self, method: str) -> None:
-        if method in self._entrances and self.readiness.state not in (State.STARTING, State.READY):
+        if method in self._admission_methods and self.readiness.state not in (State.STARTING, State.READY):
             raise Unavailable(Reason.DRAINING, "this process is draining", retry_after=RETRY_ELSEWHERE_SECONDS)
 
     async def _bind_admin(self, port: int) -> int:

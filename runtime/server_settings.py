@@ -1,4 +1,4 @@
-"""Where a server listens, and with which of gRPC's options."""
+"""Address and gRPC options of a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_PENDING_SECONDS = 86_400
 
 
 class ServerSettings(ServerTls):
-    """Where and how a process serves."""
+    """Settings of a process that serves gRPC."""
 
     host: str = Field(
         default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 or :: is every address"
@@ -33,34 +33,34 @@ class ServerSettings(ServerTls):
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    """Adds the port; returns the one that was taken. Raises Refused, also for TLS files that can't be read."""
+    """Bind the port and return it. Raises SettingError, also for TLS files that can't be read."""
     address = join_address(settings.host, settings.port)
     credentials = server_credentials(settings)
     try:
         if credentials is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
-    except RuntimeError:  # gRPC says no more than that
+    except RuntimeError:  # without any detail from gRPC
         raise SettingError("port", "an address that can be listened on", address) from None
 
 
 def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
-    """What gRPC's own defaults get wrong for calls that are silent for long."""
+    """gRPC options for calls that send nothing for a long time."""
     return [
         ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.so_reuseport", int(settings.reuse_port)),
-        # Clients may ping every 10 s, also while a long prompt is read and nothing is sent; by default they are
-        # sent away (GOAWAY, too_many_pings). Half of that, since a ping that comes a little early counts against
-        # its sender. gRPC passes over names that it doesn't know: a test looks each up in its library.
+        # Clients may ping every 10 s, also during a long prefill; by default gRPC ends such connections (GOAWAY,
+        # too_many_pings). Half of that, since an early ping counts against its sender. gRPC ignores unknown names: a
+        # test looks up each one in its library.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A call that the process has not got to yet waits until its own deadline: by default gRPC drops those beyond
-        # 1,000 and those older than 30 s as CANCELLED, without a word of why. The process refuses them by name.
+        # A call that is not handled yet waits until its own deadline: by default gRPC drops those beyond 1,000 and
+        # those older than 30 s as CANCELLED without a reason. The process refuses them with one.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_SECONDS),
-        # A client that vanished without a word is noticed.
+        # Detects a client that vanished.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
@@ -72,7 +72,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes on this machine reach it. A name other than localhost may be any address."""
+    """Whether only this machine can reach it. False for names other than localhost, which may be any address."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -6,7 +6,7 @@
 The field ``queue_limit`` is the flag ``--queue-limit``, the variable ``DECANT_QUEUE_LIMIT`` and the file's
 ``queue_limit``; ``settings_sources.load`` reads them. Fields are scalars, paths, literals, secrets, or tuples of text
 (commas between the entries of a flag or variable). A default is written here and nowhere else. Validators of classes
-that are put together need different names: of two with one name, pydantic runs only one.
+that are combined need different names: of two with the same name, pydantic runs only one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from decant.runtime.error_details import Violation, part
+from decant.runtime.error_details import Violation, shorten
 
 PREFIX = "DECANT_"
 
@@ -40,17 +40,17 @@ class Settings(BaseModel):
 
 
 class SettingError(ValueError):
-    """Raised by validators that look at several fields: which one is wrong, and why."""
+    """Raised by validators of several fields: which one is wrong, and why."""
 
     def __init__(self, field: str, limit: str, value: object) -> None:
-        super().__init__(f"{field}: {limit}, got {part(value)}")
+        super().__init__(f"{field}: {limit}, got {shorten(value)}")
         self.field = field
         self.limit = limit
         self.value = value
 
 
 class InvalidSettings(Exception):
-    """Settings that can't be honoured: all that was wrong, each by the name under which it was given."""
+    """Invalid settings: all violations, each with the name of the flag, variable or key that set it."""
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         super().__init__("\n".join(_line(violation) for violation in violations))

@@ -1,6 +1,8 @@
-"""Reads a process's settings, once, from four layers; an unknown name in any of them is refused.
+"""Reads a process's settings from four sources; an unknown name in any of them is refused.
 
 flags  >  environment (DECANT_...)  >  file (TOML, named by --config or DECANT_CONFIG)  >  defaults of the class
+
+Not on pydantic-settings: its sources ignore unknown variables and don't tell which of them a refused value came from.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from decant.runtime.error_details import Violation, part
+from decant.runtime.error_details import Violation, shorten
 from decant.runtime.settings import PREFIX, InvalidSettings, SettingError, Settings, flag_name, is_list, variable_name
 
 CONFIG = "config"
-OF_CLIENTS = frozenset({"DECANT_TOKEN"})
-"""Variables of the `decant` command, which may stand in the environment of any process."""
+CLIENT_VARIABLES = frozenset({"DECANT_TOKEN"})
+"""Variables of the `decant` command, allowed in the environment of any process."""
 
 _KUBERNETES_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP))?")
 
@@ -41,8 +43,8 @@ def load(
 ) -> _S:
     """A process's settings from its command line, `environ` (default: its own) and the file that these name.
 
-    `ignore` names variables of other programs that may stand in the same environment. ``--help`` prints every field
-    and ends the process. Raises InvalidSettings.
+    `ignore` are variables of other programs. ``--help`` prints every field and ends the process. Raises
+    InvalidSettings.
     """
     flags = _flags(kind, arguments, program)
     variables = _variables(kind, os.environ if environ is None else environ, ignore)
@@ -58,7 +60,7 @@ def load(
 
 
 def load_or_exit(kind: type[_S], arguments: Sequence[str], *, program: str = "decant") -> _S:
-    """``load`` for a main: what is wrong goes to standard error, and the process ends with 2."""
+    """``load`` for a main: prints errors to standard error and ends the process with status 2."""
     try:
         return load(kind, arguments, program=program)
     except InvalidSettings as error:
@@ -82,16 +84,16 @@ def _flags(kind: type[Settings], arguments: Sequence[str], program: str) -> dict
             parser.add_argument(flag_name(name), dest=name, action=argparse.BooleanOptionalAction, help=text)
         else:
             parser.add_argument(flag_name(name), dest=name, metavar=_metavar(field), help=text)
-    given, unknown = parser.parse_known_args(list(arguments))
+    values, unknown = parser.parse_known_args(list(arguments))
     if unknown:
         names = [flag_name(name) for name in (*kind.model_fields, CONFIG)]
         raise InvalidSettings([_unknown(argument.partition("=")[0], names, "setting") for argument in unknown])
-    return vars(given)
+    return vars(values)
 
 
 def _variables(kind: type[Settings], environ: Mapping[str, str], ignore: Collection[str]) -> dict[str, Any]:
     names = {variable_name(name): name for name in (*kind.model_fields, CONFIG)}
-    others = OF_CLIENTS.union(ignore)
+    others = CLIENT_VARIABLES.union(ignore)
     unknown = [name for name in environ if name.startswith(PREFIX) and name not in names and name not in others]
     if unknown:
         raise InvalidSettings([_unknown(name, names, _variable_kind(name)) for name in sorted(unknown)])
@@ -128,14 +130,14 @@ def _unknown(name: str, names: Iterable[str], what: str) -> Violation:
 def _violation(kind: type[Settings], origins: Mapping[str, str], detail: ErrorDetails) -> Violation:
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, SettingError):
-        return Violation(origins.get(cause.field, cause.field), cause.limit, part(cause.value))
+        return Violation(origins.get(cause.field, cause.field), cause.limit, shorten(cause.value))
     name = str(detail["loc"][0]) if detail["loc"] else ""
     limit = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
     field = kind.model_fields.get(name)
     if detail["type"] == "missing":
         return Violation(f"{flag_name(name)} or {variable_name(name)}", "is needed", "")
     secret = field is not None and SecretStr in (field.annotation, *get_args(field.annotation))
-    return Violation(origins.get(name, name), limit, "(secret)" if secret else part(detail["input"]))
+    return Violation(origins.get(name, name), limit, "(secret)" if secret else shorten(detail["input"]))
 
 
 def _help(name: str, field: FieldInfo) -> str:

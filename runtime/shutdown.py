@@ -1,4 +1,4 @@
-"""How a process is told to end, and the loop that it runs on."""
+"""Requests to end a process, and the event loop that it runs on."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ _log = logs.get(__name__)
 
 
 class Shutdown:
-    """Asked once, a process drains; asked again, it ends at once."""
+    """The first request drains the process, the second one ends it at once."""
 
     def __init__(self) -> None:
         self.ends_process = False
-        """Whether a request ends the process at once, with status 0: for a time in which another thread holds the
-        interpreter's lock for long, and each turn of the event loop waits for it."""
-        self._asked = asyncio.Event()
-        self._insisted = asyncio.Event()
+        """Whether a request ends the process at once, with status 0: for times when another thread holds the
+        interpreter's lock for long, so that every turn of the event loop waits."""
+        self._requested = asyncio.Event()
+        self._forced = asyncio.Event()
 
     def request(self, why: str) -> None:
-        """Asks, or insists when it was asked before; `why` is for the log."""
-        _log.info("shutdown", why=why, at_once=self.ends_process or self._asked.is_set())
+        """Request a drain, or the end if a drain was requested before; `why` is for the log."""
+        _log.info("shutdown", why=why, at_once=self.ends_process or self._requested.is_set())
         if self.ends_process:
             _log.info("ended")
             end_process(0)
-        (self._insisted if self._asked.is_set() else self._asked).set()
+        (self._forced if self._requested.is_set() else self._requested).set()
 
     def on_signals(self) -> None:
-        """Requested by SIGTERM and SIGINT from now on; the main thread only."""
+        """Let SIGTERM and SIGINT request it. Main thread only."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request, number.name)
 
-    async def asked(self) -> None:
-        await self._asked.wait()
+    async def requested(self) -> None:
+        await self._requested.wait()
 
-    async def insisted(self) -> None:
-        await self._insisted.wait()
+    async def forced(self) -> None:
+        await self._forced.wait()
 
 
-async def first(*coroutines: Coroutine[Any, Any, _T]) -> _T:
-    """What the first of them to end returns or raises; the others are cancelled, and have ended, when it returns."""
+async def race(*coroutines: Coroutine[Any, Any, _T]) -> _T:
+    """The result of the first coroutine to end. The others are cancelled, and have ended, when this returns."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -57,20 +57,21 @@ async def first(*coroutines: Coroutine[Any, Any, _T]) -> _T:
         await asyncio.wait(tasks)
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # seen: of those that fail together, one is told
+                task.exception()  # marks it as retrieved: of several failures, one is raised
     return next(task for task in tasks if task in done).result()
 
 
 def run(main: Coroutine[Any, Any, _T]) -> _T:
-    """Runs a process's main on uvloop where that is installed, else on asyncio's own loop."""
+    """Run a process's main on uvloop if it is installed, else on asyncio's loop."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(main)
 
 
 def end_process(status: int) -> NoReturn:
-    """End the process now, with its output flushed. Python itself would wait for every thread, also for one that is in
-    a long call which cannot be interrupted. Neither ``finally`` blocks nor exit handlers run: release first what
-    outlives a process."""
+    """Flush the output and end the process now. `sys.exit` would wait for every thread, also for one in a long call.
+
+    Neither ``finally`` blocks nor exit handlers run: release before what outlives the process.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)

@@ -22,7 +22,7 @@ _log = logs.get(__name__)
 
 
 class ServerTls(Settings):
-    """How a server proves itself, and whether its clients have to."""
+    """A server's certificate, and the roots of its clients' certificates."""
 
     tls_certificate: Path | None = Field(default=None, description="PEM chain of this server; unset: plaintext")
     tls_key: Path | None = Field(default=None, description="PEM key of tls_certificate")
@@ -32,7 +32,7 @@ class ServerTls(Settings):
 
     @property
     def tls(self) -> str:
-        """Which kind, for the log."""
+        """The kind of TLS, for the log."""
         if self.tls_certificate is None:
             return "none"
         return "server" if self.tls_client_ca is None else "mutual"
@@ -46,7 +46,7 @@ class ServerTls(Settings):
 
 
 class PeerTls(Settings):
-    """How this process reaches others of the same deployment."""
+    """TLS of this process's calls to others of the deployment."""
 
     peer_ca: Path | None = Field(
         default=None, description="PEM roots of the certificates of other processes; unset: plaintext"
@@ -67,9 +67,10 @@ class PeerTls(Settings):
 
 
 class TlsFiles(Generic[T]):
-    """What `load` makes of some files: once now, and again when they have changed. For several threads.
+    """The result of `load` for some files, loaded again when they change. Thread-safe.
 
-    `load` raises Refused for files that can't be used. Here that is raised now; later the last good ones are kept.
+    `load` raises SettingError for files that can't be used: the constructor raises it too, a reload keeps the last
+    valid result.
     """
 
     def __init__(self, paths: Iterable[Path | None], load: Callable[[], T]) -> None:
@@ -82,8 +83,8 @@ class TlsFiles(Generic[T]):
         self.loaded = load()
 
     def reload(self) -> T | None:
-        """What the files hold if they differ from those of the last call, else None. Files that are replaced while they
-        are read are left for the next call."""
+        """The new result if the files have changed, else None. Files that change during the load are left for the next
+        call."""
         with self._lock:
             version = self._stat()
             if version in (None, self._version):
@@ -101,31 +102,31 @@ class TlsFiles(Generic[T]):
             return loaded
 
     def _stat(self) -> list[tuple[int, int, int]] | None:
-        """Identity of each file's content, None while one is missing."""
+        """Identity of each file's content; None while one is missing."""
         try:
-            found = [path.stat() for path in self._paths]
+            stats = [path.stat() for path in self._paths]
         except OSError:
             return None
-        return [(one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
+        return [(one.st_ino, one.st_size, one.st_mtime_ns) for one in stats]
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
-    """None for plaintext. The files are read again when they have changed, before the next handshake.
+    """None for plaintext. Changed files are read again before the next handshake.
 
-    Raises Refused for a file that can't be used now.
+    Raises SettingError for a file that can't be used now.
     """
     if tls.tls_certificate is None:
         return None
     files = TlsFiles((tls.tls_certificate, tls.tls_key, tls.tls_client_ca), partial(_server_configuration, tls))
     return grpc.dynamic_ssl_server_credentials(
         files.loaded,
-        files.reload,  # type: ignore[arg-type]  # the stubs forget that None stands for no change
+        files.reload,  # type: ignore[arg-type]  # the stubs lack None, which means no change
         require_client_authentication=tls.tls_client_ca is not None,
     )
 
 
 def check_peers(tls: PeerTls) -> None:
-    """Check that two processes with these files would authenticate each other. Raises Refused for the file to blame."""
+    """Check that two processes with these files authenticate each other. Raises SettingError for the wrong file."""
     for field in ("peer_ca", "peer_certificate", "peer_key"):
         if (path := getattr(tls, field)) is not None:
             _read(field, path)
@@ -140,7 +141,7 @@ def check_peers(tls: PeerTls) -> None:
         server.wrap_bio(to_server, to_client, server_side=True),
     )
     try:
-        for end in ends * 2:  # hello, welcome and the client's certificate, its check
+        for end in ends * 2:  # hello; server's and client's certificates; their check
             with suppress(ssl.SSLWantReadError):
                 end.do_handshake()
     except ssl.SSLCertVerificationError as error:
@@ -150,7 +151,7 @@ def check_peers(tls: PeerTls) -> None:
 
 
 def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
-    """One end of a connection, no stricter than gRPC's."""
+    """Context of one end of a connection, as lenient as gRPC."""
     assert tls.peer_certificate is not None
     context = ssl.SSLContext(protocol)
     context.check_hostname = False
@@ -163,12 +164,12 @@ def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
 
 
 def channel_files(tls: PeerTls) -> TlsFiles[grpc.ChannelCredentials | None]:
-    """The credentials of a channel, None for plaintext. Raises Refused for a file that can't be used now."""
+    """The credentials of a channel, None for plaintext. Raises SettingError for a file that can't be used now."""
     return TlsFiles((tls.peer_ca, tls.peer_certificate, tls.peer_key), partial(_channel_credentials, tls))
 
 
 def _server_configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    """Raises Refused."""
+    """Raises SettingError."""
     assert tls.tls_certificate is not None
     assert tls.tls_key is not None
     _check_pair("tls_certificate", tls.tls_certificate, tls.tls_key)
@@ -179,7 +180,7 @@ def _server_configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration
 
 
 def _channel_credentials(tls: PeerTls) -> grpc.ChannelCredentials | None:
-    """None for plaintext. Raises Refused."""
+    """None for plaintext. Raises SettingError."""
     if tls.peer_ca is None:
         return None
     _check_roots("peer_ca", tls.peer_ca)
@@ -195,12 +196,12 @@ def _channel_credentials(tls: PeerTls) -> grpc.ChannelCredentials | None:
 
 def _pair(one: str, first: Path | None, other: str, second: Path | None) -> None:
     if (first is None) != (second is None):
-        given, missing = (one, other) if second is None else (other, one)
-        raise SettingError(given, f"needs {missing}", first or second)
+        present, missing = (one, other) if second is None else (other, one)
+        raise SettingError(present, f"needs {missing}", first or second)
 
 
 def _check_pair(field: str, chain: Path, key: Path) -> None:
-    """Raises Refused unless the key is that of the chain: gRPC itself reports a bad file as a bad address."""
+    """Raises SettingError unless the key is that of the chain: gRPC itself reports a bad file as a bad address."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
     except OSError as error:  # ssl.SSLError too
@@ -209,7 +210,7 @@ def _check_pair(field: str, chain: Path, key: Path) -> None:
 
 
 def _check_roots(field: str, roots: Path | None) -> None:
-    """Raises Refused unless there are certificates in the file."""
+    """Raises SettingError unless there are certificates in the file."""
     try:
         if roots is not None:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(roots)

@@ -1,12 +1,12 @@
 """The `decant` command. Importing this package is quick: what a command needs is imported when it runs.
 
 app.py          every command and its options
-generate.py     asks a deployment and shows the answer with its receipt
-status.py       who is there, and how loaded
+generate.py     one request to a deployment
+status.py       routers and workers with their load
 audit.py        every block of every worker, accounted for
-demo.py         a deployment, a question, the audit, the end
-deployments.py  the deployments that run on this machine, so that the others find them
-up/             a whole deployment on this machine
+demo.py         a deployment, one request, the audit, the end
+deployments.py  the deployments that run on this machine
+up/             starts a whole deployment on this machine
 """
 
 import sys
@@ -18,7 +18,7 @@ _EXTRA_OF = dict.fromkeys(_ROUTER, "router") | dict.fromkeys(
 
 
 def main() -> None:
-    """The console script. Installed plain, Decant is the client alone: then this says what else to install."""
+    """The console script. Without the extras it names the one to install."""
     try:
         from decant.command.app import app
 

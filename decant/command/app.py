@@ -1,4 +1,4 @@
-"""Every command and its options. What a command needs is imported when it runs."""
+"""Commands and their options. A command's modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decant.client.channel import Tls
 from decant.client.options import Options, Prompt
 from decant.command import deployments
 from decant.command.deployments import Deployment
-from decant.command.errors import CommandFailed, said_in_one_line
+from decant.command.errors import CommandFailed, one_line_errors
 from decant.command.waiting import Waiting
 
 app = typer.Typer(
@@ -24,15 +24,15 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_set: bool) -> None:
+    if is_set:
         print(f"decant {version('decant-llm')}")
         raise typer.Exit
 
 
 @app.callback()
 def decant(
-    asked: Annotated[
+    show_version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
@@ -44,15 +44,15 @@ RedisUrl = Annotated[
     str | None, typer.Option(help="Redis of the deployment; unset: of the one on this machine.", show_default=False)
 ]
 Ca = Annotated[Path | None, typer.Option(help="PEM roots of the server's certificate; turns TLS on.")]
-Certificate = Annotated[Path | None, typer.Option(help="PEM chain of this client, with --key.")]
-Key = Annotated[Path | None, typer.Option(help="PEM key of --certificate.")]
+Certificate = Annotated[Path | None, typer.Option(help="PEM file with this client's certificate chain; needs --key.")]
+Key = Annotated[Path | None, typer.Option(help="PEM file with the key of --certificate.")]
 ServerName = Annotated[str | None, typer.Option(help="Name in the server's certificate, if it is not its address.")]
 
 
 @app.command()
 def generate(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="Text; '-' or nothing reads standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text; '-' or none: standard input.")] = None,
     address: Annotated[
         str | None, typer.Option(help="host:port of routers, separated by commas; unset: those on this machine.")
     ] = None,
@@ -106,16 +106,16 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     """
     from decant.command import generate as generating
 
-    with said_in_one_line():
+    with one_line_errors():
         text = _prompt(prompt)
-        given: Prompt = [{"role": "user", "content": text}] if chat else text
+        content: Prompt = [{"role": "user", "content": text}] if chat else text
         options = {name: value for name, value in ctx.params.items() if name in Options.__annotations__}
-        asked = cast(Options, {k: v for k, v in options.items() if v not in (None, [], ())})
-        asking = generating.GenerateArgs(address or "", _tls(ca, certificate, key, server_name), timeout, as_json)
+        chosen = cast(Options, {k: v for k, v in options.items() if v not in (None, [], ())})
+        args = generating.GenerateArgs(address or "", _tls(ca, certificate, key, server_name), timeout, as_json)
         if address is None:
-            line = generating.run_here(asking, given, asked, Waiting("--address", wait))
+            line = generating.run_here(args, content, chosen, Waiting("--address", wait))
         else:
-            line = generating.run(asking, given, asked)
+            line = generating.run(args, content, chosen)
         if not as_json:
             print(line, file=sys.stderr)
 
@@ -136,13 +136,13 @@ def status(
     """
     from decant.command import status as showing
 
-    with said_in_one_line():
+    with one_line_errors():
         if redis_url is not None:
             deployment = deployments.with_redis(redis_url)
         elif wait:
             deployment = Waiting("--redis-url", wait).deployment()
         else:
-            deployment = deployments.newest("--redis-url")
+            deployment = deployments.latest("--redis-url")
         url = redis_url or cast(Deployment, deployment).redis_url
         showing.run(url, as_json=as_json, deployment=deployment, watch=watch)
 
@@ -166,7 +166,7 @@ def audit(  # noqa: PLR0913 - a command's options are its parameters
     """
     from decant.command import audit as auditing
 
-    with said_in_one_line():
+    with one_line_errors():
         tls = _tls(ca, certificate, key, server_name)
         if redis_url is None:
             deployment = Waiting("--redis-url", wait).deployment()
@@ -200,7 +200,9 @@ def up(  # noqa: PLR0913 - a command's options are its parameters
         str | None, typer.Option(help="Memory for the KV cache of each worker, such as 512M or 2G; unset: a share.")
     ] = None,
     ready_seconds: Annotated[float, typer.Option(min=1, help="Seconds to wait until all processes are ready.")] = 600.0,
-    log_format: Annotated[str, typer.Option(help="auto, json or console; auto: columns on a terminal.")] = "auto",
+    log_format: Annotated[
+        str, typer.Option(help="auto, json or console; auto: columns on a terminal, JSON elsewhere.")
+    ] = "auto",
 ) -> None:
     """Run a deployment on this machine: Redis, workers and routers, each in its own process.
 
@@ -209,7 +211,7 @@ def up(  # noqa: PLR0913 - a command's options are its parameters
     """
     from decant.command import up as starting
 
-    with said_in_one_line():
+    with one_line_errors():
         raise SystemExit(starting.run(starting.UpOptions(**ctx.params)))
 
 
@@ -218,14 +220,14 @@ def demo() -> None:
     """Start a deployment with the small model, send one prompt, show what each worker did, and end it."""
     from decant.command import demo as showing
 
-    with said_in_one_line():
+    with one_line_errors():
         showing.run()
 
 
-_AS_IT_IS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+_PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
-@app.command(context_settings=_AS_IT_IS, add_help_option=False)
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def router(ctx: typer.Context) -> None:
     """Run one router in this process. `decant router --help` shows its settings."""
     from decant.router.main import main
@@ -233,7 +235,7 @@ def router(ctx: typer.Context) -> None:
     raise SystemExit(main(ctx.args))
 
 
-@app.command(context_settings=_AS_IT_IS, add_help_option=False)
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def prefill_worker(ctx: typer.Context) -> None:
     """Run one prefill worker in this process. `decant prefill-worker --help` shows its settings."""
     from decant.prefill_worker.main import main
@@ -241,7 +243,7 @@ def prefill_worker(ctx: typer.Context) -> None:
     raise SystemExit(main(ctx.args))
 
 
-@app.command(context_settings=_AS_IT_IS, add_help_option=False)
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def decode_worker(ctx: typer.Context) -> None:
     """Run one decode worker in this process. `decant decode-worker --help` shows its settings."""
     from decant.decode_worker.main import main
@@ -249,18 +251,18 @@ def decode_worker(ctx: typer.Context) -> None:
     raise SystemExit(main(ctx.args))
 
 
-def _prompt(given: str | None) -> str:
-    if given is not None and given != "-":
-        return given
-    if given is None and sys.stdin.isatty():
+def _prompt(argument: str | None) -> str:
+    if argument is not None and argument != "-":
+        return argument
+    if argument is None and sys.stdin.isatty():
         raise CommandFailed("PROMPT: a text, or '-' for standard input", status=2)
     return sys.stdin.read()
 
 
 def _tls(ca: Path | None, certificate: Path | None, key: Path | None, name: str | None) -> Tls | None:
-    given: dict[str, Any] = {"ca": ca, "certificate": certificate, "key": key, "name": name}
-    if not any(given.values()):
+    files: dict[str, Any] = {"ca": ca, "certificate": certificate, "key": key, "name": name}
+    if not any(files.values()):
         return None
     if (certificate is None) != (key is None):
         raise CommandFailed("--certificate and --key come together", status=2)
-    return Tls(**given)
+    return Tls(**files)

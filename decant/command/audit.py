@@ -1,4 +1,4 @@
-"""Asks every worker to account for its blocks."""
+"""`decant audit`: every worker accounts for its KV blocks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from decant.runtime.errors import ServiceError
 from decant.runtime.tls import PeerTls
 
 CALL_SECONDS = 30.0
-"""A worker answers between two steps."""
+"""Deadline; a worker answers between two steps."""
 
 
 class Audited:
-    """One worker's answer, or why there was none."""
+    """One worker's response, or the error of the call."""
 
     def __init__(self, worker: str, answer: wire.AuditResponse | None, error: str = "") -> None:
         self.worker = worker
@@ -36,7 +36,7 @@ class Audited:
 
     @property
     def faults(self) -> list[str]:
-        """What doesn't add up; empty is well."""
+        """Discrepancies; empty if there are none."""
         if self.answer is None:
             return [self.error]
         one = self.answer
@@ -46,14 +46,14 @@ class Audited:
 
 
 def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
-    """Whether every block of every worker is accounted for.
+    """Print the audit. Returns whether every block of every worker is accounted for.
 
-    Raises CommandFailed where Redis can't be asked, or names no worker.
+    Raises CommandFailed where Redis does not answer, or lists no worker.
     """
     workers, _ = status.directory(redis_url)
     if not workers.present:
         raise CommandFailed("no worker is registered: there is nothing to audit", status=2)
-    audits = asyncio.run(_ask_all([one.facts for one in workers.present], _peer_tls(tls)))
+    audits = asyncio.run(_audit_all([one.facts for one in workers.present], _peer_tls(tls)))
     if as_json:
         print(json.dumps({"workers": [_document(one) for one in audits]}))
     else:
@@ -75,12 +75,12 @@ def show(audits: list[Audited], console: Console) -> None:
     console.print(table)
 
 
-async def _ask_all(workers: list[WorkerRegistration], tls: PeerTls) -> list[Audited]:
+async def _audit_all(workers: list[WorkerRegistration], tls: PeerTls) -> list[Audited]:
     workers.sort(key=lambda worker: worker.peer.id)
-    return list(await asyncio.gather(*(_ask(worker, tls) for worker in workers)))
+    return list(await asyncio.gather(*(_audit_worker(worker, tls) for worker in workers)))
 
 
-async def _ask(worker: WorkerRegistration, tls: PeerTls) -> Audited:
+async def _audit_worker(worker: WorkerRegistration, tls: PeerTls) -> Audited:
     try:
         async with open_channel(worker.address, tls) as channel:
             with typed_errors():

@@ -1,4 +1,4 @@
-"""A deployment with the small model, one question, what each worker did, and the end: a minute to see it work."""
+"""`decant demo`: a deployment with the small model, one request, status and audit, and its end."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from decant.command.errors import CommandFailed
 
 PROMPT = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'
 SEED = 2
-"""With it the answer is a whole function, and the same one, with every build of the kernels."""
+"""Gives the same whole function with every build of the kernels."""
 _LAST_LINES = 20
 _END_SECONDS = 120.0
 
 
 def run() -> None:
-    """Raises CommandFailed where the deployment doesn't come up, or doesn't add up afterwards."""
+    """Raises CommandFailed if the start or the audit fails."""
     print("decant up --port 0      (a private Redis, a prefill worker, a decode worker, a router)", flush=True)
     with _deployment() as running:
         print(f"ready on {running.addresses[0]}\n\ndecant generate --temperature 0.7 --seed {SEED} --max-tokens 60\n")
         print(PROMPT, end="", flush=True)
-        asking = generate.GenerateArgs(running.addresses[0], timeout=_END_SECONDS)
-        line = generate.run(asking, PROMPT, {"temperature": 0.7, "seed": SEED, "max_tokens": 60})
+        args = generate.GenerateArgs(running.addresses[0], timeout=_END_SECONDS)
+        line = generate.run(args, PROMPT, {"temperature": 0.7, "seed": SEED, "max_tokens": 60})
         print(f"\n{line}")
         print("\ndecant status", flush=True)
         status.run(running.redis_url, as_json=False)
@@ -39,18 +39,18 @@ def run() -> None:
 
 @contextmanager
 def _deployment() -> Iterator[Deployment]:
-    """A `decant up` of its own, until the end of the ``with``."""
+    """A new `decant up`, until the end of the ``with``."""
     command = [sys.executable, "-P", "-m", "decant.command", "up", "--port", "0", "--log-format", "json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     try:
-        said = []
+        lines = []
         for line in process.stdout:
-            said.append(line)
+            lines.append(line)
             if _is_ready(line):
                 break
         else:
-            raise CommandFailed("the deployment did not come up:\n" + "".join(said[-_LAST_LINES:]))
+            raise CommandFailed("the deployment did not come up:\n" + "".join(lines[-_LAST_LINES:]))
         yield next(one for one in deployments.running() if one.pid == process.pid)
     finally:
         process.terminate()

@@ -1,11 +1,11 @@
-"""The deployments that run on this machine, each told by a small file that only its user can read.
+"""The deployments that run on this machine, each recorded in a small file that only its user can read.
 
     decant up ---- writes and locks ----> decant-up-PID.json <---- reads ---- decant generate, status, audit
         |                                        ^
         '== pipe ==> keeper (a shell) -- removes '---- and the folder in which its processes have their temporary files
 
-The lock says that a file is true: the kernel drops it with the process that holds it, however that ended. The keeper
-removes all then.
+A file is valid while it is locked: the kernel releases the lock when the process ends, in any way. The keeper then
+removes the files.
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ from decant.command.errors import CommandFailed
 from decant.command.processes import Process
 
 _PREFIX = "decant-up-"
-# Once more a moment later: whoever is being killed at the same time may have written in between.
+# Again a moment later: a process that is being killed may write in between.
 _KEEPER = 'read -r _; rm -rf -- "$@" || { sleep 1; rm -rf -- "$@"; }'
 _STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What others need to know of a running deployment. `addresses` are those of its routers, none before they listen;
-    `peers` are the fields of a `Tls` with which its workers are called; `processes` by name. `has_started`: all of them
-    have been ready; `is_ending`: `decant up` was asked to end. `began`: wall clock, in seconds."""
+    """A running deployment, for other commands.
+
+    addresses    of its routers; none before they listen
+    peers        fields of the `Tls` with which its workers are called
+    processes    by name
+    has_started  all processes have been ready
+    began        wall clock, in seconds
+    is_ending    `decant up` got a signal
+    """
 
     pid: int
     addresses: tuple[str, ...]
@@ -55,14 +61,14 @@ def folder() -> Path:
 
 
 def running() -> list[Deployment]:
-    """Those of this user, the newest first."""
-    found = (_read(path) for path in folder().glob(f"{_PREFIX}*.json"))
-    return sorted((one for one in found if one is not None), key=lambda one: one.began, reverse=True)
+    """This user's deployments, the newest first."""
+    records = (_read(path) for path in folder().glob(f"{_PREFIX}*.json"))
+    return sorted((one for one in records if one is not None), key=lambda one: one.began, reverse=True)
 
 
-def newest(option: str) -> Deployment:
-    """The one that was started last, which may be starting. Raises CommandFailed, naming the `option` that says where
-    another one is."""
+def latest(option: str) -> Deployment:
+    """The deployment that was started last, perhaps still starting. Raises CommandFailed, which names the `option` that
+    selects another."""
     deployments = running()
     if not deployments:
         raise CommandFailed(f"no deployment runs on this machine: start one with `decant up`, or give {option}")
@@ -70,7 +76,7 @@ def newest(option: str) -> Deployment:
 
 
 def of(pid: int) -> Deployment | None:
-    """That of the `decant up` with this process id; None once it has ended."""
+    """The deployment of the `decant up` with this process id; None once it has ended."""
     return _read(_path(pid))
 
 
@@ -84,8 +90,8 @@ def _path(pid: int) -> Path:
 
 
 class DeploymentRecord:
-    """This process's own file, from `write` to the end of the ``with``, or of the process; and `temporary`, a folder
-    that is there from its beginning."""
+    """This process's file, from `write` to the end of the ``with`` or of the process, and `temporary`, a folder that
+    exists from the beginning."""
 
     def __init__(self) -> None:
         self.path = _path(os.getpid())
@@ -94,7 +100,7 @@ class DeploymentRecord:
         self._keeper: subprocess.Popen[bytes] | None = None
 
     def write(self, deployment: Deployment) -> None:
-        """Readers see the old text or the new one. Raises CommandFailed where the folder can't be written."""
+        """Replace the file atomically. Raises CommandFailed where the folder can't be written."""
         new = f"{self.path}.new"
         try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -124,7 +130,7 @@ class DeploymentRecord:
 
 
 def _read(path: Path) -> Deployment | None:
-    """None for a file that is stale, another user's or another version's, or gone by now."""
+    """None for a file that is stale or gone, or that another user or version wrote."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

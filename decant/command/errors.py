@@ -1,4 +1,4 @@
-"""How a command ends when it can't do what it was asked."""
+"""Errors that end a command with one line and an exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from decant.runtime.errors import ServiceError
 
 
 class CommandFailed(Exception):
-    """Said in one line on standard error; the command ends with `status`."""
+    """Ends the command with one line on standard error and `status`."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -18,8 +18,8 @@ class CommandFailed(Exception):
 
 
 @contextmanager
-def said_in_one_line() -> Iterator[None]:
-    """Errors that a user can do something about become one line and an exit status; all others are bugs."""
+def one_line_errors() -> Iterator[None]:
+    """Turn errors that the user can fix into one line and an exit status. All others are bugs."""
     try:
         yield
     except CommandFailed as error:

@@ -1,4 +1,4 @@
-"""Asks a deployment one thing: the answer on standard output as it is written, its account on standard error."""
+"""`decant generate`: the answer on standard output as it is generated, a summary on standard error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from decant.command.errors import CommandFailed
 from decant.command.waiting import Waiting
 
 TOKEN = "DECANT_TOKEN"
-"""The variable that holds the secret of who asks: command lines can be read by others."""
+"""Variable with the tenant's secret: other users can read command lines."""
 
 
 @dataclass
 class Clock:
-    """A stream's times as this client sees them, in seconds."""
+    """Times of a stream at this client, in seconds."""
 
     sent: float
     first: float | None = None
@@ -52,7 +52,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class GenerateArgs:
-    """Whom to ask, and how to show it. `address` as `decant.Client` takes it."""
+    """Options of the call and its output. `address` as in `decant.Client`."""
 
     address: str | Sequence[str]
     tls: Tls | None = None
@@ -60,14 +60,14 @@ class GenerateArgs:
     as_json: bool = False
 
 
-def run(asking: GenerateArgs, prompt: Prompt, options: Options) -> str:
-    """Shows the answer, or with `as_json` all of it; returns the line about it.
+def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
+    """Print the answer, or with `as_json` the whole result. Returns the summary.
 
-    Raises ServiceError, Unavailable only while nothing has been shown; CommandFailed; on KeyboardInterrupt the request
-    is cancelled first.
+    Raises ServiceError; Unavailable only before any output, CommandFailed after. On KeyboardInterrupt the request is
+    cancelled first.
     """
     try:
-        client = Client(asking.address, tls=asking.tls, token=os.environ.get(TOKEN) or None)
+        client = Client(args.address, tls=args.tls, token=os.environ.get(TOKEN) or None)
     except ValueError as error:
         parameter, _, limit = str(error).partition(":")
         where = {"address": "--address", "token": TOKEN}[parameter]
@@ -75,14 +75,14 @@ def run(asking: GenerateArgs, prompt: Prompt, options: Options) -> str:
     except OSError as error:
         raise CommandFailed(f"{error.filename}: {error.strerror}") from None
     clock = Clock(time.monotonic())
-    with client, client.stream(prompt, timeout=asking.timeout, **options) as stream, _until_ctrl_c(client, stream):
+    with client, client.stream(prompt, timeout=args.timeout, **options) as stream, _until_ctrl_c(client, stream):
         try:
-            _show(stream, clock, as_json=asking.as_json)
+            _show(stream, clock, as_json=args.as_json)
         except Unavailable as error:
             if stream.seq:
                 raise CommandFailed(str(error)) from None
             raise
-    if asking.as_json:
+    if args.as_json:
         print(json.dumps(account(stream, clock)))
     else:
         sys.stdout.write("\n")
@@ -90,13 +90,13 @@ def run(asking: GenerateArgs, prompt: Prompt, options: Options) -> str:
     return summary(stream, clock)
 
 
-def run_here(asking: GenerateArgs, prompt: Prompt, options: Options, waiting: Waiting) -> str:
-    """As `run`, of the newest deployment of this machine: waits while it starts, and while a process that the request
-    needs is started again."""
+def run_here(args: GenerateArgs, prompt: Prompt, options: Options, waiting: Waiting) -> str:
+    """As `run`, with the newest deployment on this machine. Waits while it starts, and while it restarts a process that
+    the request needs."""
     while True:
         deployment = waiting.deployment()
         try:
-            return run(replace(asking, address=deployment.addresses), prompt, options)
+            return run(replace(args, address=deployment.addresses), prompt, options)
         except Unavailable:
             if not waiting.for_restart(deployment):
                 raise
@@ -108,29 +108,29 @@ def _show(stream: Stream, clock: Clock, *, as_json: bool) -> None:
         if delta.num_tokens:
             clock.token()
         for router in stream.resumed_at[resumed:]:
-            _aside(f"resumed at {router}")
+            _print_status(f"resumed at {router}")
         resumed = len(stream.resumed_at)
         if not as_json:
             sys.stdout.write(delta.text)
             sys.stdout.flush()
 
 
-def _aside(line: str) -> None:
-    """On standard error, dim where that is a terminal."""
+def _print_status(line: str) -> None:
+    """Print to standard error, dim on a terminal."""
     print(f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
-    """Ctrl-C breaks the stream off, cancels its request and is raised then; a second one is raised at once.
+    """Ctrl-C ends the stream, cancels its request and is raised then; a second one is raised at once.
 
-    Raised wherever the program stands, it could come in the middle of gRPC, get lost there or leave a lock behind.
+    A KeyboardInterrupt at any point could be raised inside gRPC, and be lost there or leave a lock held.
     """
-    asked = False
+    is_interrupted = False
 
     def disconnect(*_: object) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal is_interrupted
+        is_interrupted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stream.disconnect()
 
@@ -138,7 +138,7 @@ def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
     try:
         yield
     except Cancelled:
-        if not asked:
+        if not is_interrupted:
             raise
         with contextlib.suppress(ServiceError):
             client.cancel(stream.request_id)
@@ -171,7 +171,7 @@ def account(stream: Stream, clock: Clock) -> dict[str, Any]:
 
 
 def summary(stream: Stream, clock: Clock) -> str:
-    """One line: times as seen here, tokens, why it ended, and who did it."""
+    """One line: times at this client, tokens, finish reason and workers."""
     usage, receipt, finished = stream.usage, stream.receipt, stream.finished
     tokens = usage.completion_tokens if usage else 0
     parts = [f"ttft {_ms(clock.ttft_ms)}", f"tpot {_ms(clock.tpot_ms(tokens))}", f"{tokens} tokens"]

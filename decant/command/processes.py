@@ -1,7 +1,7 @@
-"""How the processes of a deployment stand, as `decant up` sees them and the other commands show it.
+"""States of a deployment's processes: `decant up` records them, the other commands show them.
 
 starting -> loading 40 % -> warming up -> ready -> draining
-                                            '-- it ended: lost 3 s ago; started again: lost 3 s ago, loading 40 %
+                                            '-- it ended: lost 3 s ago; restarted: lost 3 s ago, loading 40 %
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ STARTING, LOADING, WARMING_UP, READY, DRAINING, LOST = (
 class Process:
     """One process. Times are wall clock, in seconds.
 
-    percent  part of the steps of loading its model that is done; None unless it loads
-    lost_at  when it ended without being asked to; None, or ready again since
+    percent  progress in loading its model; None unless it loads
+    lost_at  when it ended unexpectedly; None if it did not, or is ready since
     """
 
     pid: int

@@ -1,4 +1,4 @@
-"""Who is there, by the directory in Redis."""
+"""`decant status`: the routers and workers in the directory in Redis."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Routers = Listing[RouterRegistration]
 
 WATCH_S = 1.0
 SILENT_S = 2 * Ttls().renew_every_s
-"""A registration that is older is not being renewed."""
+"""Age of a registration that is no longer renewed."""
 
 _NO_TERMINAL = 240  # columns
 
 
 def run(redis_url: str, *, as_json: bool, deployment: Deployment | None = None, watch: bool = False) -> None:
-    """Shows it once, or every ``WATCH_S`` until it is interrupted. `deployment`: the one of this machine, if it is one.
+    """Print it once, or every `WATCH_S` until an interrupt. `deployment`: the one on this machine that uses that Redis.
 
-    Raises CommandFailed where Redis can't be asked.
+    Raises CommandFailed where Redis does not answer.
     """
     console = new_console()
     while True:
@@ -72,7 +72,7 @@ async def _directory(redis_url: str) -> tuple[Workers, Routers]:
 
 @dataclass(frozen=True)
 class Row:
-    """One process: registered in Redis, known to `decant up` of this machine, or both."""
+    """One process: registered in Redis, known to a `decant up` on this machine, or both."""
 
     name: str
     role: str
@@ -82,14 +82,14 @@ class Row:
 
 
 def rows_of(workers: Workers, routers: Routers, deployment: Deployment | None) -> list[Row]:
-    """Routers first, then workers, by name; then the processes of `deployment` that are not registered."""
+    """Routers, then workers, by name, then the processes of `deployment` that are not registered."""
     processes = dict(deployment.processes) if deployment is not None else {}
     listed: list[tuple[str, DirectoryEntry[Any]]] = [("router", one) for one in routers.present]
     listed += [(role_name(one.facts.role), one) for one in workers.present]
     rows = []
     for role, one in sorted(listed, key=lambda pair: (pair[0] != "router", pair[1].facts.peer.id)):
         id = one.facts.peer.id
-        name = id.removesuffix(f"@{_host_of(deployment)}")  # as it is called on a Redis that deployments share
+        name = id.removesuffix(f"@{_host_of(deployment)}")  # ids have a suffix on a Redis that deployments share
         rows.append(Row(id, role, _state(one, processes.pop(name, None)), one.facts, one.load))
     for name, process in processes.items():
         state = "not registered" if process.is_ready else process.describe()
@@ -102,7 +102,7 @@ def _host_of(deployment: Deployment | None) -> str:
 
 
 def _state(one: DirectoryEntry[Any], process: Process | None) -> str:
-    """`decant up` knows first that a process ended; only the registration knows that one hangs."""
+    """`decant up` knows first when a process ended; only the registration shows that one hangs."""
     if process is not None and process.lost_at is not None:
         return process.describe()
     if one.renewed_ago_s > SILENT_S:
@@ -149,7 +149,7 @@ def show(rows: list[Row], console: Console, deployment: Deployment | None = None
 
 
 def new_console() -> Console:
-    """Where nobody looks at it directly, lines are as long as they are."""
+    """Without a terminal, lines are not wrapped."""
     return Console() if sys.stdout.isatty() else Console(width=_NO_TERMINAL)
 
 

@@ -1,4 +1,4 @@
-"""Patience with a deployment of this machine: while it starts, and while `up` starts a process again."""
+"""Waits for a deployment on this machine: while it starts, and while `up` restarts a process."""
 
 from __future__ import annotations
 
@@ -17,28 +17,33 @@ SAY_S = 2.0
 
 
 class Waiting:
-    """At most `seconds` in all; None: ``STARTING_S``, and not for a deployment of which there is no trace yet.
-    `option` names another deployment, for those who have none here; `say` is called with what is waited for."""
+    """Waits at most `seconds` in all; None: `STARTING_S`, but not for a deployment without any trace yet.
 
-    def __init__(self, option: str, seconds: float | None, say: Callable[[str], None] | None = None) -> None:
+    `option` is named in errors: it selects another deployment. `say` is called with the reason of the wait.
+    """
+
+    def __init__(
+        self, option: str, seconds: float | None, say: Callable[[str], None] | None = None, poll_s: float = POLL_S
+    ) -> None:
         self._option = option
         self._for_any = seconds is not None
         self._ends = time.monotonic() + (STARTING_S if seconds is None else seconds)
         self._say = say or _to_stderr
         self._said = ""
+        self._poll_s = poll_s
         self._next_say = 0.0
 
     def deployment(self) -> Deployment:
         """The newest deployment here, once it has started. Raises CommandFailed."""
         while True:
             try:
-                found = deployments.newest(self._option)
+                found = deployments.latest(self._option)
             except CommandFailed:
                 if not self._for_any or self._is_over():
                     raise
                 self._pause("waiting for a deployment on this machine")
                 continue
-            self._for_any = False  # one that ends is not waited for
+            self._for_any = False  # after this one has ended, no other is waited for
             if found.has_started:
                 return found
             unready = describe_unready(found.processes) or "its processes start"
@@ -48,8 +53,10 @@ class Waiting:
             self._pause(text)
 
     def for_restart(self, deployment: Deployment) -> bool:
-        """Whether a process of it was not ready, and now all are. False where time is over, or nothing to wait for.
-        Raises CommandFailed where it is ending."""
+        """Wait until all its processes are ready. Returns False if they were, and when the time is over.
+
+        Raises CommandFailed where the deployment is ending.
+        """
         waited = False
         while (found := deployments.of(deployment.pid)) is not None:
             if found.is_ending:
@@ -71,7 +78,7 @@ class Waiting:
         if text != self._said and now >= self._next_say:
             self._say(text)
             self._said, self._next_say = text, now + SAY_S
-        time.sleep(POLL_S)
+        time.sleep(self._poll_s)
 
 
 def _to_stderr(text: str) -> None:

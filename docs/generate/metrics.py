@@ -64,7 +64,7 @@ class Recorder(metrics.Registry):
 def render() -> str:
     causes = [name.removeprefix("CAUSE_").lower() for name, _ in wire.Cause.items()]
     parts = [head("Metrics", "runtime/metrics.py"), INTRO]
-    parts += ["## Every process", _table(metrics.ShellMetrics)]
+    parts += ["## Every process", _table(metrics.ProcessMetrics)]
     parts += ["## Router", _table(metrics.RequestMetrics)]
     parts += ["## Workers", _table(lambda registry: metrics.EngineMetrics(registry, causes))]
     parts += ["## Labels", table(("label", "values"), _labels(causes)), WATCH]

@@ -1,9 +1,9 @@
-"""What tenants with limits have at work, booked in Redis for all routers together. Other tenants cost nothing.
+"""Quotas of tenants with limits: leases in Redis, counted over all routers. Tenants without limits cost nothing.
 
-    book --> held: renewed several times within its lease --release--> charged for what was used
-      '--no room--> QuotaExceeded     '--forget--> another router's, or nobody's: the lease runs out
+    acquire --> held: renewed several times within its lease --release--> charged for the tokens used
+      '--exceeded--> QuotaExceeded     '--forget--> another router renews it, or the lease expires
 
-While Redis is away nobody is refused: what runs is held here, and counted by the first renewal that gets through.
+While Redis is unavailable no request is refused: requests that run are held here and counted by the next renewal.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _log = logs.get(__name__)
 
 
 class QuotaLeases:
-    """Those of one router. `limits` by tenant. Only `run` writes renewals and releases, so that none overtakes another.
-    Its owner runs it as a background task, and calls `close` after it."""
+    """The leases of one router. `limits`: by tenant. Only `run` writes renewals and releases, in order. The owner runs
+    it as a background task, and calls `close` after it."""
 
     def __init__(self, quotas: Quotas, limits: Mapping[str, TenantLimits]) -> None:
         self._quotas = quotas
@@ -32,10 +32,10 @@ class QuotaLeases:
         self._held: set[RequestKey] = set()
         self._used: list[QuotaUsage] = []
         self._is_renewal_due = False
-        self._something = asyncio.Event()
+        self._has_work = asyncio.Event()
 
-    async def book(self, key: RequestKey, tokens: int) -> None:
-        """For a request that may use so many tokens, of prompt and answer. Raises QuotaExceeded."""
+    async def acquire(self, key: RequestKey, tokens: int) -> None:
+        """For a request of at most so many tokens, prompt and output together. Raises QuotaExceeded."""
         limits = self._limits.get(key.tenant)
         if limits is None:
             return
@@ -46,18 +46,18 @@ class QuotaLeases:
                 key.tenant, error.quota, error.limit, error.value, retry_after=error.retry_after_s
             ) from None
         except StateError:
-            return  # whether it may run without Redis is decided where it is recorded
+            return  # recording the request decides whether it may run without Redis
         except asyncio.CancelledError:
-            self._write_soon(QuotaUsage(key, 0, limits))  # perhaps it is booked
+            self._write_soon(QuotaUsage(key, 0, limits))  # Redis may have it
             raise
-        if is_new:  # else another router runs it, or did
+        if is_new:  # else another router has it, or had
             self._held.add(key)
 
     @asynccontextmanager
     async def during(self, key: RequestKey) -> AsyncIterator[None]:
-        """Books a call that uses no tokens, until the block ends. Its release is written by then, as far as Redis is
-        there: the tenant's next call finds the place free. Raises QuotaExceeded."""
-        await self.book(key, 0)
+        """Count a call without tokens inside the block. Its release is written when the block ends, if Redis is
+        available: the tenant's next call is not refused for it. Raises QuotaExceeded."""
+        await self.acquire(key, 0)
         try:
             yield
         finally:
@@ -71,26 +71,26 @@ class QuotaLeases:
         try:
             await self._quotas.release(*used)
         except StateError as error:
-            _log.warning("a booking's release can't be written", error=str(error))
+            _log.warning("a quota release can't be written", error=str(error))
         except asyncio.CancelledError:
             self._write_soon(used)
             raise
 
     def hold(self, key: RequestKey) -> None:
-        """It is at work here, whoever booked it."""
+        """The request runs here, whichever router acquired its lease."""
         if key.tenant in self._limits and key not in self._held:
             self._held.add(key)
             self._is_renewal_due = True
-            self._something.set()
+            self._has_work.set()
 
     def release(self, key: RequestKey, tokens: int) -> None:
-        """It is over, and used so many tokens. Nothing happens for one that is not held here."""
+        """The request ended after ``tokens``. Does nothing for one that is not held here."""
         if key in self._held:
             self._held.remove(key)
             self._write_soon(QuotaUsage(key, tokens, self._limits[key.tenant]))
 
     def forget(self, key: RequestKey) -> None:
-        """It goes on elsewhere."""
+        """The request continues at another router."""
         self._held.discard(key)
 
     async def close(self) -> None:
@@ -99,24 +99,24 @@ class QuotaLeases:
 
     def _write_soon(self, used: QuotaUsage) -> None:
         self._used.append(used)
-        self._something.set()
+        self._has_work.set()
 
     async def run(self) -> None:
-        """Releases as they come, renewals when they are due."""
+        """Releases at once, renewals when they are due."""
         clock = asyncio.get_running_loop().time
         due = clock() + self._quotas.renew_every_s
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(due):
-                    await self._something.wait()
-            self._something.clear()
+                    await self._has_work.wait()
+            self._has_work.clear()
             if clock() >= due:
                 self._is_renewal_due = True
                 due = clock() + self._quotas.renew_every_s
             await self._write()
 
     async def _write(self) -> None:
-        """What can't be written is left to its lease."""
+        """What can't be written expires with its lease."""
         used, self._used = self._used, []
         renewed = list(self._held) if self._is_renewal_due else []
         self._is_renewal_due = False
@@ -124,4 +124,4 @@ class QuotaLeases:
             await self._quotas.release_all(used)
             await self._quotas.renew(renewed)
         except StateError as error:
-            _log.warning("bookings can't be written", ended=len(used), error=str(error))
+            _log.warning("quota leases can't be written", ended=len(used), error=str(error))

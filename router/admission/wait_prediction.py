@@ -1,13 +1,13 @@
-"""How long a new request would wait before a worker begins with it, from how long others have waited of late.
+"""Predict how long a new request would wait before a worker schedules it, from recent waits.
 
     seconds waited
-       |        x /      what begun requests waited, by how many were ahead of each when it came
-       |     x /x        the line through the newest of them, at the number that waits now, is the prediction
+       |        x /      waits of scheduled requests, by the number of requests ahead at their arrival
+       |     x /x        prediction: the line through the newest waits, at the number that waits now
        |  x /x
        |__/_________
          requests ahead
 
-Nothing is predicted while no request has waited for long: short waits at little load say nothing of long queues.
+No prediction while no request has waited for long: short waits at low load do not extrapolate to long queues.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from decant.router.placement.cost_model import DecayedRegression
 from decant.runtime.priority import queue_key
 
 LONG_SECONDS = 1.0
-"""A request that has waited for so long shows that there is a queue."""
+"""A request that has waited as long shows that there is a queue."""
 
 
 class Wait:
-    """One request's, from its arrival until a worker begins with it or it is over."""
+    """The wait of one request, from its arrival until a worker schedules it or it ends. Methods may be repeated."""
 
     def __init__(self, waits: WaitPredictor, position: tuple[float, int], ahead: int, since: float) -> None:
         self._waits: WaitPredictor | None = waits
@@ -33,11 +33,11 @@ class Wait:
         self.since = since
 
     def mark_scheduled(self) -> None:
-        """A worker has begun with it. May be said again."""
+        """A worker has scheduled the request."""
         self._end(is_measured=True)
 
     def discard(self) -> None:
-        """It is over, or another router's. May be said again."""
+        """The request has ended, or another router has it."""
         self._end(is_measured=False)
 
     def _end(self, *, is_measured: bool) -> None:
@@ -47,20 +47,20 @@ class Wait:
 
 
 class WaitPredictor:
-    """Of one model's requests at this router. ``now`` is a monotonic clock in seconds."""
+    """For one model at this router. ``now``: a monotonic clock in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._measured = DecayedRegression()
-        self._positions: list[tuple[float, int]] = []  # sorted: who goes first stands first
-        self._oldest: dict[Wait, None] = {}  # in the order of arrival
+        self._positions: list[tuple[float, int]] = []  # sorted, most urgent first
+        self._oldest: dict[Wait, None] = {}  # by arrival
         self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._positions)
 
     def enter(self, priority: int) -> Wait:
-        """A request has been accepted."""
+        """A request was accepted."""
         now = self._now()
         position = (queue_key(now, priority), next(self._numbers))
         wait = Wait(self, position, bisect_left(self._positions, position), now)
@@ -69,7 +69,7 @@ class WaitPredictor:
         return wait
 
     def remove(self, wait: Wait, *, is_measured: bool) -> None:
-        """Called by the wait that is over."""
+        """Called by `Wait`."""
         del self._positions[bisect_left(self._positions, wait.position)]
         del self._oldest[wait]
         if is_measured:
@@ -77,7 +77,7 @@ class WaitPredictor:
             self._measured.add(wait.ahead, now - wait.since, now)
 
     def predict(self, priority: int) -> float:
-        """Seconds that a request of that priority would wait if it came now; 0 where that is not known."""
+        """Seconds that a new request of that priority would wait; 0 where unknown."""
         now = self._now()
         oldest = next(iter(self._oldest), None)
         if oldest is None or now - oldest.since < LONG_SECONDS or not self._measured.is_known(now):

@@ -1,17 +1,17 @@
-"""Who asks, and how much he may: tenants, found by the digest of the secret that a call brings.
+"""Tenants, and authentication of calls by the digest of a secret.
 
-    authorization: Bearer SECRET --SHA-256--> digest --the file's tenants--> Tenant --> Call
-                                                 '-- nobody's: Unauthenticated
+    authorization: Bearer SECRET --SHA-256--> digest --the file's tenants--> Tenant --> AuthenticatedCall
+                                                 '-- unknown: Unauthenticated
 
-The file is TOML, read once, and the same for every router of a deployment:
+The file is TOML, read once, and the same for all routers of a deployment:
 
     [tenants.acme]
     tokens = ["64 hexadecimal digits"]    digests, never the secrets
-    models = ["tiny-python"]              those that it may use; unset: all
-    max_in_flight = 8                     requests at work, over all routers, Tokenize too; unset: no limit
-    tokens_per_minute = 100000            of prompts and answers; unset: no limit
+    models = ["tiny-python"]              models that it may use; unset: all
+    max_in_flight = 8                     running requests, over all routers, Tokenize too; unset: no limit
+    tokens_per_minute = 100000            of prompts and outputs; unset: no limit
 
-Without a file everybody is one tenant, who may do everything.
+Without a file all callers are one tenant without limits.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ import hashlib
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Protocol
 
 import grpc
-from google.protobuf.descriptor import ServiceDescriptor
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from decant.router.text.served_model import Models
-from decant.runtime.error_details import Violation, part
+from decant.runtime.error_details import Violation, shorten
 from decant.runtime.errors import Unauthenticated
 from decant.runtime.settings import InvalidSettings
 from decant.runtime.settings_sources import read_toml
 from decant.state.quota import TenantLimits
 
-EVERYBODY = "default"
-"""The tenant of all requests, where callers bring no credentials."""
+DEFAULT_TENANT = "default"
+"""The tenant of all requests without a credentials file."""
 
 NO_LIMITS = TenantLimits()
 
@@ -46,12 +44,12 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHOWN = frozenset({"models", "max_in_flight", "tokens_per_minute"})
-"""Keys whose values an error may repeat; others may hold a secret, put there by mistake."""
+"""Keys whose values an error may show; others may hold a secret by mistake."""
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whose calls these are. `models` are those that it may use."""
+    """`models`: those that the tenant may use."""
 
     name: str
     models: Models
@@ -60,35 +58,31 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class AuthenticatedCall:
-    """A call of somebody who is known."""
-
     tenant: Tenant
     context: grpc.aio.ServicerContext[Any, Any]
 
 
 class Authenticator(Protocol):
-    """Who may call."""
-
     limits: Mapping[str, TenantLimits]
-    """By name, of tenants that have any."""
+    """Of the tenants that have any, by name."""
 
     def tenant_of(self, metadata: Metadata) -> Tenant:
         """Raises Unauthenticated."""
 
 
 class NoAuthentication:
-    """No credentials are asked for."""
+    """All callers are one tenant."""
 
     def __init__(self, models: Models) -> None:
         self.limits: Mapping[str, TenantLimits] = {}
-        self._tenant = Tenant(EVERYBODY, models)
+        self._tenant = Tenant(DEFAULT_TENANT, models)
 
     def tenant_of(self, metadata: Metadata) -> Tenant:
         return self._tenant
 
 
 class Credentials:
-    """`tenants` by the digests of their secrets. Looking a digest up tells by its time nothing about the secret."""
+    """`tenants`: by the digests of their secrets. The time of a lookup by digest reveals nothing about the secret."""
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
         self.limits: Mapping[str, TenantLimits] = {
@@ -97,34 +91,39 @@ class Credentials:
         self._tenants = dict(tenants)
 
     def tenant_of(self, metadata: Metadata) -> Tenant:
-        given = [value for key, value in metadata if key == "authorization"]
-        scheme, _, secret = str(given[0]).partition(" ") if len(given) == 1 else ("", "", "")
+        values = [value for key, value in metadata if key == "authorization"]
+        scheme, _, secret = str(values[0]).partition(" ") if len(values) == 1 else ("", "", "")
         tenant = self._tenants.get(hashlib.sha256(secret.encode()).hexdigest())
         if tenant is None or scheme.lower() != "bearer":
             raise Unauthenticated
         return tenant
 
 
-def for_callers(service: object, descriptor: ServiceDescriptor, callers: Authenticator) -> Any:
-    """What gRPC calls in the place of `service`: its methods, which learn who calls them before they begin."""
+class AuthenticatedService(Protocol):
+    authenticator: Authenticator
 
-    async def known(handle: Callable[[Any, AuthenticatedCall], Awaitable[Any]], request: Any, context: Any) -> Any:
-        return await handle(request, AuthenticatedCall(callers.tenant_of(context.invocation_metadata()), context))
 
-    names = [method.name for method in descriptor.methods]
-    return SimpleNamespace(**{name: partial(known, getattr(service, name)) for name in names})
+def authenticated(method: Callable[[Any, Any, AuthenticatedCall], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A gRPC method of an `AuthenticatedService`: knows its caller before it begins. Raises Unauthenticated."""
+
+    @wraps(method)
+    async def authenticate(service: AuthenticatedService, request: Any, context: Any) -> Any:
+        tenant = service.authenticator.tenant_of(context.invocation_metadata())
+        return await method(service, request, AuthenticatedCall(tenant, context))
+
+    return authenticate
 
 
 def load(path: Path | None, models: Models) -> Authenticator:
-    """Raises InvalidSettings for a file that can't be honoured."""
+    """Raises InvalidSettings for an invalid file."""
     if path is None:
         return NoAuthentication(models)
     try:
         file = _File.model_validate(read_toml(path))
     except ValidationError as error:
         raise InvalidSettings([_violation(path, detail) for detail in error.errors()]) from None
-    if wrong := [*_unknown_models(path, file, models), *_shared_digests(path, file)]:
-        raise InvalidSettings(wrong)
+    if violations := [*_unknown_models(path, file, models), *_shared_digests(path, file)]:
+        raise InvalidSettings(violations)
     return Credentials(
         {
             digest: tenant
@@ -142,7 +141,7 @@ def _digest(text: str) -> str:
 
 
 class _Entry(BaseModel):
-    """A tenant as the file has it."""
+    """A tenant in the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -152,8 +151,8 @@ class _Entry(BaseModel):
     tokens_per_minute: int | None = Field(default=None, ge=1)
 
     def tenant(self, name: str, models: Models) -> Tenant:
-        may_use = models if self.models is None else models.only(self.models)
-        return Tenant(name, may_use, TenantLimits(self.max_in_flight, self.tokens_per_minute))
+        allowed = models if self.models is None else models.only(self.models)
+        return Tenant(name, allowed, TenantLimits(self.max_in_flight, self.tokens_per_minute))
 
 
 class _File(BaseModel):
@@ -167,7 +166,7 @@ def _violation(path: Path, detail: ErrorDetails) -> Violation:
     shown = len(keys) > 2 and keys[2] in _SHOWN
     limit = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
     named = {"extra_forbidden": "no such key", "missing": "is needed"}.get(detail["type"], limit)
-    return Violation(f"{path}: {'.'.join(keys)}", named, part(detail["input"]) if shown else "")
+    return Violation(f"{path}: {'.'.join(keys)}", named, shorten(detail["input"]) if shown else "")
 
 
 def _unknown_models(path: Path, file: _File, models: Models) -> Iterator[Violation]:
@@ -175,13 +174,13 @@ def _unknown_models(path: Path, file: _File, models: Models) -> Iterator[Violati
     for name, entry in file.tenants.items():
         for id in entry.models or ():
             if id not in models.by_id:
-                yield Violation(f"{path}: tenants.{name}.models", limit, part(id))
+                yield Violation(f"{path}: tenants.{name}.models", limit, shorten(id))
 
 
 def _shared_digests(path: Path, file: _File) -> Iterator[Violation]:
     owners: dict[str, str] = {}
     for name, entry in file.tenants.items():
-        for place, digest in enumerate(entry.tokens):
+        for index, digest in enumerate(entry.tokens):
             if owners.setdefault(digest, name) != name:
                 limit = f"a digest of one tenant only, and {owners[digest]} has it"
-                yield Violation(f"{path}: tenants.{name}.tokens.{place}", limit, "")
+                yield Violation(f"{path}: tenants.{name}.tokens.{index}", limit, "")

@@ -1,11 +1,11 @@
-"""The public gRPC service: calls in, answers out, and nothing decided here.
+"""The public gRPC service: requests in, messages out. Decides nothing itself.
 
-    GenerateStream --validate--> ValidRequest --begin--> Course --Answer--> messages, then OK or the course's error
+    GenerateStream --validate--> ValidRequest --begin--> TokenStream --ResponseWriter--> messages, then OK or an error
     ResumeStream ---------------- id ---------resume------^  |
                                                              |
           the client leaves before the end ------------------'--> stream_lost
 
-Nothing is sent before the first token, not even metadata: until then a client's gRPC may try again elsewhere.
+Nothing is sent before the first token, not even metadata: until then a client's gRPC library may retry elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import grpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
-from decant.router.api.auth import AuthenticatedCall, Authenticator, for_callers
+from decant.router.api.auth import AuthenticatedCall, Authenticator, authenticated
 from decant.router.api.get_generation import generation
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.tokenizing import detokenize, tokenize
@@ -28,7 +28,7 @@ from decant.router.execution.reader_lease import ReaderLease, wait_for_resume_po
 from decant.router.execution.registry import RequestRegistry
 from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.limits import check_id, check_size
-from decant.router.text.prompt import UNKNOWN_WINDOW, window
+from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of
 from decant.router.text.served_model import Models, ServedModel
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import Cancelled, InvalidArgument, NotFound, ServiceError
@@ -44,12 +44,12 @@ _LEFT = "left"
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 
-_Named = pb.ResumeStreamRequest | pb.GetGenerationRequest | pb.CancelGenerationRequest
+_ById = pb.ResumeStreamRequest | pb.GetGenerationRequest | pb.CancelGenerationRequest
 
 
 @dataclass(frozen=True)
 class ServerInfoSource:
-    """What a router says of itself."""
+    """What GetServerInfo reports of this router."""
 
     incarnation: Incarnation
     version: str
@@ -59,38 +59,45 @@ class ServerInfoSource:
 
 
 class InferenceService:
-    """``decant.v1.InferenceService``, but for what the interceptor does: errors become statuses there. Whoever calls
-    a method is known by then."""
+    """``decant.v1.InferenceService``. The server's interceptor turns errors into statuses."""
 
     def __init__(
-        self, models: Models, dispatcher: RequestRegistry, about: ServerInfoSource, metrics: RequestMetrics
+        self,
+        models: Models,
+        registry: RequestRegistry,
+        info: ServerInfoSource,
+        metrics: RequestMetrics,
+        authenticator: Authenticator,
     ) -> None:
+        self.authenticator = authenticator
         self._models = models
-        self._registry = dispatcher
-        self._about = about
+        self._registry = registry
+        self._info = info
         self._metrics = {id: metrics.of(id) for id in models.by_id}
 
-    def service(self, callers: Authenticator) -> Service:
-        """As a server takes it; a draining one refuses new requests."""
-        known = for_callers(self, _SERVICE, callers)
+    def service(self) -> Service:
+        """For a server, which refuses new requests while it drains."""
         return Service(
             _SERVICE,
-            lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(known, server),
-            entrances=frozenset({"Generate", "GenerateStream"}),
+            lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, server),
+            admission_methods=frozenset({"Generate", "GenerateStream"}),
         )
 
     # ------------------------------------------------------------------------------------------ generating
 
+    @authenticated
     async def GenerateStream(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         await self._stream(await self._begin(request, call), 0, call)
 
+    @authenticated
     async def Generate(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> pb.GenerateResponse:  # noqa: N802
         stream = await self._begin(request, call)
-        with self._followed(stream) as follower:
+        with self._attached_reader(stream) as reader:
             await wait_for_resume_point(stream, 0)
-            response, follower.ended = await ResponseWriter(stream, self._model(stream)).whole(follower.account)
+            response, reader.finish = await ResponseWriter(stream, self._model(stream)).whole(reader.meter)
         return response
 
+    @authenticated
     async def ResumeStream(self, request: pb.ResumeStreamRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         key = _key_of(request, call)
         await self._stream(await self._registry.resume(key), request.after_seq, call)
@@ -98,7 +105,7 @@ class InferenceService:
     async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> TokenStream:
         tenant, deadline = call.tenant, Deadline.of(call.context)
         model = tenant.models.find(request.model).id
-        # Before any work on it: under overload most of a router's time would go into what it then refuses.
+        # Before any other work: under overload a router would spend most of its time on requests that it then refuses.
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
         await self._registry.check_wait(key, model, request.priority, deadline)
@@ -106,41 +113,43 @@ class InferenceService:
         return await self._registry.begin(valid)
 
     async def _stream(self, stream: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
-        with self._followed(stream) as follower:
+        with self._attached_reader(stream) as reader:
             await wait_for_resume_point(stream, after_seq)
-            answer = ResponseWriter(stream, self._model(stream), after_seq)
-            follower.ended = await answer.stream(follower.reading.watched(call.context.write), follower.account)
+            writer = ResponseWriter(stream, self._model(stream), after_seq)
+            reader.finish = await writer.stream(reader.lease.watched(call.context.write), reader.meter)
 
     def _model(self, stream: TokenStream) -> ServedModel:
         return self._models.by_id[stream.request.engine_request.model]
 
     @contextmanager
-    def _followed(self, stream: TokenStream) -> Iterator[_ReaderResult]:
-        """While a client follows a course. One who leaves before its end has lost it, unless its time was over or
-        somebody else follows it by now."""
-        reading = ReaderLease(stream)
-        follower = _ReaderResult(reading, meter_of(stream, self._metrics[stream.request.engine_request.model]))
+    def _attached_reader(self, stream: TokenStream) -> Iterator[_ReaderResult]:
+        """While a client reads a token stream. If the client leaves before the end, the stream is lost, unless the
+        request's deadline is over or a newer client reads it."""
+        lease = ReaderLease(stream)
+        reader = _ReaderResult(lease, meter_of(stream, self._metrics[stream.request.engine_request.model]))
         outcome = _LEFT
         try:
-            with reading:
-                yield follower
-            outcome = pb.FinishReason.Name(follower.ended.reason) if follower.ended else _LEFT
+            with lease:
+                yield reader
+            outcome = pb.FinishReason.Name(reader.finish.reason) if reader.finish else _LEFT
         except ServiceError as error:
             outcome = error.label
             raise
         except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
             raise ClientDisconnected from error
         finally:
-            if stream.end is None and reading.is_last and not stream.request.deadline.is_over:
+            if stream.end is None and lease.is_last and not stream.request.deadline.is_over:
                 self._registry.on_disconnect(stream)
-            follower.account.close(outcome)
+            reader.meter.close(outcome)
 
-    # ------------------------------------------------------------------------------------------ coming back
+    # ------------------------------------------------------------------------------------------ resuming
 
+    @authenticated
     async def GetGeneration(self, request: pb.GetGenerationRequest, call: AuthenticatedCall) -> pb.Generation:  # noqa: N802
-        standing = await self._registry.get(_key_of(request, call))
-        return await generation(standing, self._model(standing.stream))
+        snapshot = await self._registry.get(_key_of(request, call))
+        return await generation(snapshot, self._model(snapshot.stream))
 
+    @authenticated
     async def CancelGeneration(  # noqa: N802
         self, request: pb.CancelGenerationRequest, call: AuthenticatedCall
     ) -> pb.CancelGenerationResponse:
@@ -151,40 +160,44 @@ class InferenceService:
         status = _CANCELLED if isinstance(end, Cancelled) else _ALREADY_FINISHED
         return pb.CancelGenerationResponse(status=status)
 
-    # ------------------------------------------------------------------------------------------ words, models
+    # ------------------------------------------------------------------------------------------ tokenizer, models
 
+    @authenticated
     async def Tokenize(self, request: pb.TokenizeRequest, call: AuthenticatedCall) -> pb.TokenizeResponse:  # noqa: N802
         check_size(request)
         check_known(request)
         model = call.tenant.models.find(request.model)
         async with self._registry.hold_quota(call.tenant.name):
-            return await tokenize(request, model, self._longest(model), Deadline.of(call.context))
+            return await tokenize(request, model, self._context_length(model), Deadline.of(call.context))
 
+    @authenticated
     async def Detokenize(self, request: pb.DetokenizeRequest, call: AuthenticatedCall) -> pb.DetokenizeResponse:  # noqa: N802
         check_size(request)
         check_known(request)
         model = call.tenant.models.find(request.model)
         async with self._registry.hold_quota(call.tenant.name):
-            return await detokenize(request, model, self._longest(model), Deadline.of(call.context))
+            return await detokenize(request, model, self._context_length(model), Deadline.of(call.context))
 
-    def _longest(self, model: ServedModel) -> int:
-        return window(model, self._registry.max_context_length) or UNKNOWN_WINDOW
+    def _context_length(self, model: ServedModel) -> int:
+        return context_length_of(model, self._registry.max_context_length) or ASSUMED_CONTEXT_LENGTH
 
+    @authenticated
     async def ListModels(self, request: pb.ListModelsRequest, call: AuthenticatedCall) -> pb.ListModelsResponse:  # noqa: N802
         check_known(request)
-        return pb.ListModelsResponse(models=[self._described(model) for model in call.tenant.models.by_id.values()])
+        return pb.ListModelsResponse(models=[self._model_proto(model) for model in call.tenant.models.by_id.values()])
 
+    @authenticated
     async def GetModel(self, request: pb.GetModelRequest, call: AuthenticatedCall) -> pb.Model:  # noqa: N802
         check_known(request)
-        return self._described(call.tenant.models.find(request.model))
+        return self._model_proto(call.tenant.models.find(request.model))
 
-    def _described(self, model: ServedModel) -> pb.Model:
-        """Lengths are 0 where only workers could tell them, and there are none."""
-        longest = window(model, self._registry.max_context_length) or 0
+    def _model_proto(self, model: ServedModel) -> pb.Model:
+        """Lengths are 0 where only workers could tell, and there are none."""
+        length = context_length_of(model, self._registry.max_context_length) or 0
         return pb.Model(
             id=model.id,
-            max_context_length=longest,
-            max_output_tokens=max(0, longest - 1),
+            max_context_length=length,
+            max_output_tokens=max(0, length - 1),
             vocab_size=model.vocab_size,
             eos_token_ids=sorted(model.eos_token_ids),
             default_sampling=model.default_sampling,
@@ -192,31 +205,30 @@ class InferenceService:
             has_chat_template=model.has_chat_template,
         )
 
+    @authenticated
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, call: AuthenticatedCall) -> pb.ServerInfo:  # noqa: N802
         check_known(request)
-        about = self._about
+        info = self._info
         return pb.ServerInfo(
-            version=about.version,
-            router_id=about.incarnation.id,
+            version=info.version,
+            router_id=info.incarnation.id,
             default_model=call.tenant.models.default.id,
-            limits=about.limits,
+            limits=info.limits,
             unimplemented_fields=UNIMPLEMENTED_FIELDS,
-            state_store_available=about.store_available(),
-            draining=about.draining(),
+            state_store_available=info.store_available(),
+            draining=info.draining(),
         )
 
 
 @dataclass(slots=True)
 class _ReaderResult:
-    """Who reads a course, and how it ended for him."""
-
-    reading: ReaderLease
-    account: RequestMeter
-    ended: Finish | None = None
+    lease: ReaderLease
+    meter: RequestMeter
+    finish: Finish | None = None
 
 
-def _key_of(request: _Named, call: AuthenticatedCall) -> RequestKey:
-    """Of the caller's own request. Raises InvalidArgument for an id that no request has."""
+def _key_of(request: _ById, call: AuthenticatedCall) -> RequestKey:
+    """Raises InvalidArgument for an id that no request can have."""
     check_known(request)
     if not request.request_id:
         raise InvalidArgument("request_id", "at least 1 byte", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decant.protos import inference_pb2 as pb
 from decant.router.limits import at_most
 from decant.router.text.prompt import chat_tokens, checked_ids, text_tokens
-from decant.router.text.served_model import ENCODED_AT_ONCE, ServedModel
+from decant.router.text.served_model import MAX_INLINE_LENGTH, ServedModel
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import InvalidArgument
 
@@ -31,7 +31,7 @@ async def tokenize(
 
     tokens: list[str] = []
     if request.return_tokens:
-        tokens = shown() if len(ids) <= ENCODED_AT_ONCE else await model.texts.run(4 * len(ids), deadline, shown)
+        tokens = shown() if len(ids) <= MAX_INLINE_LENGTH else await model.texts.run(4 * len(ids), deadline, shown)
     return pb.TokenizeResponse(count=len(ids), token_ids=ids, tokens=tokens)
 
 

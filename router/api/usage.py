@@ -11,7 +11,7 @@ from decant.protos import inference_pb2 as pb
 from decant.router.execution.token_stream import TokenStream
 from decant.router.execution.usage import decode_s, queue_s, receipt_of, usage_of
 from decant.runtime import logs
-from decant.runtime.error_details import part
+from decant.runtime.error_details import shorten
 from decant.runtime.metrics import ModelMetrics, PromptSource
 
 _log = logs.get(__name__)
@@ -58,10 +58,10 @@ class RequestMeter:
         times = {field.name: value for field, value in receipt.ListFields() if field.name.endswith("_ms")}
         _log.info(
             "request ended",
-            request_id=part(stream.request.key.id),
-            tenant=part(stream.request.key.tenant),
+            request_id=shorten(stream.request.key.id),
+            tenant=shorten(stream.request.key.tenant),
             model=stream.request.engine_request.model,
-            user=part(stream.request.payload.user) if stream.request.payload.user else None,
+            user=shorten(stream.request.payload.user) if stream.request.payload.user else None,
             outcome=outcome,
             attempts=stream.path.attempts,
             prompt_tokens=stream.request.prompt_tokens,

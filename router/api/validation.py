@@ -40,7 +40,7 @@ from decant.router.limits import (
     within,
 )
 from decant.router.text.output_text import OutputOptions, new_output_text
-from decant.router.text.prompt import ContextLengthOf, check_vocabulary, prompt_of, window
+from decant.router.text.prompt import ContextLengthOf, check_vocabulary, context_length_of, prompt_of
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.text.stop_strings import StopStrings
 from decant.runtime.channel import Deadline
@@ -77,7 +77,7 @@ async def validate(
     model = models.find(request.model)
     wanted = _wanted(request)
     sampling = _sampling(request.sampling, model)
-    longest = window(model, max_context_length)
+    longest = context_length_of(model, max_context_length)
     if longest is None:
         raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_AFTER_SECONDS)
     prompt = await prompt_of(request, model, longest, deadline)

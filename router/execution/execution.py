@@ -223,7 +223,7 @@ class Execution:
         engine_request = request.engine_request
         if not router.journal_writer.is_unavailable:
             max_tokens = request.prompt_tokens + engine_request.stopping.max_tokens
-            await router.quota_leases.book(request.key, max_tokens)
+            await router.quota_leases.acquire(request.key, max_tokens)
         self._slot = await router.admission.enter(engine_request.priority, request.deadline)
         if router.journal_writer.is_unavailable:
             self._accept_unrecorded("it is away")

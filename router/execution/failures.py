@@ -1,13 +1,13 @@
-"""What a worker's failure means: whose doing it was, and what the client learns.
+"""What a worker's failure means for the request, for the worker and for the client.
 
 cause                               the request                     the worker
 INVALID, NEVER_FITS                 InvalidArgument                 not blamed
 UNSUPPORTED                         Unimplemented                   not blamed
-BUSY, DRAINING                      another worker, same attempt    nothing goes there until it says more
+BUSY, DRAINING                      another worker, same attempt    no new work until its next load report
 DEADLINE                            DeadlineExceeded                not blamed
 ENGINE, WRONG_PEER, UNKNOWN_...     another attempt                 blamed
-PEER_LOST, CORRUPT                  another attempt                 the peer that is named, else the sender
-what time or a cancel does          another attempt                 not blamed
+PEER_LOST, CORRUPT                  another attempt                 the named peer is blamed, else the sender
+a timeout or a cancel               another attempt                 not blamed
 ID_REUSED                           AlreadyExists, or another       not blamed
                                     worker if the store has it
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from decant.router.execution.leg import Leg
 
 RETRY_ELSEWHERE = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
-"""Elsewhere, or later: nothing went wrong."""
+"""The same attempt goes to another worker, or to this one later."""
 _BLAMELESS = frozenset(
     {
         wire.CAUSE_CANCELLED,
@@ -41,7 +41,7 @@ _BLAMELESS = frozenset(
 
 
 class AttemptFailed(Exception):
-    """This try is over; another may do. ``blamed`` is the worker at fault, if one is."""
+    """Another attempt may succeed. ``blamed`` is the worker at fault, if there is one."""
 
     def __init__(self, failure: wire.Failure, blamed: Incarnation | None) -> None:
         super().__init__(f"{enum_name(wire.Cause, failure.cause)}: {failure.detail}")
@@ -74,7 +74,7 @@ class NoWorker(Exception):
 
 
 def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
-    """The error that a failed or refused run comes to. For those that are NO_ROOM ask first."""
+    """The error for a run that failed or was refused, for another cause than those of RETRY_ELSEWHERE."""
     match failure.cause:
         case wire.CAUSE_INVALID:
             return InvalidArgument(*_violation(failure))

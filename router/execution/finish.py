@@ -1,4 +1,4 @@
-"""Why an output ended, as the client learns it."""
+"""Why an output ended."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from decant.runtime.errors import DeadlineExceeded
 
 
 def finish_from_tokens(stream: TokenStream) -> Finish | None:
-    """How a course has ended by its tokens alone, where whoever wrote them was lost before it said so; None for one
-    that goes on."""
+    """How an output ended, by its tokens alone: its worker may be lost before it reports the end. None: it goes on."""
     request, tokens = stream.request, stream.tokens
     stopping = request.engine_request.stopping
     if not tokens or not stream.has_prompt_logprobs:
@@ -23,7 +22,7 @@ def finish_from_tokens(stream: TokenStream) -> Finish | None:
 
 
 def finish_from_worker(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Finish | None:
-    """None where it did not end by itself. Raises DeadlineExceeded."""
+    """None: the output was cancelled. Raises DeadlineExceeded."""
     match end.reason:
         case wire.OutputEnd.REASON_STOP:
             return _stopped(stopping, tokens)

@@ -1,11 +1,11 @@
-"""Requests into Redis, behind the tokens: nothing waits for it but whoever accepts a request.
+"""Write requests to Redis behind their tokens. No token waits for a write.
 
     tokens    a b c d e f g h |end
-    writes    ----abc----defg-h           every flush_ms what is new of all requests, an end soon
+    writes    ----abc----defg-h           every flush_ms the changes of all requests; an end at once
 
-While Redis is away nothing stops: what was not written stays here. It is tried again after a pause that grows, by one
-round trip of limited size, and what each round trip wrote counts. Flushes that take long come less often. A request
-whose write Redis refuses with an error is tried again by itself, and holds up no other.
+While Redis is unavailable requests continue, and their changes stay here. A write is retried after a growing pause, in
+round trips of limited size; each round trip that succeeds counts. Slow flushes are less frequent. A request whose write
+Redis refuses with an error is retried alone and does not delay others.
 """
 
 from __future__ import annotations
@@ -23,28 +23,33 @@ from decant.state.journal import Entry
 from decant.state.owned import OwnedRequest
 from decant.state.requests import Displaced, Lost, Requests
 
-AWAY_SECONDS = 0.5
-AWAY_MOST_SECONDS = 4.0
-"""Between two tries while Redis is away: the first pause, and the longest; each up to half shorter at random."""
 BUSY_SHARE = 0.2
-"""Flushes that are slow take at most this part of the time..."""
-BUSY_MOST_SECONDS = 1.0
-"""...as long as this pause between them suffices."""
-FAULT_SECONDS = 1.0
-FAULT_MOST_SECONDS = 30.0
-"""Between two writes of a request that Redis refuses with an error."""
-FAULT_TRIES = 3
-"""Writes of a request that has ended before it is given up, where Redis refuses each with an error."""
-MOST_DOUBLINGS = 10
-"""Of a pause: after these it is at its longest."""
-KEPT_ENDED = 10_000
-"""Ended requests that are kept for a Redis that is away; the oldest go first."""
+"""Slow flushes take at most this share of the time..."""
+MAX_BUSY_SECONDS = 1.0
+"""...while this pause between them suffices."""
+MAX_FAULTS = 3
+"""Refused writes of an ended request before it is dropped."""
+MAX_DOUBLINGS = 10
+MAX_ENDED = 10_000
+"""Ended requests that are kept while Redis is unavailable; the oldest are dropped first."""
 
 _log = logs.get(__name__)
 
 
+@dataclass(frozen=True)
+class JournalTimings:
+    """First and longest pause, in seconds; a pause doubles with each failure."""
+
+    unavailable_s: float = 0.5
+    max_unavailable_s: float = 4.0
+    """Between two tries while Redis is unavailable; each is shortened by up to half, at random."""
+    fault_s: float = 1.0
+    max_fault_s: float = 30.0
+    """Between two writes of a request that Redis refuses with an error."""
+
+
 class JournaledRequest(Protocol):
-    """A request that is written: its owner's side of it, and what is answered."""
+    """A request whose state and tokens are written to Redis."""
 
     owned: OwnedRequest
     stream: TokenStream
@@ -53,67 +58,68 @@ class JournaledRequest(Protocol):
         """Another router owns it, or another request has its id."""
 
     def mark_persisted(self) -> None:
-        """Nothing more of it is written."""
+        """Nothing more of it will be written."""
 
 
 @dataclass(slots=True)
 class _Fault:
-    """A request whose write Redis refused with an error."""
+    """Redis refused a write of the request with an error."""
 
     tries: int
     again_at: float  # the event loop's clock
 
 
 class JournalWriter:
-    """The one writer of requests. Its owner runs `run` as a background task, and calls `close` after it."""
+    """The only writer of requests. Its owner runs `run` as a background task, and calls `close` after it."""
 
-    def __init__(self, requests: Requests, flush_ms: int) -> None:
+    def __init__(self, requests: Requests, flush_ms: int, timings: JournalTimings = JournalTimings()) -> None:
         self.is_unavailable = False
         self._requests = requests
         self._interval = flush_ms / 1000
+        self._timings = timings
         self._running: dict[OwnedRequest, JournaledRequest] = {}
         self._ended: dict[OwnedRequest, JournaledRequest] = {}
         self._faults: dict[OwnedRequest, _Fault] = {}
         self._failures = 0  # in a row, of whole flushes
-        self._took_seconds = 0.0  # the last flush of all requests
-        self._something = asyncio.Event()  # there is something that is not ended
-        self._soon = asyncio.Event()  # something ended
+        self._flush_seconds = 0.0  # the last flush of all requests
+        self._has_work = asyncio.Event()  # any request is registered
+        self._has_ended = asyncio.Event()  # a request has ended
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def begin(self, written: JournaledRequest) -> None:
-        """It is written from now on, until it has ended and that is written too."""
-        self._running[written.owned] = written
+    def begin(self, request: JournaledRequest) -> None:
+        """Write the request from now on, until its end is written."""
+        self._running[request.owned] = request
         self._idle.clear()
-        self._something.set()
+        self._has_work.set()
 
-    def end(self, written: JournaledRequest) -> None:
-        """It is complete: written soon, then forgotten. Nothing happens for one that is not written."""
-        if self._running.pop(written.owned, None) is not None:
-            self._ended[written.owned] = written
-            while len(self._ended) > KEPT_ENDED:
+    def end(self, request: JournaledRequest) -> None:
+        """The request is complete: write it soon, then forget it. Does nothing for an unknown one."""
+        if self._running.pop(request.owned, None) is not None:
+            self._ended[request.owned] = request
+            while len(self._ended) > MAX_ENDED:
                 self.forget(next(iter(self._ended.values())))
-            self._soon.set()
-            self._something.set()
+            self._has_ended.set()
+            self._has_work.set()
 
-    def forget(self, written: JournaledRequest) -> None:
-        """Write nothing more of it."""
-        self._running.pop(written.owned, None)
-        self._ended.pop(written.owned, None)
-        self._faults.pop(written.owned, None)
+    def forget(self, request: JournaledRequest) -> None:
+        """Write nothing more of the request."""
+        self._running.pop(request.owned, None)
+        self._ended.pop(request.owned, None)
+        self._faults.pop(request.owned, None)
         self._check_idle()
-        written.mark_persisted()
+        request.mark_persisted()
 
-    def rewrite(self) -> None:
-        """Redis was emptied: all that is here is written whole."""
+    def resync_all(self) -> None:
+        """Redis was emptied: write all requests in full."""
         for owned in (*self._running, *self._ended):
             owned.synced_entries, owned.synced_state = 0, None
         self._faults.clear()
-        self._something.set()
-        self._soon.set()
+        self._has_work.set()
+        self._has_ended.set()
 
     async def idle(self) -> None:
-        """WaitPredictor until nothing is left to write."""
+        """Wait until nothing is left to write."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -121,51 +127,54 @@ class JournalWriter:
         await self._flush([*self._running, *self._ended])
 
     async def run(self) -> None:
-        """Ends are written as they come, everything at each tick."""
+        """Write ends at once, and all changes at each tick."""
         clock = asyncio.get_running_loop().time
         while True:
-            await self._something.wait()
+            await self._has_work.wait()
             tick = clock() + self._pause()
             while not self.is_unavailable and clock() < tick and await self._ended_before(tick):
                 await self._flush(list(self._ended))
             await asyncio.sleep(tick - clock())
             began = clock()
             await self._flush([*self._running, *self._ended])
-            self._took_seconds = clock() - began
+            self._flush_seconds = clock() - began
             if not self._running and not self._ended:
-                self._something.clear()
+                self._has_work.clear()
 
     def _pause(self) -> float:
         """Seconds until the next flush of all requests."""
+        timings = self._timings
         if self.is_unavailable:
-            return _doubled(AWAY_SECONDS, self._failures - 1, AWAY_MOST_SECONDS) * random.uniform(0.5, 1.0)
-        busy = self._took_seconds * (1 - BUSY_SHARE) / BUSY_SHARE
-        return max(self._interval, min(busy, BUSY_MOST_SECONDS))
+            return _doubled(timings.unavailable_s, self._failures - 1, timings.max_unavailable_s) * random.uniform(
+                0.5, 1.0
+            )
+        busy = self._flush_seconds * (1 - BUSY_SHARE) / BUSY_SHARE
+        return max(self._interval, min(busy, MAX_BUSY_SECONDS))
 
     async def _ended_before(self, tick: float) -> bool:
-        """Whether something ends before that time."""
+        """Whether a request ends before that time."""
         try:
             async with asyncio.timeout_at(tick):
-                await self._soon.wait()
+                await self._has_ended.wait()
         except TimeoutError:
             return False
         return True
 
     async def _flush(self, requests: Collection[OwnedRequest]) -> None:
-        """Write all of these that have news. Where Redis goes away meanwhile, what it answered before counts."""
-        self._soon.clear()
+        """Write those of these requests that have changes. Replies before an outage count."""
+        self._has_ended.clear()
         now = asyncio.get_running_loop().time()
         for owned in requests:
-            if (written := self._running.get(owned)) is not None:
-                append_new(owned, written.stream)
+            if (request := self._running.get(owned)) is not None:
+                append_new(owned, request.stream)
         batch = [owned for owned in requests if owned.needs_write and self._is_due(owned, now)]
         lost: Mapping[OwnedRequest, Lost] = {}
         try:
             lost = await self._requests.flush(batch) if batch else {}
         except StateError as error:
-            self._failed(error)
+            self._on_unavailable(error)
         else:
-            self._answered(len(batch))
+            self._on_replies(len(batch))
         self._settle(requests, lost)
 
     def _is_due(self, owned: OwnedRequest, now: float) -> bool:
@@ -174,42 +183,42 @@ class JournalWriter:
 
     def _settle(self, requests: Collection[OwnedRequest], lost: Mapping[OwnedRequest, Lost]) -> None:
         for owned in requests:
-            written = self._running.get(owned) or self._ended.get(owned)
-            if written is None:
+            request = self._running.get(owned) or self._ended.get(owned)
+            if request is None:
                 continue
             match lost.get(owned):
                 case None if not owned.needs_write:
                     self._faults.pop(owned, None)
                     if owned in self._ended:
-                        self.forget(written)
+                        self.forget(request)
                 case None:
                     pass
                 case StoreFault() as fault:
-                    self._set_aside(written, fault)
+                    self._set_aside(request, fault)
                 case error:
-                    written.superseded(error)
-                    self.forget(written)
+                    request.superseded(error)
+                    self.forget(request)
         self._check_idle()
 
-    def _set_aside(self, written: JournaledRequest, error: StoreFault) -> None:
-        """Redis refuses this request's write: it is tried again by itself, ever later, while others are written."""
-        owned = written.owned
+    def _set_aside(self, request: JournaledRequest, error: StoreFault) -> None:
+        """Redis refuses this request's write: retry it alone, after a growing pause."""
+        owned = request.owned
         tries = self._faults[owned].tries + 1 if owned in self._faults else 1
         if tries == 1:
             _log.error("a request can't be written to the state store", request_id=owned.key.id, error=str(error))
-        pause = _doubled(FAULT_SECONDS, tries - 1, FAULT_MOST_SECONDS)
+        pause = _doubled(self._timings.fault_s, tries - 1, self._timings.max_fault_s)
         self._faults[owned] = _Fault(tries, asyncio.get_running_loop().time() + pause)
-        if owned in self._ended and tries >= FAULT_TRIES:
+        if owned in self._ended and tries >= MAX_FAULTS:
             _log.error("an ended request is given up unwritten", request_id=owned.key.id, tries=tries)
-            self.forget(written)
+            self.forget(request)
 
-    def _failed(self, error: StateError) -> None:
+    def _on_unavailable(self, error: StateError) -> None:
         if not self.is_unavailable:
             _log.warning("the state store is away: requests go on", error=str(error))
         self.is_unavailable = True
         self._failures += 1
 
-    def _answered(self, written: int) -> None:
+    def _on_replies(self, written: int) -> None:
         if not written:
             return
         self._failures = 0
@@ -223,12 +232,12 @@ class JournalWriter:
 
 
 def _doubled(seconds: float, times: int, most: float) -> float:
-    """At most ``most``, after any number of failures: a float overflows after 1,023 doublings."""
-    return min(seconds * float(2 ** min(times, MOST_DOUBLINGS)), most)
+    """At most ``most``. Bounded doublings: a float overflows after 1,023."""
+    return min(seconds * float(2 ** min(times, MAX_DOUBLINGS)), most)
 
 
 def append_new(owned: OwnedRequest, stream: TokenStream) -> None:
-    """The course's new tokens become entries of the journal, with their logprobs if they have any."""
+    """Append the stream's new tokens to the journal, with their logprobs if the request has any."""
     if not owned.has_prompt_logprobs and stream.has_prompt_logprobs:
         owned.add_prompt_logprobs(stream.prompt_logprobs.packed())
     if len(stream.tokens) > owned.length:

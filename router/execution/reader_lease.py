@@ -1,10 +1,10 @@
-"""A course has one reader: the newest. Who reads it when another comes is ended, wherever he waits.
+"""A stream has one reader: the newest call. It ends the one before.
 
-    first reader   ---deltas-------X ABORTED (SUPERSEDED)
-    second reader            '-----deltas---------------> finished
+    first call    ---deltas-------X ABORTED (SUPERSEDED)
+    second call             '-----deltas---------------> finished
 
-He may wait for the course, or for a client that takes nothing any more; so it is his task that is stopped, and reading
-itself pays nothing for it.
+A call waits for the stream, or for a client that reads nothing, so it is ended by cancelling its task: reading itself
+has nothing to check.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 
 
 async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
-    """Wait until what somebody lacks who has so many tokens can be read; he is the course's reader.
+    """Wait until a client that has ``after_seq`` tokens can go on here.
 
-    Raises OutOfRange where nobody was shown as many, Aborted(TAIL_UNCERTAIN) where his last ones may be others than
-    those written here, and the course's error where it was over before it was as far.
+    Raises OutOfRange where no client was sent as many, Aborted(TAIL_UNCERTAIN) where its last ones may differ from
+    those here, and the stream's error where that ended before it had as many.
     """
     await stream.wait_until_caught_up(after_seq)
     certain = stream.certain_tokens
@@ -46,10 +46,10 @@ async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
 
 
 class ReaderLease:
-    """A call reads a course for as long as the block runs. It may be ended by the next call, or where its client takes
-    nothing any more: finished courses would stay in memory for as long as such clients stay connected.
+    """The right to read a stream while the block runs. A newer call ends it, and so does a client that reads nothing
+    for UNREAD_SECONDS after the end: the stream would stay in memory while that client is connected.
 
-    The block's end raises Aborted(SUPERSEDED) or Aborted(SLOW_READER) then, unless the call itself was cancelled too.
+    The block then raises Aborted(SUPERSEDED) or Aborted(SLOW_READER), unless the call itself was cancelled too.
     """
 
     def __init__(self, stream: TokenStream) -> None:
@@ -63,18 +63,18 @@ class ReaderLease:
         self._timer: asyncio.TimerHandle | None = None
         self._error: Aborted | None = None
         self._sending_since: float | None = None
-        self._over_since: float | None = None  # as far as was looked
+        self._ended_since: float | None = None  # as of the last check
 
     @property
     def is_last(self) -> bool:
-        """Whether no newer call reads the course."""
+        """Whether no newer call reads the stream."""
         return self._error is None or self._error.reason is not Reason.SUPERSEDED
 
     def supersede(self) -> None:
         self._stop(Aborted(Reason.SUPERSEDED, "a newer stream of this request is open"))
 
     def watched(self, write: Write) -> Write:
-        """``write``, whose time is limited once the course has ended."""
+        """``write`` with a limited time once the request has ended."""
 
         async def send(message: pb.GenerateStreamResponse) -> None:
             self._sending_since = self._now()
@@ -83,16 +83,16 @@ class ReaderLease:
 
         return send
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now, since = self._now(), self._sending_since
         if self._stream.end is not None:
-            self._over_since = self._over_since or now
-            if since is not None and now - max(since, self._over_since) >= UNREAD_SECONDS:
+            self._ended_since = self._ended_since or now
+            if since is not None and now - max(since, self._ended_since) >= UNREAD_SECONDS:
                 words = f"the request has ended, and no message was taken for {UNREAD_SECONDS:g} s"
                 resume = ResumePoint(0, len(self._stream.tokens))
                 self._stop(Aborted(Reason.SLOW_READER, words, resume=resume))
                 return
-        self._timer = self._call_later(UNREAD_SECONDS / 4, self._look)
+        self._timer = self._call_later(UNREAD_SECONDS / 4, self._check)
 
     def _stop(self, error: Aborted) -> None:
         if self._error is None:
@@ -100,7 +100,7 @@ class ReaderLease:
             self._task.cancel()
 
     def __enter__(self) -> Self:
-        self._look()
+        self._check()
         before, self._stream.reader = self._stream.reader, self
         if before is not None:
             before.supersede()

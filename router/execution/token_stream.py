@@ -1,9 +1,8 @@
-"""What a request is on its way through the router: asked for, valid, and written.
+"""The output of one request: attempts write its tokens, and one client reads them at its own pace.
 
-    raw GenerateRequest --validation--> ValidRequest --dispatch--> Course <--answer-- the client's stream
+    attempts --TokenWriter--> tokens, logprobs, end <--ReaderLease-- the client's call
 
-``dispatch`` writes a course, whoever answers the client reads it at his own pace. A course keeps token ids, never
-messages: a stream that nobody reads costs four bytes a token or so.
+A stream keeps token ids, never messages: one that is not read costs about four bytes a token.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from decant.state.logprobs import Logprobs
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A request that ended well: why it wrote its last token."""
+    """How a complete output ended."""
 
     reason: pb.FinishReason
     eos_token_id: int | None = None
@@ -29,7 +28,6 @@ class Finish:
     stop_text: str | None = None
 
     def finished(self) -> pb.Finished:
-        """As clients are told."""
         return pb.Finished(
             finish_reason=self.reason,
             eos_token_id=self.eos_token_id,
@@ -40,9 +38,9 @@ class Finish:
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """The account of the attempt that is under way, for the receipt: who did what, and when by this router's clock.
+    """Workers and times of the present attempt, for the receipt.
 
-    Seconds; ``*_at`` on the event loop's clock. What never happened is None.
+    In seconds; ``*_at`` by the event loop's clock. What did not happen is None.
     """
 
     attempts: int = 1
@@ -58,81 +56,81 @@ class AttemptTrace:
 
 
 class SupersedableReader(Protocol):
-    """Who reads a course now."""
+    """The present reader of a stream."""
 
     def supersede(self) -> None:
-        """A newer one reads it."""
+        """A newer one reads it: end."""
 
 
 @dataclass(slots=True)
 class TokenStream:
-    """One request being answered. One output; dispatch is the only writer, and there is one reader at a time."""
+    """One output, with one writer, and one reader at a time."""
 
     request: ValidRequest
     tokens: list[int] = field(default_factory=list)
-    logprobs: Logprobs = field(init=False)  # one per token, where asked for
+    logprobs: Logprobs = field(init=False)  # one per token, if requested
     prompt_logprobs: Logprobs = field(init=False)  # of the prompt's second token and on
     cached_tokens: int = 0
     resumable: bool = True
     may_lag_client: bool = False
-    """Another router may have shown more of it than is written here. Who begins to read what is written here ends that:
-    those who read before him are superseded."""
+    """An earlier owner may have sent the client more than is here. False once a reader has begun here: it supersedes
+    all others."""
     certain_tokens: int | None = None
-    """Tokens that another router's readers can't have seen otherwise; None: all."""
+    """Leading tokens that are equal to those that an earlier owner may have sent; None: all."""
     path: AttemptTrace = field(default_factory=AttemptTrace)
     end: Finish | ServiceError | None = None
     last_token_at: float | None = None  # the event loop's clock
     reader: SupersedableReader | None = None
-    first_sent_at: float | None = None  # the event loop's clock, whoever read it first
+    first_sent_at: float | None = None  # to whichever reader, by the event loop's clock
     second_sent_at: float | None = None
     recorded: RequestRecord | None = None
-    """Of one that is replayed: what was told at its end."""
+    """Of a replayed request: its usage and receipt."""
     counted: int | None = None
-    """Tokens that the metrics have counted; None: nothing of this request was."""
-    _waiting: asyncio.Future[None] | None = None
+    """Tokens that the metrics include; None: they do not include the request."""
+    _waiter: asyncio.Future[None] | None = None
 
     def __post_init__(self) -> None:
-        wanted = self.request.output_options
-        self.logprobs = Logprobs(wanted.logprobs or 0)
-        self.prompt_logprobs = Logprobs(wanted.prompt_logprobs or 0)
+        options = self.request.output_options
+        self.logprobs = Logprobs(options.logprobs or 0)
+        self.prompt_logprobs = Logprobs(options.prompt_logprobs or 0)
 
     def notify(self) -> None:
-        """Something was written, or it ended: whoever waits looks again."""
-        if self._waiting is not None:
-            waiting, self._waiting = self._waiting, None
-            if not waiting.done():
-                waiting.set_result(None)
+        """Wake the reader: something was written, or the request ended."""
+        if self._waiter is not None:
+            waiter, self._waiter = self._waiter, None
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def wait_beyond(self, count: int) -> None:
-        """Wait until more than ``count`` tokens are written, or the end is. One reader at a time."""
+        """Wait for more than ``count`` tokens, or the end."""
         while len(self.tokens) <= count and self.end is None:
-            await self._news()
+            await self._changed()
 
     async def wait_until_caught_up(self, seq: int) -> None:
-        """Wait until so many tokens are written of a course that is behind, or can't be those that were shown."""
+        """Wait for ``seq`` tokens if an earlier owner may have sent as many; not beyond ``certain_tokens``."""
         while self.may_lag_client and len(self.tokens) < seq and self.end is None:
             if self.certain_tokens is not None and seq > self.certain_tokens:
                 return
-            await self._news()
+            await self._changed()
 
     def mark_tail_uncertain(self) -> int:
-        """What comes now may be other tokens than an earlier owner has shown; how many are certain."""
-        written = len(self.tokens)
-        self.certain_tokens = certain = written if self.certain_tokens is None else min(written, self.certain_tokens)
+        """The next tokens may differ from those that an earlier owner sent. Returns ``certain_tokens``."""
+        count = len(self.tokens)
+        self.certain_tokens = certain = count if self.certain_tokens is None else min(count, self.certain_tokens)
         self.notify()
         return certain
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether the prompt's logprobs are all here, where they were asked for."""
-        asked = self.request.output_options.prompt_logprobs is not None
-        return not asked or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
+        """Whether they are complete, or not requested."""
+        is_requested = self.request.output_options.prompt_logprobs is not None
+        return not is_requested or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
 
     async def wait_prompt_logprobs(self) -> None:
-        """Wait until the prompt's logprobs are all here, where they were asked for, or the end is."""
+        """Wait until ``has_prompt_logprobs``, or the end."""
         while not self.has_prompt_logprobs and self.end is None:
-            await self._news()
+            await self._changed()
 
-    async def _news(self) -> None:
-        self._waiting = asyncio.get_running_loop().create_future()
-        await self._waiting
+    async def _changed(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter

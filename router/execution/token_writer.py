@@ -1,12 +1,12 @@
-"""Tokens into a course, from whoever brings them first.
+"""Writes the tokens of workers into a stream: the first token for a position counts.
 
     known     | t0 | t1 | t2 |
-    comes               | t2 | t3 |     t2 is dropped, t3 is written
-    comes                         | t5 |     a gap: it is asked for again
-    comes          | x1 |               another token for a known place: an error, never shown
+    message             | t2 | t3 |     t2 is a duplicate, t3 is written
+    message                       | t5 |     a gap: the session asks for t4 again
+    message        | x1 |               another token for a known position: an error, never sent
 
-The token that completes a stop text is the last: what comes after it is dropped. Text is followed here, whether or not
-anybody reads it, and only where there are such texts. This is the path of every token: no call more than needed.
+The token that completes a stop string is the last. The search for stop strings is here because it must not depend on a
+reader. This is the path of every token: it makes no call that it could avoid.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class StopListener(Protocol):
 
 
 class TokenWriter:
-    """The one writer of a course's tokens. A course that has ended, or is stopped, is written no more."""
+    """The only writer of a stream. Writes nothing after the end, or after a stop string."""
 
     def __init__(self, stream: TokenStream) -> None:
         self.stream = stream
         self.stopped: Finish | None = None
-        """Set by the token that completed a stop text."""
+        """Set by the token that completed a stop string."""
         self.listener: StopListener | None = None
-        begin = stream.request.new_output_text
-        self._text = begin() if begin is not None else None
+        new_text = stream.request.new_output_text
+        self._text = new_text() if new_text is not None else None
         self._tokens = stream.tokens
         self._base = stream.request.prompt_tokens
         self._limit = stream.request.engine_request.stopping.max_tokens
@@ -44,11 +44,11 @@ class TokenWriter:
         self._logprobs = stream.logprobs if stream.request.output_options.logprobs is not None else None
         self._now = asyncio.get_running_loop().time
         for token in stream.tokens:  # of an earlier owner's
-            self._follow(token)
+            self._search_stop_string(token)
 
     @property
     def position(self) -> int:
-        """Of the first token that is lacking."""
+        """Of the first missing token."""
         return self._base + len(self._tokens)
 
     @property
@@ -64,12 +64,12 @@ class TokenWriter:
             if token >= self._vocab_size or index >= self._limit:
                 return WriteError.MALFORMED
             if stream.end is None and self.stopped is None:
-                if self._logprobs is not None and not _copied(logprobs, self._logprobs):
+                if self._logprobs is not None and not _append(logprobs, self._logprobs):
                     return WriteError.MALFORMED
                 tokens.append(token)
                 stream.last_token_at = self._now()
                 if self._text is not None:
-                    self._follow(token)
+                    self._search_stop_string(token)
                 stream.notify()
             return None
         if index > len(tokens):
@@ -77,7 +77,7 @@ class TokenWriter:
         return None if index >= 0 and tokens[index] == token else WriteError.CONFLICT
 
     def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
-        """Logprobs of a part of the prompt. They come in order; an attempt that starts over says them again."""
+        """Those of a part of the prompt, in order; a later attempt repeats them."""
         known = self.stream.prompt_logprobs
         next = 1 + len(known)  # the first token has none
         if message.first_position <= next < self._base:
@@ -88,7 +88,7 @@ class TokenWriter:
             self.stream.notify()
         return None
 
-    def _follow(self, token: int) -> None:
+    def _search_stop_string(self, token: int) -> None:
         if self._text is None:
             return
         self._text.add((token,))
@@ -99,8 +99,8 @@ class TokenWriter:
                 self.listener.on_stop_string()
 
 
-def _copied(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:
-    """Whether a token's logprobs are there and well formed; they are appended to ``known`` then."""
+def _append(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:
+    """Whether a token has well-formed logprobs, which are then appended."""
     if logprobs is None:
         return False
     try:

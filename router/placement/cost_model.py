@@ -1,17 +1,17 @@
-"""What computing a prompt costs and what moving its cache costs, as this router has seen it of late.
+"""Recent costs of computing a prompt and of transferring its KV cache, and from which length a handoff pays.
 
     seconds
-       |          compute: nothing for no token          a prompt with fewer tokens than where the lines cross is
-       |        /                                        computed by who decodes: there its cache need not move
-       |      / ___--- move: a fixed part, then less
-       |  _-/--        for each token
+       |          compute: proportional                  a prompt shorter than where the lines cross is computed on
+       |        /                                        its decode worker, without a transfer
+       |      / ___--- transfer: a fixed part, and
+       |  _-/--        less per token
        | / |
-       '---'---------- tokens that are not cached
+       '---'---------- uncached tokens
          handoff_min_tokens
 
-A measurement weighs 1 when it is made and half of that a minute later, and no more than sixteen count: so figures
-follow what changes. One that has been measured too little is unknown, and then prompts are handed over. Whatever
-makes handing over look dear is forgotten within minutes when nothing is handed over any more, so it is measured again.
+The weight of a measurement halves each minute, and all together weigh at most 16: the costs follow changes. While too
+little is measured a cost is unknown, and prompts are handed off. If no prompt is handed off any more, the transfer cost
+is forgotten within minutes and then measured again.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 HALF_LIFE_SECONDS = 60.0
-MOST_WEIGHT = 16.0
-LEAST_WEIGHT = 0.5
-"""Of measurements that are worth anything."""
+MAX_WEIGHT = 16.0
+MIN_WEIGHT = 0.5
+"""With less weight a cost is unknown."""
 NEVER = 1 << 31
-"""More tokens than a prompt has: nothing is handed over."""
+"""More tokens than any prompt has: no handoff."""
 
 
 class DecayedRegression:
-    """Pairs of tokens and seconds, newer ones counting more."""
+    """Least squares of seconds over tokens; the weight of a measurement decays."""
 
     def __init__(self) -> None:
         self._at = 0.0
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def add(self, tokens: int, seconds: float, now: float) -> None:
-        """One measurement; ``now`` never goes back."""
-        kept = min(self._factor(now), (MOST_WEIGHT - 1) / max(self._weight, 1.0))
+        """``now`` never decreases."""
+        kept = min(self._factor(now), (MAX_WEIGHT - 1) / max(self._weight, 1.0))
         self._age(kept if self.is_known(now) else 0.0)
         self._at = now
         self._weight += 1
@@ -45,17 +45,17 @@ class DecayedRegression:
         self._products += tokens * seconds
 
     def is_known(self, now: float) -> bool:
-        return self._weight * self._factor(now) >= LEAST_WEIGHT
+        return self._weight * self._factor(now) >= MIN_WEIGHT
 
     @property
     def per_token(self) -> float:
-        """Seconds for a token, fixed parts shared out among all."""
+        """Mean seconds per token, fixed part included."""
         return self._seconds / self._tokens if self._tokens else 0.0
 
     @property
     def line(self) -> tuple[float, float]:
-        """Seconds that any number of tokens takes, and seconds for each token more: neither is negative. Least
-        squares; where all had about as many tokens, all is fixed."""
+        """Fixed seconds and seconds per token, neither negative. All is fixed where the numbers of tokens hardly
+        differ."""
         spread = self._squares * self._weight - self._tokens**2
         if self._weight == 0 or spread <= 1e-6 * self._squares * self._weight:
             return (self._seconds / self._weight if self._weight else 0.0), 0.0
@@ -75,31 +75,31 @@ class DecayedRegression:
 
 
 class PrefillTransferCosts:
-    """Of one model's workers. ``now`` tells seconds, and never goes back."""
+    """Of one model's workers. ``now``: a monotonic clock in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._read_apart = DecayedRegression()
-        self._read_beside = DecayedRegression()
-        self._moved = DecayedRegression()
+        self._on_prefill_worker = DecayedRegression()
+        self._on_decode_worker = DecayedRegression()
+        self._transfer = DecayedRegression()
 
     def add_prefill(self, tokens: int, seconds: float, *, on_decode_worker: bool) -> None:
-        """A prompt was computed, on a worker that decodes or on one that only reads; ``tokens`` were not cached."""
-        measured = self._read_beside if on_decode_worker else self._read_apart
+        """A prompt with that many uncached tokens was computed."""
+        measured = self._on_decode_worker if on_decode_worker else self._on_prefill_worker
         measured.add(max(1, tokens), seconds, self._now())
 
     def add_transfer(self, tokens: int, seconds: float) -> None:
-        """An answer stood still for so long because its cache moved; ``tokens`` were not there already."""
-        self._moved.add(max(0, tokens), max(0.0, seconds), self._now())
+        """An output paused for its KV transfer, of that many uncached tokens."""
+        self._transfer.add(max(0, tokens), max(0.0, seconds), self._now())
 
     @property
     def handoff_min_tokens(self) -> int:
-        """Prompts with fewer uncached tokens are computed where they are decoded. 0: none, or it is not known."""
+        """Prompts with fewer uncached tokens are computed on their decode worker. 0: none, or the costs are unknown."""
         now = self._now()
-        beside = self._read_beside.is_known(now)
-        read = self._read_beside if beside else self._read_apart
-        if not (read.is_known(now) and self._moved.is_known(now)):
+        has_local = self._on_decode_worker.is_known(now)
+        prefill = self._on_decode_worker if has_local else self._on_prefill_worker
+        if not (prefill.is_known(now) and self._transfer.is_known(now)):
             return 0
-        fixed, slope = self._moved.line
-        dearer = read.per_token - slope
-        return NEVER if dearer * NEVER <= fixed else int(fixed / dearer)
+        fixed, slope = self._transfer.line
+        difference = prefill.per_token - slope
+        return NEVER if difference * NEVER <= fixed else int(fixed / difference)

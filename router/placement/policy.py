@@ -1,21 +1,21 @@
-"""Where a request goes: a snapshot of the workers in, one of them out. No clock, no network, no state.
+"""Choose workers for a request from a snapshot. Pure: no clock, no network, no state.
 
-                       tokens are written already,
-    decode workers     or a handoff failed            prefill workers       the prompt starts
+                       output tokens exist already,
+    decode workers     or a handoff failed            prefill workers       the prompt is computed
     none               any                            any                   from tokens, on any worker
     some               no                             some that can         on a prefill worker, then handoff
-    some               no                             all are full          nowhere yet: it waits
+    some               no                             all are full          nowhere yet: the request waits
     some               no                             none of that layout   from tokens, on a decode worker
-    one that is near   no                             any                   from tokens, on that one
+    a suitable one     no                             any                   from tokens, on that one
     some               yes                            any                   from tokens, on a decode worker
 
-A role is a preference: it says who is asked first, never who may not be asked. A decode worker is near when it would
-have computed the prompt before a cache could come: it is short, or most of it is cached there.
+"From tokens": the decode worker computes the prompt itself. One is suitable if it would be done before a transferred
+KV cache arrives: the prompt is short, or most of it is cached there. A role is a preference: a worker of the other role
+is used where there is none of the preferred one.
 
-A prompt is read where the least work lies before its first token: the tokens queued there, and those of its own that
-are not cached there. So a cached prefix and a short queue are weighed in one number. A worker decodes for longer than
-it reads: there room comes first, for what is not cached, then the load; among equals whoever has more of the prompt,
-and less to compute or to fetch.
+A prompt goes to the prefill worker with the least work before its first token: queued tokens plus the prompt's
+uncached tokens. A sequence occupies a decode worker for longer: there free blocks for its uncached tokens come first,
+then the number of sequences, then the uncached tokens.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from decant.state.ids import Incarnation
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """A worker that answers, as this router sees it now; what the router itself has just sent there is counted in."""
+    """A usable worker as this router knows it, with what the router itself has just sent there."""
 
     incarnation: Incarnation
     role: wire.Role
     layout: int
     block_tokens: int
-    free_blocks: int  # cached ones are as good as free
+    free_blocks: int  # including cached ones, which can be reused
     sequences: int  # running and waiting
-    queued_tokens: int  # to be computed before a new prompt's first
-    cached_tokens: int = 0  # of the request in question, in the prefix cache there
+    queued_tokens: int  # computed before a new prompt's first token
+    cached_tokens: int = 0  # of the request, in the worker's prefix cache
     takes_prompts: bool = True
-    has_capacity: bool = True  # False: it refused for lack of room and has not said more since
-    avoided: bool = False  # it failed of late, or failed this request: taken when nobody else is left
+    has_capacity: bool = True  # False: it refused a request and has not reported its load since
+    avoided: bool = False  # it failed recently or failed this request: chosen last
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What is to be placed."""
+    """``tokens``: of the sequence so far."""
 
     tokens: int
     from_tokens: bool = False
-    session: str = ""  # whose prefix is likely this one's; empty: nobody's
-    handoff_min_tokens: int = 0  # with fewer to compute, moving its cache costs more than computing it
+    session: str = ""  # requests of one session likely share a prefix; empty: none
+    handoff_min_tokens: int = 0  # with fewer uncached tokens, a transfer costs more than computing them
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,73 +61,75 @@ class Placement:
     prefill: bool  # False: from tokens
 
 
-def choose_first_worker(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> Placement | None:
-    """Where a sequence starts. None: nowhere now, but that may change."""
+def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> Placement | None:
+    """The worker that computes the prompt. None: no worker can now."""
     decode = [worker for worker in workers if worker.role != wire.ROLE_PREFILL]
     layouts = {worker.layout for worker in decode}
     prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL and worker.layout in layouts]
-    home = _home(decode or workers, need)
-    if prefill and not need.from_tokens:
-        near = _roomiest([worker for worker in decode if _is_near(worker, need)], need, home)
-        if near is not None:
-            return Placement(near.incarnation, prefill=False)
-        found = _least_work(prefill, need)
-        return None if found is None else Placement(found.incarnation, prefill=True)
-    found = _roomiest([worker for worker in decode or workers if worker.takes_prompts], need, home)
-    return None if found is None else Placement(found.incarnation, prefill=False)
+    preferred = _session_affinity_worker(decode or workers, request)
+    if prefill and not request.from_tokens:
+        local = _least_loaded_decode(
+            [worker for worker in decode if _prefers_local_prefill(worker, request)], request, preferred
+        )
+        if local is not None:
+            return Placement(local.incarnation, prefill=False)
+        choice = _least_work(prefill, request)
+        return None if choice is None else Placement(choice.incarnation, prefill=True)
+    choice = _least_loaded_decode([worker for worker in decode or workers if worker.takes_prompts], request, preferred)
+    return None if choice is None else Placement(choice.incarnation, prefill=False)
 
 
 def choose_decode_worker(
-    workers: Sequence[WorkerSnapshot], need: PlacementRequest, layout: int, giver: Incarnation
+    workers: Sequence[WorkerSnapshot], request: PlacementRequest, layout: int, sender: Incarnation
 ) -> Incarnation | None:
-    """Who takes over a cache. None: nobody now, but that may change."""
-    fitting = [worker for worker in workers if worker.layout == layout and worker.incarnation != giver]
-    able = [worker for worker in fitting if worker.role != wire.ROLE_PREFILL] or fitting
-    found = _roomiest(able, need, _home(able, need))
-    return None if found is None else found.incarnation
+    """The worker that fetches a KV cache of that layout from ``sender``. None: no worker can now."""
+    candidates = [worker for worker in workers if worker.layout == layout and worker.incarnation != sender]
+    decode = [worker for worker in candidates if worker.role != wire.ROLE_PREFILL] or candidates
+    choice = _least_loaded_decode(decode, request, _session_affinity_worker(decode, request))
+    return None if choice is None else choice.incarnation
 
 
-def _is_near(worker: WorkerSnapshot, need: PlacementRequest) -> bool:
-    """Whether it would be computed there, beside the answers, before a cache could come."""
-    if worker.avoided or not worker.takes_prompts or _lacks_capacity(worker, need):
+def _prefers_local_prefill(worker: WorkerSnapshot, request: PlacementRequest) -> bool:
+    """Whether a decode worker would compute the prompt before a transferred KV cache arrives."""
+    if worker.avoided or not worker.takes_prompts or _lacks_capacity(worker, request):
         return False
-    return worker.queued_tokens + need.tokens - worker.cached_tokens < need.handoff_min_tokens
+    return worker.queued_tokens + request.tokens - worker.cached_tokens < request.handoff_min_tokens
 
 
-def _least_work(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> WorkerSnapshot | None:
-    home = _home(workers, need)
+def _least_work(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> WorkerSnapshot | None:
+    preferred = _session_affinity_worker(workers, request)
 
     def order(worker: WorkerSnapshot) -> tuple[bool, int, int]:
-        return worker.avoided, worker.queued_tokens + _uncached(worker, need, home), worker.sequences
+        return worker.avoided, worker.queued_tokens + _uncached(worker, request, preferred), worker.sequences
 
     return min((worker for worker in workers if worker.has_capacity and worker.takes_prompts), key=order, default=None)
 
 
-def _roomiest(
-    workers: Sequence[WorkerSnapshot], need: PlacementRequest, home: WorkerSnapshot | None
+def _least_loaded_decode(
+    workers: Sequence[WorkerSnapshot], request: PlacementRequest, preferred: WorkerSnapshot | None
 ) -> WorkerSnapshot | None:
     def order(worker: WorkerSnapshot) -> tuple[bool, bool, int, int, int]:
-        uncached = _uncached(worker, need, home)
-        return worker.avoided, _lacks_capacity(worker, need), worker.sequences, uncached, -worker.free_blocks
+        uncached = _uncached(worker, request, preferred)
+        return worker.avoided, _lacks_capacity(worker, request), worker.sequences, uncached, -worker.free_blocks
 
     return min((worker for worker in workers if worker.has_capacity), key=order, default=None)
 
 
-def _lacks_capacity(worker: WorkerSnapshot, need: PlacementRequest) -> bool:
-    return worker.free_blocks * worker.block_tokens <= need.tokens - worker.cached_tokens
+def _lacks_capacity(worker: WorkerSnapshot, request: PlacementRequest) -> bool:
+    return worker.free_blocks * worker.block_tokens <= request.tokens - worker.cached_tokens
 
 
-def _uncached(worker: WorkerSnapshot, need: PlacementRequest, home: WorkerSnapshot | None) -> int:
-    return 1 if worker is home else need.tokens - worker.cached_tokens
+def _uncached(worker: WorkerSnapshot, request: PlacementRequest, preferred: WorkerSnapshot | None) -> int:
+    return 1 if worker is preferred else request.tokens - worker.cached_tokens
 
 
-def _home(workers: Sequence[WorkerSnapshot], need: PlacementRequest) -> WorkerSnapshot | None:
-    """Who counts as if he held the prompt, while nobody is known to hold any of it: the same for every router and
-    every request of a session, and another one for few sessions when workers come and go (rendezvous hashing)."""
-    if not need.session or any(worker.cached_tokens for worker in workers):
+def _session_affinity_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> WorkerSnapshot | None:
+    """The worker that counts as having the prompt cached, while no worker is known to have any of it. The same for all
+    routers and requests of a session; few sessions change it when workers come and go (rendezvous hashing)."""
+    if not request.session or any(worker.cached_tokens for worker in workers):
         return None
 
     def draw(worker: WorkerSnapshot) -> bytes:
-        return hashlib.blake2b(f"{worker.incarnation.id}\n{need.session}".encode(), digest_size=8).digest()
+        return hashlib.blake2b(f"{worker.incarnation.id}\n{request.session}".encode(), digest_size=8).digest()
 
     return max(workers, key=draw, default=None)

@@ -1,7 +1,7 @@
-"""Keeps this router's open set in the store true, where a removal was lost.
+"""Remove entries from this router's open set that a lost removal has left in the store.
 
-A request leaves the open set when it ends or is taken over. Where Redis was away just then, or the request expired,
-its entry stays; nothing else would remove it while this router lives.
+A request leaves the open set when it ends or is taken over. If Redis was unavailable then, or the request expired, its
+entry stays; nothing else would remove it while this router runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
 
 SWEEP_SECONDS = 30.0
-"""An entry that is left over in two sweeps is removed: it may come a moment before its request."""
+"""An entry without an open request in two sweeps is removed: it may be written a moment before its request."""
 
 _log = logs.get(__name__)
 
@@ -28,7 +28,7 @@ class OpenEntries:
         self._left = set[RequestKey]()
 
     async def sweep(self) -> None:
-        """Remove what was left over at the last sweep too. Raises StoreUnavailable."""
+        """Remove what the last sweep found too. Raises StoreUnavailable."""
         left = await self._store.requests.leftovers(self._router)
         twice = list(left & self._left)
         await self._store.open.remove(self._router, twice)
@@ -41,5 +41,5 @@ class OpenEntries:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await self.sweep()
-            except StateError:  # the registration says that it is away
+            except StateError:  # the registration logs that the store is unavailable
                 self._left.clear()

@@ -1,7 +1,7 @@
-"""This router among its peers: registered, renewed, and heard of when Redis was emptied.
+"""Register this router in the store, and notice when Redis was emptied.
 
-register ---- renew ---- renew ---- ...            Redis is away: tried again at the next renewal
-                '-- another era: Redis was emptied, everything that this router holds is written again
+register ---- renew ---- renew ---- ...            Redis unavailable: retried at the next renewal
+                '-- another store instance: Redis was emptied, all requests here are written again
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ class RouterRegistrar:
         self._on_replaced = on_replaced
         self._load = load
         self._registration: Registration[RouterRegistration] | None = None
-        self._era: str | None = None
+        self._instance: str | None = None
 
     async def close(self) -> None:
-        """Leave the directory, after `run` was cancelled, as far as Redis can be reached."""
+        """Leave the directory, after `run` was cancelled, if Redis is available."""
         if self._registration is not None:
             try:
                 await self._registration.remove()
             except StateError as error:
-                _log.warning("this router stays registered until that runs out", error=str(error))
+                _log.warning("this router stays registered until its registration expires", error=str(error))
 
     async def run(self, renew_every_s: float) -> None:
-        away = False
+        is_unavailable = False
         while True:
             try:
                 await self._renew()
-                away = False
+                is_unavailable = False
             except IncarnationReplaced as error:
                 _log.error("another process has this router's id", error=str(error))
                 self._on_replaced()
                 return
             except StateError as error:
-                if not away:
+                if not is_unavailable:
                     _log.warning("this router can't be registered now", error=str(error))
-                away = True
+                is_unavailable = True
             await asyncio.sleep(renew_every_s)
 
     async def _renew(self) -> None:
-        """Raises Replaced, StoreUnavailable, StoreFault."""
+        """Raises IncarnationReplaced, StoreUnavailable, StoreFault."""
         if self._registration is None:
             self._registration = await self._store.routers.register(self._facts, self._load())
         else:
             await self._registration.renew(self._load())
-        era = (await self._store.instance.current()).id
-        if self._era is not None and era != self._era:
-            _log.warning("the state store was emptied: what is held here is written again")
+        instance = (await self._store.instance.current()).id
+        if self._instance is not None and instance != self._instance:
+            _log.warning("the state store was emptied: all requests here are written again")
             self._on_new_era()
-        self._era = era
+        self._instance = instance

@@ -1,9 +1,4 @@
-"""Requests that this router doesn't run, as if it had: out of the store, with all that is written of them.
-
-StoredRequest  payload --validate--> ValidRequest --.
-               journal -----------------------------+--> Course, which a reader can't tell from one that ran here
-               finished, error, usage, receipt -----'
-"""
+"""Make a stored request a valid one again, as it was when a router accepted it."""
 
 from __future__ import annotations
 
@@ -22,18 +17,18 @@ from decant.runtime.channel import Deadline
 from decant.state.owned import StoredRequest
 
 _NO_LIMIT = 1 << 30
-"""Tokens of a window that nobody has to serve any more."""
+"""Context length for a request that has ended: no worker has to serve it."""
 
 
 def make_request_restorer(models: Models, max_context_length: ContextLengthOf) -> RestoreRequest:
-    async def restore(found: StoredRequest) -> ValidRequest:
-        asked = pb.GenerateRequest()
-        asked.CopyFrom(found.payload)
-        asked.model = found.record.model  # no name meant the default of its time and tenant
-        asked.sampling.seed = found.record.seed
-        window = (lambda _: _NO_LIMIT) if found.ended else max_context_length
-        valid = await validate(asked, models, window, _deadline(found.record), found.key.tenant)
-        return replace(valid, key=found.key, payload=found.payload, accepted_at=_accepted_at(found.record))
+    async def restore(stored: StoredRequest) -> ValidRequest:
+        request = pb.GenerateRequest()
+        request.CopyFrom(stored.payload)
+        request.model = stored.record.model  # an empty name meant the tenant's default of that time
+        request.sampling.seed = stored.record.seed
+        window = (lambda _: _NO_LIMIT) if stored.ended else max_context_length
+        valid = await validate(request, models, window, _deadline(stored.record), stored.key.tenant)
+        return replace(valid, key=stored.key, payload=stored.payload, accepted_at=_accepted_at(stored.record))
 
     return restore
 
@@ -45,6 +40,6 @@ def _deadline(record: RequestRecord) -> Deadline:
 
 
 def _accepted_at(record: RequestRecord) -> float:
-    """By the event loop's clock, as far as two routers' wall clocks agree."""
+    """On the event loop's clock, as precise as the two routers' wall clocks agree."""
     age = (datetime.now(UTC) - record.create_time.ToDatetime(UTC)).total_seconds()
     return asyncio.get_running_loop().time() - max(0.0, age)

@@ -1,16 +1,13 @@
-"""Requests without a router: found by the routers that are left, each taken over by one of them.
+"""Take over the requests of routers that are gone; each is adopted by one of the remaining routers.
 
-    directory --a registration ran out--> is it dead? --its open requests--> adopt_orphan: one router wins--> Execution
-                                             |                                                                without a
-                                             no: a worker has a session with it, or this router                reader:
-                                             could not read the directory for long enough                      its grace
-                                                                                                               begins
-A registration also runs out when its router can't reach the store, or when the store stood still. So a router is taken
-for dead only when both hold:
+    directory --registration expired--> is it dead? --open requests--> adopt_orphan: one router wins --> it runs here
 
-  - this router has read the directory without a break for a whole registration: a router that lives, and was cut off
-    from the store by the same fault, has had the time to register again;
-  - no worker has a live session with it.
+A registration also expires when its router can't reach the store,
+or when the store stalled. So a router counts as dead only if
+
+  - this router has read the directory without a break for the time of a registration: a live router that the same fault
+    cut off from the store has had time to register again;
+  - no worker has a session with it.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from decant.router.execution.registry import RequestRegistry
 from decant.runtime import logs
@@ -27,37 +25,44 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.keys import Ttls
 from decant.state.store import Store
 
-RETRY_SECONDS = 1.0
-LATE_SECONDS = 0.5
-"""An answer that comes later than this, and than a quarter of a registration, counts as a break of the directory."""
-RECLAIM_SECONDS = 30.0
-"""Between two looks for requests that this router owns and does not run."""
-MOST_PAUSE_SECONDS = 30.0
-"""Between two tries to take over requests that this router can't run."""
-
 _log = logs.get(__name__)
+
+
+@dataclass(frozen=True)
+class TakeoverTimings:
+    """Seconds."""
+
+    retry_s: float = 1.0
+    late_s: float = 0.5
+    """A reply that is late by this, and by a quarter of a registration, counts as a break."""
+    reclaim_every_s: float = 30.0
+    """Between two searches for requests that this router owns and does not run."""
+    max_pause_s: float = 30.0
+    """Between two tries to take over requests that this router can't run."""
 
 
 class OrphanRecovery:
     """Watches the directory of routers while `run` runs.
 
-    ``is_connected``: whether a worker has a live session with a router. The directory is read as often as
-    registrations of these ``ttls`` are renewed.
+    ``is_connected``: whether a worker has a session with a router. The directory is read as often as registrations with
+    these ``ttls`` are renewed.
     """
 
     def __init__(
         self,
         store: Store,
-        dispatcher: RequestRegistry,
+        registry: RequestRegistry,
         router: Incarnation,
         is_connected: Callable[[Incarnation], bool],
         ttls: Ttls,
+        timings: TakeoverTimings = TakeoverTimings(),
     ) -> None:
         self._store = store
-        self._dispatcher = dispatcher
+        self._registry = registry
         self._router = router
         self._is_connected = is_connected
         self._ttls = ttls
+        self._timings = timings
         self._pauses: dict[Incarnation, _Pause] = {}
 
     async def run(self) -> None:
@@ -65,27 +70,27 @@ class OrphanRecovery:
             try:
                 await self._watch()
             except StateError:  # the registration logs that the store is away
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(self._timings.retry_s)
 
     async def _watch(self) -> None:
-        """Raises StateError when the directory can't be read any more; what was known of dead routers is void then."""
-        clock, look_every_s = asyncio.get_running_loop().time, self._ttls.renew_every_s
+        """Raises StateError when the directory can't be read; what is known of dead routers is then outdated."""
+        clock, poll_s = asyncio.get_running_loop().time, self._ttls.renew_every_s
         listing = await self._store.routers.listing()
         readable_since = clock()
         reclaim_at = readable_since
         while True:
             if clock() >= reclaim_at:
                 await self._reclaim()
-                reclaim_at = clock() + RECLAIM_SECONDS
+                reclaim_at = clock() + self._timings.reclaim_every_s
             if clock() - readable_since >= self._ttls.registration_s:
                 await self._take_over_dead()
-            asked_at = clock()
-            listing = await self._store.routers.change(listing, look_every_s)
-            if clock() - asked_at - look_every_s > max(look_every_s, LATE_SECONDS):
+            began_at = clock()
+            listing = await self._store.routers.change(listing, poll_s)
+            if clock() - began_at - poll_s > max(poll_s, self._timings.late_s):
                 readable_since = clock()
 
     async def _take_over_dead(self) -> None:
-        """In a Redis that was emptied, living routers are not registered at once: until then none is dead."""
+        """Live routers need a moment to register in a Redis that was emptied: until then none counts as dead."""
         if (await self._store.instance.current()).refill_left_s:
             return
         orphaned = await self._store.open.orphaned() - {self._router}
@@ -96,11 +101,11 @@ class OrphanRecovery:
                 await self._take_over(dead)
 
     async def _take_over(self, dead: Incarnation) -> None:
-        """All that this router can run; an entry that it can't run stays for others. Raises StoreUnavailable."""
+        """Take over what this router can run; the rest stays for others. Raises StoreUnavailable."""
         left = await self._store.open.of(dead)
         failures = [error for key in left if (error := await self._take(dead, key)) is not None]
         if failures:
-            pause = self._pauses.setdefault(dead, _Pause(self._ttls.renew_every_s))
+            pause = self._pauses.setdefault(dead, _Pause(self._ttls.renew_every_s, self._timings.max_pause_s))
             pause.grow(asyncio.get_running_loop().time())
             words = "requests can't be taken over"
             _log.warning(words, requests=len(failures), router=dead.id, error=str(failures[-1]))
@@ -109,40 +114,40 @@ class OrphanRecovery:
                 await self._store.open.take(dead, self._router)  # forgets a router that has no entries
 
     async def _reclaim(self) -> None:
-        """Run what this router owns by the store and does not run: the answer to its acceptance or adoption was lost.
-        Raises StoreUnavailable."""
+        """Run requests that this router owns in the store and does not run: the reply that accepted or adopted them was
+        lost. Raises StoreUnavailable."""
         for key in await self._store.open.of(self._router):
-            if not self._dispatcher.knows(key) and (error := await self._take(self._router, key)) is not None:
-                _log.warning("a request can't be gone on with", request_id=key.id, error=str(error))
+            if not self._registry.knows(key) and (error := await self._take(self._router, key)) is not None:
+                _log.warning("a request can't be continued", request_id=key.id, error=str(error))
 
     async def _take(self, owner: Incarnation, key: RequestKey) -> Exception | None:
-        """Returns why the request stays with its owner, where it can't be run here. Raises StoreUnavailable."""
+        """Return why the request stays with its owner, where it can't run here. Raises StoreUnavailable."""
         try:
-            await self._dispatcher.take_over(key)
+            await self._registry.take_over(key)
         except StoreUnavailable:
             raise
         except OwnerAlive as error:
             if error.owner == owner:
-                return None  # it registered again meanwhile: the entry is its own
+                return None  # it registered again: the entry is its own
         except (Superseded, UnknownRequest):
-            pass  # it has another owner, or is over
-        except UnreadableRequest as error:  # no router can: it stays in the store until it expires
+            pass  # it has another owner, or has ended
+        except UnreadableRequest as error:  # no router can run it: it expires in the store
             _log.error("a request is set aside", request_id=key.id, router=owner.id, error=str(error))
         except (ServiceError, StateError) as error:
             return error
-        if owner != self._router:  # an entry of its own goes with its request, or by `OpenEntries`
+        if owner != self._router:  # an own entry is removed with its request, or by `OpenEntries`
             await self._store.open.remove(owner, [key])
         return None
 
 
 class _Pause:
-    """Between two tries to take over what a router left that can't be run here: every router that looks reads all of
-    these requests from the store."""
+    """Between two tries to take over requests that can't run here: each try of each router reads them all."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, max_seconds: float) -> None:
         self.ends_at = 0.0
         self._seconds = seconds
+        self._max_seconds = max_seconds
 
     def grow(self, now: float) -> None:
         self.ends_at = now + self._seconds
-        self._seconds = min(2 * self._seconds, MOST_PAUSE_SECONDS)
+        self._seconds = min(2 * self._seconds, self._max_seconds)

@@ -1,7 +1,9 @@
-"""Chat messages become a prompt's text by the model's own template, in a process that can do nothing else.
+"""Render chat messages with the model's own template, in a confined process.
 
-messages --> ChatTemplate --> template_process.py, one process per model, started when first needed --> text
-                '-- no answer in RENDER_SECONDS: it is killed; the next conversation gets another
+messages --> ChatTemplate --> template_process.py, one process per model, started on first use --> text
+                '-- no reply in RENDER_SECONDS: the process is killed; the next request starts another
+
+A process, although jinja2 has a sandbox: a template is a program that may loop or allocate without end.
 """
 
 from __future__ import annotations
@@ -29,24 +31,32 @@ MAX_RENDERED = 16 * 1024 * 1024
 NO_DEADLINE = Deadline()
 
 _PROGRAM = Path(__file__).with_name("template_process.py")
-_KEPT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
-"""What its process learns of the environment."""
+_ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
+"""Variables that the process gets."""
 
 
 class ChatTemplate:
-    """The template of one model; ``tokens`` are its special ones by name, as "bos_token"."""
+    """The template of one model. ``tokens``: its special tokens by name, such as "bos_token"."""
 
-    def __init__(self, template: str, tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        template: str,
+        tokens: Mapping[str, str],
+        timeout_s: float = RENDER_SECONDS,
+        max_characters: int = MAX_RENDERED,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._max_characters = max_characters
         self._template = template
         self._tokens = dict(tokens)
-        self._work = TextWork(at_once=1)
+        self._work = TextWork(max_concurrent=1)
         self._process: subprocess.Popen[bytes] | None = None
         self._ending: Callable[[], Any] = _nothing
 
     async def render(
         self, messages: Sequence[pb.Message], *, add_generation_prompt: bool, deadline: Deadline = NO_DEADLINE
     ) -> str:
-        """Raises InvalidArgument for messages that the template refuses or fails at; QueueFull, DeadlineExceeded."""
+        """Raises InvalidArgument for messages that the template rejects or fails on; QueueFull, DeadlineExceeded."""
         texts = [text.encode() for message in messages for text in (message.role, message.content)]
         head = {
             "template": self._template,
@@ -56,32 +66,31 @@ class ChatTemplate:
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             },
-            "most": MAX_RENDERED,
+            "most": self._max_characters,
             "lengths": list(map(len, texts)),
         }
-        decode_started = b"".join(texts)
-        said, text = await self._work.run(
-            len(decode_started), deadline, self._ask, json.dumps(head).encode(), decode_started
-        )
-        match said:
+        content = b"".join(texts)
+        reply, text = await self._work.run(len(content), deadline, self._render, json.dumps(head).encode(), content)
+        match reply:
             case {"refused": refusal}:
                 raise InvalidArgument("messages", "a conversation that the model's chat template takes", refusal)
             case {"failed": failure}:
                 raise InvalidArgument("messages", "a conversation that the model's chat template can render", failure)
         return text
 
-    def _ask(self, head: bytes, texts: bytes) -> tuple[Mapping[str, Any], str]:
-        """On its own thread, one after the other."""
+    def _render(self, head: bytes, texts: bytes) -> tuple[Mapping[str, Any], str]:
+        """Runs in a thread, one call at a time."""
         if self._process is None:
             self._process = _start()
             self._ending = weakref.finalize(self, _end, self._process)
         try:
-            said, text = _exchange(self._process, head, texts, time.monotonic() + RENDER_SECONDS)
+            reply, text = _exchange(self._process, head, texts, time.monotonic() + self.timeout_s)
         except OSError as error:
             self._process = None
             self._ending()
-            return {"failed": str(error)}, ""
-        return json.loads(said), text.decode()
+            late = isinstance(error, TimeoutError)
+            return {"failed": f"no answer in {self.timeout_s:g} seconds" if late else str(error)}, ""
+        return json.loads(reply), text.decode()
 
 
 def _nothing() -> None:
@@ -90,7 +99,7 @@ def _nothing() -> None:
 
 def _start() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-I", str(_PROGRAM)]
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, env=kept
     )
@@ -108,7 +117,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(process: subprocess.Popen[bytes], head: bytes, texts: bytes, ends_at: float) -> tuple[bytes, bytes]:
-    """The answer's head and text. Raises OSError: no answer in time, or the process has ended."""
+    """The reply's head and text. Raises OSError where no reply came in time, or the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     for part in (struct.pack(">II", len(head), len(texts)), head, texts):
@@ -117,8 +126,8 @@ def _exchange(process: subprocess.Popen[bytes], head: bytes, texts: bytes, ends_
             _ready(process.stdin.fileno(), select.POLLOUT, ends_at)
             left = left[os.write(process.stdin.fileno(), left) :]
     lengths = struct.unpack(">II", _read(process.stdout.fileno(), 8, ends_at))
-    said, text = (_read(process.stdout.fileno(), length, ends_at) for length in lengths)
-    return said, text
+    reply, text = (_read(process.stdout.fileno(), length, ends_at) for length in lengths)
+    return reply, text
 
 
 def _read(pipe: int, count: int, ends_at: float) -> bytes:
@@ -133,8 +142,8 @@ def _read(pipe: int, count: int, ends_at: float) -> bytes:
 
 
 def _ready(pipe: int, event: int, ends_at: float) -> None:
-    """WaitPredictor for it. Raises TimeoutError."""
+    """Wait for the event. Raises TimeoutError."""
     poll = select.poll()
     poll.register(pipe, event)
     if not poll.poll(max(0.0, ends_at - time.monotonic()) * 1000):
-        raise TimeoutError(f"no answer in {RENDER_SECONDS:g} seconds")
+        raise TimeoutError

@@ -1,19 +1,20 @@
-"""Tokens become text while they are written: whole characters, as soon as they are certain.
+"""Incremental detokenizing: whole characters, as soon as later tokens can't change them.
 
-What a tokenizer's decoder makes of a token depends on little of what stands before it, and this module knows on what:
+What a decoder makes of a token depends on few tokens before it, and this module knows on which:
 
     decoder                         a token is             what is held back
     ByteLevel                       some bytes             an incomplete character
     with ByteFallback               text, or one byte      a run of bytes: one bad byte spoils all of a run
     Metaspace, WordPiece, Replace,  text; the first may    nothing
       Strip, none                     lack its space
-    BPEDecoder                      text and a space       the space: it falls away at the end
+    BPEDecoder                      text and a space       the space: the last token has none
 
-So each token is looked up, once for each model, and the cost of the next one is the same at any length. Joined, the
-text is what ``Tokenizer.decode`` makes of all tokens together. A decoder whose tokens can't be told apart in this way
-is refused by name when the model is loaded.
+Each token is converted once for each model, so a token costs the same at any length. All pieces together are what
+``Tokenizer.decode`` returns for all tokens. A decoder that can't be followed in this way is refused by name when the
+model is loaded. An emoji that may continue (a joiner, a skin tone, the second half of a flag) is held back as well,
+until the next character.
 
-An emoji that may go on (a joiner, a skin tone, the second half of a flag) is held back too, until the next character.
+Not `tokenizers.decoders.DecodeStream`: it loses what it holds back at the end, and it divides emoji.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from tokenizers import models as kinds
 from tokenizers.decoders import Decoder
 
 _ANCHOR = "a"
-"""A token that every decoder takes as it is: what stands beside it shows what it makes of others."""
+"""A token that every decoder takes as it is: what stands next to it shows what the decoder makes of others."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ONE_BY_ONE = frozenset({"Replace", "Metaspace", "WordPiece", "Strip", "BPEDecoder"})
-"""Steps that look at one token at a time, and at most at whether it is the first or the last."""
+"""Steps that depend on one token, and on whether it is the first or the last."""
 
 _JOINER, _FLAG = "\u200d", "[\U0001f1e6-\U0001f1ff]"
 _EMOJI = "[\u2190-\u21ff\u2300-\u23ff\u25a0-\u27bf\u2900-\u297f\u2b00-\u2bff\U0001f000-\U0001f1e5\U0001f200-\U0001faff]"
@@ -44,12 +45,12 @@ _UNFINISHED = re.compile(
 
 
 class UnsupportedDecoder(ValueError):
-    """A decoder that can't be followed token by token; the message names it."""
+    """The decoder can't be followed token by token; the message names it."""
 
 
 class Detokenizer(ABC):
-    """The text of one output. Ids go in once, in order; the text so far depends on them alone, not on how they were
-    divided among calls."""
+    """The text of one output. The text after k tokens depends on these k tokens alone, not on how they are divided
+    among calls."""
 
     __slots__ = ("_held",)
 
@@ -58,19 +59,19 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def add(self, ids: Sequence[int]) -> str:
-        """The text that these tokens make certain."""
+        """The text that these tokens complete."""
 
     def end(self) -> str:
-        """What was held back; where a character is incomplete, U+FFFD stands for it."""
+        """The text that was held back, with U+FFFD for an incomplete character."""
         text, self._held = self._held + self._last(), ""
         return text
 
     @abstractmethod
     def _last(self) -> str:
-        """What the tokens still owe, now that none follows."""
+        """Text of the tokens so far, given that none follows."""
 
     def _whole(self, new: str) -> str:
-        """Text that is decoded, without an emoji at its end that may go on."""
+        """Decoded text, without an emoji at its end that may continue."""
         text = self._held + new
         unfinished = _UNFINISHED.search(text) if text and text[-1] >= _JOINER else None
         end = len(text) if unfinished is None else unfinished.start(unfinished.lastgroup or 0)
@@ -85,8 +86,8 @@ class TokenTable(ABC):
         self._tokenizer = tokenizer
         self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
-    def written(self, id: int, *, skip_special_tokens: bool) -> str | None:
-        """The token as its vocabulary has it; None for one that has no text."""
+    def token_of(self, id: int, *, skip_special_tokens: bool) -> str | None:
+        """The vocabulary entry; None for one without text."""
         if skip_special_tokens and id in self._special:
             return None
         token: str | None = self._tokenizer.id_to_token(id)
@@ -94,7 +95,7 @@ class TokenTable(ABC):
 
     @abstractmethod
     def bytes_of(self, id: int) -> bytes:
-        """A token's own bytes, as they stand inside of a text; special tokens have theirs."""
+        """A token's bytes inside a text; those of special tokens too."""
 
     @abstractmethod
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
@@ -105,7 +106,7 @@ def make_token_table(tokenizer: Tokenizer) -> TokenTable:
     steps = list(_steps(_described(tokenizer.decoder)))
     names = [step["type"] for step in steps]
     if names == ["ByteLevel"]:
-        return _ByteWords(tokenizer)
+        return _ByteTokenTable(tokenizer)
     stripped = 0
     if "Fuse" in names:
         fuse = names.index("Fuse")
@@ -115,7 +116,7 @@ def make_token_table(tokenizer: Tokenizer) -> TokenTable:
     for name in names[:-1] if has_bytes else names:
         if name not in _ONE_BY_ONE or (has_bytes and name == "BPEDecoder"):
             raise UnsupportedDecoder(f"a decoder with {name} in this place can't be followed token by token")
-    return _PieceWords(tokenizer, steps[:-1] if has_bytes else steps, has_bytes=has_bytes, stripped=stripped)
+    return _PieceTokenTable(tokenizer, steps[:-1] if has_bytes else steps, has_bytes=has_bytes, stripped=stripped)
 
 
 # ---------------------------------------------------------------------------------------------- byte level
@@ -132,24 +133,24 @@ _BYTES = _byte_letters()
 
 
 class _ByteTable(dict[int, bytes]):
-    """Token id -> its bytes, looked up when first asked for."""
+    """Token id -> its bytes, filled on first use."""
 
-    def __init__(self, words: TokenTable, skip_special_tokens: bool) -> None:
+    def __init__(self, token_table: TokenTable, skip_special_tokens: bool) -> None:
         super().__init__()
-        self._words = words
+        self._token_table = token_table
         self._skip = skip_special_tokens
 
     def __missing__(self, id: int) -> bytes:
-        token = self._words.written(id, skip_special_tokens=self._skip) or ""
+        token = self._token_table.token_of(id, skip_special_tokens=self._skip) or ""
         try:
             found = bytes([_BYTES[letter] for letter in token])
-        except KeyError:  # added by somebody who wrote it as text
+        except KeyError:  # an added token, whose entry is text
             found = token.encode()
         self[id] = found
         return found
 
 
-class _ByteWords(TokenTable):
+class _ByteTokenTable(TokenTable):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self._tables = {skip: _ByteTable(self, skip) for skip in (False, True)}
@@ -187,35 +188,35 @@ class _ByteDetokenizer(Detokenizer):
 
 
 class _Piece(NamedTuple):
-    """What a token adds, and what only follows when another token does."""
+    """Text that a token adds, and text that it adds only if another token follows."""
 
     text: str
     then: str
 
 
 _Entry = _Piece | int | None
-"""A piece, a byte, or nothing."""
+"""A piece, a byte, or no text."""
 
 
 class _PieceTable(dict[int, _Entry]):
-    """Token id -> what it is anywhere but at the beginning, looked up when first asked for."""
+    """Token id -> what it is anywhere but at the beginning, filled on first use."""
 
-    def __init__(self, words: _PieceWords, skip_special_tokens: bool) -> None:
+    def __init__(self, token_table: _PieceTokenTable, skip_special_tokens: bool) -> None:
         super().__init__()
-        self.words = words
+        self.token_table = token_table
         self.skip = skip_special_tokens
 
     def __missing__(self, id: int) -> _Entry:
-        found = self[id] = self.words.entry(id, skip_special_tokens=self.skip)
+        found = self[id] = self.token_table.entry(id, skip_special_tokens=self.skip)
         return found
 
     def first(self, id: int) -> _Entry:
         """The same at the beginning."""
-        return self.words.entry(id, skip_special_tokens=self.skip, first=True)
+        return self.token_table.entry(id, skip_special_tokens=self.skip, first=True)
 
 
-class _PieceWords(TokenTable):
-    """Pieces are what the decoder itself makes of a token between two others."""
+class _PieceTokenTable(TokenTable):
+    """A piece is what the decoder itself makes of a token between two others."""
 
     def __init__(
         self, tokenizer: Tokenizer, steps: Sequence[Mapping[str, Any]], *, has_bytes: bool, stripped: int
@@ -227,7 +228,7 @@ class _PieceWords(TokenTable):
         self._tables = {skip: _PieceTable(self, skip) for skip in (False, True)}
 
     def entry(self, id: int, *, skip_special_tokens: bool, first: bool = False) -> _Entry:
-        token = self.written(id, skip_special_tokens=skip_special_tokens)
+        token = self.token_of(id, skip_special_tokens=skip_special_tokens)
         if token is None:
             return None
         before = [] if first else [_ANCHOR]
@@ -256,15 +257,15 @@ class _PieceWords(TokenTable):
 
 
 class _PieceDetokenizer(Detokenizer):
-    __slots__ = ("_begun", "_run", "_stripped", "_table", "_then")
+    __slots__ = ("_has_begun", "_run", "_stripped", "_table", "_then")
 
     def __init__(self, table: _PieceTable) -> None:
         super().__init__()
         self._table = table
-        self._begun = False
+        self._has_begun = False
         self._run = bytearray()
         self._then = ""
-        self._stripped = table.words.stripped  # spaces that are still taken from the beginning
+        self._stripped = table.token_table.stripped  # spaces still to remove from the beginning
 
     def add(self, ids: Sequence[int]) -> str:
         text = "".join([self._next(id) for id in ids])
@@ -275,10 +276,10 @@ class _PieceDetokenizer(Detokenizer):
         return self._strip(self._take_run())
 
     def _next(self, id: int) -> str:
-        entry = self._table[id] if self._begun else self._table.first(id)
+        entry = self._table[id] if self._has_begun else self._table.first(id)
         if entry is None:
             return ""
-        self._begun = True
+        self._has_begun = True
         if isinstance(entry, int):
             self._run.append(entry)
             return ""
@@ -294,7 +295,7 @@ class _PieceDetokenizer(Detokenizer):
             return "\ufffd" * len(run)
 
     def _strip(self, text: str) -> str:
-        """Without the spaces at the very beginning, as many as the decoder takes."""
+        """Remove as many spaces from the very beginning as the decoder does."""
         for place, letter in enumerate(text):
             if not self._stripped or letter != " ":
                 self._stripped = 0
@@ -332,7 +333,7 @@ def _steps(described: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _stripped(steps: Sequence[Mapping[str, Any]]) -> int:
-    """How many spaces fall away at the beginning of the joined text."""
+    """Number of spaces that the decoder removes from the beginning of the text."""
     stripped = 0
     for step in steps:
         if step["type"] != "Strip" or step["content"] != " " or step["stop"]:

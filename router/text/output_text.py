@@ -1,11 +1,12 @@
-"""The text of one output, as its client may see it after each token.
+"""The text of one output, as its client may get it after each token.
 
-    tokens -> Detokenizer -> certain text -> stop texts -> what is shown
-                 |                              |
-          half a character is held back   the beginning of a stop text is held back
+    tokens -> Detokenizer -> StopStrings -> text for the client
+                 |               |
+       holds back an        holds back the beginning
+       incomplete character of a stop string
 
-The text after k tokens is a function of these k tokens and the request alone. A token that ends the output has no text
-of its own, unless stops are to be included; the last token that may be written brings what was held back.
+The text after k tokens depends on these k tokens and the request alone. A token that ends the output has no text,
+unless the request includes stops. The last token that the output may have completes what was held back.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from decant.router.text.stop_strings import StopStrings
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What the client is shown, with nothing left unset. ``logprobs`` counts alternatives; None: no logprobs at all.
-    ``prompt_logprobs`` the same of the prompt's tokens. ``echo``: what stands before each output's text.
-    ``min_chunk_tokens`` go into one delta, except into the last.
-    ``stops``: the texts that end an output; None: no text does."""
+    """What the client gets, with nothing left unset. ``logprobs``: number of alternatives per token; None: no logprobs.
+    ``prompt_logprobs``: the same for the prompt. ``echo``: text before each output's. ``min_chunk_tokens``: least
+    number in a delta, except in the last. ``stops``: None where no stop string ends an output."""
 
     text: bool = True
     token_ids: bool = False
@@ -37,29 +37,29 @@ class OutputOptions:
     min_chunk_tokens: int = 1
 
 
-def new_output_text(model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> OutputText:
-    """The text of an output that such a request asks for, before its first token."""
-    kind = OutputText if wanted.stops is None else StoppedText
-    return kind(model, wanted, stopping)
+def new_output_text(model: ServedModel, options: OutputOptions, stopping: wire.Stopping) -> OutputText:
+    """Before its first token."""
+    kind = OutputText if options.stops is None else StoppableText
+    return kind(model, options, stopping)
 
 
 class OutputText:
-    """Tokens go in once, in order, none after the one that ended it."""
+    """Takes tokens in order, none after one that ends the output."""
 
     stop: str | None = None
-    """The stop text that ended it."""
+    """The stop string that ended the output."""
 
-    def __init__(self, model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> None:
-        self._detokenizer: Detokenizer = model.token_table.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
+    def __init__(self, model: ServedModel, options: OutputOptions, stopping: wire.Stopping) -> None:
+        self._detokenizer: Detokenizer = model.token_table.detokenizer(skip_special_tokens=options.skip_special_tokens)
         self._left = stopping.max_tokens
-        asked = frozenset(stopping.stop_token_ids)
-        self._ends = asked | (frozenset() if stopping.ignore_eos else model.eos_token_ids)
-        self._silent = self._ends - asked if wanted.include_stop else self._ends
+        requested = frozenset(stopping.stop_token_ids)
+        self._ends = requested | (frozenset() if stopping.ignore_eos else model.eos_token_ids)
+        self._silent = self._ends - requested if options.include_stop else self._ends
         self._is_over = False
 
     def add(self, tokens: Sequence[int]) -> str:
-        """What these tokens make certain. A stop token is the last that is written: none is drawn before the least
-        number of tokens, and none goes on."""
+        """The text that these tokens complete. A stop token can only be the last: none is sampled before
+        ``min_tokens``."""
         self._left -= len(tokens)
         if tokens and tokens[-1] in self._ends:
             shown = tokens[:-1] if tokens[-1] in self._silent else tokens
@@ -68,20 +68,20 @@ class OutputText:
         return text if self._left else text + OutputText.end(self)
 
     def end(self) -> str:
-        """What is held back where it was ended before the token that had to be the last."""
+        """The text that was held back, where the output ends before `max_tokens`."""
         self._is_over = True
         return self._detokenizer.end()
 
 
-class StoppedText(OutputText):
-    """The same where texts may stop it: once one has, nothing is added."""
+class StoppableText(OutputText):
+    """With stop strings: once one is complete, later tokens add nothing."""
 
-    def __init__(self, model: ServedModel, wanted: OutputOptions, stopping: wire.Stopping) -> None:
-        super().__init__(model, wanted, stopping)
-        assert wanted.stops is not None
-        self._stops: StopStrings = wanted.stops
-        self._include = wanted.include_stop
-        self._early = max(0, stopping.min_tokens - 1)  # tokens that can't complete a stop text, still to come
+    def __init__(self, model: ServedModel, options: OutputOptions, stopping: wire.Stopping) -> None:
+        super().__init__(model, options, stopping)
+        assert options.stops is not None
+        self._stops: StopStrings = options.stops
+        self._include = options.include_stop
+        self._early = max(0, stopping.min_tokens - 1)  # coming tokens that can't complete a stop string
         self._held = ""
 
     def add(self, tokens: Sequence[int]) -> str:

@@ -1,10 +1,10 @@
-"""The models that this router answers for: their words and limits. Never their weights.
+"""The models that this router serves: tokenizer, chat template and limits, without weights.
 
     ID=SOURCE or SOURCE --runtime.model_files--> files --here--> ServedModel, by its id
 
-Text becomes the tokens that transformers makes of it where it goes by tokenizer.json, as it does unless a class of its
-own builds another pipeline (LlamaTokenizer does, for files of its older kind). tokenizer_config.json adds special
-tokens that the file lacks, and says whether a special token that is spelt out in a text stays text.
+Tokenizing equals that of transformers where transformers uses tokenizer.json, as it does unless a class builds another
+pipeline (LlamaTokenizer does, for its older files). tokenizer_config.json adds special tokens that tokenizer.json
+lacks, and says whether a special token that is spelt out in a text stays text.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from decant.runtime.channel import Deadline
 from decant.runtime.errors import InvalidArgument, NotFound, PermissionDenied
 from decant.runtime.model_files import ModelFiles, ModelUnreadable, find
 
-ENCODED_AT_ONCE = 2048
-"""Characters or tokens that are converted on the event loop, in about a millisecond; more go to a thread."""
+MAX_INLINE_LENGTH = 2048
+"""Most characters or tokens that the event loop converts, in about a millisecond; a thread converts more."""
 NO_DEADLINE = Deadline()
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -39,14 +39,12 @@ _MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """One model. ``window`` is None where its configuration names none: then its workers say.
-
-    ``default_sampling`` has every field set but seed. ``texts`` does the work on long texts.
-    """
+    """``max_context_length`` is None where the model's files name none: then its workers do. ``default_sampling`` has
+    every field set but the seed. ``texts`` processes long texts."""
 
     id: str
     revision: str
-    window: int | None
+    max_context_length: int | None
     vocab_size: int
     eos_token_ids: frozenset[int]
     default_sampling: pb.SamplingParams
@@ -67,24 +65,21 @@ class ServedModel:
         return self.chat is not None
 
     async def encode(self, text: str, *, special: bool = True, deadline: Deadline = NO_DEADLINE) -> list[int]:
-        """Token ids of a text; with ``special`` those that the model wants around a prompt.
-
-        Raises QueueFull, DeadlineExceeded.
-        """
-        if len(text) <= ENCODED_AT_ONCE:
+        """``special``: with the tokens that the model wants around a prompt. Raises QueueFull, DeadlineExceeded."""
+        if len(text) <= MAX_INLINE_LENGTH:
             return self._encode(text, special)
         return await self.texts.run(len(text), deadline, self._encode, text, special)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        # Of the library's calls only those for batches release the interpreter's lock.
+        # Of the library's calls, only those for batches release the interpreter's lock.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     async def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, deadline: Deadline = NO_DEADLINE
     ) -> str:
-        """The text of token ids. Ids that no token has are passed over. Raises QueueFull, DeadlineExceeded."""
-        if len(ids) <= ENCODED_AT_ONCE:
+        """Skips ids without a token. Raises QueueFull, DeadlineExceeded."""
+        if len(ids) <= MAX_INLINE_LENGTH:
             return self._decode(ids, skip_special_tokens)
         return await self.texts.run(4 * len(ids), deadline, self._decode, ids, skip_special_tokens)
 
@@ -93,8 +88,8 @@ class ServedModel:
         return text
 
     async def least_tokens(self, text: str, enough: int) -> int:
-        """Tokens that a text becomes at least, without tokenizing it; 0 where that is not known. Counts to ``enough``,
-        and lets the event loop run meanwhile."""
+        """A lower bound of a text's tokens, without tokenizing it; 0 where there is none. Stops at ``enough``; other
+        tasks run meanwhile."""
         least = 0
         for least in () if self.bound is None else self.bound.growing(text):
             if least >= enough:
@@ -104,8 +99,7 @@ class ServedModel:
 
 
 class Models:
-    """The served models. The first is the default. Those `withheld` are served too, but not to whoever finds them
-    here."""
+    """The models that a tenant may use, the first by default. Those `withheld` are served to other tenants."""
 
     def __init__(self, models: Iterable[ServedModel], withheld: Collection[str] = ()) -> None:
         listed = list(models)
@@ -116,7 +110,7 @@ class Models:
             raise ValueError(f"models: each id once, got {', '.join(model.id for model in listed)}")
 
     def find(self, name: str) -> ServedModel:
-        """The model of that id, the default for an empty one. Raises NotFound, PermissionDenied."""
+        """An empty name is the default. Raises NotFound, PermissionDenied."""
         if not name:
             return self.default
         if name in self._withheld:
@@ -133,30 +127,32 @@ class Models:
 
 
 def load(sources: Iterable[str]) -> Models:
-    """Reads models, each SOURCE or ID=SOURCE; a hub's files are fetched. They share one queue for long texts.
+    """Each source is SOURCE or ID=SOURCE; a hub's files are downloaded. The models share one queue for long texts.
 
-    Raises ModelUnreadable, also for an id that comes twice.
+    Raises ModelUnreadable, also for an id that occurs twice.
     """
     models: dict[str, ServedModel] = {}
     texts = TextWork()
     for source in sources:
-        id, place = _named(source)
-        model = served(find(place, id=id), texts)
+        id, location = _split_source(source)
+        model = served(find(location, id=id), texts)
         if model.id in models:
-            raise ModelUnreadable(source, f"another model is called {model.id} already; give it a name: NAME={place}")
+            raise ModelUnreadable(
+                source, f"another model is called {model.id} already; give it a name: NAME={location}"
+            )
         models[model.id] = model
     return Models(models.values())
 
 
-def _named(source: str) -> tuple[str | None, str]:
-    id, equals, place = source.partition("=")
+def _split_source(source: str) -> tuple[str | None, str]:
+    id, equals, location = source.partition("=")
     if not equals or Path(source).is_dir():
         return None, source
-    return id or None, place
+    return id or None, location
 
 
 def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
-    """A model from its small files. Raises ModelUnreadable, by name for one without a tokenizer that can be used."""
+    """Raises ModelUnreadable, with the reason for a tokenizer that can't be used."""
     config = _config(files)
     tokenizer = _tokenizer(files, config)
     sampling = _default_sampling(files)
@@ -164,7 +160,7 @@ def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
         return ServedModel(
             id=files.id,
             revision=files.revision,
-            window=files.window,
+            max_context_length=files.window,
             vocab_size=files.vocab_size or tokenizer.get_vocab_size(),
             eos_token_ids=frozenset(files.eos_token_ids),
             default_sampling=sampling,
@@ -178,7 +174,7 @@ def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
 
 
 def _chat(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """A file of its own stands over the one in the configuration; of several the one called "default" is taken."""
+    """chat_template.jinja overrides tokenizer_config.json; of several templates there, "default" counts."""
     file = files.folder / "chat_template.jinja"
     template = config.get("chat_template")
     if file.is_file():
@@ -194,7 +190,7 @@ def _chat(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate | None:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The special tokens that have a name, as text."""
+    """Special tokens by name, as text."""
     more = config.get("extra_special_tokens")
     named = {name: config[name] for name in _SPECIAL if config.get(name)} | (more if isinstance(more, dict) else {})
     for name, token in named.items():
@@ -213,7 +209,7 @@ def _default_sampling(files: ModelFiles) -> pb.SamplingParams:
 
 
 def _config(files: ModelFiles) -> Mapping[str, Any]:
-    """tokenizer_config.json, with what older models say in special_tokens_map.json instead."""
+    """tokenizer_config.json; for older models with special_tokens_map.json."""
     config = _read(files, "tokenizer_config.json")
     return config if "added_tokens_decoder" in config else {**config, **_read(files, "special_tokens_map.json")}
 
@@ -237,7 +233,7 @@ def _tokenizer(files: ModelFiles, config: Mapping[str, Any]) -> Tokenizer:
     if not path.is_file():
         raise ModelUnreadable(files.id, "it has no tokenizer.json: save it with a fast tokenizer of transformers")
     tokenizer = _from_file(files.id, path)
-    # A file may carry what its last training used; a prompt is neither cut nor filled up.
+    # The file may keep settings of the last training; a prompt is neither truncated nor padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -249,12 +245,12 @@ def _tokenizer(files: ModelFiles, config: Mapping[str, Any]) -> Tokenizer:
 def _from_file(model: str, path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
         raise ModelUnreadable(model, f"tokenizer.json can't be read: {error}") from None
 
 
 def _added(config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """The tokens that a tokenizer_config.json adds to those of the file, in the order of transformers."""
+    """Tokens that tokenizer_config.json adds, in the order of transformers."""
     listed: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
     for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
         yield _token(token)

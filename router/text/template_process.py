@@ -1,18 +1,16 @@
-"""A process of its own that renders chat templates: ``python -I template_process.py``, asked through its stdin.
+"""A confined process that renders chat templates: ``python -I template_process.py``, used through stdin and stdout.
 
-A template comes with a model and is a program: it may loop for ever or ask for all memory there is. Here it has little
-memory, opens no file and no socket, and is killed by whoever waits too long.
+A template comes with a model and is a program: it may loop or allocate without end. This process has little memory,
+opens no file and no socket, and the router kills it when a reply takes too long.
 
-    question and answer    | length of head: u32, big-endian | length of text: u32 | head: JSON | text: UTF-8 |
-    question               {"template", "variables", "most": characters, "lengths": bytes of the text's parts}
-                           its text: role and content of each message, one after the other
-    answer                 {}, and the text; or {"refused"}: by the template itself; or {"failed"}: why it can't be
-                           rendered
+    request and reply      | length of head: u32, big-endian | length of text: u32 | head: JSON | text: UTF-8 |
+    request                {"template", "variables", "most": characters, "lengths": bytes of the text's parts}
+                           text: role and content of each message, concatenated
+    reply                  {} and the text; or {"refused"}: by the template itself; or {"failed"}: the error
 
-Texts are not part of the JSON: for megabytes its encoding would stop the router's event loop.
+Texts are not part of the JSON: encoding megabytes would stop the router's event loop.
 
-Stands on jinja2 alone, and is not imported by the router. What templates get beside their variables is what
-transformers gives them.
+Imports jinja2 alone; the router does not import it. Templates get the functions that transformers gives them.
 """
 
 from __future__ import annotations
@@ -40,25 +38,25 @@ MEMORY_BYTES = 512 * 1024 * 1024
 
 
 _IMPORTED_LATE = (pprint, textwrap, unicodedata, jinja2.debug)
-"""By filters, when no file can be opened any more."""
-_ALL_WORDS = r"""{% for m in messages if m.role %}
+"""Filters import these later, when no file can be opened."""
+_WARM_UP_TEMPLATE = r"""{% for m in messages if m.role %}
 {% set ns = namespace(x='\n\u00e9') %}{{- ns.x ~ m | tojson(indent=1) }}{% if loop.last %}{% break %}{% endif %}
 {% endfor %}{% macro f(x) %}{{ x[1:] | trim | upper }}{% endmacro %}{{ f('ab') }}
 {{ '%s' % 1 ~ strftime_now('%c %B') ~ dict(a=1) }}{{ 'x'.split('x')[-1] }}
 {{ [2, 1] | sort | map('string') | join }}"""
-"""What most templates use: whatever Python loads for it is loaded once it was rendered."""
+"""Uses what most templates use, so that Python has loaded all of it before the process is confined."""
 
 
 class Refused(Exception):
-    """By the template's own raise_exception."""
+    """The template called raise_exception."""
 
 
 class TooLong(Exception):
-    """More text than is taken."""
+    """The text exceeds the limit."""
 
 
 class Generation(jinja2.ext.Extension):
-    """``generation`` marks what an assistant wrote, for training; here it is what stands in it."""
+    """``generation`` marks the assistant's text for training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
 
@@ -107,11 +105,11 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def answer(question: dict[str, Any], texts: bytes) -> tuple[dict[str, str], bytes]:
-    """Head and text. ``lengths`` of the question is taken out of it."""
+def reply_to(request: dict[str, Any], texts: bytes) -> tuple[dict[str, str], bytes]:
+    """Head and text. Removes ``lengths`` from the request."""
     try:
-        question["variables"]["messages"] = list(_messages(question.pop("lengths"), texts))
-        return {}, render(**question).encode()
+        request["variables"]["messages"] = list(_messages(request.pop("lengths"), texts))
+        return {}, render(**request).encode()
     except Refused as error:
         return {"refused": str(error)}, b""
     except TooLong as error:
@@ -129,20 +127,20 @@ def _messages(lengths: list[int], texts: bytes) -> Iterator[dict[str, str]]:
         yield {"role": role, "content": content}
 
 
-def serve(questions: IO[bytes], answers: IO[bytes]) -> None:
-    """Until nobody asks any more."""
-    while len(lengths := questions.read(8)) == 8:
-        head, texts = (questions.read(length) for length in struct.unpack(">II", lengths))
-        said, text = answer(json.loads(head), texts)
-        shown = json.dumps(said).encode()
-        answers.write(struct.pack(">II", len(shown), len(text)) + shown + text)
-        answers.flush()
+def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Until stdin ends."""
+    while len(lengths := requests.read(8)) == 8:
+        head, texts = (requests.read(length) for length in struct.unpack(">II", lengths))
+        head_out, text = reply_to(json.loads(head), texts)
+        reply = json.dumps(head_out).encode()
+        replies.write(struct.pack(">II", len(reply), len(text)) + reply + text)
+        replies.flush()
 
 
 def confine() -> None:
-    """From here on this process opens nothing, starts nothing, and has little memory."""
-    for template in (_ALL_WORDS, "{% if %}", "{{ raise_exception('x') }}", "{{ 1 / 0 }}", "{{ x.y.z }}"):
-        answer({"template": template, "variables": {}, "most": 10_000, "lengths": [4, 0]}, b"user")
+    """From here on this process can open no file, start no process, and has little memory."""
+    for template in (_WARM_UP_TEMPLATE, "{% if %}", "{{ raise_exception('x') }}", "{{ 1 / 0 }}", "{{ x.y.z }}"):
+        reply_to({"template": template, "variables": {}, "most": 10_000, "lengths": [4, 0]}, b"user")
     if sys.platform != "darwin":  # macOS refuses a limit below what is mapped, which is more than this from the start
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))

@@ -1,11 +1,10 @@
-"""Work on long texts, off the event loop: few at once, few bytes in memory, the rest waits in a bounded queue.
+"""Work on long texts in threads: few at a time, bounded in bytes, the rest waits in a bounded queue.
 
-    run --queue and bytes within limits--> a place --> a thread --> the result
-          '-- else QueueFull                 '-- a LARGE text also waits until no other is at work
+    run --queue and bytes within limits--> a slot --> a thread --> the result
+          '-- else QueueFull                 '-- a LARGE text also waits until no other one is running
 
-Tokenizing needs up to 200 bytes of memory for each byte of a text, so two large ones at once are too many. The work
-must release the interpreter's lock while it computes, or hold it for milliseconds at a time: else the event loop
-stops in spite of the thread.
+Tokenizing needs up to 200 bytes of memory per byte of text, so two large texts do not run together. The work must
+release the interpreter's lock, or hold it for at most milliseconds at a time: else it stops the event loop.
 """
 
 from __future__ import annotations
@@ -21,41 +20,42 @@ from decant.runtime.admission import Admission
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, QueueFull
 
-AT_ONCE = 4
+MAX_CONCURRENT = 4
 QUEUE_LIMIT = 1024
-"""Texts that may wait."""
+"""Texts waiting."""
 MAX_BYTES = 64 * 1024 * 1024
-"""Of all texts that wait or are at work."""
+"""Of all texts that wait or run."""
 LARGE = 1024 * 1024
-"""Bytes from which a text is at work alone among its like."""
+"""Bytes. Texts of at least this size run one at a time."""
 
 T = TypeVar("T")
 
 
 class TextWork:
-    """At most ``at_once`` calls at a time, each in a thread of its own. Used from one event loop at a time."""
+    """At most ``max_concurrent`` calls at a time, each in its own thread. Used from one event loop at a time."""
 
-    def __init__(self, at_once: int = AT_ONCE, queue_limit: int = QUEUE_LIMIT) -> None:
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="text")
-        self._places = Admission(at_once, queue_limit)
+    def __init__(
+        self, max_concurrent: int = MAX_CONCURRENT, queue_limit: int = QUEUE_LIMIT, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="text")
+        self._slots = Admission(max_concurrent, queue_limit)
         self._large = Admission(1, queue_limit)
         self._bytes = 0
+        self._max_bytes = max_bytes
 
     async def run(self, size: int, deadline: Deadline, work: Callable[..., T], *args: Any) -> T:
-        """``work(*args)``, for a text of ``size`` bytes. Raises QueueFull, DeadlineExceeded, and what the work raises.
-
-        Work that has begun keeps its slot until it is done, also when its caller has gone.
-        """
-        if self._bytes and self._bytes + size > MAX_BYTES:
-            raise QueueFull(f"at most {MAX_BYTES} bytes of text wait", retry_after=RETRY_AFTER_SECONDS)
-        with ExitStack() as held:
+        """Return ``work(*args)``, for a text of ``size`` bytes. Work that runs keeps its slot until it is done, even if
+        its caller is cancelled. Raises QueueFull, DeadlineExceeded, and what the work raises."""
+        if self._bytes and self._bytes + size > self._max_bytes:
+            raise QueueFull(f"at most {self._max_bytes} bytes of text wait", retry_after=RETRY_AFTER_SECONDS)
+        with ExitStack() as resources:
             self._bytes += size
-            held.callback(self._forget, size)
+            resources.callback(self._forget, size)
             if size >= LARGE:
-                held.callback((await self._large.enter(0, deadline)).leave)
-            held.callback((await self._places.enter(0, deadline)).leave)
+                resources.callback((await self._large.enter(0, deadline)).leave)
+            resources.callback((await self._slots.enter(0, deadline)).leave)
             job = self._threads.submit(work, *args)
-            job.add_done_callback(partial(_release, asyncio.get_running_loop(), held.pop_all()))
+            job.add_done_callback(partial(_release, asyncio.get_running_loop(), resources.pop_all()))
         try:
             async with asyncio.timeout(deadline.remaining()) as limit:
                 return await asyncio.wrap_future(job)
@@ -68,7 +68,7 @@ class TextWork:
         self._bytes -= size
 
 
-def _release(loop: asyncio.AbstractEventLoop, held: ExitStack, _: Future[Any]) -> None:
-    """Called by the thread that is done: the places belong to the event loop."""
-    with suppress(RuntimeError):  # the loop is closed, and its places with it
-        loop.call_soon_threadsafe(held.close)
+def _release(loop: asyncio.AbstractEventLoop, resources: ExitStack, _: Future[Any]) -> None:
+    """Runs in the work's thread: the slots belong to the event loop."""
+    with suppress(RuntimeError):  # the loop is closed, and its slots with it
+        loop.call_soon_threadsafe(resources.close)

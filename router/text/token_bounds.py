@@ -1,10 +1,10 @@
-"""Lower bound of the tokens that a text becomes, from its length alone.
+"""Lower bound of a text's number of tokens, from its length alone.
 
     text --normalizer--> text --pre-tokenizer--> words --model--> tokens
           up to 4 to 1         may drop spaces          up to the longest token's characters to 1
 
-A text whose bound exceeds the context length can be refused before it is tokenized. Whatever might join or drop an
-unlimited number of characters makes a bound impossible: then there is none, and every text is tokenized.
+A text whose bound exceeds the context length is refused before it is tokenized. There is no bound for a tokenizer that
+may join or drop any number of characters: then every text is tokenized.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _SLICE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
-    """At most ``characters`` of a text become one token. With ``skips_spaces`` that is of those that are no spaces:
-    any number of spaces may be part of a token, or of none."""
+    """At most ``characters`` of a text become one token. With ``skips_spaces`` spaces don't count: any number of them
+    may be in a token, or in none."""
 
     characters: int
     skips_spaces: bool
 
     def growing(self, text: str) -> Iterator[int]:
-        """Lower bounds, each of a longer part of the text, the last of all of it; each takes some milliseconds."""
+        """Lower bounds for longer and longer parts of the text, at last for all of it; each takes some milliseconds."""
         if not self.skips_spaces:
             yield -(-len(text) // self.characters)
             return
@@ -45,17 +45,17 @@ class TextBound:
             yield -(-count // self.characters)
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that the text becomes at least."""
+        """A lower bound for the whole text."""
         return max(self.growing(text), default=0)
 
 
 def text_bound(tokenizer: Tokenizer) -> TextBound | None:
-    """None where a token may stand for any number of characters, as an unknown word does."""
+    """None where a token may stand for any number of characters, as for an unknown word."""
     described = json.loads(tokenizer.to_str())
-    decode_started = _joined(described["normalizer"])
+    joined = _joined(described["normalizer"])
     splits = list(_steps(described["pre_tokenizer"], "pretokenizers"))
     names = [step["type"] for step in splits]
-    if decode_started is None or not all(_keeps(step) for step in splits):
+    if joined is None or not all(_keeps(step) for step in splits):
         return None
     by_bytes = "ByteLevel" in names or any(
         step["type"] == "ByteLevel" for step in _steps(described["normalizer"], "normalizers")
@@ -66,21 +66,21 @@ def text_bound(tokenizer: Tokenizer) -> TextBound | None:
     added = described["added_tokens"]
     longest = max(map(len, [*vocabulary, *(token["content"] for token in added)]), default=1)
     skips_spaces = not _DROPS_SPACES.isdisjoint(names) or any(token["lstrip"] or token["rstrip"] for token in added)
-    return TextBound(longest * decode_started, skips_spaces)
+    return TextBound(longest * joined, skips_spaces)
 
 
 def _joined(normalizer: Any) -> int | None:
-    """Characters that become one in normalization, at most; None where there is no such number."""
-    decode_started = 1
+    """The most characters that normalization joins into one; None where there is no limit."""
+    joined = 1
     for step in _steps(normalizer, "normalizers"):
         match step:
             case {"type": "NFC" | "NFKC"}:
-                decode_started *= _COMPOSED
+                joined *= _COMPOSED
             case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if content:
-                decode_started *= -(-len(pattern) // len(content))
+                joined *= -(-len(pattern) // len(content))
             case {"type": name} if name not in _KEEPS_LENGTH:
                 return None
-    return decode_started
+    return joined
 
 
 def _keeps(step: Mapping[str, Any]) -> bool:

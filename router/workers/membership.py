@@ -19,7 +19,7 @@ from decant.router.workers.subscription import SessionObserver
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime import logs
 from decant.runtime.channel import Connector
-from decant.runtime.peer import enum_name, speaks
+from decant.runtime.peer import enum_name, is_compatible
 from decant.runtime.tls import PeerTls
 from decant.state.directory import Listing, Workers
 from decant.state.errors import StateError
@@ -35,7 +35,8 @@ _log = logs.get(__name__)
 
 class WorkerMembership:
     """``tokenizers`` are the hashes of this router's models, by id. ``on_gone`` is called with the model of a worker
-    that was removed, ``observer`` is that of all sessions. Cancel ``run`` before ``close``, which ends the sessions."""
+    that was removed, ``observer`` observes all sessions. The owner runs `run` as a background task, and calls `close`
+    after it."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class WorkerMembership:
             await asyncio.wait(tasks)
 
     async def run(self) -> None:
-        """Follow the directory until cancelled. What is known stays while Redis is unavailable."""
+        """Follow the directory. What is known stays while Redis is unavailable."""
         is_unavailable = False
         while True:
             try:
@@ -116,12 +117,12 @@ class WorkerMembership:
         tokenizer = self._tokenizers.get(facts.model)
         if tokenizer is None:
             return False  # another router's model
-        if speaks(facts.peer.protocol) and facts.tokenizer == tokenizer:
+        if is_compatible(facts.peer.protocol) and facts.tokenizer == tokenizer:
             return True
         incarnation = Incarnation.of(facts.peer)
         if incarnation not in self._rejected:
             self._rejected.add(incarnation)
-            why = "another tokenizer" if speaks(facts.peer.protocol) else "another protocol"
+            why = "another tokenizer" if is_compatible(facts.peer.protocol) else "another protocol"
             _log.warning("a worker can't be used", worker=incarnation.id, model=facts.model, why=why)
         return False
 
@@ -131,11 +132,11 @@ class WorkerMembership:
         session = WorkerSession(self._router, facts.peer, channel, self._observer)
         worker = WorkerHandle(facts, channel, session, generation)
         self._workers[worker.incarnation] = worker
-        self._tasks[worker.incarnation] = asyncio.create_task(self._run(worker))
+        self._tasks[worker.incarnation] = asyncio.create_task(self._serve(worker))
         role = enum_name(wire.Role, facts.role)
         _log.info("worker found", worker=worker.incarnation.id, address=facts.address, role=role)
 
-    async def _run(self, worker: WorkerHandle) -> None:
+    async def _serve(self, worker: WorkerHandle) -> None:
         """From the registration of an incarnation to its removal."""
         try:
             await worker.session.run(lambda: worker.is_wanted and not self._is_outdated(worker))

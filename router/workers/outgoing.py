@@ -10,29 +10,30 @@ from decant.router.workers.stream_io import write
 from decant.router.workers.subscription import RunKey, key_of
 
 RETIRED_AT_ONCE = 256
-"""Retired runs that are sent before the next heartbeat does."""
+"""So many runs to forget are sent at once; fewer wait for the next heartbeat."""
 
 
 class Outgoing:
-    """``begin`` starts a session's queue, ``open`` and ``close`` say whether messages may be sent.
+    """``begin`` makes the queue of a new session; messages may be sent between ``open`` and ``close``.
 
-    A cancel is never lost: while no session is open it is kept, and the next one sends it after its welcome, for the
-    worker may run what it was started with until then.
+    A cancel is never lost: while no session is open it is kept, and the next session sends it after the welcome. Until
+    then the worker may still run what it was sent.
     """
 
     def __init__(self) -> None:
         self.is_open = False
         self._queue = asyncio.Queue[wire.RouterMessage | None]()  # None: nothing more is sent
-        self._retired: list[wire.Run] = []
+        self._to_forget: list[wire.Run] = []
         self._cancels: dict[RunKey, wire.Cancel] = {}
 
     def begin(self) -> None:
-        """A new session says hello. Runs that it does not name are orphans there: none has to be retired."""
+        """A new session sends its hello. A run that the hello does not name is an orphan at the worker: no need to have
+        it forgotten."""
         self._queue = asyncio.Queue()
-        self._retired.clear()
+        self._to_forget.clear()
 
     def open(self, orphans: list[wire.Run]) -> None:
-        """The worker's welcome was received. Cancel what ended meanwhile, and ``orphans``."""
+        """The welcome was received. Cancel ``orphans``, and the runs that ended while no session was open."""
         self.is_open = True
         for run in orphans:
             self._cancels.setdefault(key_of(run), wire.Cancel(run=run, reason=wire.Cancel.REASON_ATTEMPT))
@@ -45,8 +46,8 @@ class Outgoing:
         self.is_open = False
 
     def finish(self) -> None:
-        """Send what is queued, the retired runs too, and nothing more."""
-        self._send_retired()
+        """Send what is queued, then the runs to forget, then nothing more."""
+        self._send_to_forget()
         self._queue.put_nowait(None)
 
     def send(self, message: wire.RouterMessage) -> None:
@@ -61,24 +62,24 @@ class Outgoing:
 
     def forget(self, run: wire.Run) -> None:
         """Have the worker forget a run, with the next heartbeat or with many others."""
-        self._retired.append(run)
-        if len(self._retired) >= RETIRED_AT_ONCE:
-            self._send_retired()
+        self._to_forget.append(run)
+        if len(self._to_forget) >= RETIRED_AT_ONCE:
+            self._send_to_forget()
 
-    def heartbeat(self, beat: wire.Heartbeat) -> None:
-        self._send_retired()
-        self.send(wire.RouterMessage(heartbeat=beat))
+    def heartbeat(self, message: wire.Heartbeat) -> None:
+        self._send_to_forget()
+        self.send(wire.RouterMessage(heartbeat=message))
 
     async def write(self, call: Any) -> None:
         """Write the session's messages until cancelled, or until the worker has ended the session that `finish`
-        half-closed. Raises Broken."""
+        half-closed. Raises StreamBroken."""
         queue = self._queue
         while (message := await queue.get()) is not None:
             await write(call, message)
         await call.done_writing()
         await call.code()
 
-    def _send_retired(self) -> None:
-        if self._retired:
-            retired, self._retired = self._retired, []
-            self.send(wire.RouterMessage(forget=wire.ForgetRuns(runs=retired)))
+    def _send_to_forget(self) -> None:
+        if self._to_forget:
+            runs, self._to_forget = self._to_forget, []
+            self.send(wire.RouterMessage(forget=wire.ForgetRuns(runs=runs)))

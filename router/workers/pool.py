@@ -123,7 +123,7 @@ class WorkerPool:
 
     def opened(self, session: WorkerSession) -> None:
         if (worker := self.membership.get(Incarnation.of(session.worker))) is not None:
-            worker.load.forget()
+            worker.load.reset()
             self._on_members_changed(worker.facts.model)
 
     def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:

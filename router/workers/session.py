@@ -28,8 +28,8 @@ from decant.router.workers.subscription import RunSubscription, SessionDependent
 from decant.runtime import logs
 from decant.runtime.error_details import Reason
 from decant.runtime.heartbeat import HEARTBEAT_SECONDS, LoopTimer, Silence, loop_timeout
-from decant.runtime.peer import UnknownMessages, same_life
-from decant.runtime.shutdown import first
+from decant.runtime.peer import UnknownMessages, same_incarnation
+from decant.runtime.shutdown import race
 
 RECONNECT_SECONDS = 1.0
 """After a break, before the runs there are given up."""
@@ -149,7 +149,7 @@ class WorkerSession:
         is_lost = False
         try:
             await self._open(call)
-            await first(self._receive(call), self._outgoing.write(call), self._send_heartbeats())
+            await race(self._receive(call), self._outgoing.write(call), self._send_heartbeats())
         except (StreamBroken, TimeoutError) as error:
             self._log_break(error)
             is_lost = isinstance(error, StreamBroken) and error.is_of_dead_process
@@ -176,7 +176,7 @@ class WorkerSession:
         if answer is None or not answer.HasField("welcome"):
             raise StreamBroken("no welcome")
         welcome = answer.welcome
-        if not same_life(welcome.worker, self.worker):
+        if not same_incarnation(welcome.worker, self.worker):
             raise StreamBroken("the welcome is of another incarnation", Reason.WRONG_PEER)
         self._outgoing.open(list(welcome.orphans))
         self._silence.reset()

@@ -1,4 +1,4 @@
-"""Reading the streams of workers: one error for a stream that broke."""
+"""Reads and writes the streams of workers, with one error for a stream that broke."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from decant.runtime.errors import from_call
 
 
 class StreamBroken(Exception):
-    """A stream ended with an error, or fell silent. ``reason`` is what a worker's own status says, if it does.
+    """A stream ended with an error, or had no message for too long. ``reason`` is that of the worker's status.
 
-    ``is_of_dead_process``: the process that served the stream has ended. Its port refuses connections, or another
-    process starts there.
+    ``is_of_dead_process``: the serving process has ended, since its port refuses connections or another process starts
+    there.
     """
 
     def __init__(self, words: str, reason: Reason = Reason.UNSPECIFIED, *, is_of_dead_process: bool = False) -> None:
@@ -25,7 +25,7 @@ class StreamBroken(Exception):
 
 
 async def read(call: Any) -> Any:
-    """The next message of a call, None at its end. Raises Broken."""
+    """The next message of a call, None at its end. Raises StreamBroken."""
     try:
         message = await call.read()
     except grpc.aio.AioRpcError as error:
@@ -33,7 +33,7 @@ async def read(call: Any) -> Any:
     except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
         raise StreamBroken(str(error)) from None
     except asyncio.CancelledError:
-        # gRPC raises it for a status CANCELLED too, as of a server that is being stopped.
+        # gRPC also raises it for a status CANCELLED, as a stopping server sends.
         task = asyncio.current_task()
         if task is not None and task.cancelling() > 0:
             raise
@@ -42,7 +42,7 @@ async def read(call: Any) -> Any:
 
 
 async def write(call: Any, message: Any) -> None:
-    """Raises Broken."""
+    """Raises StreamBroken."""
     try:
         await call.write(message)
     except grpc.aio.AioRpcError as error:

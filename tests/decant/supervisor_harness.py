@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from decant.command.errors import said_in_one_line
+from decant.command.errors import one_line_errors
 from decant.command.up import supervise
 from decant.command.up.output import Output
 from decant.command.up.peers import OF_PEERS, OF_SERVERS
@@ -144,7 +144,7 @@ def stand_ins(workers: Mapping[str, str], routers: Mapping[str, str], **limits: 
 
 if __name__ == "__main__":
     described = json.loads(sys.argv[1])
-    with said_in_one_line():
+    with one_line_errors():
         raise SystemExit(
             supervise(lambda url: plan(redis_url=url, **described), None, Output(sys.stdout, console=False))
         )

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.command.errors import CommandFailed
-from decant.command.up import resources as shares
+from decant.command.up import resources
 from decant.command.up.plan import Plan, UpOptions, make_plan
 from decant.runtime.cores import usable_cores
 from decant.runtime.settings import InvalidSettings
@@ -31,7 +31,7 @@ def flag(arguments: tuple[str, ...], name: str) -> str:
 
 @given(st.sets(st.integers(0, 300), min_size=1, max_size=64), st.integers(1, 80))
 def test_every_worker_has_cores_and_no_core_idles(cores: set[int], workers: int) -> None:
-    divided = shares.divide_cores(sorted(cores), workers)
+    divided = resources.divide_cores(sorted(cores), workers)
     assert len(divided) == workers
     assert all(divided)
     given_out = [core for share in divided for core in share]
@@ -46,11 +46,11 @@ def test_every_worker_has_cores_and_no_core_idles(cores: set[int], workers: int)
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 37), st.integers(1, 64))
 def test_caches_and_weights_fit_into_what_is_free_or_it_is_said(available: int, weights: int, workers: int) -> None:
     try:
-        each = shares.kv_share(available, weights, workers)
+        each = resources.kv_share(available, weights, workers)
     except CommandFailed:
-        assert available * 0.75 < workers * (weights * 1.5 + shares.KV_FLOOR + 1)
+        assert available * 0.75 < workers * (weights * 1.5 + resources.KV_FLOOR + 1)
     else:
-        assert shares.KV_FLOOR <= each <= shares.KV_CAP
+        assert resources.KV_FLOOR <= each <= resources.KV_CAP
         assert workers * (each + weights) <= available
 
 
@@ -58,32 +58,32 @@ def test_caches_and_weights_fit_into_what_is_free_or_it_is_said(available: int, 
     ("text", "count"), [("512M", 512 * MIB), ("2G", 2048 * MIB), ("1.5g", 1536 * MIB), ("64MiB", 64 * MIB), ("7", 7)]
 )
 def test_sizes_as_people_write_them(text: str, count: int) -> None:
-    assert shares.parse_size(text) == count
+    assert resources.parse_size(text) == count
 
 
 def test_what_is_no_size_is_refused() -> None:
     with pytest.raises(CommandFailed, match="--kv-memory"):
-        shares.parse_size("much")
+        resources.parse_size("much")
 
 
 def test_memory_that_is_free_is_a_number_of_this_machine() -> None:
-    assert 0 < shares.available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < resources.available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_without_proc_meminfo_half_of_the_installed_memory_is_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(shares, "_CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert shares.available_memory() == installed // 2
+    assert resources.available_memory() == installed // 2
 
 
 def test_weights_are_measured_where_they_are() -> None:
     made = plan()
     model = flag(made.workers[0].arguments, "--model")
-    assert shares.weights_size(model) > MIB
-    assert shares.weights_size("nobody/has-this") == 0
+    assert resources.weights_size(model) > MIB
+    assert resources.weights_size("nobody/has-this") == 0
 
 
 def test_each_process_by_its_name_its_port_and_its_threads() -> None:
@@ -182,9 +182,9 @@ def test_a_missing_library_for_certificates_is_one_line_that_says_what_to_instal
 import sys
 from pathlib import Path
 sys.modules["cryptography"] = None
-from decant.command.errors import said_in_one_line
+from decant.command.errors import one_line_errors
 from decant.command.up import peers
-with said_in_one_line():
+with one_line_errors():
     peers.make(Path({str(tmp_path / "peers")!r}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -273,7 +273,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def without(name: str) -> list[str]:
-    """A Python command that runs the lifeline as on a platform whose C library or `os` has no such function."""
+    """A Python command that runs the exec_child as on a platform whose C library or `os` has no such function."""
     patch = "ctypes.CDLL = lambda *_, **__: object()" if name == "prctl" else f"del os.{name}"
     code = f"import ctypes, os, runpy, sys; {patch}; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
     return [sys.executable, "-I", "-S", "-c", code, lifelines.__file__]
@@ -316,8 +316,8 @@ def test_without_core_affinity_a_process_starts_on_any_core() -> None:
 def test_each_process_runs_on_the_cores_that_are_its_own() -> None:
     core = min(os.sched_getaffinity(0))
     code = "import os; print(os.sched_getaffinity(0))"
-    lifeline = (sys.executable, "-I", "-S", lifelines.__file__, str(os.getpid()), str(core))
+    exec_child = (sys.executable, "-I", "-S", lifelines.__file__, str(os.getpid()), str(core))
     done = subprocess.run(
-        [*lifeline, sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        [*exec_child, sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert done.stdout.strip() == str({core})

@@ -28,9 +28,8 @@ class Here:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: list[Deployment | None] = []
-        monkeypatch.setattr(deployments, "newest", lambda _: self._next())
+        monkeypatch.setattr(deployments, "latest", lambda _: self._next())
         monkeypatch.setattr(deployments, "of", lambda _: self._next())
-        monkeypatch.setattr("decant.command.waiting.POLL_S", 0.0)
 
     def _next(self) -> Deployment | None:
         return self.states.pop(0) if len(self.states) > 1 else self.states[0]
@@ -56,7 +55,7 @@ def test_a_deployment_that_starts_is_waited_for_and_said(here: Here) -> None:
     starting = deployment(has_started=False, decode_1=LOADING)
     here.states = [starting, starting, deployment(decode_1=READY)]
     said: list[str] = []
-    assert Waiting("--address", 60, said.append).deployment().has_started
+    assert Waiting("--address", 60, said.append, poll_s=0.0).deployment().has_started
     assert said == ["`decant up` (process 7) is starting: decode-1 (loading 40 %)"]
 
 
@@ -82,42 +81,43 @@ def test_audit_and_status_wait_as_long_as_they_are_told_to(
 def test_a_deployment_that_starts_is_an_error_without_patience(here: Here) -> None:
     here.states = [deployment(has_started=False, decode_1=LOADING)]
     with pytest.raises(CommandFailed, match=r"decode-1 \(loading 40 %\); --wait SECONDS waits for it"):
-        Waiting("--address", 0).deployment()
+        Waiting("--address", 0, poll_s=0.0).deployment()
 
 
 def test_a_deployment_of_which_there_is_no_trace_is_waited_for_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     found = iter([None, None, deployment()])
 
-    def newest(_: str) -> Deployment:
+    def latest(_: str) -> Deployment:
         if (one := next(found)) is None:
             raise CommandFailed("no deployment")
         return one
 
-    monkeypatch.setattr(deployments, "newest", newest)
-    monkeypatch.setattr("decant.command.waiting.POLL_S", 0.0)
+    monkeypatch.setattr(deployments, "latest", latest)
     with pytest.raises(CommandFailed, match="no deployment"):
-        Waiting("--address", None).deployment()
+        Waiting("--address", None, poll_s=0.0).deployment()
     said: list[str] = []
-    assert Waiting("--address", 60, said.append).deployment().has_started
+    assert Waiting("--address", 60, said.append, poll_s=0.0).deployment().has_started
     assert said == ["waiting for a deployment on this machine"]
 
 
 def test_a_restart_is_waited_for_until_all_are_ready(here: Here) -> None:
     here.states = [deployment(decode_1=LOST), deployment(decode_1=LOADING), deployment(decode_1=READY)]
-    assert Waiting("--address", 60, lambda _: None).for_restart(deployment())
+    assert Waiting("--address", 60, lambda _: None, poll_s=0.0).for_restart(deployment())
     here.states = [deployment(decode_1=READY)]
-    assert not Waiting("--address", 60).for_restart(deployment()), "nothing is started again"
+    assert not Waiting("--address", 60, poll_s=0.0).for_restart(deployment()), "nothing is started again"
     here.states = [deployment(decode_1=LOST), None]
-    assert not Waiting("--address", 60, lambda _: None).for_restart(deployment()), "the deployment has ended"
+    assert not Waiting("--address", 60, lambda _: None, poll_s=0.0).for_restart(deployment()), (
+        "the deployment has ended"
+    )
     here.states = [deployment(decode_1=LOST)]
-    assert not Waiting("--address", 0).for_restart(deployment())
+    assert not Waiting("--address", 0, poll_s=0.0).for_restart(deployment())
 
 
 def test_a_deployment_that_ends_is_not_waited_for(here: Here) -> None:
     draining = Process(3, "draining")
     here.states = [deployment(decode_1=draining, is_ending=True)]
     with pytest.raises(CommandFailed, match=r"`decant up` \(process 7\) is ending"):
-        Waiting("--address", 60).for_restart(deployment())
+        Waiting("--address", 60, poll_s=0.0).for_restart(deployment())
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ async def member(store: Store, id: str) -> AsyncIterator[Core]:
     async with core(store, [], id=id) as scene:
         peer = scene.router.peer
         membership = RouterRegistrar(
-            store, RouterRegistration(peer=peer), scene.router.journal_writer.rewrite, lambda: None
+            store, RouterRegistration(peer=peer), scene.router.journal_writer.resync_all, lambda: None
         )
         takeover = OrphanRecovery(
             store, scene.dispatcher, Incarnation.of(peer), scene.router.pool.is_connected, LIFETIMES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import pairwise
 
 from decant.engine.blocks import BlockHash
@@ -53,7 +53,7 @@ def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> No
         assert fine, f"{behind.id} is more urgent than {ahead.id} and stands behind it"
 
 
-def nobody_is_behind_one_that_was_cut(plan: StepPlan) -> None:
+def no_prompt_follows_one_that_was_cut(plan: StepPlan) -> None:
     """Only the last row may leave tokens to be computed: whatever cut it, there was nothing left for others."""
     for row in plan.rows[:-1]:
         assert row.end == len(row.tokens), f"somebody stands behind {row.request.id}, which was cut"
@@ -92,12 +92,13 @@ def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, int]]]:
     return found
 
 
-def shared_blocks_are_published_prefixes(engine: Engine) -> None:
-    """Two sequences hold one block only when it was published and carries the same tokens after the same tokens."""
+def shared_blocks_are_published_prefixes(engine: Engine, forked: Set[str] = frozenset()) -> None:
+    """Sequences share a block only if it is published or one was forked, and if it has the same prefix in all."""
     size = engine.pool.block_size
     for block, found in holders(engine).items():
         if len(found) > 1:
-            assert block in engine.pool._hash_of, f"block {block} is shared and not published"
+            is_published = block in engine.pool._hash_of or all(sequence.id in forked for sequence, _ in found)
+            assert is_published, f"block {block} is shared and not published"
             meanings = {_meaning(sequence, (index + 1) * size) for sequence, index in found}
             assert len(meanings) == 1, f"block {block} is shared by sequences that differ"
 

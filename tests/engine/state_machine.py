@@ -39,7 +39,7 @@ class Watched(FakeDevice):
     def run(self, plan: StepPlan) -> StepResult:
         properties.plan_keeps_the_limits(self.engine, plan)
         properties.plan_is_in_order(self.engine, plan, self.ran)
-        properties.nobody_is_behind_one_that_was_cut(plan)
+        properties.no_prompt_follows_one_that_was_cut(plan)
         return super().run(plan)
 
 
@@ -81,6 +81,7 @@ class World:
         self.moves: dict[str, Move] = {}
         self.cancelled: set[str] = set()
         self.joined = 0
+        self.forked: set[str] = set()  # forks and their sources
 
     @staticmethod
     def _engine(limits: Limits, costs: StepCostModel) -> Engine:
@@ -127,6 +128,22 @@ class World:
             id = _pick([id for id in properties.parked(engine) if id not in self.moves], n)
             if id:
                 engine.resume(id)
+
+    def fork(self, n: int) -> None:
+        """A copy of a live sequence as it is now. What its source emitted so far counts as the copy's, too."""
+        id = _pick(self._alive(), n)
+        if not id:
+            return
+        child, source = f"s{len(self.requests)}", self.log[id]
+        try:
+            self.engines[self.home[id]].fork(id, child, self.requests[id].sampling.output_index)
+        except OutOfBlocks:
+            return
+        self.requests[child] = replace(self.requests[id], id=child)
+        self.home[child] = self.home[id]
+        self.log[child].tokens = [token._replace(id=child) for token in source.tokens]
+        self.log[child].prompt_logprobs = list(source.prompt_logprobs)
+        self.forked |= {id, child}
 
     def open(self, n: int) -> None:
         """Reserve blocks in the other engine, and lease those that it lacks."""
@@ -204,7 +221,7 @@ class World:
         for engine, contents in zip(self.engines, self.contents, strict=True):
             engine.check_integrity()
             properties.running_keeps_the_limit(engine)
-            properties.shared_blocks_are_published_prefixes(engine)
+            properties.shared_blocks_are_published_prefixes(engine, self.forked)
             properties.published_blocks_are_filled(engine)
             properties.leases_keep_their_bytes(engine)
             contents.check(engine)
@@ -276,7 +293,7 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
-def play(seed: int, actions: int = 80) -> World:
+def play(seed: int, actions: int = 80, *, forks: bool = False) -> World:
     """A random script on a fresh world, checked after every action and at its end."""
     rng = random.Random(seed)
     machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2])
@@ -292,6 +309,8 @@ def play(seed: int, actions: int = 80) -> World:
         (lambda: machine.join(rng.randrange(99)), 3),
         (lambda: machine.give_up(rng.randrange(99), by_cancel=rng.random() < 0.5), 1),
     ]
+    if forks:
+        choices.append((lambda: machine.fork(rng.randrange(99)), 2))
     weights = [weight for _, weight in choices]
     for _ in range(actions):
         rng.choices([action for action, _ in choices], weights)[0]()

@@ -77,6 +77,10 @@ class Lives(RuleBasedStateMachine):
         self.machine.resume(n)
 
     @rule(n=ANY)
+    def fork(self, n: int) -> None:
+        self.machine.fork(n)
+
+    @rule(n=ANY)
     def open(self, n: int) -> None:
         self.machine.open(n)
 
@@ -123,6 +127,12 @@ def test_random_scripts_reach_every_corner() -> None:
     assert reasons >= set(FinishReason) - {FinishReason.FAILED}
     assert sum(engine.scheduler.preemptions for machine in worlds for engine in machine.engines) >= 10
     assert sum(machine.joined for machine in worlds) >= 10
+
+
+def test_forks_leak_nothing_and_end_as_if_alone() -> None:
+    worlds = [play(seed, forks=True) for seed in range(40)]
+    assert sum(len(machine.forked) for machine in worlds) >= 40
+    assert sum(machine.joined for machine in worlds) >= 5, "forks are handed over, too"
 
 
 # -- the limits -------------------------------------------------------------------------------------------------

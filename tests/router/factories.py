@@ -13,7 +13,7 @@ from decant import models as trained
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.api.auth import EVERYBODY
+from decant.router.api.auth import DEFAULT_TENANT
 from decant.router.api.validation import validate
 from decant.router.execution.stored import RequestSnapshot
 from decant.router.execution.token_stream import Finish, TokenStream
@@ -35,14 +35,14 @@ def model(**changes: Any) -> ServedModel:
     return replace(tiny(), **changes)
 
 
-def window(tokens: int | None) -> Any:
+def context_length(tokens: int | None) -> Any:
     return lambda _: tokens
 
 
 async def valid(
     *,
     served: ServedModel | None = None,
-    workers_window: int | None = None,
+    workers_context_length: int | None = None,
     deadline: Deadline = Deadline(),  # noqa: B008 - it has no state
     **fields: Any,
 ) -> ValidRequest:
@@ -50,7 +50,9 @@ async def valid(
     if not {"token_ids", "messages", "prompt"} & fields.keys():
         fields["prompt"] = "def f(x):"
     request = pb.GenerateRequest(**fields)
-    return await validate(request, Models([served or tiny()]), window(workers_window), deadline, EVERYBODY)
+    return await validate(
+        request, Models([served or tiny()]), context_length(workers_context_length), deadline, DEFAULT_TENANT
+    )
 
 
 def write(stream: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
@@ -81,7 +83,7 @@ class ScriptedRegistry:
         self.streams: asyncio.Queue[TokenStream] = asyncio.Queue()
         self.lost: asyncio.Queue[TokenStream] = asyncio.Queue()
         self.known: dict[RequestKey, TokenStream] = {}
-        self.window: int | None = None
+        self.context_length: int | None = None
         self.refusal: ServiceError | None = None
         self.booked_for: list[str] = []
         """Tenants of calls that need no worker."""
@@ -118,7 +120,7 @@ class ScriptedRegistry:
         self.lost.put_nowait(stream)
 
     def max_context_length(self, model: str) -> int | None:
-        return self.window
+        return self.context_length
 
     async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
         pass

@@ -21,7 +21,7 @@ from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime.error_details import Reason, trailers
 from decant.runtime.errors import FailedPrecondition, ServiceError, Unavailable
 from decant.runtime.packed import pack, unpack
-from decant.runtime.peer import new_peer, same_life
+from decant.runtime.peer import new_peer, same_incarnation
 
 LAYOUT = 7
 TOKENIZER = 11
@@ -209,7 +209,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         self.prefills.append(request)
         self.news.set()
         script, run = self.script, request.run
-        assert same_life(request.worker, self.facts.peer)
+        assert same_incarnation(request.worker, self.facts.peer)
         if script.refuse:
             yield wire.PrefillEvent(refused=self._refusal(run))
             return
@@ -295,7 +295,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
 
     async def Session(self, requests: Any, context: Any) -> AsyncIterator[wire.WorkerMessage]:  # noqa: N802
         hello = (await anext(aiter(requests))).hello
-        if not same_life(hello.worker, self.facts.peer):
+        if not same_incarnation(hello.worker, self.facts.peer):
             error: ServiceError = FailedPrecondition(Reason.WRONG_PEER, "another incarnation")
             await context.abort(error.code, error.fault.message, trailers(error.fault))
         if self.script.is_starting:

@@ -75,10 +75,10 @@ async def test_the_urgent_come_first_then_those_who_came_first():
     assert door.active == 0
 
 
-async def test_who_has_waited_long_enough_is_before_the_urgent(monkeypatch):
-    door, [inside] = await full()
+async def test_a_request_that_waited_long_enough_is_before_an_urgent_one():
     clock = 100.0
-    monkeypatch.setattr("decant.runtime.admission.time.monotonic", lambda: clock)
+    door = Admission(1, 100, lambda: clock)
+    inside = await door.enter(0, NEVER)
     patient = asyncio.create_task(door.enter(-1000, NEVER))
     await settle()
     clock += 2000 * SECONDS_PER_PRIORITY + 1

@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.auth import EVERYBODY, Authenticator, load
+from decant.router.api.auth import DEFAULT_TENANT, Authenticator, load
 from decant.router.text.served_model import Models
 from decant.runtime.errors import NotFound, PermissionDenied, Unauthenticated
 from decant.runtime.settings import InvalidSettings
@@ -90,7 +90,7 @@ def test_anything_else_is_refused_in_the_same_words(callers: Authenticator, meta
 def test_without_a_file_everybody_may() -> None:
     callers = load(None, MODELS)
     tenant = callers.tenant_of(())
-    assert (tenant.name, tenant.models, callers.limits) == (EVERYBODY, MODELS, {})
+    assert (tenant.name, tenant.models, callers.limits) == (DEFAULT_TENANT, MODELS, {})
 
 
 def test_a_model_of_others_is_known_and_refused(callers: Authenticator) -> None:

@@ -16,7 +16,6 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from decant.protos import inference_pb2 as pb
-from decant.router.text import chat_template as templates
 from decant.router.text import template_process as rendering
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.served_model import ServedModel, served
@@ -94,9 +93,9 @@ async def test_messages_are_a_prompt_as_the_template_writes_it(both):
     for asked, opens in (None, True), (True, True), (False, False):
         given = pb.Messages(messages=messages, add_generation_prompt=asked)
         made = await valid(
-            served=replace(ours, window=None),
+            served=replace(ours, max_context_length=None),
             messages=given,
-            workers_window=4096,
+            workers_context_length=4096,
             response=pb.ResponseOptions(echo=True),
         )
         expected = theirs.apply_chat_template(plain, add_generation_prompt=opens, return_dict=False)
@@ -107,7 +106,7 @@ async def test_messages_are_a_prompt_as_the_template_writes_it(both):
 async def test_a_prompt_of_messages_that_is_too_long_is_refused_by_its_field(both):
     ours, _ = both("chatml")
     with pytest.raises(InvalidArgument) as refused:
-        await valid(served=ours, messages=pb.Messages(messages=HELLO), workers_window=3)
+        await valid(served=ours, messages=pb.Messages(messages=HELLO), workers_context_length=3)
     assert refused.value.field == "messages"
 
 
@@ -213,21 +212,26 @@ async def test_what_can_not_be_rendered_is_refused_and_the_next_is_served(text):
     assert await either.render(HELLO, add_generation_prompt=True) == "fine"
 
 
-async def test_one_that_does_not_end_is_ended(monkeypatch):
-    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.5)
+async def test_a_template_that_does_not_end_is_killed():
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     either = template("{% if messages[0].content == 'x' %}" + loops + "{% else %}fine{% endif %}")
+    either.timeout_s = 0.5
     with pytest.raises(InvalidArgument) as refused:
         await either.render([pb.Message(role="user", content="x")], add_generation_prompt=True)
     assert "0.5 seconds" in refused.value.value
-    monkeypatch.setattr(templates, "RENDER_SECONDS", 60.0)
+    either.timeout_s = 60.0
     assert await either.render(HELLO, add_generation_prompt=True) == "fine"
 
 
-async def test_an_endless_text_is_cut_short(monkeypatch):
-    monkeypatch.setattr(templates, "MAX_RENDERED", 1000)
-    assert "1000" in (await failure("{% for i in range(2000) %}x{% endfor %}")).value
-    assert len(await rendered("{% for i in range(1000) %}x{% endfor %}")) == 1000
+async def test_a_rendered_text_is_limited():
+    async def limited(text: str) -> str:
+        return await ChatTemplate(text, {}, max_characters=1000).render(HELLO, add_generation_prompt=True)
+
+    with pytest.raises(InvalidArgument) as refused:
+        await limited("{% for i in range(2000) %}x{% endfor %}")
+    assert refused.value.field == "messages"
+    assert "1000" in refused.value.value
+    assert len(await limited("{% for i in range(1000) %}x{% endfor %}")) == 1000
 
 
 async def test_a_conversation_larger_than_any_pipe_goes_through():

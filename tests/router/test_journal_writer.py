@@ -136,9 +136,9 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
         facts = RouterRegistration(peer=new_peer("me"), address="x:1")
         told: list[str] = []
         replaced = lambda: told.append("replaced")  # noqa: E731
-        membership = RouterRegistrar(store, facts, scene.router.journal_writer.rewrite, replaced)
+        membership = RouterRegistrar(store, facts, scene.router.journal_writer.resync_all, replaced)
         async with BackgroundTask("renewing", partial(membership.run, 0.02)):
-            await until(lambda: membership._era and not scene.owned("r").needs_write)
+            await until(lambda: membership._instance and not scene.owned("r").needs_write)
             bare.flushall()
             async with asyncio.timeout(PATIENCE):
                 while True:

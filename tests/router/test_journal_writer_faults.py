@@ -12,8 +12,7 @@ import redis as sync_redis
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution import journal_writer as flush
-from decant.router.execution.journal_writer import JournalWriter
+from decant.router.execution.journal_writer import JournalTimings, JournalWriter
 from decant.router.execution.token_stream import Finish, TokenStream
 from decant.runtime.background import BackgroundTask
 from decant.state import keys
@@ -30,6 +29,7 @@ from tests.state.factories import NOW, SUCCEEDED, router
 from tests.state.factories import make_request as make_owned
 from tests.state.factories import written as entries
 
+TIMINGS = JournalTimings()
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 Patch = pytest.MonkeyPatch
 
@@ -54,8 +54,13 @@ def many(count: int, prompt: str = "once") -> list[OwnedRequest]:
 
 
 @asynccontextmanager
-async def flushing(store: Store, requests: Sequence[OwnedRequest]) -> AsyncIterator[tuple[JournalWriter, list[Held]]]:
-    journal_writer, held = JournalWriter(store.requests, flush_ms=10), [Held(request) for request in requests]
+async def flushing(
+    store: Store, requests: Sequence[OwnedRequest], timings: JournalTimings = TIMINGS
+) -> AsyncIterator[tuple[JournalWriter, list[Held]]]:
+    journal_writer, held = (
+        JournalWriter(store.requests, flush_ms=10, timings=timings),
+        [Held(request) for request in requests],
+    )
     for each in held:
         journal_writer.begin(each)
     try:
@@ -129,8 +134,7 @@ async def test_while_redis_is_away_a_try_costs_one_round_trip_and_tries_become_f
         raise TimeoutError
 
     monkeypatch.setattr(Client, "_send", send)
-    monkeypatch.setattr(flush, "AWAY_SECONDS", 0.01)
-    async with flushing(store, requests) as (journal_writer, _):
+    async with flushing(store, requests, JournalTimings(unavailable_s=0.01)) as (journal_writer, _):
         await until(lambda: len(tried) >= 3)
         assert journal_writer.is_unavailable
         assert max(tried) < 1.2 * BATCH_BYTES, "not all that is unwritten"
@@ -157,18 +161,18 @@ async def test_a_redis_that_refuses_a_request_for_days_does_not_end_the_flusher(
     journal_writer._faults[held.owned].tries = 100_000
     journal_writer._set_aside(held, StoreFault("WRONGTYPE"))
     now = asyncio.get_running_loop().time()
-    assert 0 < journal_writer._faults[held.owned].again_at - now <= flush.FAULT_MOST_SECONDS
+    assert 0 < journal_writer._faults[held.owned].again_at - now <= JournalTimings().max_fault_s
 
 
 async def test_the_interval_follows_how_long_flushes_take(store: Store) -> None:
     journal_writer = JournalWriter(store.requests, flush_ms=50)
     pauses = []
     for seconds in (0.0, 0.01, 0.1, 0.2, 5.0):
-        journal_writer._took_seconds = seconds
+        journal_writer._flush_seconds = seconds
         pauses.append(round(journal_writer._pause(), 3))
     assert pauses == [0.05, 0.05, 0.4, 0.8, 1.0]
     slow = JournalWriter(store.requests, flush_ms=10_000)
-    slow._took_seconds = 5.0
+    slow._flush_seconds = 5.0
     assert slow._pause() == 10.0, "never more often than was asked for"
 
 
@@ -215,11 +219,10 @@ async def test_a_key_of_another_type_does_not_mark_the_store_as_away(store: Stor
 async def test_an_ended_request_that_redis_refuses_is_given_up(
     store: Store, bare: sync_redis.Redis, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(flush, "FAULT_SECONDS", 0.01)
     requests = many(2)
     await store.requests.flush(requests)
     poison(bare, requests[0].key)
-    async with flushing(store, requests) as (journal_writer, held):
+    async with flushing(store, requests, JournalTimings(fault_s=0.01)) as (journal_writer, held):
         for each in held:
             each.owned.transition(SUCCEEDED, NOW)
             journal_writer.end(each)

@@ -44,8 +44,8 @@ async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(s
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=None) as scene:
         costs = scene.router.pool.costs["m"]
         assert (await scene.answer(make_request("first", SHORT))).path.prefill_worker == "p"
-        assert costs._moved.is_known(costs._now())
-        read = costs._read_apart.per_token
+        assert costs._transfer.is_known(costs._now())
+        read = costs._on_prefill_worker.per_token
         assert read == 2.0 / (len(SHORT) - 3), "as the scripted worker told, without what it had cached"
 
 
@@ -56,7 +56,7 @@ async def test_the_way_follows_what_was_measured_and_is_measured_on_either(store
             costs.add_prefill(200, 0.2, on_decode_worker=False)
             costs.add_transfer(200, 1.0)
         assert (await scene.answer(make_request("cheap", LONG))).path.prefill_worker == ""
-        beside = costs._read_beside.per_token
+        beside = costs._on_decode_worker.per_token
         assert beside == 3.0 / (len(LONG) - 5), "as the scripted worker told"
         assert (await scene.answer(make_request("dear", LONG[::-1]))).path.prefill_worker == "p"
         assert (await scene.answer(make_request("short", SHORT))).path.prefill_worker == ""

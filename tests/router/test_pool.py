@@ -220,4 +220,4 @@ async def test_the_next_of_a_prefix_follows_before_it_was_told_and_then_it_is_fo
         paths = [(await scene.answer(make_request(str(n), (*LONG, n)))).path for n in range(4)]
         assert len({path.prefill_worker for path in paths}) == 1
         caches = [worker.load._cached for worker in scene.router.pool.of("m")]
-        await until(lambda: not any(cache._held or cache.leaving for cache in caches))
+        await until(lambda: not any(cache._cached or cache.leaving for cache in caches))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from decant.engine.blocks import hash_blocks, root_hash
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.placement.prefix_index import LONG_PROMPT, PromptBlocks, WorkerPrefixCache, block_hashes
+from decant.router.placement.prefix_index import MAX_INLINE_TOKENS, PromptBlocks, WorkerPrefixCache, block_hashes
 from decant.router.placement.worker_load import WorkerLoad
 from decant.runtime.packed import pack
 
@@ -69,7 +69,7 @@ def test_who_wants_no_hits_gets_none_and_who_shares_nothing_names_nothing() -> N
 
 
 async def test_a_long_prompt_is_hashed_aside_to_the_same_names() -> None:
-    long = work(LONG_PROMPT + 100)
+    long = work(MAX_INLINE_TOKENS + 100)
     prefix = PromptBlocks(long)
     await prefix.prepare(16)
     assert list(prefix.hashes(16)) == list(block_hashes(long.prompt, long.salt, 16))
@@ -116,7 +116,7 @@ def test_a_new_session_begins_with_nothing() -> None:
     known, prefix = view(), PromptBlocks(work())
     known.apply_heartbeat(told(prefix.hashes(BLOCK)))
     sent = known.reserve(prefix, 20, computed=True)
-    known.forget()
+    known.reset()
     assert known.cached_tokens(prefix) == 0
     sent.release()
     known.apply_heartbeat(told(prefix.hashes(BLOCK)))

@@ -17,7 +17,7 @@ from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
 from decant.router.execution.reader_lease import wait_for_resume_point
 from decant.router.execution.token_stream import TokenStream
-from decant.router.recovery.takeover import OrphanRecovery
+from decant.router.recovery.takeover import OrphanRecovery, TakeoverTimings
 from decant.runtime.background import BackgroundTask
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound, OutOfRange, Unavailable
@@ -36,6 +36,7 @@ from tests.router.harness import PATIENCE, Core, core, ended, ended_run, make_re
 from tests.router.test_registry import pass_on
 from tests.state.factories import make_store, router_facts
 
+TIMINGS = TakeoverTimings()
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
 KEY = RequestKey("default", "r")
@@ -510,12 +511,13 @@ async def watching(
     refill_s: float = 0.0,
     registration_s: float = 0.2,
     is_connected: Callable[[Incarnation], bool] = lambda _: False,
+    timings: TakeoverTimings = TIMINGS,
 ) -> AsyncIterator[None]:
     """The router is registered and takes over what others leave. What it takes for a registration's time is short."""
     incarnation, ttls = Incarnation.of(scene.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
     store.instance = StoreInstance(store._client, ttls)
     registration = await store.routers.register(router_facts(incarnation))
-    takeover = OrphanRecovery(store, scene.dispatcher, incarnation, is_connected, ttls)
+    takeover = OrphanRecovery(store, scene.dispatcher, incarnation, is_connected, ttls, timings)
     try:
         async with BackgroundTask("takeover", takeover.run):
             yield

@@ -14,7 +14,7 @@ from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from decant import models as trained
-from decant.router.text.served_model import ENCODED_AT_ONCE, Models, load, served
+from decant.router.text.served_model import MAX_INLINE_LENGTH, Models, load, served
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import NotFound
 from decant.runtime.model_files import ModelUnreadable, find
@@ -85,7 +85,7 @@ def test_the_same_tokens_are_special_as_in_transformers(both, kind, config):
 async def test_a_long_text_gives_the_same_tokens_as_its_short_pieces():
     model = load([TINY]).default
     line = "def f(x):\n"
-    count = ENCODED_AT_ONCE // len(line) + 5
+    count = MAX_INLINE_LENGTH // len(line) + 5
     ids = await model.encode(line * count, special=False)
     assert ids == await model.encode(line, special=False) * count
     assert await model.decode(ids) == line * count
@@ -163,7 +163,7 @@ def test_what_it_says_of_itself_is_what_its_files_say(tmp_path):
     generation = {"do_sample": True, "temperature": 0.5, "top_k": 20, "eos_token_id": [2, 3]}
     (place / "generation_config.json").write_text(json.dumps(generation))
     model = load([str(place)]).default
-    assert (model.window, model.eos_token_ids, model.has_chat_template) == (64, frozenset({2, 3}), True)
+    assert (model.max_context_length, model.eos_token_ids, model.has_chat_template) == (64, frozenset({2, 3}), True)
     assert model.vocab_size == byte_fallback().get_vocab_size()
     assert (model.default_sampling.temperature, model.default_sampling.top_k) == (0.5, 20)
     unset = {"seed", "logit_bias"}

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
-from decant.router.api.auth import AuthenticatedCall, Authenticator, NoAuthentication
+from decant.router.api.auth import Authenticator, NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.router.execution import reader_lease as reading
@@ -70,10 +70,17 @@ class Scene:
         return self.registry.collectors.get_sample_value(f"decant_{name}", {"model": "tiny-python"})
 
 
-def made(dispatcher: ScriptedRegistry, registry: Registry, served: Models | None = None) -> InferenceService:
-    told = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
-    about = ServerInfoSource(HERE, "1.2.3", told, lambda: True, lambda: False)
-    return InferenceService(served or Models([tiny()]), cast(Any, dispatcher), about, RequestMetrics(registry))
+def made(
+    dispatcher: ScriptedRegistry,
+    registry: Registry,
+    served: Models | None = None,
+    callers: Authenticator | None = None,
+) -> InferenceService:
+    served = served or Models([tiny()])
+    reported = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
+    about = ServerInfoSource(HERE, "1.2.3", reported, lambda: True, lambda: False)
+    authenticator = callers or NoAuthentication(served)
+    return InferenceService(served, cast(Any, dispatcher), about, RequestMetrics(registry), authenticator)
 
 
 @asynccontextmanager
@@ -81,7 +88,7 @@ async def scene(served: Models | None = None, callers: Authenticator | None = No
     """Anybody may call, unless it is said who."""
     dispatcher, registry = ScriptedRegistry(), Registry(process=False)
     served = served or Models([tiny()])
-    service = made(dispatcher, registry, served).service(callers or NoAuthentication(served))
+    service = made(dispatcher, registry, served, callers).service()
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
@@ -208,15 +215,17 @@ async def test_a_write_that_fails_is_the_first_that_is_seen_of_a_client_that_lef
         def time_remaining(self) -> None:
             return None
 
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
         async def write(self, message: Any) -> None:
             raise error
 
     dispatcher = ScriptedRegistry()
     dispatcher.plan = lambda stream: write(stream, 5)
     service = made(dispatcher, Registry(process=False))
-    caller = NoAuthentication(Models([tiny()])).tenant_of(())
     with pytest.raises(ClientDisconnected):
-        await service.GenerateStream(asked(), AuthenticatedCall(caller, Context()))  # type: ignore[arg-type]
+        await service.GenerateStream(asked(), Context())
     assert dispatcher.lost.get_nowait() is dispatcher.streams.get_nowait()
 
 
@@ -356,7 +365,7 @@ async def test_a_client_that_reads_slowly_keeps_its_stream():
     async def slow(_: pb.GenerateStreamResponse) -> None:
         nonlocal now
         now += 0.9 * reading.UNREAD_SECONDS
-        reader._look()
+        reader._check()
 
     reader = reading.ReaderLease(stream)
     reader._now = lambda: now
@@ -516,7 +525,7 @@ async def test_what_can_not_fit_the_context_is_refused_before_it_is_tokenized(mo
 
     chat = model(id="chat", chat=ChatTemplate("{{ messages[0].content }}", {}))
     async with scene(Models([tiny(), chat])) as s:
-        s.dispatcher.window = 64
+        s.dispatcher.context_length = 64
         monkeypatch.setattr(ServedModel, "encode", never)
         monkeypatch.setattr(ServedModel, "decode", never)
         text = "def f(x):\n" * 1000
@@ -582,14 +591,14 @@ async def test_what_a_newer_client_asks_is_refused_by_its_number_everywhere(meth
 
 
 async def test_models_are_told_as_they_are_served():
-    async with scene(Models([tiny(), model(id="open", window=None)])) as s:
+    async with scene(Models([tiny(), model(id="open", max_context_length=None)])) as s:
         listed = (await s.stub.ListModels(pb.ListModelsRequest())).models
         assert [found.id for found in listed] == ["tiny-python", "open"]
         assert listed[0] == await s.stub.GetModel(pb.GetModelRequest())
         assert (listed[0].max_context_length, listed[0].max_output_tokens) == (2048, 2047)
         assert (listed[0].vocab_size, list(listed[0].eos_token_ids)) == (4096, [1])
         assert (listed[1].max_context_length, listed[1].max_output_tokens) == (0, 0)
-        s.dispatcher.window = 512
+        s.dispatcher.context_length = 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="open"))).max_context_length == 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="tiny-python"))).max_context_length == 512
         assert isinstance(await refused(s.stub.GetModel(pb.GetModelRequest(model="no"))), NotFound)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.auth import AuthenticatedCall, Tenant
+from decant.router.api.auth import NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.api.validation import check_known, validate
 from decant.router.text.chat_template import ChatTemplate
@@ -21,7 +21,7 @@ from decant.runtime.channel import Deadline
 from decant.runtime.errors import InvalidArgument, Unimplemented
 from decant.runtime.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation
-from tests.router.factories import ScriptedRegistry, model, window
+from tests.router.factories import ScriptedRegistry, context_length, model
 
 LONGEST_STALL = 0.1
 TRIES = 20
@@ -35,35 +35,36 @@ FITS = 1 << 20
 
 @cache
 def served() -> Any:
-    return model(window=FITS, chat=ChatTemplate("{{ messages[0].content }}", {}))
+    return model(max_context_length=FITS, chat=ChatTemplate("{{ messages[0].content }}", {}))
 
 
 async def generate(request: pb.GenerateRequest) -> None:
-    made = await validate(request, Models([served()]), window(FITS), Deadline(), "t")
+    made = await validate(request, Models([served()]), context_length(FITS), Deadline(), "t")
     assert made.prompt_tokens > 300_000
 
 
 async def tokenize(request: pb.TokenizeRequest) -> None:
-    assert (await service().Tokenize(request, call())).count > 300_000
+    assert (await service().Tokenize(request, Context())).count > 300_000
 
 
 async def detokenize(request: pb.DetokenizeRequest) -> None:
-    assert (await service().Detokenize(request, call())).text
+    assert (await service().Detokenize(request, Context())).text
 
 
 def service() -> InferenceService:
     about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
-    return InferenceService(
-        Models([served()]), cast(Any, ScriptedRegistry()), about, RequestMetrics(Registry(process=False))
-    )
+    models, metrics = Models([served()]), RequestMetrics(Registry(process=False))
+    return InferenceService(models, cast(Any, ScriptedRegistry()), about, metrics, NoAuthentication(models))
 
 
-def call() -> AuthenticatedCall:
-    class Context:
-        def time_remaining(self) -> float | None:
-            return None
+class Context:
+    """Of a call without metadata and deadline."""
 
-    return AuthenticatedCall(Tenant("t", Models([served()])), cast(Any, Context()))
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def time_remaining(self) -> float | None:
+        return None
 
 
 SAID = pb.Messages(messages=[pb.Message(role="user", content=TEXT)])
@@ -110,13 +111,13 @@ async def test_the_event_loop_goes_on_while_an_accepted_input_is_validated(what:
 
 async def test_the_event_loop_goes_on_while_the_words_of_a_long_text_are_counted() -> None:
     """As by a tokenizer whose tokens may take up any number of spaces."""
-    made = model(window=FITS)
+    made = model(max_context_length=FITS)
     object.__setattr__(made, "bound", TextBound(4, skips_spaces=True))
     request = pb.GenerateRequest(prompt="a b " * 3_900_000)
 
     async def refused() -> None:
         with pytest.raises(InvalidArgument, match="at least"):
-            await validate(request, Models([made]), window(FITS), Deadline(), "t")
+            await validate(request, Models([made]), context_length(FITS), Deadline(), "t")
 
     stalls: list[float] = []
     while not stalls or (min(stalls) >= LONGEST_STALL and len(stalls) < TRIES):

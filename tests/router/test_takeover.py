@@ -13,6 +13,7 @@ import pytest
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.execution.reader_lease import ReaderLease
+from decant.router.recovery.takeover import TakeoverTimings
 from decant.runtime.errors import Unavailable
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation, RequestKey, State
@@ -88,7 +89,6 @@ async def test_every_router_may_be_alive_until_a_reopened_session_names_those_th
 async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_registration(
     store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("decant.router.recovery.takeover.RETRY_SECONDS", 0.01)
     lasts = 0.4
     looks, change, broken = looks_of(store, monkeypatch), store.routers.change, list[float]()
     clock = asyncio.get_running_loop().time
@@ -105,7 +105,7 @@ async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_re
     monkeypatch.setattr(store.routers, "change", fails_once)
     async with core(store, []) as scene:
         began = clock()
-        async with watching(store, scene, registration_s=lasts):
+        async with watching(store, scene, registration_s=lasts, timings=TakeoverTimings(retry_s=0.01)):
             await until(lambda: broken and looks[-1] > broken[0])
     assert looks[0] >= began + lasts
     assert min(look for look in looks if look > broken[0]) >= broken[0] + lasts
@@ -237,7 +237,6 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
 
 
 async def test_an_adoption_whose_answer_is_lost_is_gone_on_with(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decant.router.recovery.takeover.RECLAIM_SECONDS", 0.02)
     await left_behind(store, *answer(PROMPT, 2))
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
@@ -248,7 +247,7 @@ async def test_an_adoption_whose_answer_is_lost_is_gone_on_with(store: Store, mo
             with pytest.raises(Unavailable):
                 await scene.dispatcher.resume(KEY)
         assert (await store.requests.read(KEY)).owner == Incarnation.of(scene.router.peer)
-        async with watching(store, scene):
+        async with watching(store, scene, timings=TakeoverTimings(reclaim_every_s=0.02)):
             await until(lambda: scene.dispatcher.executions.running)
             stream = await scene.dispatcher.resume(KEY)
             workers[1].go.set()
@@ -271,8 +270,7 @@ async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
             gate.opened.set()
             with pytest.raises(Unavailable):
                 await scene.dispatcher.begin(make_request())
-        monkeypatch.setattr("decant.router.recovery.takeover.RECLAIM_SECONDS", 0.02)
-        async with watching(store, scene):
+        async with watching(store, scene, timings=TakeoverTimings(reclaim_every_s=0.02)):
             await eventually(partial(has_state, store, Generation.STATE_CANCELLED))
         workers[1].go.set()
 

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from decant.router.text import text_work
 from decant.router.text.text_work import LARGE, MAX_BYTES, TextWork
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import DeadlineExceeded, QueueFull
@@ -39,17 +38,17 @@ async def begun(held: Held, count: int) -> None:
 
 
 async def test_no_more_texts_are_at_work_than_there_are_places() -> None:
-    texts, held = TextWork(at_once=2), Held()
+    texts, held = TextWork(max_concurrent=2), Held()
     calls = [asyncio.create_task(texts.run(1, NEVER, held)) for _ in range(5)]
     await begun(held, 2)
     held.go.set()
     await asyncio.gather(*calls)
     assert held.most == 2
-    assert texts._places.active == texts._bytes == 0
+    assert texts._slots.active == texts._bytes == 0
 
 
 async def test_a_large_text_waits_for_another_and_small_ones_pass_both() -> None:
-    texts, held, small = TextWork(at_once=2), Held(), Held()
+    texts, held, small = TextWork(max_concurrent=2), Held(), Held()
     large = [asyncio.create_task(texts.run(LARGE, NEVER, held)) for _ in range(3)]
     await begun(held, 1)
     small.go.set()
@@ -61,7 +60,7 @@ async def test_a_large_text_waits_for_another_and_small_ones_pass_both() -> None
 
 
 async def test_a_full_queue_refuses_by_name() -> None:
-    texts, held = TextWork(at_once=1, queue_limit=1), Held()
+    texts, held = TextWork(max_concurrent=1, queue_limit=1), Held()
     calls = [asyncio.create_task(texts.run(1, NEVER, held)) for _ in range(2)]
     await begun(held, 1)
     with pytest.raises(QueueFull) as refused:
@@ -71,9 +70,8 @@ async def test_a_full_queue_refuses_by_name() -> None:
     await asyncio.gather(*calls)
 
 
-async def test_the_bytes_that_wait_are_bounded_and_one_text_is_always_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_work, "MAX_BYTES", 100)
-    texts, held = TextWork(at_once=1), Held()
+async def test_the_bytes_that_wait_are_bounded_and_one_text_is_always_taken() -> None:
+    texts, held = TextWork(max_concurrent=1, max_bytes=100), Held()
     first = asyncio.create_task(texts.run(MAX_BYTES, NEVER, held))
     await begun(held, 1)
     with pytest.raises(QueueFull, match="bytes"):
@@ -84,7 +82,7 @@ async def test_the_bytes_that_wait_are_bounded_and_one_text_is_always_taken(monk
 
 
 async def test_work_keeps_its_place_until_it_is_done_though_its_caller_has_left() -> None:
-    texts, held = TextWork(at_once=1), Held()
+    texts, held = TextWork(max_concurrent=1), Held()
     left = asyncio.create_task(texts.run(1, NEVER, held))
     await begun(held, 1)
     left.cancel()
@@ -104,7 +102,7 @@ async def test_a_deadline_ends_the_wait_for_work_that_goes_on() -> None:
 
 
 async def test_what_the_work_raises_comes_back_and_frees_its_place() -> None:
-    texts = TextWork(at_once=1)
+    texts = TextWork(max_concurrent=1)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             await texts.run(1, NEVER, lambda: 1 // 0)

@@ -30,7 +30,7 @@ from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import InvalidArgument, NotFound, ServiceError, Unavailable, Unimplemented
 from decant.runtime.packed import unpack
-from tests.router.factories import model, tiny, valid, window
+from tests.router.factories import context_length, model, tiny, valid
 
 Sampling, Stopping = pb.SamplingParams, pb.StoppingParams
 DETACH = pb.StreamOptions.ON_DISCONNECT_DETACH
@@ -97,7 +97,7 @@ def set_to(request: pb.GenerateRequest, chain: tuple[FieldDescriptor, ...], valu
 
 async def outcome(request: pb.GenerateRequest) -> Any:
     try:
-        made = await validate(request, Models([model(chat=CHAT)]), window(None), Deadline(), "default")
+        made = await validate(request, Models([model(chat=CHAT)]), context_length(None), Deadline(), "default")
     except ServiceError as error:
         return type(error), str(error)
     key = None if made.id_generated else made.key
@@ -132,7 +132,7 @@ async def test_what_is_refused_by_name_is_on_the_list_and_what_is_on_it_is_refus
     for value in values(chain[-1]):
         try:
             await validate(
-                set_to(plain(), chain, value), Models([model(chat=CHAT)]), window(None), Deadline(), "default"
+                set_to(plain(), chain, value), Models([model(chat=CHAT)]), context_length(None), Deadline(), "default"
             )
         except Unimplemented as error:
             refused.add(error.field)
@@ -150,7 +150,7 @@ async def test_a_refusal_says_what_to_do():
         (set_n(2), "SamplingParams.n: 1 is all this server does, got 2"),
     ):
         with pytest.raises(ServiceError) as caught:
-            await validate(request, Models([tiny()]), window(None), Deadline(), "default")
+            await validate(request, Models([tiny()]), context_length(None), Deadline(), "default")
         assert str(caught.value) == message
 
 
@@ -170,7 +170,7 @@ async def test_a_field_of_a_newer_build_is_refused(where):
     inner: Any = getattr(request, where) if where else request
     inner.MergeFromString(b"\xa2\x06\x01x")  # field 100, a text
     with pytest.raises(Unimplemented, match="100"):
-        await validate(request, Models([tiny()]), window(None), Deadline(), "default")
+        await validate(request, Models([tiny()]), context_length(None), Deadline(), "default")
 
 
 @pytest.mark.parametrize(
@@ -285,14 +285,14 @@ async def test_an_empty_prompt_is_refused(fields):
 
 async def test_a_request_without_any_input_is_refused():
     with pytest.raises(InvalidArgument) as refused:
-        await validate(pb.GenerateRequest(), Models([tiny()]), window(None), Deadline(), "default")
+        await validate(pb.GenerateRequest(), Models([tiny()]), context_length(None), Deadline(), "default")
     assert refused.value.reason is Reason.EMPTY_PROMPT
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(15, True), (16, False), (17, False)])
 @pytest.mark.parametrize("whose", ["model", "workers"])
 async def test_a_prompt_that_leaves_no_room_is_refused(tokens, fits, whose):
-    limited = {"workers_window": 16} if whose == "workers" else {"served": model(window=16)}
+    limited = {"workers_context_length": 16} if whose == "workers" else {"served": model(max_context_length=16)}
     asked = valid(token_ids=pb.TokenIds(ids=[3] * tokens), **limited)
     if fits:
         assert (await asked).engine_request.stopping.max_tokens == 1
@@ -305,15 +305,19 @@ async def test_a_prompt_that_leaves_no_room_is_refused(tokens, fits, whose):
 
 async def test_workers_that_serve_more_than_the_model_was_made_for_are_believed():
     """Its rotary scaling may reach further than the positions that its configuration names."""
-    made = await valid(served=model(window=16), workers_window=64, token_ids=pb.TokenIds(ids=[3] * 40))
+    made = await valid(
+        served=model(max_context_length=16), workers_context_length=64, token_ids=pb.TokenIds(ids=[3] * 40)
+    )
     assert made.engine_request.stopping.max_tokens == 24
 
 
 async def test_without_a_window_or_workers_who_name_one_nothing_is_known():
     with pytest.raises(Unavailable) as refused:
-        await valid(served=model(window=None))
+        await valid(served=model(max_context_length=None))
     assert refused.value.reason is Reason.NO_WORKER
-    assert (await valid(served=model(window=None), workers_window=64)).engine_request.stopping.max_tokens < 64
+    assert (
+        await valid(served=model(max_context_length=None), workers_context_length=64)
+    ).engine_request.stopping.max_tokens < 64
 
 
 @given(
@@ -326,7 +330,7 @@ async def test_without_a_window_or_workers_who_name_one_nothing_is_known():
 async def test_prompt_and_output_always_fit_the_window(prompt, limit, max_tokens, min_tokens):
     stopping = Stopping(max_tokens=max_tokens, min_tokens=min_tokens)
     try:
-        made = await valid(token_ids=pb.TokenIds(ids=[3] * prompt), stopping=stopping, workers_window=limit)
+        made = await valid(token_ids=pb.TokenIds(ids=[3] * prompt), stopping=stopping, workers_context_length=limit)
     except InvalidArgument:
         assert prompt >= limit or min_tokens > min(max_tokens or limit, limit - prompt)
         return

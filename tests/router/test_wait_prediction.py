@@ -116,6 +116,7 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
         assert "20.0 s" in str(refused.value)
         assert not workers[0].prefills
         await ended(await scene.dispatcher.begin(make_request(seconds=60)))
+        workers[1].script.pause_at = 2
         running = await scene.dispatcher.begin(make_request("without a deadline"))
         predicting(scene, 31.0, monkeypatch)
         with pytest.raises(QueueFull, match="at most 30 s") as refused:
@@ -123,6 +124,7 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
         assert refused.value.retry_after == 31.0
         again = await scene.dispatcher.begin(make_request("without a deadline"))
         assert again is running, "one that was accepted is answered, whatever is predicted now"
+        workers[1].go.set()
         await ended(running)
 
 
@@ -147,9 +149,11 @@ async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(stor
     async with fleet(P, D) as workers, core(store, workers, max_active=8, queue_limit=16) as scene:
         served = Models([model(id=MODEL)])
         about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
-        service = InferenceService(served, scene.dispatcher, about, RequestMetrics(Registry(process=False)))
+        service = InferenceService(
+            served, scene.dispatcher, about, RequestMetrics(Registry(process=False)), NoAuthentication(served)
+        )
         settings = ServerSettings(port=0, drain_seconds=1.0)
-        server = Server([service.service(NoAuthentication(served))], settings, Readiness(), Registry(process=False))
+        server = Server([service.service()], settings, Readiness(), Registry(process=False))
         await server.start()
         running = asyncio.create_task(server.run())
         async with open_channel(server.address, PeerTls()) as channel:

@@ -63,7 +63,7 @@ def test_a_count_is_never_less_than_what_is_ours(story: list[tuple[str, int]]) -
         elif kind == "go" and ours:
             count.add(-ours.pop())
         elif kind == "tell":
-            count.tell(amount)
+            count.set_reported(amount)
             assert count.now == max(amount, sum(ours))
         assert count.ours == sum(ours) <= count.now
 

@@ -48,7 +48,7 @@ class Views:
         self.load = WorkerLoad(WorkerRegistration())
 
     def opened(self, session: WorkerSession) -> None:
-        self.load.forget()
+        self.load.reset()
 
     def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         self.load.apply_heartbeat(beat)

@@ -65,7 +65,7 @@ def services(script: Script) -> list[Service]:
         Service(
             INFERENCE,
             lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Inference(script), server),
-            entrances=frozenset({"Generate", "GenerateStream"}),
+            admission_methods=frozenset({"Generate", "GenerateStream"}),
         ),
         Service(DECODE, lambda server: worker_pb2_grpc.add_DecodeServicer_to_server(_Decode(script), server)),
     ]

@@ -7,7 +7,7 @@ import grpc
 
 from decant.protos import worker_pb2
 from decant.runtime.errors import Internal, QueueFull
-from decant.runtime.metrics import EngineMetrics, PromptSource, Registry, RequestMetrics, ShellMetrics
+from decant.runtime.metrics import EngineMetrics, ProcessMetrics, PromptSource, Registry, RequestMetrics
 from decant.runtime.peer import PROTOCOL
 
 
@@ -17,7 +17,7 @@ def names(registry: Registry) -> set[str]:
 
 def test_a_router_has_the_fields_names() -> None:
     registry = Registry(process=False)
-    ShellMetrics(registry)
+    ProcessMetrics(registry)
     model = RequestMetrics(registry).of("m")
     model.ttft.observe(0.07)
     model.prompt[PromptSource.CACHED].inc(16)
@@ -48,8 +48,8 @@ def test_a_worker_has_the_fields_names_and_every_cause_from_the_start() -> None:
 
 def test_two_processes_in_one_test_do_not_share() -> None:
     one, other = Registry(process=False), Registry(process=False)
-    ShellMetrics(one).count_error(Internal())
-    ShellMetrics(other).count_error(QueueFull(1, retry_after=1))
+    ProcessMetrics(one).count_error(Internal())
+    ProcessMetrics(other).count_error(QueueFull(1, retry_after=1))
     assert 'reason="internal"' in one.text().decode()
     assert 'reason="internal"' not in other.text().decode()
     assert 'blame="capacity",code="RESOURCE_EXHAUSTED",reason="queue_full"' in other.text().decode()
@@ -58,13 +58,13 @@ def test_two_processes_in_one_test_do_not_share() -> None:
 def test_a_metric_has_no_series_of_creation_times() -> None:
     registry = Registry(process=False)
     RequestMetrics(registry).of("m").ttft.observe(1)
-    ShellMetrics(registry).count_error(Internal())
+    ProcessMetrics(registry).count_error(Internal())
     assert "_created" not in registry.text().decode()
 
 
 def test_every_process_names_its_build() -> None:
     registry = Registry(process=False)
-    ShellMetrics(registry)
+    ProcessMetrics(registry)
     (line,) = [line for line in registry.text().decode().splitlines() if line.startswith("decant_build_info{")]
     assert f'version="{version("decant-llm")}"' in line
     assert f'protocol="{PROTOCOL}"' in line

@@ -24,7 +24,7 @@ from decant.runtime.health import State
 from decant.runtime.server import Service
 from decant.runtime.server_settings import ServerSettings
 from decant.runtime.settings import SettingError
-from decant.runtime.shutdown import first
+from decant.runtime.shutdown import race
 from tests.runtime.harness import INFERENCE, Scene, scene
 
 SERVING, NOT_SERVING, UNKNOWN = (
@@ -285,7 +285,7 @@ async def test_first_ends_the_others() -> None:
         await asyncio.sleep(0)
         return 7
 
-    assert await first(loser(), winner()) == 7
+    assert await race(loser(), winner()) == 7
     assert ended.is_set()
 
 
@@ -297,7 +297,7 @@ async def test_of_those_that_fail_together_one_is_told_and_none_is_left_over() -
         raise ValueError(words)
 
     with pytest.raises(ValueError, match="one"):
-        await first(failing("one"), failing("two"))
+        await race(failing("one"), failing("two"))
     gc.collect()
     assert not left
 

@@ -20,7 +20,7 @@ from decant.engine.request import FinishReason
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
-from decant.runtime.peer import same_life
+from decant.runtime.peer import same_incarnation
 from decant.worker.decode import notifications as telling
 from decant.worker.decode.admission import DecodeAdmission, Outcome
 from decant.worker.decode.frames import again
@@ -184,7 +184,7 @@ class DecodeRunManager:
 
     def orphans_of(self, router: wire.Peer) -> list[DecodeRun]:
         """Runs of earlier sessions of this incarnation of a router. Those of an earlier one may be adopted."""
-        return [held for held in self.runs if held.session is None and same_life(held.router, router)]
+        return [held for held in self.runs if held.session is None and same_incarnation(held.router, router)]
 
     def renewals_of(self, session: RouterSession) -> list[bytes]:
         """Tickets that it brought and that wait here to be opened."""

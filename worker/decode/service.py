@@ -17,7 +17,7 @@ from decant.runtime import logs
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable
 from decant.runtime.heartbeat import loop_timeout
-from decant.runtime.peer import same_life, speaks
+from decant.runtime.peer import is_compatible, same_incarnation
 from decant.worker.decode.run_manager import DecodeRunManager
 from decant.worker.decode.session import RouterSession
 from decant.worker.engine_host import EngineHost
@@ -112,9 +112,9 @@ class DecodeService(services.DecodeServicer):
     def _check(self, hello: wire.Hello) -> None:
         if self._drained:
             raise _leaving()
-        if not same_life(hello.worker, self._hub.peer):
+        if not same_incarnation(hello.worker, self._hub.peer):
             raise FailedPrecondition(Reason.WRONG_PEER, f"this is another life than {hello.worker.incarnation:x}")
-        if not speaks(hello.router.protocol):
+        if not is_compatible(hello.router.protocol):
             raise FailedPrecondition(Reason.WRONG_PROTOCOL, f"protocol {hello.router.protocol} is not spoken here")
         if not hello.router.id:
             raise InvalidArgument("hello.router.id", "not empty", "")

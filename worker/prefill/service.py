@@ -27,7 +27,7 @@ from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime import logs
-from decant.runtime.peer import same_life, speaks
+from decant.runtime.peer import is_compatible, same_incarnation
 from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.prefill_queue import PrefillQueue, PrefillRun
 from decant.worker.wire_codec import RequestRejected, end_reason, other_request, to_request, token_logprobs, urgency
@@ -110,9 +110,9 @@ class PrefillService(services.PrefillServicer):
 
     def _check_addressed(self, request: wire.PrefillRequest) -> None:
         """Raises WorkRefused where it can't be for this worker or not now, _NotTheOwner."""
-        if not speaks(request.router.protocol):
+        if not is_compatible(request.router.protocol):
             raise _cannot(wire.CAUSE_WRONG_PROTOCOL, f"protocol {request.router.protocol} is not spoken here")
-        if not same_life(request.worker, self._hub.peer):
+        if not same_incarnation(request.worker, self._hub.peer):
             raise _cannot(wire.CAUSE_WRONG_PEER, "another life of this worker is meant")
         if self._hub.epochs.is_other_request(request.run):
             raise RequestRejected(other_request())

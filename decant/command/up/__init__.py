@@ -1,19 +1,11 @@
-"""A whole deployment on this machine.
+"""`decant up`: a whole deployment on this machine.
 
-    up ──┬── Redis                     unless there is one
-         ├── prefill-1, decode-1 ...   workers, each on cores and memory of its own
+    up ──┬── Redis                     unless --redis-url names one
+         ├── prefill-1, decode-1 ...   workers, each with its own cores and memory
          ├── router-1 ...              started when the workers are ready
-         └── keeper                    removes what would be left if this process were killed
+         └── keeper                    removes the temporary files, also if this process is killed
 
-shares.py      cores and memory, divided
-plan.py        which processes, with which settings
-peers.py       how they authenticate each other
-checks.py      model, certificates, memory, ports and Redis, before anything is started
-listeners.py   which process listens on a port
-exec_child.py    becomes a process that does not outlive this one
-child.py       one process: its start, its log, its end
-supervisor.py  all of them: start, restart, drain
-output.py      their logs, merged
+`checks` runs first, `plan` makes the settings of each process, `supervisor` starts, restarts and ends them.
 """
 
 from __future__ import annotations
@@ -30,7 +22,7 @@ from decant.command.up.supervisor import StartFailed, Supervisor
 from decant.runtime import logs
 from decant.runtime.logs import LogSettings
 from decant.runtime.settings import InvalidSettings
-from decant.runtime.shutdown import first
+from decant.runtime.shutdown import race
 from decant.state.errors import PrivateRedisFailed
 from decant.state.private_redis import PrivateRedis
 
@@ -38,7 +30,7 @@ __all__ = ["UpOptions", "run", "supervise"]
 
 
 def run(options: UpOptions) -> int:
-    """The exit status: 0 after an orderly end. Raises CommandFailed where it doesn't come up."""
+    """Run a deployment. Returns the exit status, 0 after an orderly end. Raises CommandFailed if the start fails."""
     if options.log_format not in ("auto", "json", "console"):
         raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
     console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())
@@ -47,7 +39,7 @@ def run(options: UpOptions) -> int:
 
 
 def check(options: UpOptions) -> None:
-    """All that can be checked before anything is started. Raises CommandFailed."""
+    """Check everything that can be checked before a process starts. Raises CommandFailed."""
     checks.check_model(options)
     try:
         plan = make_plan(options, options.redis_url or "redis://")
@@ -60,22 +52,22 @@ def check(options: UpOptions) -> None:
         checks.check_redis(options.redis_url)
 
 
-def supervise(planned: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
-    """Runs what is `planned` for a Redis: the one at `redis_url`, or one of its own. Raises CommandFailed."""
+def supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
+    """Run the plan for the Redis at `redis_url`, or for a private one. Raises CommandFailed."""
     logs.start("up", LogSettings(log_format="json"), stream=output.stream("up"))
     try:
-        return asyncio.run(_supervise(planned, redis_url, output))
+        return asyncio.run(_supervise(plan_for, redis_url, output))
     except PrivateRedisFailed as error:
         raise CommandFailed(f"Redis: {error}") from None
     except StartFailed as error:
         raise CommandFailed(str(error), status=error.status) from None
 
 
-async def _supervise(planned: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
+async def _supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
     if redis_url is not None:
-        return await Supervisor(planned(redis_url), output).run()
+        return await Supervisor(plan_for(redis_url), output).run()
     async with PrivateRedis() as redis:
-        return await first(Supervisor(planned(redis.url), output).run(), _ended(redis))
+        return await race(Supervisor(plan_for(redis.url), output).run(), _ended(redis))
 
 
 async def _ended(redis: PrivateRedis) -> int:

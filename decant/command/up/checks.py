@@ -1,7 +1,7 @@
-"""What `decant up` checks before it starts anything: model, certificates, memory, ports, Redis. Without torch, in less
-than a second for a model that is on this machine.
+"""Check of `decant up` before it starts a process: model, certificates, memory, ports, Redis.
 
-Of a hub name whose weights are not on this machine the small files are fetched and checked; workers fetch the weights.
+They do not import torch, and take less than a second for a local model. For a hub name without local weights, only the
+small files are fetched and checked; the workers fetch the weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from decant.command.errors import CommandFailed
-from decant.command.up import resources as shares
+from decant.command.up import resources
 from decant.command.up.listeners import listener
 from decant.command.up.plan import Plan, UpOptions, model_of
 from decant.engine.checkpoint import model_types, weight_files
@@ -27,11 +27,11 @@ from decant.state.errors import StateError
 from decant.state.store import Store, StoreSettings
 
 PROCESS_BYTES = 256 << 20
-"""Memory of a worker beside its weights and its KV cache: Python and torch."""
+"""Memory of a worker besides weights and KV cache: Python and torch."""
 
 
 def check_model(options: UpOptions) -> None:
-    """Checks configuration, weight files and tokenizer. Raises CommandFailed."""
+    """Check configuration, weight files and tokenizer. Raises CommandFailed."""
     model = model_of(options)
     if not model:
         raise CommandFailed("--model: a folder or a hub name, got ''", status=2)
@@ -51,8 +51,7 @@ def check_model(options: UpOptions) -> None:
 
 
 def check_peers(plan: Plan) -> None:
-    """Checks that processes with the certificate files that the user names authenticate each other. Raises
-    CommandFailed."""
+    """Check that processes with the user's certificate files authenticate each other. Raises CommandFailed."""
     if plan.peers is None:
         return
     try:
@@ -63,19 +62,19 @@ def check_peers(plan: Plan) -> None:
 
 
 def check_memory(options: UpOptions, plan: Plan) -> None:
-    """Checks that weights and KV caches of all workers fit the memory that is free. Raises CommandFailed."""
-    weights = shares.weights_size(model_of(options), options.dtype)
-    needed, free = len(plan.workers) * (weights + plan.kv_bytes + PROCESS_BYTES), shares.available_memory()
+    """Check that weights and KV caches of all workers fit the memory that is free. Raises CommandFailed."""
+    weights = resources.weights_size(model_of(options), options.dtype)
+    needed, free = len(plan.workers) * (weights + plan.kv_bytes + PROCESS_BYTES), resources.available_memory()
     if needed > free:
-        each = f"{shares.size(weights)} of weights and {shares.size(plan.kv_bytes)} of KV cache"
+        each = f"{resources.size(weights)} of weights and {resources.size(plan.kv_bytes)} of KV cache"
         advice = "start fewer workers, or give less with --kv-memory"
         workers = "1 worker" if len(plan.workers) == 1 else f"{len(plan.workers)} workers"
-        text = f"memory: {workers} with {each} each, and {shares.size(free)} are free; {advice}"
+        text = f"memory: {workers} with {each} each, and {resources.size(free)} are free; {advice}"
         raise CommandFailed(text, status=2)
 
 
 def check_redis(url: str) -> None:
-    """Checks that the Redis that is there answers. Raises CommandFailed."""
+    """Check that the Redis at `url` answers. Raises CommandFailed."""
     try:
         asyncio.run(_ping(StoreSettings(url)))
     except StateError as error:
@@ -88,7 +87,7 @@ async def _ping(settings: StoreSettings) -> None:
 
 
 def check_ports(plan: Plan, host: str) -> None:
-    """Checks that every router can listen on its port. Raises CommandFailed, which names the process in the way."""
+    """Check that every router can listen on its port. Raises CommandFailed, which names the process in the way."""
     for spec in plan.routers:
         _check_port(host.strip("[]"), spec.port)
 
@@ -98,11 +97,11 @@ def _check_port(host: str, port: int) -> None:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise CommandFailed(f"--host: an address of this machine, got {host} ({error.strerror})", status=2) from None
-    with socket.socket(family, kind) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: ports of ended processes are free
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: ports of ended processes are free
         try:
-            tried.bind(address)
-            tried.listen()
+            probe.bind(address)
+            probe.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 found = listener(port) or "another process"

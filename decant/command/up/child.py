@@ -1,4 +1,4 @@
-"""One process of the deployment: its start, what it says, its end."""
+"""One process of the deployment: its start, its log, its end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from decant.command import processes
 from decant.command.up.output import Output
 from decant.command.up.plan import Spec
 
-_LIFELINE = Path(__file__).with_name("exec_child.py")
+_EXEC_CHILD = Path(__file__).with_name("exec_child.py")
 _CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 20
-_LAST_WORDS = 20  # lines
-_REST_SECONDS = 2.0  # for what it wrote last, once it has ended
+_RECENT_LINES = 20  # lines
+_REST_SECONDS = 2.0  # for the rest of its output, once it has ended
 
 
 class Child:
-    """A running process. What it logs says when it listens, how it loads, and when it is ready."""
+    """A running process. Its log shows its address, its progress in loading, and when it is ready."""
 
     def __init__(
         self, spec: Spec, process: asyncio.subprocess.Process, output: Output, on_change: Callable[[], None]
@@ -34,24 +34,24 @@ class Child:
         self.spec = spec
         self.pid = process.pid
         self.address: str | None = None
-        """Where it listens, once it does."""
-        self.seen = processes.Process(process.pid)
-        """How it stands."""
-        self._process = process
+        """Where it listens; None before."""
+        self.process = processes.Process(process.pid)
+        """Its state."""
+        self._subprocess = process
         self._output = output
         self._on_change = on_change
         self._ready = asyncio.Event()
-        self._unstructured: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._unstructured: deque[str] = deque(maxlen=_RECENT_LINES)
         self._reading = asyncio.create_task(self._read())
         self._ending = asyncio.create_task(self._end())
 
     @classmethod
     async def start(cls, spec: Spec, output: Output, on_change: Callable[[], None] = lambda: None) -> Child:
-        """In a process group of its own: a terminal's Ctrl-C is for `up`, which ends the others in order. `on_change`
-        is called when its state or its address changes."""
-        lifeline = (sys.executable, "-I", "-S", str(_LIFELINE), str(os.getpid()), ",".join(map(str, spec.cores)))
+        """Start it in its own process group: a terminal's Ctrl-C is for `up`, which ends the others in order.
+        `on_change` is called when its state or address changes."""
+        exec_child = (sys.executable, "-I", "-S", str(_EXEC_CHILD), str(os.getpid()), ",".join(map(str, spec.cores)))
         process = await asyncio.create_subprocess_exec(
-            *lifeline,
+            *exec_child,
             *spec.command,
             env=dict(spec.environment),
             stdin=asyncio.subprocess.DEVNULL,
@@ -70,12 +70,12 @@ class Child:
         return self._ready.is_set()
 
     @property
-    def last_words(self) -> str:
-        """What it said outside its log, the end of it: why it could not start."""
+    def recent_output(self) -> str:
+        """Last lines of its output outside the log: why it could not start."""
         return "\n".join(self._unstructured)
 
     async def ready(self) -> bool:
-        """Waits until it is ready or has ended; returns whether it is ready."""
+        """Wait until it is ready or has ended. Returns whether it is ready."""
         being_ready = asyncio.create_task(self._ready.wait())
         try:
             await asyncio.wait([being_ready, self._ending], return_when=asyncio.FIRST_COMPLETED)
@@ -84,7 +84,7 @@ class Child:
         return self.is_ready
 
     async def ended(self) -> int:
-        """Waits until it has ended and all that it said was read; returns its exit status, negative for a signal."""
+        """Wait until it has ended and its output was read. Returns its exit status, negative for a signal."""
         return await asyncio.shield(self._ending)
 
     def terminate(self) -> None:
@@ -95,10 +95,10 @@ class Child:
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+            self._subprocess.send_signal(number)
 
     async def _end(self) -> int:
-        status = await self._process.wait()
+        status = await self._subprocess.wait()
         await asyncio.wait([self._reading], timeout=_REST_SECONDS)
         self._reading.cancel()
         self._become(processes.LOST, lost_at=time.time())
@@ -128,14 +128,14 @@ class Child:
                 self._become(processes.DRAINING)
 
     def _become(self, state: str, *, percent: int | None = None, lost_at: float | None = None) -> None:
-        self.seen = processes.Process(self.pid, state, percent, lost_at)
+        self.process = processes.Process(self.pid, state, percent, lost_at)
         self._on_change()
 
     async def _lines(self) -> AsyncIterator[str]:
-        """Whole lines; one without an end is cut, so that a process is never held up by what it says."""
-        assert self._process.stdout is not None
+        """Whole lines. A line without an end is cut, so that a process never blocks on its output."""
+        assert self._subprocess.stdout is not None
         rest = b""
-        while chunk := await self._process.stdout.read(_CHUNK):
+        while chunk := await self._subprocess.stdout.read(_CHUNK):
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > _LONGEST_LINE:
                 lines, rest = [*lines, rest], b""

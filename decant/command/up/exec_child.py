@@ -1,10 +1,10 @@
-"""Becomes another program that does not outlive the process that started it.
+"""Replaces itself by another program that is killed when its parent ends.
 
     python exec_child.py PARENT CORES PROGRAM ARGUMENTS...
 
-PARENT is that process's id, CORES "0,1" or "" for all; platforms that bind no process to cores ignore them. Where the
-kernel has prctl it kills us when the parent ends, in whatever way, and the new program inherits that. Elsewhere a
-forked process watches both. Only the standard library is imported: this runs before every process's own start.
+PARENT is the parent's process id, CORES "0,1" or "" for all; platforms without CPU affinity ignore it. Where the kernel
+has prctl, it kills this process when the parent ends, and the new program inherits that. Elsewhere a forked process
+watches both. Only the standard library is imported: this delays every start.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def main(parent: int, cores: str, command: list[str]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when `parent` ends, also as the program that it becomes."""
+    """Have this process killed when `parent` ends, also after exec."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "prctl"):
         watch(parent)

@@ -10,13 +10,13 @@ from typing import Any, TextIO, cast
 
 _WIDTH = 10
 _COLOURS = (36, 33, 35, 32, 34, 31)
-_LOUD = {"warning": 33, "error": 31, "critical": 31}
-_ELSEWHERE = {"time", "level", "event", "service", "module", "process", "exception"}
-"""Shown in a column of their own, or not at all."""
+_LEVEL_COLOURS = {"warning": 33, "error": 31, "critical": 31}
+_SHOWN_APART = {"time", "level", "event", "service", "module", "process", "exception"}
+"""Fields with their own column, or not shown."""
 
 
 class Output:
-    """Where everything is said. Once nobody reads any more, it is silent."""
+    """Merged output. After a broken pipe it writes nothing more."""
 
     def __init__(self, out: TextIO, *, console: bool) -> None:
         self._out = out
@@ -25,14 +25,14 @@ class Output:
         self._broken = False
 
     def line(self, process: str, raw: str) -> Mapping[str, Any]:
-        """Says one line of a process's log; returns it as fields. What is no JSON is an event of its own."""
+        """Write one line of a process's log; returns it as fields. A line that is not JSON becomes an event."""
         fields = _fields(raw)
         text = self._columns(process, fields) if self._console else json.dumps({"process": process, **fields})
         self._write(text + "\n")
         return fields
 
     def stream(self, process: str) -> TextIO:
-        """A file whose lines are said as those of `process`."""
+        """A file whose lines are written as those of `process`."""
         return cast(TextIO, _Lines(self, process))
 
     def _write(self, text: str) -> None:
@@ -47,23 +47,23 @@ class Output:
         colour = self._colours.setdefault(process, _COLOURS[len(self._colours) % len(_COLOURS)])
         level = str(fields.get("level", ""))
         event = str(fields.get("event", ""))
-        rest = " ".join(f"{name}={value}" for name, value in fields.items() if name not in _ELSEWHERE)
-        loud = f"\x1b[{_LOUD[level]}m{level}\x1b[0m " if level in _LOUD else ""
-        line = f"{_clock(fields.get('time'))} \x1b[{colour}m{process:<{_WIDTH}}\x1b[0m {loud}{event}"
+        rest = " ".join(f"{name}={value}" for name, value in fields.items() if name not in _SHOWN_APART)
+        level_text = f"\x1b[{_LEVEL_COLOURS[level]}m{level}\x1b[0m " if level in _LEVEL_COLOURS else ""
+        line = f"{_clock(fields.get('time'))} \x1b[{colour}m{process:<{_WIDTH}}\x1b[0m {level_text}{event}"
         line += f"  \x1b[2m{rest}\x1b[0m" if rest else ""
         return "\n    ".join([line, *str(fields.get("exception", "")).splitlines()])
 
 
 class _Lines(io.TextIOBase):
-    """Whole lines go to an Output."""
+    """Passes whole lines to an Output."""
 
     def __init__(self, output: Output, process: str) -> None:
         self._output = output
         self._process = process
-        self._begun = ""
+        self._partial = ""
 
     def write(self, text: str, /) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
+        *lines, self._partial = (self._partial + text).split("\n")
         for line in lines:
             self._output.line(self._process, line)
         return len(text)

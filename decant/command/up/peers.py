@@ -32,17 +32,17 @@ class PeerCredentials:
     name: str | None = None
 
     def of_router(self) -> dict[str, str]:
-        """Variables with which a router reaches workers."""
+        """Variables for a router: how it calls workers."""
         return {variable_name(f"peer_{name}"): value for name, value in asdict(self).items() if value is not None}
 
     def of_worker(self) -> dict[str, str]:
-        """Variables with which a worker reaches others, and serves them alone."""
+        """Variables for a worker: how it calls others, and that only they may call it."""
         served = {"tls_certificate": self.certificate, "tls_key": self.key, "tls_client_ca": self.ca}
         return self.of_router() | {variable_name(name): value for name, value in served.items()}
 
 
 def make(folder: Path) -> PeerCredentials:
-    """New ones, in `folder`, which is created for this user alone. Raises CommandFailed."""
+    """Create credentials in a new `folder` that only this user can read. Raises CommandFailed."""
     try:
         from decant.runtime import certificates
     except ModuleNotFoundError as error:
@@ -53,7 +53,7 @@ def make(folder: Path) -> PeerCredentials:
 
 
 def from_environment(environment: Mapping[str, str]) -> PeerCredentials | None:
-    """Those that the user names; None: none. Raises CommandFailed unless they are complete."""
+    """The user's credentials, None without any. Raises CommandFailed unless they are complete."""
     named = OF_PEERS & environment.keys()
     if not named:
         return None

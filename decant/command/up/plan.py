@@ -1,6 +1,6 @@
-"""Which processes make up the deployment, and with which settings each is started.
+"""The processes of a deployment, and the settings that each is started with.
 
-Every process's settings are read here as the process itself will read them, so that what is wrong is told at once.
+Every process's settings are parsed here as the process itself does, so that errors are found before the start.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from dataclasses import dataclass
 
 from decant import models
 from decant.command.errors import CommandFailed
-from decant.command.up import peers
-from decant.command.up import resources as shares
+from decant.command.up import peers, resources
 from decant.command.up.peers import PeerCredentials
 from decant.router.settings import RouterSettings
 from decant.runtime.cores import usable_cores
 from decant.runtime.server_settings import join_address
 from decant.runtime.settings import PREFIX, Settings, variable_name
-from decant.runtime.settings_sources import OF_CLIENTS, load
+from decant.runtime.settings_sources import CLIENT_VARIABLES, load
 from decant.worker.settings import WorkerSettings
 
 _DIFFERS = {variable_name(name) for name in ("id", "port", "admin_port", "advertise", "config", "threads")}
-"""What no two processes share, or what `up` divides: not for an environment that all inherit."""
+"""Settings that differ between processes, or that `up` divides: an environment that all inherit can't have them."""
 
 _EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 
 
 @dataclass(frozen=True)
 class UpOptions:
-    """What `decant up` was asked for. `kv_memory` as it was typed; None: a share."""
+    """Options of `decant up`. `kv_memory` as typed; None: a share of the memory."""
 
     model: str | None = None
     router: int = 1
@@ -47,7 +46,7 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class Spec:
-    """One process. `port` 0: a free one; `cores`: those it may run on, empty for all."""
+    """One process. `port` 0: a free one; `cores`: the cores that it may use, empty for all."""
 
     name: str
     module: str
@@ -58,28 +57,28 @@ class Spec:
 
     @property
     def command(self) -> tuple[str, ...]:
-        # -P: what lies in the folder that the user stands in is not for us.
+        # -P: modules in the user's current folder are not imported.
         return (sys.executable, "-P", "-m", self.module, "--port", str(self.port), *self.arguments)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started, workers first. `facts` is how the machine is divided, to be told."""
+    """Processes to start, workers first. `facts` is for the log: how the machine is divided."""
 
     workers: tuple[Spec, ...]
     routers: tuple[Spec, ...]
     redis_url: str
-    reached_at: str  # the host under which this machine's commands find the routers
+    reached_at: str  # host under which commands on this machine reach the routers
     ready_seconds: float
     drain_seconds: float
     facts: Mapping[str, object]
     peers: PeerCredentials | None = None
-    """Those that the user names; None: they are made for this run."""
+    """The user's; None: created for this run."""
     kv_bytes: int = 0  # of each worker
 
 
 def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | None = None) -> Plan:
-    """Raises InvalidSettings for what a process would refuse, CommandFailed for what can't be divided."""
+    """Raises InvalidSettings for settings that a process refuses, CommandFailed for resources that can't be divided."""
     environment = dict(os.environ if environ is None else environ)
     _check_variables(environment)
     workers = _workers(options, redis_url, environment)
@@ -111,7 +110,7 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
         raise CommandFailed("--prefill and --decode: at least one worker in all, got none", status=2)
     cores = usable_cores()
     own = _only(environment, WorkerSettings, peers.OF_PEERS | peers.OF_SERVERS)
-    if len(names) > len(cores):  # a barrier that spins waits for a thread that is not running
+    if len(names) > len(cores):  # a spinning barrier would wait for a thread that does not run
         own.setdefault("GOMP_SPINCOUNT", "0")
     where = ("--redis-url", redis_url, "--host", "127.0.0.1", "--log-format", "json")
     common = (*where, "--model", model_of(options), "--dtype", options.dtype)
@@ -124,7 +123,7 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
             environment=own,
             cores=share,
         )
-        for (name, module), share in zip(names, shares.divide_cores(cores, len(names)), strict=True)
+        for (name, module), share in zip(names, resources.divide_cores(cores, len(names)), strict=True)
     ]
 
 
@@ -147,7 +146,7 @@ def _routers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
 
 
 def _id(options: UpOptions, name: str) -> str:
-    """Unique where others use the same Redis."""
+    """Unique among the deployments that share a Redis."""
     return name if options.redis_url is None else f"{name}@{os.uname().nodename}:{os.getpid()}"
 
 
@@ -158,12 +157,13 @@ def model_of(options: UpOptions) -> str:
 
 def _kv_bytes(options: UpOptions, workers: int) -> int:
     if options.kv_memory is not None:
-        return shares.parse_size(options.kv_memory)
-    return shares.kv_share(shares.available_memory(), shares.weights_size(model_of(options), options.dtype), workers)
+        return resources.parse_size(options.kv_memory)
+    weights = resources.weights_size(model_of(options), options.dtype)
+    return resources.kv_share(resources.available_memory(), weights, workers)
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    known = _names(RouterSettings) | _names(WorkerSettings) | OF_CLIENTS
+    known = _names(RouterSettings) | _names(WorkerSettings) | CLIENT_VARIABLES
     for name in sorted(environment):
         if name in _DIFFERS:
             raise CommandFailed(f"{name}: not for `decant up`: its processes differ in it", status=2)
@@ -172,7 +172,7 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 
 def _only(environment: Mapping[str, str], kind: type[Settings], without: Set[str]) -> dict[str, str]:
-    """A process refuses variables of ours that it doesn't know: it gets its own, except those that `up` sets later."""
+    """Drop the DECANT_* variables that a process of that kind would refuse, and those in `without`, which `up` sets."""
     names = _names(kind) - without
     return {name: value for name, value in environment.items() if not name.startswith(PREFIX) or name in names}
 

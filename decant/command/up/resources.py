@@ -1,4 +1,4 @@
-"""How one machine is divided among the workers that run on it."""
+"""Divides the cores and memory of a machine among its workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decant.engine.checkpoint import weight_files
 from decant.engine.errors import ModelRefused
 
 KV_CAP = 1 << 30
-"""What a worker's KV cache gets at most unless more is asked for."""
+"""Maximum of a worker's default share for its KV cache."""
 KV_FLOOR = 16 << 20
 _KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
 _COPIES = 1.5  # of the weights while they are loaded and packed
@@ -23,8 +23,8 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """The cores of each worker: a share of its own, the first get what is left over; one in turn where there are
-    fewer cores than workers."""
+    """The cores of each worker: equal shares, the rest to the first ones; one each in turn where there are fewer cores
+    than workers."""
     if len(cores) < workers:
         return [(cores[index % len(cores)],) for index in range(workers)]
     each, more = divmod(len(cores), workers)
@@ -37,7 +37,7 @@ def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def kv_share(available: int, weights: int, workers: int) -> int:
-    """Bytes for each worker's KV cache, of the memory that is available; never more than the cap.
+    """Bytes for each worker's KV cache from the available memory, at most `KV_CAP`.
 
     Raises CommandFailed when the weights leave too little.
     """
@@ -49,14 +49,14 @@ def kv_share(available: int, weights: int, workers: int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process and its children may still take, by the machine and by its control group."""
+    """Bytes that this process and its children may still use, limited by the machine and its control group."""
     machine = _machine_memory()
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     return machine if limit is None or used is None else min(machine, limit - used)
 
 
 def _machine_memory() -> int:
-    """Bytes that Linux says are available; half of the installed memory on a platform that has no such figure."""
+    """Linux' available memory in bytes; half of the installed memory on other platforms."""
     try:
         words = _MEMINFO.read_text().split()
     except OSError:
@@ -65,7 +65,7 @@ def _machine_memory() -> int:
 
 
 def folder_of(model: str) -> Path | None:
-    """Where the files of a folder or hub name are on this machine; None where they are not."""
+    """Folder with the files of a folder or hub name; None where they are not on this machine."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -105,7 +105,7 @@ def parse_size(text: str) -> int:
 
 
 def size(count: int) -> str:
-    """As people read it."""
+    """A size with a binary unit: "1.5 GiB"."""
     for unit in ("G", "M", "K"):
         if count >= _UNITS[unit]:
             return f"{count / _UNITS[unit]:.1f} {unit}iB"

@@ -1,8 +1,8 @@
 """All processes of a deployment, from their start to their end.
 
-workers start -> ready -> routers start -> ready -> announced ---- a signal ----> routers end -> workers end
+workers start -> ready -> routers start -> ready -> recorded ----- a signal ----> routers end -> workers end
      |                         |                     |   ^  one ended                         |
-     '-- one ended: all end ---'                     '---'  it is started again               '-- a second signal:
+     '-- one ended: all end ---'                     '---'  it is restarted                   '-- a second signal:
                                                                                                   all are killed
 """
 
@@ -24,23 +24,23 @@ from decant.command.up.output import Output
 from decant.command.up.peers import PeerCredentials
 from decant.command.up.plan import Plan, Spec, address_of
 from decant.runtime import logs
-from decant.runtime.shutdown import Shutdown, first
+from decant.runtime.shutdown import Shutdown, race
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
 STEADY_S = 60.0
-"""Whoever ran so long is started again without a long wait."""
+"""The backoff starts anew for a process that ran so long."""
 BEYOND_DRAIN_S = 15.0
-"""A process bounds its own drain; this much later it is killed."""
+"""A process that takes so much longer than its drain is killed."""
 
-# The second: it had not begun to listen for the signal yet.
-_ENDED_WELL = (0, -signal.SIGTERM)
+# -SIGTERM: before the process installed its signal handler.
+_ORDERLY_STATUSES = (0, -signal.SIGTERM)
 
 _log = logs.get("up")
 
 
 class StartFailed(Exception):
-    """A process ended before it was ready, or wasn't ready in time. `status` is what `decant up` ends with."""
+    """A process ended before it was ready, or was not ready in time. `status` is the exit status of `decant up`."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -48,15 +48,15 @@ class StartFailed(Exception):
 
 
 class Supervisor:
-    """Starts what is planned, keeps it running, and ends it. Nothing runs any more when `run` returns or raises."""
+    """Starts the processes of a plan, restarts those that end, and ends all before `run` returns or raises."""
 
     def __init__(self, plan: Plan, output: Output) -> None:
         self._plan = plan
         self._output = output
         self._children: dict[str, Child] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._restarters: list[asyncio.Task[None]] = []
         self._shutdown = Shutdown()
-        self._announcement = DeploymentRecord()
+        self._record = DeploymentRecord()
         self._peers: PeerCredentials
         self._router_names = {spec.name for spec in plan.routers}
         self._lost_at: dict[str, float] = {}
@@ -66,21 +66,21 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     async def run(self) -> int:
-        """Until it is told to end; 0 after an orderly end. Raises StartFailed."""
+        """Run until a signal. Returns 0 after an orderly end. Raises StartFailed."""
         self._shutdown.on_signals()
-        with self._announcement:
-            self._peers = self._plan.peers or peers.make(self._announcement.temporary / "peers")
-            announcing = asyncio.create_task(self._announce_changes())
+        with self._record:
+            self._peers = self._plan.peers or peers.make(self._record.temporary / "peers")
+            recording = asyncio.create_task(self._write_changes())
             try:
-                await first(self._serve(), self._shutdown.asked())
-                return await first(self._drain(), self._insisted())
+                await race(self._serve(), self._shutdown.requested())
+                return await race(self._drain(), self._forced())
             finally:
                 await self._end()
-                announcing.cancel()
+                recording.cancel()
 
     async def _serve(self) -> None:
         _log.info("starting", **self._plan.facts)
-        self._announce()
+        self._write_record()
         try:
             async with asyncio.timeout(self._plan.ready_seconds):
                 await self._start_all(self._plan.workers)
@@ -89,33 +89,33 @@ class Supervisor:
             late = ", ".join(child.spec.name for child in self._children.values() if not child.is_ready)
             raise StartFailed(f"{late}: not ready within {self._plan.ready_seconds:g} s", 1) from None
         self._has_started = True
-        self._announce()
+        self._write_record()
         _log.info("ready", address=", ".join(self._addresses()))
-        await asyncio.gather(*self._keepers)
+        await asyncio.gather(*self._restarters)
 
     async def _start_all(self, specs: Sequence[Spec]) -> None:
         started = [await self._start(spec) for spec in specs]
         await asyncio.gather(*(self._ready(child) for child in started))
-        self._keepers += [asyncio.create_task(self._keep(child)) for child in started]
+        self._restarters += [asyncio.create_task(self._restart_when_ended(child)) for child in started]
 
     async def _start(self, spec: Spec) -> Child:
         is_router = spec.name in self._router_names
         credentials = self._peers.of_router() if is_router else self._peers.of_worker()
-        shared = {"TMPDIR": str(self._announcement.temporary), **credentials}
+        shared = {"TMPDIR": str(self._record.temporary), **credentials}
         own = replace(spec, environment={**spec.environment, **shared})
         self._children[spec.name] = child = await Child.start(own, self._output, self._changed.set)
         self._changed.set()
         return child
 
     async def _ready(self, child: Child) -> None:
-        """Raises StartFailed as soon as it has ended instead."""
+        """Wait until it is ready. Raises StartFailed if it ends before."""
         if not await child.ready():
             status = await child.ended()
-            words = child.last_words or f"ended with {status} before it was ready"
+            words = child.recent_output or f"ended with {status} before it was ready"
             raise StartFailed(f"{child.spec.name}: {words}", 2 if status == 2 else 1)
 
-    async def _keep(self, child: Child) -> None:
-        """Starts a process again whenever it has ended, ever later while it doesn't last."""
+    async def _restart_when_ended(self, child: Child) -> None:
+        """Restart a process whenever it ends, with a growing backoff while it ends soon."""
         backoff = FIRST_BACKOFF_S
         while True:
             since = time.monotonic()
@@ -131,36 +131,41 @@ class Supervisor:
                 self._changed.set()
 
     def _again(self, child: Child) -> Spec:
-        """A router comes back on its port: its clients know no other. A worker tells its new one."""
+        """A router keeps its port, which its clients know. A worker registers a new one."""
         if child.spec.name in self._router_names and child.address is not None:
             return replace(child.spec, port=int(child.address.rpartition(":")[2]))
         return child.spec
 
-    async def _announce_changes(self) -> None:
+    async def _write_changes(self) -> None:
         while True:
             await self._changed.wait()
             self._changed.clear()
             try:
-                self._announce()
+                self._write_record()
             except CommandFailed as error:
                 _log.warning("can't be announced to other commands", reason=str(error))
 
-    def _announce(self) -> None:
+    def _write_record(self) -> None:
         """Raises CommandFailed where the file can't be written."""
         deployment = Deployment(
             os.getpid(),
             self._addresses(),
             self._plan.redis_url,
             asdict(self._peers),
-            {name: self._seen(child) for name, child in self._children.items() if child.running or not self._is_ending},
+            self._processes(),
             self._has_started,
             self._began,
             self._is_ending,
         )
-        self._announcement.write(deployment)
+        self._record.write(deployment)
 
-    def _seen(self, child: Child) -> Process:
-        return replace(child.seen, lost_at=self._lost_at.get(child.spec.name, child.seen.lost_at))
+    def _processes(self) -> dict[str, Process]:
+        """All processes; during the end only those that still run."""
+        return {
+            name: replace(child.process, lost_at=self._lost_at.get(name, child.process.lost_at))
+            for name, child in self._children.items()
+            if child.running or not self._is_ending
+        }
 
     def _addresses(self) -> tuple[str, ...]:
         routers = [self._children[spec.name] for spec in self._plan.routers if spec.name in self._children]
@@ -171,12 +176,12 @@ class Supervisor:
         """Routers first: they stop taking requests while the workers finish those that are running."""
         self._is_ending = True
         self._changed.set()
-        await self._stop_keeping()
+        await self._stop_restarts()
         orderly = [await self._stop(specs) for specs in (self._plan.routers, self._plan.workers)]
         return 0 if all(orderly) else 1
 
     async def _stop(self, specs: Sequence[Spec]) -> bool:
-        """Whether all of them ended in time and well; who doesn't is killed."""
+        """End them; those that do not end in time are killed. Returns whether all ended in order."""
         named = [self._children[spec.name] for spec in specs if spec.name in self._children]
         ending = {asyncio.create_task(child.ended()): child for child in named if child.running}
         for child in ending.values():
@@ -188,24 +193,24 @@ class Supervisor:
         for one in late:
             _log.error("did not end when asked", name=ending[one].spec.name, limit_seconds=limit)
             ending[one].kill()
-        cut_off = [ending[one].spec.name for one in ended if one.result() not in _ENDED_WELL]
+        cut_off = [ending[one].spec.name for one in ended if one.result() not in _ORDERLY_STATUSES]
         if cut_off:
             _log.error("ended with work cut off", names=sorted(cut_off))
         return not late and not cut_off
 
-    async def _insisted(self) -> int:
-        await self._shutdown.insisted()
+    async def _forced(self) -> int:
+        await self._shutdown.forced()
         return 1
 
-    async def _stop_keeping(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        if self._keepers:
-            await asyncio.wait(self._keepers)
+    async def _stop_restarts(self) -> None:
+        for restarter in self._restarters:
+            restarter.cancel()
+        if self._restarters:
+            await asyncio.wait(self._restarters)
 
     async def _end(self) -> None:
-        """Kills what is left and waits until it is gone."""
-        await self._stop_keeping()
+        """Kill all that still run and wait for their end."""
+        await self._stop_restarts()
         children = list(self._children.values())
         for child in children:
             if child.running:
