@@ -21,7 +21,7 @@ from bench.machine import read_bytes, reader
 from bench.metrics import resident
 from bench.own_engine import Meter, Stopwatch, layers, make_engine, weights
 from bench.subprocess_runner import Job, Tell
-from decant.engine.cpu.fused_layer import apart
+from decant.engine.cpu.fused_layer import unfuse
 from decant.engine.cpu.linear import PackedLinear
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
@@ -69,7 +69,7 @@ class Profile:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._joined = apart(model)
+        self._fused = unfuse(model)
         self._watches = {"model": Stopwatch([model]), "linears": Stopwatch(layers(model)), "attention": Stopwatch([])}
 
     def of(self, call: Callable[[], object]) -> dict[str, float]:
@@ -87,7 +87,7 @@ class Profile:
     def close(self) -> None:
         for watch in self._watches.values():
             watch.remove()
-        for module, layer in self._joined:
+        for module, layer in self._fused:
             module.forward = layer
 
     @contextmanager

@@ -1,6 +1,6 @@
-"""Compiled attention over blocks in place: the same bits for a row in any batch (``engine/cpu/kernels/attention.h``).
+"""Compiled attention over KV blocks in place (``engine/cpu/kernels/attention.h``).
 
-Nothing is gathered and no scores are kept: a sequence's keys are read once for the rows that share them.
+A row has the same bits in any batch. A sequence's keys are read once for the rows that share them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from decant.engine.cpu.threads import team
+from decant.engine.cpu.threads import num_threads
 from decant.engine.model.attention import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -21,19 +21,19 @@ from decant.engine.model.step_batch import FlatBatch, Ints, cut_before
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("lines", "table")],
+        *[(name, ctypes.c_void_p) for name in ("row_table", "table")],
         *[(name, ctypes.c_int64) for name in ("sequences", "width")],
     )
 
 
-class _Asked(ctypes.Structure):
-    _fields_ = (("places", ctypes.c_void_p), ("count", ctypes.c_int64), ("step", _Step))
+class _SelectedTokens(ctypes.Structure):
+    _fields_ = (("indices", ctypes.c_void_p), ("count", ctypes.c_int64), ("step", _Step))
 
 
 class _Call(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "sinks", "visible")],
-        *[(f"{name}_{apart}", ctypes.c_int64) for name in ("query", "key", "value") for apart in ("token", "head")],
+        *[(f"{name}_{axis}", ctypes.c_int64) for name in ("query", "key", "value") for axis in ("token", "head")],
         ("heads", ctypes.c_int64),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -42,9 +42,9 @@ class _Call(ctypes.Structure):
 
 
 class NativeAttention:
-    """What a step makes current: writes the step's keys and values to their blocks, then attends over them.
+    """The attention of one step: writes its keys and values to their blocks, then attends over them.
 
-    For a store on the CPU, in float32 or bfloat16. Without ``keep`` all of the step's logits are needed.
+    ``store`` is on the CPU, in float32 or bfloat16. ``keep``: flattened tokens whose logits are needed; None: all.
     """
 
     def __init__(
@@ -58,28 +58,31 @@ class NativeAttention:
         self._kernels = kernels
         self._store = store
         self._views = views
-        self._visible: dict[int, torch.Tensor] = {}  # for all layers of a view, by what Python calls it
-        self._flat = flat  # the step points into its arrays
+        self._visible: dict[int, torch.Tensor] = {}  # one for all layers with the same window, by its id()
+        self._flat = flat  # keeps the arrays that the step points into
         self._step = _Step(flat.row_table.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
         self.step = ctypes.addressof(self._step)
-        self._asked: _Asked | None = None
+        self._selected: _SelectedTokens | None = None
         if keep is not None and len(keep) < len(flat.tokens):
-            self._late = lines, places = cut_before(flat, keep)
-            late = _Step(lines.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
-            self._asked = _Asked(places.ctypes.data, len(places), late)
+            self._late = row_table, indices = cut_before(flat, keep)
+            late = _Step(row_table.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
+            self._selected = _SelectedTokens(indices.ctypes.data, len(indices), late)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """-> [1, T, heads, value dim], of the query's dtype. Raises ValueError where the call does not fit the step or
-        the store."""
+        """-> [1, T, heads, value dim] in the query's dtype. Raises ValueError if the call does not fit the step."""
         self._check(call)
         dtype = self._store.dtype
-        query, key, value = _side_by_side(call.query), _side_by_side(call.key, dtype), _side_by_side(call.value, dtype)
+        query, key, value = (
+            _with_contiguous_heads(call.query),
+            _with_contiguous_heads(call.key, dtype),
+            _with_contiguous_heads(call.value, dtype),
+        )
         _, heads, tokens, _ = query.shape
         out = query.new_empty(1, tokens, heads, value.shape[3])
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         cache, visible, _ = self.addresses(call.layer)
-        said = _Call(
-            *(part.data_ptr() for part in (query, key, value, out)),
+        arguments = _Call(
+            *(tensor.data_ptr() for tensor in (query, key, value, out)),
             None if sinks is None else sinks.data_ptr(),
             visible,
             *query.stride()[2:0:-1],
@@ -93,13 +96,13 @@ class NativeAttention:
         self._kernels.attend(
             dtype == torch.bfloat16,
             query.dtype == torch.bfloat16,
-            *(cache, self.step, ctypes.addressof(said)),
-            team(),
+            *(cache, self.step, ctypes.addressof(arguments)),
+            num_threads(),
         )
         return out
 
     def _check(self, call: AttentionCall) -> None:
-        """The kernel reads as many numbers as the step's tokens and the store's heads have."""
+        """The kernel relies on these shapes."""
         spec, tokens = self._store.layout.layers[call.layer], len(self._flat.tokens)
         heads = call.query.shape[1]
         _check_shape("query", call.query, (1, heads, tokens, spec.key_dim))
@@ -113,16 +116,17 @@ class NativeAttention:
             _check_shape("sinks", call.sinks, (heads,))
 
     def addresses(self, layer: int) -> tuple[int, int, int]:
-        """Of what is a layer's own: its part of the blocks, what each token sees first, and which tokens its answer is
-        needed of (0: all). Nobody attends to what the last layer answers."""
-        asked = 0 if self._asked is None or layer < len(self._views) - 1 else ctypes.addressof(self._asked)
-        return self._store.layer_descriptors[layer], self._first_visible(self._views[layer]), asked
+        """Of a layer's blocks, of the first position that each token sees, and of the selected tokens (0: all). Only
+        the last layer's output is needed for selected tokens alone."""
+        is_last = layer == len(self._views) - 1
+        selected = ctypes.addressof(self._selected) if self._selected is not None and is_last else 0
+        return self._store.layer_descriptors[layer], self._first_visible(self._views[layer]), selected
 
     def _first_visible(self, view: AttentionWindow) -> int:
-        if (known := self._visible.get(id(view))) is None:
-            known = view.first(torch.from_numpy(self._flat.positions)).contiguous()
-            self._visible[id(view)] = known
-        return known.data_ptr()
+        if (visible := self._visible.get(id(view))) is None:
+            visible = view.first(torch.from_numpy(self._flat.positions)).contiguous()
+            self._visible[id(view)] = visible
+        return visible.data_ptr()
 
 
 def _check_shape(name: str, part: Any, shape: tuple[int, ...]) -> None:
@@ -130,7 +134,7 @@ def _check_shape(name: str, part: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: shape {shape}, got {tuple(part.shape)}")
 
 
-def _side_by_side(part: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[1, heads, T, dim], with the elements of a head side by side."""
+def _with_contiguous_heads(part: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[1, heads, T, dim] with the elements of a head contiguous, in ``dtype``."""
     converted: torch.Tensor = part if dtype is None or part.dtype == dtype else part.to(dtype)
     return converted if converted.stride(3) == 1 else converted.contiguous()

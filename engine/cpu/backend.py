@@ -13,10 +13,10 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from decant.engine.cpu import fused_layer, fused_ops, linear
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.kernels import KERNELS, kind
 from decant.engine.cpu.kv_store import HostKvStore
+from decant.engine.cpu.optimize import optimize
 from decant.engine.cpu.sampler import SCORES_AT_ONCE, NativeSampler
 from decant.engine.cpu.threads import all_for_torch, one_for_torch
 from decant.engine.kv_layout import KvLayout
@@ -45,9 +45,7 @@ class CpuBackend(TorchBackend):
         return kind()
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        linear.pack(model)
-        fused_ops.fuse(model, dtype)
-        fused_layer.fuse(model, dtype)
+        optimize(model, dtype)
 
     def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
         return HostKvStore(layout, num_blocks, dtype, self.device)
@@ -79,7 +77,7 @@ class NativeBackend(CpuBackend):
 
 
 def flatten(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
-    """As ``step_batch.flatten``, compiled (``kernels/rows.h``): in Python it is too slow for hundreds of rows."""
+    """``step_batch.flatten``, compiled (``kernels/batch_from_python.h``): in Python hundreds of rows take too long."""
     ordered, row_table, flattened, begun, table, width = kernels.flatten(rows, block_size, blank)
     return FlatBatch(
         ordered,

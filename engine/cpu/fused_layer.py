@@ -1,41 +1,33 @@
-"""Decoder layers in one compiled call, where they are shown to be the same: norm, attention, norm, gated layer.
+"""Decoder layers in one compiled call: norm, attention, norm, gated MLP.
 
-Its linear layers, norms, rotation and attention are compiled already. What is left between them is the interpreter's:
-dozens of calls a layer, and their code has to come back into caches through which the layer's weights have just gone.
-For one sequence that was a quarter of a step.
+Linear layers, norms, rotation and attention are compiled already. Between them the interpreter makes dozens of calls a
+layer, whose code the layer's weights have evicted from the caches: a quarter of a decode step of one sequence.
 
-    transformers' layer          __call__ -> norm -> q, k, v -> views -> rotation -> attention -> o -> + -> norm -> ...
-    the same, in one             __call__ -> kernels.layers (engine/cpu/kernels/layer.h)
+    transformers    __call__ -> norm -> q, k, v -> views -> rotation -> attention -> o -> + -> norm -> ...
+    fused           __call__ -> kernels.layers (engine/cpu/kernels/layer.h)
 
-A layer is told by its parts, and tried: both run over the same rows and empty blocks, and the answers and what lies in
-the blocks must be the same bits. It keeps its modules; only its ``forward`` is another, which still takes whatever it
-can't do itself to the layer's own.
-
-Nor does the interpreter stand between layers: who is asked computes those that follow it in the same call. They answer
-with that when they are asked for just it, and else begin anew, and the one before foresees no more::
-
-    model    layer 0 ── the same tensor, untouched ──> layer 1 ──> layer 2 ──> ...
-    ours     0, 1, 2, ... computed                     known       known
+A layer is fused if it has the expected parts and passes a trial: both versions run over the same rows and empty
+blocks, and outputs and blocks must have the same bits. The module stays; only its ``forward`` is replaced, which calls
+the original for calls that the kernel does not support.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from decant.engine.cpu.attention import NativeAttention
-from decant.engine.cpu.fused_ops import ROOM, TRIED_ON, GatedMlp, RmsNorm
+from decant.engine.cpu.fused_ops import PROBE_SCALES, TOLERANCE, GatedMlp, RmsNorm
 from decant.engine.cpu.gemm import PackedWeight
 from decant.engine.cpu.kernels import KERNELS
-from decant.engine.cpu.linear import ANOTHER, PackedLinear
-from decant.engine.cpu.threads import team
+from decant.engine.cpu.linear import UNSUPPORTED_CALL, PackedLinear
+from decant.engine.cpu.threads import num_threads
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.model.attention import AttentionBackend, AttentionCall, attending, current, next_layer
 from decant.engine.model.attention.masks import AttentionWindow
@@ -47,16 +39,16 @@ from decant.engine.request import Request
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "q_norm", "k_norm", "post_attention_layernorm")
 OPTIONAL = ("q_norm", "k_norm")
-"""What the parts are called in nearly all models."""
+"""Names of the parts in nearly all models."""
 
 TRIAL_BLOCK = 16
-"""Slots of the block that a trial writes to."""
-FAR = 1 << 20
-"""Where a trial's rows stand, for a layer that asks: one that scales what is far is another."""
-AHEAD = 32 << 20
-"""Bytes of answers that are kept for layers that will ask; a long step of a wide model has fewer layers ahead."""
+"""Tokens per block in a trial."""
+PROBE_POSITION = 1 << 20
+"""First position of a trial's rows: a layer that scales distant tokens differs from the fused one."""
 
 Forward = Callable[..., Any]
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin [1, T, head width]."""
 
 
 class _Norm(ctypes.Structure):
@@ -79,105 +71,62 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Precomputed(NamedTuple):
-    """What a layer will answer, if it is asked just this."""
-
-    by: FusedLayer
-    hidden: torch.Tensor
-    angles: tuple[torch.Tensor, torch.Tensor]
-    attender: AttentionBackend
-    answer: torch.Tensor
-
-    def is_asked(self, hidden: torch.Tensor, angles: Any, attender: AttentionBackend | None) -> bool:
-        """Whether it is that, and nobody has written to it since."""
-        (cos, sin), attending = self.angles, self.attender
-        return (
-            hidden is self.hidden
-            and hidden._version == 0
-            and attender is attending
-            and angles is not None
-            and angles[0] is cos
-            and angles[1] is sin
-        )
-
-
 class FusedLayer:
-    """The forward of a decoder layer: hidden [1, T, hidden] -> the same."""
+    """Replaces a decoder layer's forward: hidden [1, T, hidden] -> [1, T, hidden]."""
 
-    def __init__(self, kernels: ModuleType, theirs: Forward, parts: _Parts, call: AttentionCall) -> None:
+    def __init__(self, kernels: ModuleType, original_forward: Forward, parts: _Parts, call: AttentionCall) -> None:
         self._kernel = kernels.layers
-        self.theirs = theirs
-        self.follower: FusedLayer | None = None
-        """Whom the model asks next, with this one's answer: as far as is known."""
-        self._foreseen: _Precomputed | None = None
-        self._parts = parts  # whose memory is read
-        self.dtype, self.width, self.hidden = call.query.dtype, call.query.shape[3], parts.panels[0].inner
-        self._said = _Layer(
+        self.original_forward = original_forward
+        self._parts = parts  # keeps the memory that the kernel reads
+        self.dtype, self.width, self.hidden = call.query.dtype, call.query.shape[3], parts.weights[0].inner
+        self._descriptor = _Layer(
             *[_Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.eps) for norm in parts.norms],
-            *[_Linear(*panels.addresses, panels.inner, panels.outputs) for panels in parts.panels],
+            *[_Linear(*weight.addresses, weight.inner, weight.outputs) for weight in parts.weights],
             *(call.query.shape[1], call.key.shape[1], self.width),
             call.scaling,
             call.softcap or 0.0,
         )
-        self._address = ctypes.addressof(self._said)
+        self._address = ctypes.addressof(self._descriptor)
 
-    def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
-        attender, angles = current(), named.get("position_embeddings")
-        usual = not more and named.get("past_key_values") is None
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen is not None:
-            if usual and foreseen.is_asked(hidden_states, angles, attender):
-                next_layer()
-                return foreseen.answer
-            foreseen.by.follower = None
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        attention, angles = current(), kwargs.get("position_embeddings")
         if (
-            not usual
+            args
             or angles is None
-            or not isinstance(attender, NativeAttention)
+            or kwargs.get("past_key_values") is not None
+            or not isinstance(attention, NativeAttention)
             or not self._fits(hidden_states, *angles)
         ):
-            return self.theirs(hidden_states, *more, **named)
-        return self._compute(hidden_states, angles, attender)
+            return self.original_forward(hidden_states, *args, **kwargs)
+        return self._compute(hidden_states, angles, attention)
 
-    def can_lead_to(self, other: FusedLayer) -> bool:
-        """Whether that one takes what this one answers, and is asked in the same way."""
-        return (self.dtype, self.width, self.hidden) == (other.dtype, other.width, other.hidden)
+    def _compute(self, hidden: torch.Tensor, angles: Angles, attention: NativeAttention) -> torch.Tensor:
+        output = torch.empty_like(hidden)
+        self._run([self], hidden, angles, attention, output)
+        return output
 
-    def _compute(
-        self, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], attender: NativeAttention
-    ) -> torch.Tensor:
-        """Its answer, and those of the layers that follow."""
-        layers = self._ahead(AHEAD // hidden.nbytes)
-        with torch.inference_mode(False):  # a tensor that counts who writes to it
-            memory = torch.empty(len(layers), *hidden.shape, dtype=self.dtype)
-        turn = next_layer()
-        turns = array("Q")  # as struct Turn
-        for place, layer in enumerate(layers, turn):
-            turns.extend((layer._address, *attender.addresses(place)))
-        lies = [part.data_ptr() for part in (hidden, *angles, memory)]
+    def _run(
+        self,
+        layers: Sequence[FusedLayer],
+        hidden: torch.Tensor,
+        angles: Angles,
+        attention: NativeAttention,
+        outputs: torch.Tensor,
+    ) -> None:
+        """Computes consecutive layers, the first of which is this one, into ``outputs`` [layers, *hidden.shape]."""
+        calls = array("Q")  # as struct LayerCall in layer.h
+        for index, layer in enumerate(layers, next_layer()):
+            calls.extend((layer._address, *attention.addresses(index)))
+        addresses = [tensor.data_ptr() for tensor in (hidden, *angles, outputs)]
         half, tokens = self.dtype == torch.bfloat16, hidden.shape[1]
-        self._kernel(half, turns.buffer_info()[0], len(layers), attender.step, *lies, tokens, team())
-        answers = memory.unbind()
-        for (before, layer), (given, answer) in zip(pairwise(layers), pairwise(answers), strict=True):
-            layer._foreseen = _Precomputed(before, given, angles, attender, answer)
-        return answers[0]
-
-    def _ahead(self, most: int) -> list[FusedLayer]:
-        """Itself, and up to ``most`` in all with those that follow."""
-        found = [self]
-        while len(found) < most and (follower := found[-1].follower) is not None:
-            if follower._foreseen is not None:  # what was foreseen last time was not asked
-                found[-1].follower = None
-            else:
-                found.append(follower)
-        return found
+        step, count = attention.step, len(layers)
+        self._kernel(half, calls.buffer_info()[0], count, step, *addresses, tokens, num_threads())
 
     def _fits(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Whether all lies as the kernel reads it."""
-        laid_out = (1, hidden.shape[1], self.width)
+        """Whether dtypes, shapes and strides are those that the kernel reads."""
         return (
             len(hidden) == 1
-            and cos.shape == sin.shape == laid_out
+            and cos.shape == sin.shape == (1, hidden.shape[1], self.width)
             and hidden.dtype == cos.dtype == sin.dtype == self.dtype
             and hidden.is_contiguous()
             and cos.is_contiguous()
@@ -186,99 +135,87 @@ class FusedLayer:
 
 
 class _Parts:
-    """Of a module that may be such a layer. Raises LookupError where one is missing, or of another kind."""
+    """The parts of a module that may be a decoder layer. Raises LookupError if one is missing or of another kind."""
 
     def __init__(self, module: nn.Module) -> None:
         children = dict(module.named_children())
-        found = {name: part for child in children.values() for name, part in child.named_children()} | children
+        parts = {name: part for child in children.values() for name, part in child.named_children()} | children
         if not any(isinstance(child, GatedMlp) for child in children.values()):
-            raise LookupError("its gated layer is another")
-        self.norms = [_norm(found.get(name) if name in OPTIONAL else found[name]) for name in NORMS]
-        self.panels = [_panels(found[name]) for name in LINEARS]
+            raise LookupError("no gated MLP")
+        self.norms = [_norm(parts.get(name) if name in OPTIONAL else parts[name]) for name in NORMS]
+        self.weights = [_packed_weight(parts[name]) for name in LINEARS]
         self._check()
 
     def _check(self) -> None:
-        """Whether each is as wide as what it is given and what it is added to; the kernel reads it so."""
-        query, key, value, out, gate, up, down = self.panels
+        """The kernel relies on widths that fit together."""
+        query, key, value, out, gate, up, down = self.weights
         before, _, _, after = self.norms
         assert before is not None
         assert after is not None
-        alike = (
+        equal = (
             {before.width, query.inner, key.inner, value.inner, out.outputs},
             {after.width, gate.inner, up.inner, down.outputs, out.outputs},
             {gate.outputs, up.outputs, down.inner},
             {query.outputs, out.inner},
             {key.outputs, value.outputs},
         )
-        if any(len(widths) > 1 for widths in alike):
-            raise LookupError("parts of other widths")
+        if any(len(widths) > 1 for widths in equal):
+            raise LookupError("widths that do not fit")
 
-    def is_of(self, width: int) -> bool:
-        """Whether its heads may be so wide."""
-        query, key = self.panels[:2]
+    def has_heads_of(self, width: int) -> bool:
+        """Whether heads may have this width."""
+        query, key = self.weights[:2]
         fits = width > 0 and not query.outputs % width and not key.outputs % width
         return fits and all(norm is None or norm.width == width for norm in self.norms[1:3])
 
 
 def _norm(part: nn.Module | None) -> RmsNorm | None:
     if part is not None and not isinstance(part, RmsNorm):
-        raise LookupError("a norm of another kind")
+        raise LookupError("another kind of norm")
     return part
 
 
-def _panels(part: nn.Module) -> PackedWeight:
-    panels = part.panels if isinstance(part, PackedLinear) else None
-    if panels is None:
-        raise LookupError("a linear layer of another kind")
-    return panels
+def _packed_weight(part: nn.Module) -> PackedWeight:
+    weight = part.packed_weight if isinstance(part, PackedLinear) else None
+    if weight is None:
+        raise LookupError("another kind of linear layer")
+    return weight
 
 
-def fuse(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give every decoder layer that does what ours does our forward; after ``small.fuse``."""
-    if KERNELS is None or dtype not in ROOM:
-        return
-    found = []
+def fuse(model: nn.Module, dtype: torch.dtype, kind: type[FusedLayer] = FusedLayer) -> list[FusedLayer]:
+    """Fuse every decoder layer that passes the trial; after ``fused_ops.fuse``. Returns them in the model's order."""
+    if KERNELS is None or dtype not in TOLERANCE:
+        return []
+    layers = []
     for module in model.modules():
         try:
             parts = _Parts(module)
         except LookupError:
             continue
-        if (ours := _tried(module, parts, dtype)) is not None:
-            module.forward = ours
-            found.append(ours)
-    for layer, follower in pairwise(found):
-        if layer.can_lead_to(follower):
-            layer.follower = follower
-    for module in model.modules():
-        if type(module) is nn.ModuleList and any(isinstance(child.forward, FusedLayer) for child in module):
-            module.__class__ = _Layers
+        if (layer := _fused(module, parts, dtype, kind)) is not None:
+            module.forward = layer
+            layers.append(layer)
+    return layers
 
 
-class _Layers(nn.ModuleList):
-    """A list of which all is the list itself: models ask for all in each step, and making one of modules takes time."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return self if index == slice(None, len(self)) else super().__getitem__(index)
-
-
-def joined(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
-    """The layers that run in one call, and how."""
+def fused_layers(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
+    """Modules whose forward is fused, with that forward."""
     return [(module, module.forward) for module in model.modules() if isinstance(module.forward, FusedLayer)]
 
 
-def apart(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
-    """Have all layers run module by module again; ``module.forward = layer`` joins each that is answered."""
-    found = joined(model)
-    for module, layer in found:
-        module.forward = layer.theirs
-    return found
+def unfuse(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
+    """Restore the original forward of all layers; ``module.forward = layer`` fuses a returned one again."""
+    layers = fused_layers(model)
+    for module, layer in layers:
+        module.forward = layer.original_forward
+    return layers
 
 
-class _Noting:
-    """Attends over heads of one shape, and keeps the call."""
+class _RecordingAttention:
+    """Attends over heads of one shape, and records the call."""
 
-    def __init__(self, attender: AttentionBackend, spec: LayerSpec) -> None:
-        self._attender = attender
+    def __init__(self, attention: AttentionBackend, spec: LayerSpec) -> None:
+        self._attention = attention
         self._spec = spec
         self.call: AttentionCall | None = None
 
@@ -290,52 +227,52 @@ class _Noting:
         if not call.key.shape[1] == call.value.shape[1] == spec.kv_heads or call.query.shape[1] % spec.kv_heads:
             raise ValueError("another number of heads")
         self.call = call
-        return self._attender.attend(call)
+        return self._attention.attend(call)
 
 
 class _Trial:
-    """Rows of small, usual and large numbers, to go through a layer over empty blocks."""
+    """Rows of small, usual and large numbers that go through a layer over empty blocks."""
 
     def __init__(self, hidden: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
-        count = len(TRIED_ON)
+        count = len(PROBE_SCALES)
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(1, count, hidden, generator=generator) * torch.tensor(TRIED_ON)[:, None]
+        rows = torch.randn(1, count, hidden, generator=generator) * torch.tensor(PROBE_SCALES)[:, None]
         self._rows = rows.to(dtype)
         self._angles = tuple(torch.randn(1, count, width, generator=generator).to(dtype) for _ in range(2))
-        self._positions = FAR + torch.arange(count)[None]
+        self._positions = PROBE_POSITION + torch.arange(count)[None]
         self._spec = LayerSpec(kv_heads, width, width)
         self._layout = KvLayout((self._spec,), TRIAL_BLOCK, dtype.itemsize)
         tokens = list(range(count))
         self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, array("i", [0]), True)]
 
-    def of(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
-        """What it answers, the blocks after it, and its call of attention where that was seen."""
+    def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
+        """The layer's output, the blocks after it, and its attention call (None if ``forward`` is fused)."""
         assert KERNELS is not None
         store = KvStore(self._layout, 1, self._rows.dtype, self._rows.device)
-        step = NativeAttention(KERNELS, store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.blank))
-        noting = _Noting(step, self._spec)
-        named = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._angles}
-        with attending(step if isinstance(forward, FusedLayer) else noting):
-            answer = forward(self._rows, **named, use_cache=False)
-        return answer, store.blocks, noting.call
+        native = NativeAttention(KERNELS, store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.blank))
+        recording = _RecordingAttention(native, self._spec)
+        kwargs = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._angles}
+        with attending(native if isinstance(forward, FusedLayer) else recording):
+            output = forward(self._rows, **kwargs, use_cache=False)
+        return output, store.blocks, recording.call
 
 
 @torch.inference_mode()
-def _tried(module: nn.Module, parts: _Parts, dtype: torch.dtype) -> FusedLayer | None:
-    """Our layer, where it gives the same bits as the module and leaves the same in the blocks."""
+def _fused(module: nn.Module, parts: _Parts, dtype: torch.dtype, kind: type[FusedLayer]) -> FusedLayer | None:
+    """The fused layer, if it gives the same output and leaves the same blocks, bit for bit."""
     assert KERNELS is not None
-    theirs, key = module.forward, parts.panels[1]
+    original_forward, key = module.forward, parts.weights[1]
     widths: list[Any] = [getattr(part, "head_dim", None) for part in module.children()]
     width = next((width for width in widths if isinstance(width, int)), 0)
-    if not parts.is_of(width):
+    if not parts.has_heads_of(width):
         return None
     trial = _Trial(key.inner, key.outputs // width, width, dtype)
     try:
-        expected, blocks, call = trial.of(theirs)
-    except ANOTHER:
+        expected, expected_blocks, call = trial.run(original_forward)
+    except UNSUPPORTED_CALL:
         return None
     if not isinstance(expected, torch.Tensor) or call is None or call.sinks is not None:
         return None
-    ours = FusedLayer(KERNELS, theirs, parts, call)
-    answer, written, _ = trial.of(ours)
-    return ours if torch.equal(answer, expected) and torch.equal(written, blocks) else None
+    layer = kind(KERNELS, original_forward, parts, call)
+    output, blocks, _ = trial.run(layer)
+    return layer if torch.equal(output, expected) and torch.equal(blocks, expected_blocks) else None

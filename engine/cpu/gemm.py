@@ -1,14 +1,13 @@
-"""Rows times a weight that is laid out once, such that rows do not see each other: a row's bits are the same alone
-and among others, for every number of rows and of threads.
+"""Rows times a packed weight. A row has the same bits for any number of rows and threads.
 
-A general matrix product picks its kernel by the number of rows, and then a row's last bits depend on its neighbours.
-Three kinds of product do not::
+A general matrix product picks its kernel by the number of rows, so a row's last bits depend on the other rows. Three
+kinds of product do not::
 
-    panels    with our kernels (engine/cpu/kernels). bfloat16 stays bfloat16 in memory, in twelve bits a number where
-              the CPU multiplies it; sums are float32.
-    oneDNN    without, and where a CPU multiplies whole tiles (AMX), which ours don't use: oneDNN's on packed weights.
-              bfloat16 where the CPU multiplies it, else as float32.
-    rows      in a build of torch without oneDNN: torch's own product of one row after the other, as float32.
+    PackedWeight   the compiled kernels (engine/cpu/kernels). Weights in bfloat16, twelve bits a number on CPUs that
+                   multiply bfloat16, or float32; sums are float32.
+    OneDnn         without the kernels, and on CPUs with AMX, which they do not use: oneDNN's product on packed
+                   weights, in bfloat16 if the CPU multiplies it, else in float32.
+    SingleRows     a build of torch without oneDNN: torch's product of each row, in float32.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import torch
 
 from decant.engine.cpu.huge_pages import Arena
 from decant.engine.cpu.kernels import AMX, KERNELS
-from decant.engine.cpu.threads import all_for_torch, team
+from decant.engine.cpu.threads import all_for_torch, num_threads
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [..., in] -> [..., out], both in the weight's dtype."""
 
 PANEL = 16
-"""Outputs that stand side by side in memory."""
+"""Outputs that are interleaved in memory."""
 
 _WEIGHTS = Arena()
 
@@ -34,14 +33,14 @@ _PANELS = None if AMX else KERNELS
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """A product with weight [out, in] and bias [out]; float32 or bfloat16. The weight is copied."""
+    """A product with weight [out, in] and bias [out], in float32 or bfloat16. The weight is copied."""
     if _PANELS is not None:
         return PackedWeight(_PANELS, weight, bias)
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
 
 
 class PackedWeight:
-    """Our own product. ``outputs`` is a multiple of PANEL; ``addresses`` of weight and bias (0: none) in memory."""
+    """The kernels' product. ``outputs`` is a multiple of PANEL; ``addresses``: of weight and bias (0: none)."""
 
     def __init__(self, module: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.outputs, self.inner = weight.shape
@@ -55,7 +54,7 @@ class PackedWeight:
         self._dtype, self._half = weight.dtype, weight.dtype == torch.bfloat16
         weight = weight.detach().contiguous()
         needed = module.pack(self._half, weight.data_ptr(), 0, *weight.shape)
-        self._weight = _WEIGHTS.noughts((needed,), torch.uint8)
+        self._weight = _WEIGHTS.zeros((needed,), torch.uint8)
         module.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), *weight.shape)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
@@ -67,12 +66,12 @@ class PackedWeight:
         out = x.new_empty(*x.shape[:-1], self.outputs)
         rows, panels = x.numel() // self.inner, self.outputs // PANEL
         addresses = x.data_ptr(), *self.addresses, out.data_ptr()
-        self._multiply(self._half, *addresses, rows, self.inner, panels, team())
+        self._multiply(self._half, *addresses, rows, self.inner, panels, num_threads())
         return out
 
 
 class OneDnn:
-    """oneDNN's product on a packed weight (shown for 1 to 2,048 rows by ``tests/engine/test_bits``)."""
+    """oneDNN's product on a packed weight (``tests/engine/test_bits`` checks 1 to 2,048 rows)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._dtype, self._outputs = weight.dtype, len(weight)
@@ -86,7 +85,7 @@ class OneDnn:
         count = len(rows)
         if count == 0:
             return x.new_empty(*x.shape[:-1], self._outputs)
-        if count == 1:  # one row alone is the one case that takes another kernel (float32, AVX512)
+        if count == 1:  # a single row would take another kernel (float32, AVX512)
             rows = rows.expand(2, -1).contiguous()
         with all_for_torch():
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
@@ -94,7 +93,7 @@ class OneDnn:
 
 
 class SingleRows:
-    """torch's product of each row by itself, on the calling thread alone: slow for prompts."""
+    """torch's product of each row on the calling thread: slow for prompts."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight.detach().float().contiguous()
@@ -103,8 +102,8 @@ class SingleRows:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
         out = rows.new_empty(len(rows), len(self._weight))
-        for row, place in zip(rows, out, strict=True):
-            torch.mv(self._weight, row, out=place)
+        for row, result in zip(rows, out, strict=True):
+            torch.mv(self._weight, row, out=result)
         if self._bias is not None:
             out += self._bias
         return out.to(x.dtype).view(*x.shape[:-1], len(self._weight))

@@ -1,7 +1,7 @@
-"""Memory of noughts that lies in large pages, where the kernel gives them.
+"""Zeroed memory in huge pages, if the system has them.
 
-What a step reads is far more than a core keeps the addresses of in pages of 4 KiB. A page is memory only once
-something was written there.
+With pages of 4 KiB, a step reads far more pages than a core's address cache holds. A page takes memory only once it is
+written.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from contextlib import suppress
 import torch
 
 ARENA = 1 << 26
-"""Bytes that are mapped at once for tensors much smaller than a large page is."""
+"""Bytes mapped at once, for tensors that are much smaller."""
 
 _ALIGNED = 64
 
 
-def noughts(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of its own mapping, on the CPU."""
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor with its own mapping. Raises MemoryError."""
     return torch.frombuffer(_mapped(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 class Arena:
-    """Tensors side by side in mappings that live as long as any tensor in them does. For any thread."""
+    """Packs tensors into shared mappings; a mapping lives as long as any tensor in it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def noughts(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the CPU, aligned to 64 bytes."""
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A CPU tensor, aligned to 64 bytes. Raises MemoryError."""
         needed = math.prod(shape) * dtype.itemsize
-        taken = -(-needed // _ALIGNED) * _ALIGNED
+        aligned = -(-needed // _ALIGNED) * _ALIGNED
         with self._lock:
-            if taken > len(self._free):
-                self._free = torch.frombuffer(_mapped(max(taken, ARENA)), dtype=torch.uint8)
-            found, self._free = self._free[:needed], self._free[taken:]
-        return found.view(dtype).view(shape)
+            if aligned > len(self._free):
+                self._free = torch.frombuffer(_mapped(max(aligned, ARENA)), dtype=torch.uint8)
+            tensor, self._free = self._free[:needed], self._free[aligned:]
+        return tensor.view(dtype).view(shape)
 
 
 def _mapped(count: int) -> mmap.mmap:
@@ -49,15 +49,12 @@ def _mapped(count: int) -> mmap.mmap:
     except OSError as error:
         raise MemoryError(f"{count} bytes: {error.strerror}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without large pages
+        with suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 
 def release_freed() -> None:
-    """Have the C library's allocator give freed memory back to the system; it keeps most of what tensors free.
-
-    Does nothing where the C library is not glibc.
-    """
+    """Return freed memory to the system: glibc's allocator keeps most of what tensors free. Else does nothing."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decant.engine.cpu.huge_pages import noughts
+from decant.engine.cpu.huge_pages import zeros
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model.kv_store import KvStore
 
@@ -19,7 +19,7 @@ class HostKvStore(KvStore):
         self._host = self.blocks.view(torch.uint8).numpy()
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return noughts(shape, dtype)
+        return zeros(shape, dtype)
 
     def clear(self, blocks: npt.NDArray[np.int64]) -> None:
         self._host[blocks] = 0  # eight times as fast as torch

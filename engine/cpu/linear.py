@@ -1,7 +1,6 @@
-"""Linear layers whose rows do not see each other, and fast: weights laid out once (``engine/cpu/gemm.py``).
+"""Packed linear layers (``engine/cpu/gemm.py``): a row's bits do not depend on the other rows.
 
-Modules that multiply rows in ways of their own are run in pieces of one fixed number of rows instead. On CUDA the
-model's own layers stay.
+Modules that multiply rows by a weight in another way run on a fixed number of rows at a time.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from decant.engine.cpu.gemm import PackedWeight, prepare
 from decant.engine.cpu.huge_pages import release_freed
 
 FIXED_ROWS = 32
-"""Rows of every call of a module that is run in pieces of one shape."""
+"""Rows of every call of a module that is run by ``FixedRows``."""
 
 FREED_AT_ONCE = 64 << 20
-"""Bytes of replaced weights after which the allocator gives freed memory back."""
+"""Bytes of replaced weights after which freed memory is returned to the system."""
 
 LANES = 64
-"""Elements that the widest vector loop takes at once (bf16, AVX512, twice unrolled)."""
+"""Elements of one iteration of the widest vector loop (bf16, AVX512, unrolled twice)."""
 
 
-ANOTHER = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a module raises that is called in a way that is not its own."""
+UNSUPPORTED_CALL = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of a module that is called with arguments it does not take."""
 
 
 class PackedLinear(nn.Module):
-    """x [..., in] -> [..., out], as ``nn.Linear`` with weight [out, in] would.
+    """``nn.Linear`` with weight [out, in]: x [..., in] -> [..., out].
 
-    Elementwise functions give other last bits in the scalar tail of a vector loop (a gate's sigmoid does), and where
-    the tail of a dense tensor begins depends on the number of rows. So a width that is no multiple of LANES comes
-    out as part of a wider tensor: then loops go row by row.
+    Elementwise functions have other last bits in the scalar tail of a vector loop, and where the tail of a dense tensor
+    begins depends on the number of rows. So an output whose width is no multiple of LANES is a view of a wider tensor:
+    torch then loops row by row.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -46,8 +45,8 @@ class PackedLinear(nn.Module):
         self._is_wider = bool(self._width % LANES)
 
     @property
-    def panels(self) -> PackedWeight | None:
-        """The product by itself, where it is one of ours and as wide as the layer."""
+    def packed_weight(self) -> PackedWeight | None:
+        """The kernels' weight, if it has exactly the layer's outputs."""
         return self._product if isinstance(self._product, PackedWeight) and not self._is_wider else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,16 +57,15 @@ class PackedLinear(nn.Module):
 
 
 def _widen(weight: torch.Tensor) -> torch.Tensor:
-    """Zeros after the last output until there is a multiple of LANES of them."""
+    """Pads outputs with zeros to a multiple of LANES."""
     missing = -weight.shape[0] % LANES
     return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]) if missing else weight
 
 
 class FixedRows(nn.Module):
-    """Runs a module that treats rows alone in pieces of FIXED_ROWS rows, so that its kernels never change.
+    """Runs a module in pieces of FIXED_ROWS rows, so that torch always chooses the same kernels.
 
-    hidden [T, H] or [1, T, H]; ``shared`` is the same for all rows (a router's bias, say); whatever the module
-    answers has its rows first, or second after a 1.
+    hidden [T, H] or [1, T, H]; ``shared`` is the same for all rows. Outputs have rows in the same dimension.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -75,7 +73,7 @@ class FixedRows(nn.Module):
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        """What callers read off the module (a router's bias, say) stays readable."""
+        """Callers may read attributes of the inner module (such as a router's bias)."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -91,21 +89,21 @@ class FixedRows(nn.Module):
 
 
 def _join(pieces: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """The first ``count`` rows of what the pieces gave."""
+    """The first ``count`` rows of the pieces."""
     dim = 0 if pieces[0].shape[0] == FIXED_ROWS else 1
     return torch.cat(list(pieces), dim=dim).narrow(dim, 0, count)
 
 
-EXPERTS_ROOM = {torch.bfloat16: 0.05, torch.float32: 1e-3}
-"""How far packed experts may be from a module's own, in parts of an answer's length: more than rounding, and far less
-than another order of parts or another activation."""
+EXPERTS_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
+"""Largest difference of packed experts from the original, relative to the norm of the output: more than rounding, far
+less than another activation or order of halves causes."""
 
 
 class PackedExperts(nn.Module):
     """A transformers experts module (``use_experts_implementation``) with each expert's weights packed.
 
-    hidden [T, H], top_k_index [T, k], top_k_weights [T, k] -> [T, H]. A token's experts are added in the order in
-    which its router names them, so its sum does not depend on who else chose them.
+    hidden [T, H], top_k_index [T, k], top_k_weights [T, k] -> [T, H]. A token's experts are added in the router's
+    order, so its sum does not depend on other tokens.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -123,9 +121,9 @@ class PackedExperts(nn.Module):
         outputs = hidden.new_zeros(count * top_k, hidden.shape[-1])
         chosen = top_k_index.flatten()
         for expert in torch.unique(chosen).tolist():
-            places = (chosen == expert).nonzero().flatten()
-            inner = self._gate(self._up[expert](hidden[places // top_k]))
-            outputs[places] = self._post(self._down[expert](inner))
+            indices = (chosen == expert).nonzero().flatten()
+            inner = self._gate(self._up[expert](hidden[indices // top_k]))
+            outputs[indices] = self._post(self._down[expert](inner))
         weighted = (outputs * top_k_weights.reshape(-1, 1)).unflatten(0, (count, top_k))
         total: torch.Tensor = weighted[:, 0]
         for rank in range(1, top_k):
@@ -135,22 +133,22 @@ class PackedExperts(nn.Module):
 
 @torch.inference_mode()
 def _pack_experts(experts: Any) -> PackedExperts:
-    """Packed experts that were compared with the module's own, each expert on rows chosen for it, so that no router's
-    tie takes part. Raises ValueError where they differ."""
+    """Packed experts, compared with the original: each expert on rows assigned to it, so no router is involved. Raises
+    ValueError if they differ."""
     weight = experts.gate_up_proj if experts.has_gate else experts.up_proj
     count, dtype, width = len(weight), weight.dtype, weight.shape[1 if experts.is_transposed else 2]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2 * count, width, generator=generator).to(weight)
     chosen = torch.arange(2 * count)[:, None] + torch.arange(2)
     share = torch.tensor([0.7, 0.3]).to(weight).expand(2 * count, 2)
-    del weight  # so that it is freed as soon as it is packed
+    del weight  # freed as soon as it is packed
     expected = experts(rows, chosen % count, share)
-    ours = PackedExperts(experts)
-    answer = ours(rows, chosen % count, share)
-    apart = (answer.float() - expected.float()).norm(dim=-1)
-    if not (apart <= EXPERTS_ROOM[dtype] * expected.float().norm(dim=-1)).all():
-        raise ValueError(f"packed {type(experts).__name__} answer otherwise than its own")
-    return ours
+    packed = PackedExperts(experts)
+    output = packed(rows, chosen % count, share)
+    difference = (output.float() - expected.float()).norm(dim=-1)
+    if not (difference <= EXPERTS_TOLERANCE[dtype] * expected.float().norm(dim=-1)).all():
+        raise ValueError(f"packed {type(experts).__name__} differ from the original")
+    return packed
 
 
 def _pack_each(experts: Any, name: str) -> nn.ModuleList:
@@ -163,10 +161,10 @@ def _pack_each(experts: Any, name: str) -> nn.ModuleList:
 
 
 def pack(model: nn.Module) -> None:
-    """Replace every module of a CPU model that multiplies rows by a weight with one that keeps rows apart.
+    """Replace every module that multiplies rows by a weight with one in which rows are independent.
 
-    A replaced module is freed at once, so that weights are in memory once but for those of one module. What is left of
-    them is copied: a view of a mapped file keeps all of the file's pages in memory.
+    A replaced module is freed at once, so only one module's weights are in memory twice. Remaining parameters are
+    copied: a view of a mapped file would keep all of the file's pages in memory.
     """
     freed = 0
     for parent in [module for module in model.modules() if next(module.children(), None) is not None]:
@@ -181,25 +179,25 @@ def pack(model: nn.Module) -> None:
 
 
 def _replace(parent: nn.Module, name: str) -> int:
-    """Pack a child. Returns the bytes of the parameters that it had."""
+    """Pack a child. Returns the bytes of its replaced parameters."""
     child = parent.get_submodule(name)
-    held = sum(parameter.nbytes for parameter in child.parameters(recurse=False))
+    nbytes = sum(parameter.nbytes for parameter in child.parameters(recurse=False))
     packed = _packed(child)
     if packed is None:
         return 0
     setattr(parent, name, packed)
-    return held
+    return nbytes
 
 
 def _stacks(module: nn.Module) -> bool:
-    """Whether a module holds the weights of several experts and takes rows sorted by expert: as it depends on all
-    rows at once, what calls it is run on a fixed number of them."""
-    known = isinstance(module, PackedExperts | FixedRows | nn.Conv1d) or hasattr(module, "is_transposed")
-    return not known and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    """Whether a module has stacked weights of several experts and takes rows sorted by expert. It depends on all rows,
+    so its caller runs on a fixed number of them."""
+    handled = isinstance(module, PackedExperts | FixedRows | nn.Conv1d) or hasattr(module, "is_transposed")
+    return not handled and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
 def _packed(module: nn.Module) -> nn.Module | None:
-    """What takes a module's place; None to leave it (and look at its children)."""
+    """The replacement of a module; None: it stays, and its children are looked at."""
     # A router may be a Linear whose forward does more.
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return PackedLinear(module.weight, module.bias)
@@ -222,14 +220,14 @@ def _packed(module: nn.Module) -> nn.Module | None:
 def _is_elementwise(module: nn.Module, weight: torch.Tensor) -> bool:
     """Whether a module multiplies its input by ``weight`` [a, b] element by element, as a norm over heads does.
 
-    It then takes exactly as many rows as the weight has; a matrix that rows are multiplied by takes any number.
+    Then it takes exactly as many rows as the weight has; a matrix product takes any number.
     """
     count, width = weight.shape
     try:
-        answer = module(weight.new_ones(1, count, width))
-    except ANOTHER:
+        output = module(weight.new_ones(1, count, width))
+    except UNSUPPORTED_CALL:
         return False
-    if not isinstance(answer, torch.Tensor) or answer.shape != (1, count, width):
+    if not isinstance(output, torch.Tensor) or output.shape != (1, count, width):
         return False
     try:
         module(weight.new_ones(1, count + 1, width))

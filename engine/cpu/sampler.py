@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from decant.engine.cpu.threads import team
+from decant.engine.cpu.threads import num_threads
 from decant.engine.model.sampler import Sampler, TopToken, adjust, forbidden, random_number
 from decant.engine.plan import Row
 
@@ -39,7 +39,7 @@ class NativeSampler(Sampler):
         scores, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
         addresses = logits.data_ptr(), scores.data_ptr(), tokens.data_ptr()
         sizes = count, vocabulary, logits.stride(0)
-        finite = self._kernels.highest(logits.dtype == torch.bfloat16, *addresses, *sizes, team())
+        finite = self._kernels.highest(logits.dtype == torch.bfloat16, *addresses, *sizes, num_threads())
         return TopToken(scores, tokens, finite)
 
     def _draw(self, rows: Sequence[Row], scores: list[torch.Tensor], eos: frozenset[int]) -> list[int]:
@@ -60,7 +60,7 @@ class NativeSampler(Sampler):
                 *((0.0, 0.0) if sampling.greedy else (sampling.temperature, random_number(row))),
             )
         tokens = np.empty(len(rows), np.int64)
-        self._kernels.draw(draws.ctypes.data, tokens.ctypes.data, len(rows), len(scores[0]), team())
+        self._kernels.draw(draws.ctypes.data, tokens.ctypes.data, len(rows), len(scores[0]), num_threads())
         sampled: list[int] = tokens.tolist()
         return sampled
 

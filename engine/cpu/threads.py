@@ -1,12 +1,11 @@
-"""How many threads a step's kernels take, while torch's own loops run on one.
+"""Threads of a step's kernels, while torch's elementwise loops run on one.
 
-torch cuts an elementwise loop into as many pieces as there are threads, wherever the cuts fall. What is left of a
-piece after its last whole vector goes through scalar code, whose e^x, tanh and all that is made of them have other
-last bits::
+torch splits an elementwise loop into one piece per thread, also inside a row. The tail of a piece after its last whole
+vector takes scalar code, whose e^x and tanh have other last bits::
 
-    two threads    | row 0 | row 1 | row 2 : row 2 | row 3 | row 4 |    where the cut falls, the number of rows says
+    two threads    | row 0 | row 1 | row 2 : row 2 | row 3 | row 4 |    the split depends on the number of rows
 
-So a row's bits would depend on how many rows are beside it. On one thread the only end is that of the last row.
+So a row's bits would depend on the number of rows. With one thread the only tail is at the end of the last row.
 """
 
 from __future__ import annotations
@@ -17,32 +16,32 @@ from contextlib import contextmanager
 
 import torch
 
-_told = threading.local()
+_kernel_threads = threading.local()
 
 
-def team() -> int:
-    """Threads for what has the same bits on any number of them."""
-    return getattr(_told, "count", None) or torch.get_num_threads()
+def num_threads() -> int:
+    """Threads for kernels that have the same bits on any number of threads."""
+    return getattr(_kernel_threads, "count", None) or torch.get_num_threads()
 
 
 @contextmanager
 def one_for_torch() -> Iterator[None]:
-    """Until the block ends torch's own loops have one thread of those that it was told of. May be nested."""
-    before, told = torch.get_num_threads(), getattr(_told, "count", None)
-    _told.count = team()
+    """Run torch's own loops on one thread; ``num_threads`` keeps the number from before. May be nested."""
+    before, outer = torch.get_num_threads(), getattr(_kernel_threads, "count", None)
+    _kernel_threads.count = num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        _told.count = told
+        _kernel_threads.count = outer
         torch.set_num_threads(before)
 
 
 @contextmanager
 def all_for_torch() -> Iterator[None]:
-    """Within ``one_for_torch``: a product of torch's that is shown to have the same bits on all of them."""
+    """Within ``one_for_torch``: all threads for a product of torch that has the same bits on any number."""
     before = torch.get_num_threads()
-    torch.set_num_threads(team())
+    torch.set_num_threads(num_threads())
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Decoder layers in one call: the bits of their parts. What is another layer, or is called otherwise, is left alone."""
+"""Fused decoder layers have the bits of their parts. Other layers, and other calls, are left alone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 import decant.engine.cpu.fused_layer as fused_layer
-from decant.engine.cpu import fused_ops as small
-from decant.engine.cpu import linear as linears
+from decant.engine.cpu import model_patches
 from decant.engine.cpu.backend import CpuBackend
-from decant.engine.cpu.fused_layer import FusedLayer, _Trial, apart
+from decant.engine.cpu.fused_layer import FusedLayer, _Trial, unfuse
 from decant.engine.cpu.gemm import _PANELS
 from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.model_patches import LookaheadLayer
+from decant.engine.cpu.optimize import optimize
 from decant.engine.model.attention import NAME, attending
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.model import ModelConfig, ModelDevice, load
@@ -42,8 +43,8 @@ WIDE = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-"""As wide as vector loops want it; all real models are."""
-JOINED = ["llama", "mistral", "qwen2", "qwen3", "granite"]
+"""Multiples of the vector width, as in all real models."""
+FUSED = ["llama", "mistral", "qwen2", "qwen3", "granite"]
 """Plain; with windows; with biases; with norms of queries and keys; with a scale of its own."""
 STEPS = [[("a", 0, 33)], [("b", 0, 5)], [("a", 33, 34), ("b", 5, 40)], [("a", 34, 35), ("b", 40, 41)]]
 
@@ -60,8 +61,10 @@ def device_of(folder: Path, name: str, dtype: str = "float32", **changes: Any) -
     return load(ModelConfig(str(folder), dtype=dtype, device="cpu", kv_bytes=4 << 20))
 
 
-def joined(device: ModelDevice) -> list[FusedLayer]:
-    return [layer for _, layer in fused_layer.joined(device.model)]
+def fused(device: ModelDevice) -> list[LookaheadLayer]:
+    layers = [layer for _, layer in fused_layer.fused_layers(device.model)]
+    assert all(isinstance(layer, LookaheadLayer) for layer in layers)
+    return layers  # type: ignore[return-value]
 
 
 def row(tokens: list[int], start: int, end: int, blocks: array[int]) -> Row:
@@ -89,40 +92,40 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", JOINED)
-def test_a_layer_in_one_call_has_the_bits_of_its_parts(name: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_layer_has_the_bits_of_its_parts(name: str, dtype: str, tmp_path: Path) -> None:
     device = device_of(tmp_path, name, dtype, **({"residual_multiplier": 1.0} if name == "granite" else {}))
-    assert len(joined(device)) == 2
+    assert len(fused(device)) == 2
     whole = written(device)
-    assert equal(written(device), whole), "what lies in its memory from before is not seen"
+    assert equal(written(device), whole), "scratch memory of an earlier step is not read"
     torch.set_num_threads(3 - torch.get_num_threads())
     assert equal(written(device), whole), "with other threads"
-    layers = apart(device.model)
-    assert not joined(device)
+    layers = unfuse(device.model)
+    assert not fused(device)
     assert equal(written(device), whole)
     for module, layer in layers:
         module.forward = layer
-    assert len(joined(device)) == 2
+    assert len(fused(device)) == 2
 
 
 @pytest.mark.slow
-def test_layers_as_wide_as_those_of_real_models_are_taken(tmp_path: Path) -> None:
-    """The wider a layer, the more of its numbers a last bit can turn, and the easier it is refused."""
+def test_layers_as_wide_as_in_real_models_are_fused(tmp_path: Path) -> None:
+    """A wider layer has more sums whose last bit can differ, so its trial is stricter."""
     wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
     device = device_of(tmp_path, "qwen2", "bfloat16", **wide, num_hidden_layers=6)
-    assert len(joined(device)) == 6
+    assert len(fused(device)) == 6
 
 
 KEPT: tuple[list[int], ...] = ([], [3], [11], [12], [3, 11, 12, 13, 48], [13, 30, 48], [0, 4], list(range(49)))
-"""Of a step of 1, 1, 2, 9 and 36 tokens: nobody's, some of one sequence's, some of several's, all."""
+"""Of a step of 1, 1, 2, 9 and 36 tokens: none, some of one sequence, some of several, all."""
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
-def test_after_the_last_layer_only_what_is_read_is_there(name: str, dtype: str, tmp_path: Path) -> None:
+def test_the_last_layer_computes_only_tokens_whose_logits_are_used(name: str, dtype: str, tmp_path: Path) -> None:
     device = device_of(tmp_path, name, dtype)
-    assert len(joined(device)) == 2
+    assert len(fused(device)) == 2
     tokens = [list(tiny.prompt(60, seed)) for seed in range(5)]
     tables = [array("i", [index, 5 + index, 10 + index, 15 + index]) for index in range(5)]
     spans = [(40, 41), (7, 8), (0, 2), (20, 29), (1, 37)]
@@ -159,15 +162,15 @@ def test_after_the_last_layer_only_what_is_read_is_there(name: str, dtype: str, 
         ("llama", {"intermediate_size": 100}),  # its rows are wider than it
     ],
 )
-def test_another_layer_stays_as_it_is(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_other_layers_are_not_fused(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     made = tiny.config(name)
     known = {key: value for key, value in {**WIDE, **changes}.items() if hasattr(made, key)}
     tiny.save(tiny.config(name, **known), tmp_path)
-    assert not joined(load(ModelConfig(str(tmp_path), dtype="float32", device="cpu", kv_bytes=4 << 20)))
+    assert not fused(load(ModelConfig(str(tmp_path), dtype="float32", device="cpu", kv_bytes=4 << 20)))
 
 
-class Fading(LlamaDecoderLayer):
-    """What is far away counts less; our layer knows of no positions."""
+class DistanceScaled(LlamaDecoderLayer):
+    """Scales distant tokens; the fused layer ignores positions."""
 
     def forward(self, *given: Any, **named: Any) -> torch.Tensor:
         answer: torch.Tensor = super().forward(*given, **named)
@@ -175,8 +178,8 @@ class Fading(LlamaDecoderLayer):
         return answer * (1 - 0.5 * (positions > 1000)[..., None].to(answer.dtype))
 
 
-class Asking(LlamaDecoderLayer):
-    """Wants what no trial gives."""
+class NeedsArgument(LlamaDecoderLayer):
+    """Needs an argument that the trial does not pass."""
 
     def forward(self, *given: Any, **named: Any) -> torch.Tensor:
         answer: torch.Tensor = super().forward(*given, **named)
@@ -184,16 +187,14 @@ class Asking(LlamaDecoderLayer):
         return answer * factor
 
 
-@pytest.mark.parametrize("other", [Fading, Asking])
+@pytest.mark.parametrize("other", [DistanceScaled, NeedsArgument])
 def test_a_similar_layer_is_not_fused_beside_one_that_is(other: type[LlamaDecoderLayer]) -> None:
     made = tiny.config("llama", **WIDE)
     assert isinstance(made, LlamaConfig)
     model = LlamaForCausalLM(made).float()
     model.set_attn_implementation(NAME)
     model.model.layers[0].__class__ = other
-    linears.pack(model)
-    small.fuse(model, torch.float32)
-    fused_layer.fuse(model, torch.float32)
+    optimize(model, torch.float32)
     assert [isinstance(layer.forward, FusedLayer) for layer in model.model.layers] == [False, True]
 
 
@@ -213,34 +214,30 @@ CHANGES = [_more_values, _narrower_norm, _a_head_that_divides_nothing]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_parts_that_do_not_fit_are_not_even_tried(
-    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel takes addresses: it would read what is not there."""
+def test_parts_with_other_widths_are_not_tried(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes addresses: it would read outside the tensors."""
     tried: list[Any] = []
-    of = _Trial.of
+    run = _Trial.run
 
     def noted(trial: _Trial, forward: Any) -> Any:
         tried.append(forward)
-        return of(trial, forward)
+        return run(trial, forward)
 
-    monkeypatch.setattr(_Trial, "of", noted)
+    monkeypatch.setattr(_Trial, "run", noted)
     made = tiny.config("llama", **WIDE)
     assert isinstance(made, LlamaConfig)
     model = LlamaForCausalLM(made).float()
     model.set_attn_implementation(NAME)
     change(model.model.layers[0])
-    linears.pack(model)
-    small.fuse(model, torch.float32)
-    fused_layer.fuse(model, torch.float32)
+    optimize(model, torch.float32)
     assert [isinstance(layer.forward, FusedLayer) for layer in model.model.layers] == [False, True]
     layer = model.model.layers[1].forward
     assert isinstance(layer, FusedLayer)
-    assert tried == [layer.theirs, layer]
+    assert tried == [layer.original_forward, layer]
 
 
 @pytest.mark.parametrize("wrong", ["answer", "blocks"])
-def test_a_layer_that_would_answer_otherwise_is_not_taken(
+def test_a_fused_layer_with_one_other_bit_is_not_used(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last bit of one number is enough."""
@@ -249,19 +246,19 @@ def test_a_layer_that_would_answer_otherwise_is_not_taken(
 
     def layers(*arguments: Any) -> None:
         right(*arguments)
-        _flip(arguments[7] if wrong == "answer" else _first(turns_of(*arguments[1:3])[1]))
+        _flip(arguments[7] if wrong == "answer" else _first(calls_of(*arguments[1:3])[1]))
 
     monkeypatch.setattr(fused_layer, "KERNELS", SimpleNamespace(layers=layers, attend=KERNELS.attend))
-    assert not joined(device_of(tmp_path, "llama"))
+    assert not fused(device_of(tmp_path, "llama"))
 
 
-def turns_of(turns: int, count: int) -> list[int]:
-    """What the kernel is told of each layer, four addresses after another: its own, cache, visible, asked."""
-    return list((ctypes.c_uint64 * (4 * count)).from_address(turns))
+def calls_of(calls: int, count: int) -> list[int]:
+    """The kernel's LayerCall structs, four addresses each: layer, cache, visible, selected."""
+    return list((ctypes.c_uint64 * (4 * count)).from_address(calls))
 
 
 def _first(cache: int) -> int:
-    """Where the memory of the blocks begins, by what the kernel is told of them."""
+    """The blocks' memory, the first field of the kernel's Cache struct."""
     return ctypes.c_int64.from_address(cache).value
 
 
@@ -275,7 +272,7 @@ PLAIN = "as in a step"
 
 
 def calls(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Called]:
-    """As a step calls a layer, and otherwise."""
+    """A step's call of a layer, and other calls."""
     cos, sin = angles
     return {
         PLAIN: ((x,), {"position_embeddings": angles}),
@@ -293,16 +290,16 @@ def calls(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> dict[st
 
 
 @torch.inference_mode()
-def test_what_it_is_not_made_for_goes_to_the_layers_own(tmp_path: Path) -> None:
+def test_unsupported_calls_go_to_the_original_forward(tmp_path: Path) -> None:
     device = device_of(tmp_path, "llama")
-    layer = joined(device)[0]
+    layer = fused(device)[0]
     seen: list[Called] = []
 
-    def theirs(*given: Any, **named: Any) -> str:
-        seen.append((given, named))
-        return "theirs"
+    def original(*args: Any, **kwargs: Any) -> str:
+        seen.append((args, kwargs))
+        return "original"
 
-    layer.theirs = theirs
+    layer.original_forward = original
     flat = device.runner.flatten([row([1, 2, 3], 0, 3, array("i", [0]))])
     for name, (given, named) in calls(torch.randn(1, 3, 128), (torch.randn(1, 3, 32), torch.randn(1, 3, 32))).items():
         seen.clear()
@@ -310,11 +307,11 @@ def test_what_it_is_not_made_for_goes_to_the_layers_own(tmp_path: Path) -> None:
             device.backend.make_attention(device.store, [AttentionWindow(), AttentionWindow()], flat, np.arange(3))
         ):
             answer = layer(*given, **named)
-        assert (answer == "theirs") == (name != PLAIN), name
+        assert (answer == "original") == (name != PLAIN), name
         assert seen == ([] if name == PLAIN else [(given, named)]), name
 
 
-def test_where_attention_is_not_compiled_layers_go_by_parts(tmp_path: Path) -> None:
+def test_without_compiled_attention_layers_run_unfused(tmp_path: Path) -> None:
     device = device_of(tmp_path, "llama")
     whole = written(device)
     device.runner = ModelRunner(device.model, device.store, device.runner._views, frozenset(), CpuBackend())
@@ -322,33 +319,35 @@ def test_where_attention_is_not_compiled_layers_go_by_parts(tmp_path: Path) -> N
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-# -- layers that follow one another ---------------------------------------------------------------------------------
+# -- lookahead --------------------------------------------------------------------------------------------------------
 
 
-def counted(device: ModelDevice) -> list[FusedLayer]:
-    """Layers, in the order in which they will be computed from now on."""
-    done: list[FusedLayer] = []
-    by_address = {layer._address: layer for layer in joined(device)}
+def record_order(device: ModelDevice) -> list[LookaheadLayer]:
+    """Layers in the order in which they are computed from now on."""
+    done: list[LookaheadLayer] = []
+    by_address = {layer._address: layer for layer in fused(device)}
     for layer in by_address.values():
 
-        def noted(half: bool, turns: int, count: int, *more: Any, kernel: Any = layer._kernel) -> None:
-            done.extend(by_address[address] for address in turns_of(turns, count)[::4])
-            kernel(half, turns, count, *more)
+        def noted(half: bool, calls: int, count: int, *more: Any, kernel: Any = layer._kernel) -> None:
+            done.extend(by_address[address] for address in calls_of(calls, count)[::4])
+            kernel(half, calls, count, *more)
 
         layer._kernel = noted
     return done
 
 
-def run_alone(layers: list[FusedLayer]) -> None:
+def run_alone(layers: list[LookaheadLayer]) -> None:
     for layer in layers:
         layer.follower = None
 
 
-@pytest.mark.parametrize("kept", [fused_layer.AHEAD, 2 * 40 * 128 * 4, 1])
-def test_layers_are_computed_ahead_and_once(kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_layer, "AHEAD", kept)
+@pytest.mark.parametrize("kept", [model_patches.LOOKAHEAD_BYTES, 2 * 40 * 128 * 4, 1])
+def test_following_layers_are_computed_ahead_and_once(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_patches, "LOOKAHEAD_BYTES", kept)
     device = device_of(tmp_path, "llama", num_hidden_layers=5)
-    layers, done = joined(device), counted(device)
+    layers, done = fused(device), record_order(device)
     assert len(layers) == 5
     ahead = written(device)
     assert done == layers * len(STEPS)
@@ -357,7 +356,7 @@ def test_layers_are_computed_ahead_and_once(kept: int, tmp_path: Path, monkeypat
     assert equal(written(device), ahead)
 
 
-def test_all_of_the_layers_are_no_new_list(tmp_path: Path) -> None:
+def test_the_full_slice_of_the_layers_is_the_list_itself(tmp_path: Path) -> None:
     layers: Any = device_of(tmp_path, "llama", num_hidden_layers=3).model.get_submodule("model.layers")
     assert layers[:3] is layers
     assert list(layers[:2]) == list(layers)[:2]
@@ -365,36 +364,36 @@ def test_all_of_the_layers_are_no_new_list(tmp_path: Path) -> None:
     assert len(layers[:9]) == 3
 
 
-def write_to_it(layer: FusedLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+def write_to_input(layer: LookaheadLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
     hidden[..., :3] *= 0.5
     return layer(hidden, **named)
 
 
-def give_another(layer: FusedLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+def pass_another_input(layer: LookaheadLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
     return layer(hidden * 0.5, **named)
 
 
-def turn_less(layer: FusedLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+def pass_other_sin(layer: LookaheadLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
     cos, sin = named["position_embeddings"]
     return layer(hidden, **{**named, "position_embeddings": (cos, sin * 0.5)})
 
 
-def turn_more(layer: FusedLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+def pass_other_cos(layer: LookaheadLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
     cos, sin = named["position_embeddings"]
     return layer(hidden, **{**named, "position_embeddings": (cos * 0.5, sin)})
 
 
-def leave_it_out(layer: FusedLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
-    return layer.theirs(hidden, **named)
+def call_original(layer: LookaheadLayer, hidden: torch.Tensor, named: dict[str, Any]) -> Any:
+    return layer.original_forward(hidden, **named)
 
 
-@pytest.mark.parametrize("between", [write_to_it, give_another, turn_less, turn_more, leave_it_out])
-def test_what_was_not_foreseen_is_computed_and_not_foreseen_again(
-    between: Callable[[FusedLayer, torch.Tensor, dict[str, Any]], Any], tmp_path: Path
+@pytest.mark.parametrize("between", [write_to_input, pass_another_input, pass_other_sin, pass_other_cos, call_original])
+def test_an_unexpected_call_is_computed_and_ends_the_lookahead(
+    between: Callable[[LookaheadLayer, torch.Tensor, dict[str, Any]], Any], tmp_path: Path
 ) -> None:
     device = device_of(tmp_path, "llama", num_hidden_layers=3)
-    first, second, third = joined(device)
-    counted(device)
+    first, second, third = fused(device)
+    record_order(device)
 
     def forward(hidden: torch.Tensor, **named: Any) -> Any:
         return between(second, hidden, named)

@@ -21,10 +21,11 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from decant.engine.cpu import fused_ops as small
-from decant.engine.cpu import linear as linears
+from decant.engine.cpu import fused_ops
 from decant.engine.cpu.fused_ops import GatedMlp, RmsNorm, Rotation
 from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.linear import pack
+from decant.engine.cpu.model_patches import ROTATION, patch_rotation
 
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="this CPU has no AVX2, or no compiler was here")
 
@@ -54,8 +55,8 @@ def mlp(width: int, inner: int, dtype: torch.dtype, bias: bool = False) -> Llama
 def fused(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """What a model whose only part is ``module`` has in its place."""
     model = nn.ModuleDict({"part": module})
-    linears.pack(model)
-    small.fuse(model, dtype)
+    pack(model)
+    fused_ops.fuse(model, dtype)
     return model["part"]
 
 
@@ -236,8 +237,8 @@ def test_attention_calls_ours_and_answers_the_same(dtype: torch.dtype) -> None:
     module = attention(dtype)
     x, where = rows(9, 256, dtype), angles(9, 64, dtype)
     expected, _ = module(x, where, None)
-    small.fuse(module, dtype)
-    assert isinstance(vars(module)["forward"].__globals__[small.ROTATION], Rotation)
+    patch_rotation(module, dtype)
+    assert isinstance(vars(module)["forward"].__globals__[ROTATION], Rotation)
     got, _ = module(x, where, None)
     assert torch.equal(got, expected)
     assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb  # nobody else's
@@ -249,7 +250,7 @@ def test_attention_calls_ours_and_answers_the_same(dtype: torch.dtype) -> None:
 )
 def test_another_rotation_stays(kind: type[nn.Module], config: Callable[..., PreTrainedConfig]) -> None:
     module = kind(config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16), layer_idx=0)
-    small.fuse(module, torch.float32)
+    patch_rotation(module, torch.float32)
     assert "forward" not in vars(module)
 
 

@@ -92,17 +92,17 @@ def spread(shape: tuple[int, int], kind: str) -> torch.Tensor:
             return torch.full(shape, -3.0).bfloat16()
         case "large":
             return (some.sign() * 3e38).bfloat16()
-        case "with noughts":
+        case "with zeros":
             return (some * (torch.rand(*shape, generator=generator) < 0.999)).bfloat16()
         case "far apart":
             return (some * 2.0 ** torch.randint(-100, 100, shape, generator=generator)).bfloat16()
     raise ValueError(kind)
 
 
-@pytest.mark.parametrize("kind", ["trained", "constant", "large", "with noughts", "far apart"])
+@pytest.mark.parametrize("kind", ["trained", "constant", "large", "with zeros", "far apart"])
 @pytest.mark.parametrize("shape", [(48, 1300), (32, 32), (16, 97)])
 def test_no_number_of_a_weight_is_lost(shape: tuple[int, int], kind: str) -> None:
-    """Rows of a one and noughts answer what the weight has there, alone and in groups that read it in other ways."""
+    """Rows of a one and zeros return what the weight has there, alone and in groups that read it in other ways."""
     weight = spread(shape, kind)
     rows = torch.eye(shape[1]).bfloat16()
     for name in native.fitting():

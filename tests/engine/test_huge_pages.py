@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.engine.cpu import kv_store as host_store
-from decant.engine.cpu.huge_pages import ARENA, Arena, noughts
+from decant.engine.cpu.huge_pages import ARENA, Arena, zeros
 from decant.engine.cpu.kv_store import HostKvStore
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout, LayerSpec
@@ -29,9 +29,9 @@ def holds(tensor: torch.Tensor, number: int) -> bool:
 
 
 @given(st.lists(st.tuples(SHAPES, DTYPES), min_size=2, max_size=20))
-def test_tensors_of_an_arena_are_noughts_and_apart(batch: list[tuple[tuple[int, int], torch.dtype]]) -> None:
+def test_tensors_of_an_arena_are_zeros_and_do_not_overlap(batch: list[tuple[tuple[int, int], torch.dtype]]) -> None:
     arena = Arena()
-    made = [arena.noughts(shape, dtype) for shape, dtype in batch]
+    made = [arena.zeros(shape, dtype) for shape, dtype in batch]
     for tensor, (shape, dtype) in zip(made, batch, strict=True):
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
         assert tensor.data_ptr() % 64 == 0
@@ -43,7 +43,7 @@ def test_tensors_of_an_arena_are_noughts_and_apart(batch: list[tuple[tuple[int, 
 
 def test_a_tensor_outlives_its_arena_and_its_neighbours() -> None:
     arena = Arena()
-    kept, gone = arena.noughts((8, 8), torch.float32).fill_(7), arena.noughts((8, 8), torch.float32)
+    kept, gone = arena.zeros((8, 8), torch.float32).fill_(7), arena.zeros((8, 8), torch.float32)
     del arena, gone
     gc.collect()
     assert holds(kept, 7)
@@ -51,16 +51,16 @@ def test_a_tensor_outlives_its_arena_and_its_neighbours() -> None:
 
 def test_what_is_larger_than_an_arena_is_mapped_at_once() -> None:
     arena = Arena()
-    large = arena.noughts((ARENA // 4 + 1,), torch.float32)
+    large = arena.zeros((ARENA // 4 + 1,), torch.float32)
     assert holds(large[-1], 0)
-    assert holds(arena.noughts((4,), torch.float32).fill_(1), 1)
+    assert holds(arena.zeros((4,), torch.float32).fill_(1), 1)
 
 
 def test_threads_get_memory_of_their_own() -> None:
     arena, made = Arena(), dict[int, list[torch.Tensor]]()
 
     def take(number: int) -> None:
-        made[number] = [arena.noughts((100,), torch.float32).fill_(number) for _ in range(200)]
+        made[number] = [arena.zeros((100,), torch.float32).fill_(number) for _ in range(200)]
 
     threads = [Thread(target=take, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -77,7 +77,7 @@ def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch: pytest.Monke
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr("decant.engine.cpu.huge_pages.mmap.mmap", Refusing)
-    assert holds(noughts((3, 5), torch.float32), 0)
+    assert holds(zeros((3, 5), torch.float32), 0)
 
 
 def resident(tensor: torch.Tensor) -> int:
@@ -108,7 +108,7 @@ def test_a_cache_that_can_not_be_allocated_is_refused_by_its_setting(monkeypatch
     def allocate(*_: object) -> torch.Tensor:
         raise MemoryError
 
-    monkeypatch.setattr(host_store, "noughts", allocate)
+    monkeypatch.setattr(host_store, "zeros", allocate)
     layout = KvLayout(layers=(LayerSpec(1, 8, 8),), block_size=4, itemsize=2)
     with pytest.raises(InvalidConfig, match="kv_bytes: what cpu can allocate beside the weights, got 384"):
         HostKvStore(layout, 3, torch.bfloat16, torch.device("cpu"))
@@ -116,4 +116,4 @@ def test_a_cache_that_can_not_be_allocated_is_refused_by_its_setting(monkeypatch
 
 def test_memory_that_the_kernel_refuses_is_a_memory_error() -> None:
     with pytest.raises(MemoryError):
-        noughts((1 << 60,), torch.uint8)
+        zeros((1 << 60,), torch.uint8)

@@ -34,7 +34,7 @@ def load_model(settings: WorkerSettings) -> Device:
     from transformers.utils import logging
 
     from decant.engine.cpu import kernels as native
-    from decant.engine.cpu.fused_layer import joined
+    from decant.engine.cpu.fused_layer import fused_layers
     from decant.engine.model import calibration
     from decant.engine.model.model import HASHED, READ, ModelConfig, load
 
@@ -54,7 +54,7 @@ def load_model(settings: WorkerSettings) -> Device:
     )
     with _reporting(logging.set_tqdm_hook, HASHED, READ):
         device = load(config, _report)
-    _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=len(joined(device.model)))
+    _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=len(fused_layers(device.model)))
     if settings.threads is None and device.store.blocks.device.type == "cpu":
         threads = calibration.choose_threads(device, threads, torch.set_num_threads)
     device.costs = calibration.measure(device)

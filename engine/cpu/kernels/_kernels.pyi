@@ -1,4 +1,4 @@
-"""Addresses are of contiguous memory; see product.h, attention.h, layer.h, small.h and sample.h for what lies there."""
+"""Addresses are of contiguous memory; linear.h, attention.h, layer.h, elementwise.h and sample.h say what it holds."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ def multiply(
 def attend(half_cache: bool, half_query: bool, cache: int, step: int, call: int, threads: int, /) -> None: ...
 def layers(
     half: bool,
-    turns: int,
+    calls: int,
     count: int,
     step: int,
     x: int,
@@ -35,12 +35,12 @@ def rotate(
     tokens: int,
     heads: int,
     width: int,
-    token_apart: int,
-    head_apart: int,
+    token_stride: int,
+    head_stride: int,
     threads: int,
     /,
 ) -> None: ...
 def highest(
-    half: bool, rows: int, scores: int, places: int, count: int, vocabulary: int, apart: int, threads: int, /
+    half: bool, rows: int, scores: int, indices: int, count: int, vocabulary: int, stride: int, threads: int, /
 ) -> bool: ...
 def draw(rows: int, tokens: int, count: int, vocabulary: int, threads: int, /) -> None: ...

@@ -1,17 +1,17 @@
-// Attention over blocks where they lie. See engine/cpu/attention.py.
+// Attention over KV blocks in place. See engine/cpu/attention.py.
 //
-//                  keys ->   tile 0    tile 1    tile 2          TILE keys of one sequence and one kv head
-//     rows: some positions  [######]  [######]  [##....]         are read once for all the rows, as they lie for
-//     of a sequence, with   [######]  [######]  [###...]         a few (few.h), else laid out as panels (tile.h):
-//     the query heads that                                       scores = rows x keys, weights x values
-//     share the kv head     out = out * decay + weights x values, with a running maximum and sum for each row
+//                  keys ->   tile 0    tile 1    tile 2     TILE keys of one sequence and one KV head are read once
+//     rows: some positions  [######]  [######]  [##....]    for all rows: in place for a few rows
+//     of a sequence, with   [######]  [######]  [###...]    (small_batch_attention.h), else packed as panels (gemm.h).
+//     the query heads that                                  scores = rows x keys
+//     share the KV head     out = out * decay + weights x values, with a running maximum and sum for each row
 //                           (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022)
 //
-// Both products are of float32; or of bfloat16 (PAIRED), where the CPU multiplies that and all of it is bfloat16 anyway:
-// then weights are rounded, and add up to what they are rounded to.
+// Both products are float32. They are bfloat16 (PAIRED) if the CPU multiplies bfloat16 and all inputs are bfloat16;
+// then weights are rounded, and the rounded weights are summed.
 //
-// Tiles begin at multiples of TILE, a row's chains run over whole tiles, and a key that a row does not see weighs
-// nought in them. So a row's bits depend on its own position alone, not on which rows are computed beside it.
+// Tiles begin at multiples of TILE, a row's chains cover whole tiles, and a key that a row does not see has weight
+// zero. So a row's bits depend on its own position only, not on the rows that are computed with it.
 #pragma once
 
 #include <algorithm>
@@ -22,16 +22,16 @@
 #include <vector>
 
 #include "call.h"
-#include "few.h"
-#include "pairs.h"
-#include "tile.h"
+#include "small_batch_attention.h"
+#include "simd_bf16.h"
+#include "gemm.h"
 
 namespace decant {
 
 constexpr long TILE = 64;   // keys
-constexpr long ROWS = 128;  // about so many rows share a tile of keys
-constexpr long PASS = 2 * GROUP;  // of which so many pass at once: their scores stay in the first level cache
-constexpr long MANY = 8;    // items a thread, from which on it takes several at once
+constexpr long ROWS = 128;  // approximate number of rows that share a tile of keys
+constexpr long PASS = 2 * GROUP;  // rows multiplied at once: their scores stay in the first-level cache
+constexpr long MANY = 8;    // items per thread from which a thread takes several at once
 constexpr float LOWEST = -1e30f;  // a running maximum below any score, and finite
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
@@ -44,21 +44,22 @@ class Attention {
 
 public:
     Attention(const Cache& cache, const Step& written, const Step& step, const Call& call, bool half_query)
-        : cache(cache), written(written), step(step), call(call), half_query(half_query), group(call.heads / cache.kv_heads),
+        : cache(cache), written(written), step(step), call(call), half_query(half_query),
+          group(call.heads / cache.kv_heads),
           panels((cache.value_dim + WIDTH - 1) / WIDTH), length(steps<Multiplied>(cache.key_dim)),
-          unit(PAIRED && call.softcap == 0 ? call.scaling : 1) {}
+          score_scale(PAIRED && call.softcap == 0 ? call.scaling : 1) {}
 
     void run(int threads) const {
         write();
         long longest = 1;
         for (long s = 0; s < step.sequences; s++) longest = std::max<long>(longest, step.count(s));
         long positions = std::min(longest, std::max(1L, ROWS / group));
-        std::vector<Item> items;  // a sequence's heads side by side: its keys of all of them are in the same pages
+        std::vector<Item> items;  // a sequence's heads are adjacent: their keys are in the same pages
         for (long s = 0; s < step.sequences; s++)
             for (long at = 0; at < step.count(s); at += positions)
                 for (long h = 0; h < cache.kv_heads; h++)
                     items.push_back({s, at, std::min<long>(positions, step.count(s) - at), h});
-        // The longest first: threads end together, each with a short one.
+        // Longest first, so that threads finish at about the same time.
         auto work = [this](const Item& item) { return item.count * (end(item) - begin(item)); };
         std::stable_sort(items.begin(), items.end(), [=](auto& one, auto& other) { return work(one) > work(other); });
         size_t together = items.size() < size_t(MANY * threads) ? 1 : cache.kv_heads;
@@ -67,35 +68,35 @@ public:
         #pragma omp parallel num_threads(std::clamp<long>(items.size(), 1, threads))
         guard.run([&] {
             Scratch scratch(*this, positions * group);
-            Turns turns{items, taken, together};
-            while (const Item* item = turns.take()) attend(*item, turns, scratch);
+            WorkQueue queue{items, taken, together};
+            while (const Item* item = queue.take()) attend(*item, queue, scratch);
         });
         guard.rethrow();
     }
 
 private:
     struct Item { long sequence, first, count, kv_head; };
-    struct Seen { long from, to; };  // which keys of a tile
+    struct Seen { long from, to; };  // visible keys of a tile
 
-    // What a thread attends to: so many of the items at a time as it takes together.
-    struct Turns {
+    // Items are taken from a counter that all threads share, `together` at a time.
+    struct WorkQueue {
         const std::vector<Item>& items;
-        std::atomic<size_t>& taken;  // by all threads
+        std::atomic<size_t>& taken;  // shared by all threads
         const size_t together;
-        size_t own = 0;              // the next of those that it has
+        size_t own = 0;              // the next of this thread's items
 
         const Item* take() {
             if (own % together == 0) own = taken.fetch_add(together);
             return own < items.size() ? &items[own++] : nullptr;
         }
-        // What `take` would answer now, if another thread is not quicker.
-        const Item* coming() const {
+        // What `take` is likely to return next; another thread may take it first.
+        const Item* peek() const {
             size_t next = own % together == 0 ? taken.load() : own;
             return next < items.size() ? &items[next] : nullptr;
         }
     };
 
-    // Where some of the keys that an item sees lie, and their values.
+    // Addresses of some of an item's keys and values.
     struct Tile {
         const Element *keys[TILE], *values[TILE];
         long count;
@@ -105,7 +106,7 @@ private:
         std::vector<Factor> query, paired;
         std::vector<float> scores, sums, out, highest, total;
         std::vector<Word> memory;
-        Tile tiles[2], *tile = tiles, *next = tiles + 1;  // which is multiplied, and which memory is about to bring
+        Tile tiles[2], *tile = tiles, *next = tiles + 1;  // multiplied now, and prefetched
         Word *keys, *values;  // panels [TILE / 16][steps(key_dim)][16] and [panels][steps(TILE)][16], aligned
         Scratch(const Attention& a, long rows)
             : query(rows * a.length), paired(PAIRED * PASS * steps<Multiplied>(TILE)), scores(!PAIRED * PASS * TILE),
@@ -115,7 +116,7 @@ private:
             keys = at_line(memory.data());
             values = keys + TILE * a.length;
         }
-        // Scores become weights where they are, unless those are of another kind.
+        // Scores become weights in place, unless weights have another type.
         Factor* weights() {
             if constexpr (PAIRED) return paired.data();
             else return scores.data();
@@ -123,21 +124,21 @@ private:
     };
 
     const Cache& cache;
-    const Step &written, &step;  // whose keys and values are new, and who attends
+    const Step &written, &step;  // tokens whose keys and values are new, and tokens that attend
     const Call& call;
     const bool half_query;
-    const long group, panels, length;  // query heads that share one of keys; panels of a value; factors of a key
-    const float unit;                  // what a score of one counts
+    const long group, panels, length;  // query heads per KV head; panels of a value; factors of a key
+    const float score_scale;           // applied to scores when they become weights
 
     static const Element* at(const void* from, long number) { return static_cast<const Element*>(from) + number; }
 
     Element* slot(long sequence, long position, long part, long dim, long head) const {
         long block = step.table[sequence * step.width + position / cache.block_size];
-        long place = (position % cache.block_size * cache.kv_heads + head) * dim;
-        return static_cast<Element*>(cache.memory) + block * cache.block_stride + part + place;
+        long offset = (position % cache.block_size * cache.kv_heads + head) * dim;
+        return static_cast<Element*>(cache.memory) + block * cache.block_stride + part + offset;
     }
 
-    // The step's keys and values to their places: from then on they are read like all others.
+    // Writes the step's keys and values to their slots; from then on they are read like earlier ones.
     void write() const {
         for (long s = 0; s < written.sequences; s++)
             for (long n = 0; n < written.count(s); n++)
@@ -154,15 +155,16 @@ private:
     long position(const Item& item) const { return step.start(item.sequence) + item.first; }
     long end(const Item& item) const { return position(item) + item.count; }
 
-    // Where its first tile begins.
+    // Position at which an item's first tile begins.
     long begin(const Item& item) const {
         const int64_t* visible = call.visible + token(item);
         return *std::min_element(visible, visible + item.count) / TILE * TILE;
     }
 
-    // While a tile is multiplied memory brings the next one; after the last one comes the first of what is in turn.
-    void attend(const Item& item, const Turns& turns, Scratch& scratch) const {
-        long rows = item.count * group, token = this->token(item), position = this->position(item), end = this->end(item);
+    // While a tile is multiplied the next one is prefetched; after the last tile, the first tile of the next item.
+    void attend(const Item& item, const WorkQueue& queue, Scratch& scratch) const {
+        long rows = item.count * group, end = this->end(item);
+        long token = this->token(item), position = this->position(item);
         read_query(item, token, scratch);
         std::fill_n(scratch.highest.begin(), rows, LOWEST);
         std::fill_n(scratch.total.begin(), rows * WIDTH, 0.0f);
@@ -171,20 +173,20 @@ private:
         find(item, begin(item), *scratch.tile);
         for (long base = begin(item); base < end; base += TILE, std::swap(scratch.tile, scratch.next)) {
             if (base + TILE < end) find(item, base + TILE, *scratch.next);
-            else if (const Item* then = turns.coming()) find(*then, begin(*then), *scratch.next);
+            else if (const Item* then = queue.peek()) find(*then, begin(*then), *scratch.next);
             else scratch.next->count = 0;
-            auto seen = [&](long r) {  // by a row
-                long place = position + r / group, visible = call.visible[token + r / group];
+            auto seen = [&](long r) {  // by row r
+                long own = position + r / group, visible = call.visible[token + r / group];
                 long from = std::clamp(visible - base, 0L, TILE);
-                return Seen{from, std::clamp(place + 1 - base, from, TILE)};
+                return Seen{from, std::clamp(own + 1 - base, from, TILE)};
             };
-            if constexpr (!PAIRED) if (rows <= FEW && cache.key_dim % 8 == 0 && cache.value_dim % 8 == 0) {
-                score_few(rows, scratch);
+            if constexpr (!PAIRED) if (rows <= SMALL_BATCH && cache.key_dim % 8 == 0 && cache.value_dim % 8 == 0) {
+                score_small_batch(rows, scratch);
                 for (long r = 0; r < rows; r++) weigh(r, r, seen(r), scratch);
-                mix_few(rows, scratch);
+                mix_small_batch(rows, scratch);
                 continue;
             }
-            lay_out_keys(scratch);
+            pack_keys(scratch);
             for (long pass = 0; pass < passes; pass++) {
                 long r = rows * pass / passes, some = rows * (pass + 1) / passes - r;
                 if constexpr (PAIRED) {
@@ -193,7 +195,7 @@ private:
                     score(r, some, scratch);
                     for (long n = 0; n < some; n++) weigh(r + n, n, seen(r + n), scratch);
                 }
-                if (!pass) lay_out_values(scratch);
+                if (!pass) pack_values(scratch);
                 mix(r, some, scratch);
             }
         }
@@ -204,17 +206,17 @@ private:
         for (long r = 0; r < item.count * group; r++) {
             long at = (token + r / group) * call.query_token + (item.kv_head * group + r % group) * call.query_head;
             Factor* to = &scratch.query[r * length];
-            if constexpr (PAIRED) lay_out<BFloat16>(static_cast<const uint16_t*>(call.query) + at, cache.key_dim, to);
+            if constexpr (PAIRED) pack_row<BFloat16>(static_cast<const uint16_t*>(call.query) + at, cache.key_dim, to);
             else for (long d = 0; d < cache.key_dim; d++)
                 to[d] = call.scaling * (half_query ? widen(static_cast<const uint16_t*>(call.query)[at + d])
                                                    : static_cast<const float*>(call.query)[at + d]);
         }
     }
 
-    // The tile from `base` on.
+    // The tile that begins at position `base`.
     void find(const Item& item, long base, Tile& tile) const {
         tile.count = std::min(TILE, end(item) - base);
-        for (long j = 0; j < tile.count;) {  // a block's
+        for (long j = 0; j < tile.count;) {  // one block each time
             const Element* key = slot(item.sequence, base + j, cache.keys, cache.key_dim, item.kv_head);
             const Element* value = slot(item.sequence, base + j, cache.values, cache.value_dim, item.kv_head);
             long stop = std::min(tile.count, j + cache.block_size - (base + j) % cache.block_size);
@@ -223,91 +225,91 @@ private:
         }
     }
 
-    // Memory is told to bring the next tile's keys or values from one on to before another: into the second level, for which
-    // it brings more at a time than for the first.
-    static void call_for(const Tile& next, const Element* const* rows, long from, long to, long dim) {
+    // Prefetches keys or values [from, to) of the next tile into the second-level cache: a core has few buffers for
+    // misses of the first level.
+    static void prefetch(const Tile& next, const Element* const* rows, long from, long to, long dim) {
         for (long j = from; j < std::min(to, next.count); j++)
             for (long at = 0; at < dim; at += 64 / sizeof(Element))
                 _mm_prefetch(reinterpret_cast<const char*>(rows[j] + at), _MM_HINT_T1);
     }
 
-    void call_for_keys(const Scratch& scratch, long from, long to) const {
-        call_for(*scratch.next, scratch.next->keys, from, to, cache.key_dim);
+    void prefetch_keys(const Scratch& scratch, long from, long to) const {
+        prefetch(*scratch.next, scratch.next->keys, from, to, cache.key_dim);
     }
 
-    void call_for_values(const Scratch& scratch, long from, long to) const {
-        call_for(*scratch.next, scratch.next->values, from, to, cache.value_dim);
+    void prefetch_values(const Scratch& scratch, long from, long to) const {
+        prefetch(*scratch.next, scratch.next->values, from, to, cache.value_dim);
     }
 
-    void score_few(long rows, Scratch& scratch) const {
+    void score_small_batch(long rows, Scratch& scratch) const {
         auto& [keys, values, count] = *scratch.tile;
         for (long j = count; j % 8; j++) keys[j] = keys[count - 1];  // hidden from all
-        call_for_keys(scratch, 0, TILE);
-        with_rows<FEW>(rows, [&, keys = keys, count = count](auto number) {
+        prefetch_keys(scratch, 0, TILE);
+        with_rows<SMALL_BATCH>(rows, [&, keys = keys, count = count](auto number) {
             for (long j = 0; j < count; j += 8)
                 decant::score<number>(scratch.query.data(), cache.key_dim, keys + j, &scratch.scores[j], TILE);
         });
     }
 
-    void mix_few(long rows, Scratch& scratch) const {
-        call_for_values(scratch, 0, TILE);
-        with_rows<FEW>(rows, [&](auto number) {
+    void mix_small_batch(long rows, Scratch& scratch) const {
+        prefetch_values(scratch, 0, TILE);
+        with_rows<SMALL_BATCH>(rows, [&](auto number) {
             mix_all<number>(scratch.scores.data(), TILE, scratch.tile->values, scratch.tile->count, cache.value_dim,
                             scratch.out.data(), panels * WIDTH);
         });
     }
 
-    // As panels; noughts where there is none.
-    void lay_out_keys(Scratch& scratch) const {
+    // Packs the tile's keys as panels, padded with zeros.
+    void pack_keys(Scratch& scratch) const {
         auto& [keys, values, count] = *scratch.tile;
         if constexpr (PAIRED) {
             for (long j = count; j % WIDTH; j++) keys[j] = keys[count - 1];  // hidden from all
             long j = 0;
             for (; j < count; j += WIDTH) {
-                call_for_keys(scratch, j, j + WIDTH);
+                prefetch_keys(scratch, j, j + WIDTH);
                 pair_keys(keys + j, length, scratch.keys + j * length);
             }
-            call_for_keys(scratch, j, TILE);
+            prefetch_keys(scratch, j, TILE);
         } else {
-            call_for_keys(scratch, 0, TILE);
+            prefetch_keys(scratch, 0, TILE);
             if (count < TILE) std::fill_n(scratch.keys, TILE * cache.key_dim, 0.0f);
             long j = 0;
-            for (; j + 8 <= count; j += 8) lay_out_eight(keys + j, j, scratch.keys);
+            for (; j + 8 <= count; j += 8) pack_eight_keys(keys + j, j, scratch.keys);
             for (; j < count; j++)
-                for (long d = 0; d < cache.key_dim; d++) *key_place(j, d, scratch.keys) = T::read(keys[j][d]);
+                for (long d = 0; d < cache.key_dim; d++) *key_slot(j, d, scratch.keys) = T::read(keys[j][d]);
         }
     }
 
-    void lay_out_values(Scratch& scratch) const {
+    void pack_values(Scratch& scratch) const {
         auto& [keys, values, count] = *scratch.tile;
         if (count < TILE || cache.value_dim % WIDTH)
             std::fill_n(scratch.values, panels * WIDTH * steps<Multiplied>(TILE), Word());
         if constexpr (PAIRED) {
             long j = 0;
-            for (; j < count; j += 2) {  // one without another weighs nought with itself
-                call_for_values(scratch, j, j + 2);
+            for (; j < count; j += 2) {  // the last of an odd number is paired with itself, at weight zero
+                prefetch_values(scratch, j, j + 2);
                 for (long p = 0; p < panels; p++)
                     pair_values(values[j] + p * WIDTH, values[std::min(j + 1, count - 1)] + p * WIDTH,
                                 scratch.values + (p * TILE / 2 + j / 2) * WIDTH);
             }
-            call_for_values(scratch, j, TILE);
+            prefetch_values(scratch, j, TILE);
         } else {
-            call_for_values(scratch, 0, TILE);
+            prefetch_values(scratch, 0, TILE);
             for (long j = 0; j < count; j++) {
                 long d = 0;
-                for (; d + 8 <= cache.value_dim; d += 8) keep(value_place(j, d, scratch.values), wide(values[j] + d));
-                for (; d < cache.value_dim; d++) *value_place(j, d, scratch.values) = T::read(values[j][d]);
+                for (; d + 8 <= cache.value_dim; d += 8) keep(value_slot(j, d, scratch.values), wide(values[j] + d));
+                for (; d < cache.value_dim; d++) *value_slot(j, d, scratch.values) = T::read(values[j][d]);
             }
         }
     }
 
-    // Some rows, from the r-th on, of a tile of keys.
+    // Scores of `some` rows, from row r on, with a tile of keys.
     void score(long r, long some, Scratch& scratch) const {
         multiply<Multiplied>(&scratch.query[r * length], some, length, scratch.keys,
                              (scratch.tile->count + WIDTH - 1) / WIDTH, scratch.scores.data(), TILE);
     }
 
-    // Of bfloat16 the sums go on from tile to tile; a longer chain of float32 would lose some of its bits.
+    // bfloat16 sums continue from tile to tile; a longer chain of float32 would lose bits.
     void mix(long r, long some, Scratch& scratch) const {
         float *out = &scratch.out[r * panels * WIDTH], *sums = PAIRED ? out : scratch.sums.data();
         multiply<Multiplied>(scratch.weights(), some, steps<Multiplied>(TILE), scratch.values, panels, sums,
@@ -316,28 +318,28 @@ private:
             for (long at = 0; at < some * panels * WIDTH; at++) out[at] += sums[at];
     }
 
-    // Eight keys, from the j-th of a tile.
-    void lay_out_eight(const Element* const* from, long j, float* keys) const {
+    // Packs eight keys, from key j of a tile on.
+    void pack_eight_keys(const Element* const* from, long j, float* keys) const {
         long d = 0;
         for (; d + 8 <= cache.key_dim; d += 8) {
             __m256 rows[8];
             for (int n = 0; n < 8; n++) rows[n] = wide(from[n] + d);
             transpose(rows);
-            for (int n = 0; n < 8; n++) keep(key_place(j, d + n, keys), rows[n]);
+            for (int n = 0; n < 8; n++) keep(key_slot(j, d + n, keys), rows[n]);
         }
         for (; d < cache.key_dim; d++)
-            for (int n = 0; n < 8; n++) *key_place(j + n, d, keys) = T::read(from[n][d]);
+            for (int n = 0; n < 8; n++) *key_slot(j + n, d, keys) = T::read(from[n][d]);
     }
 
-    float* key_place(long j, long d, float* keys) const {
+    float* key_slot(long j, long d, float* keys) const {
         return keys + (j / WIDTH * cache.key_dim + d) * WIDTH + j % WIDTH;
     }
 
-    static float* value_place(long j, long d, float* values) {
+    static float* value_slot(long j, long d, float* values) {
         return values + (d / WIDTH * TILE + j) * WIDTH + d % WIDTH;
     }
 
-    // A row's scores, those of the n-th in its pass, become weights.
+    // Turns a row's scores into weights; it is row n of its pass.
     void weigh(long row, long n, Seen seen, Scratch& scratch) const {
         float* scores = &scratch.scores[n * TILE];
         if (call.softcap != 0)
@@ -348,7 +350,7 @@ private:
         weigh_all(scores, TILE, highest, scores, &scratch.total[row * WIDTH]);
     }
 
-    // The same of some rows, from the r-th on.
+    // Scores and weights of `some` rows, from row r on, for bfloat16.
     template <class F>
     void weigh_pairs(long r, long some, const F& seen, Scratch& scratch) const {
         long groups = (some + SCORED - 1) / SCORED;
@@ -361,7 +363,7 @@ private:
         }
     }
 
-    // Of as many rows as keep their scores in registers.
+    // COUNT is at most SCORED, so all scores stay in registers.
     template <int COUNT, bool CAPPED, class F>
     [[gnu::noinline]] void weigh_at_once(long r, long n, const F& seen, Scratch& scratch) const {
         static_assert(TILE == 64, "a bit for each key");
@@ -373,7 +375,7 @@ private:
                 for (long j = 0; j < WIDTH; j++) sixteen[j] = capped(sixteen[j]);
             if (to - from < TILE) scores.hide(i, ((uint64_t(1) << (to - from)) - 1) << (from % TILE), HIDDEN);
             float highest = raise(r + i, scores.highest(i), scratch);
-            scores.weigh(i, highest, unit, &scratch.paired[(n + i) * steps<Multiplied>(TILE)],
+            scores.weigh(i, highest, score_scale, &scratch.paired[(n + i) * steps<Multiplied>(TILE)],
                          &scratch.total[(r + i) * WIDTH]);
         }
     }
@@ -382,15 +384,15 @@ private:
         return call.softcap * std::tanh((PAIRED ? call.scaling * score : score) / call.softcap);
     }
 
-    // A row's highest score so far.
+    // Returns the row's highest score so far; if `score` raises it, earlier sums are scaled down.
     float raise(long row, float score, Scratch& scratch) const {
         float before = scratch.highest[row];
         if (!(score > before)) return before;
-        fade(row, exponential((before - score) * unit), scratch);
+        fade(row, exponential((before - score) * score_scale), scratch);
         return scratch.highest[row] = score;
     }
 
-    // What a row has, as its highest score grows: not often, and kept out of the loop for that.
+    // Scales a row's sums when its highest score grows. Rare, so it is kept out of the loop.
     [[gnu::noinline]] void fade(long row, float decay, Scratch& scratch) const {
         float *out = &scratch.out[row * panels * WIDTH], *total = &scratch.total[row * WIDTH];
         for (long d = 0; d < panels * WIDTH; d++) out[d] *= decay;
@@ -401,7 +403,7 @@ private:
         for (long r = 0; r < item.count * group; r++) {
             long head = item.kv_head * group + r % group;
             const float* totals = &scratch.total[r * WIDTH];
-            float highest = scratch.highest[r] * unit, decay = 1;
+            float highest = scratch.highest[r] * score_scale, decay = 1;
             float total = sum(_mm256_add_ps(wide(totals), wide(totals + WIDTH / 2)));
             if (call.sinks) {
                 float most = std::max(highest, call.sinks[head]);
@@ -410,15 +412,15 @@ private:
             }
             const float* from = &scratch.out[r * panels * WIDTH];
             long at = ((token + r / group) * call.heads + head) * cache.value_dim;
-            if (half_query) hand_over(from, decay / total, static_cast<uint16_t*>(call.out) + at);
-            else hand_over(from, decay / total, static_cast<float*>(call.out) + at);
+            if (half_query) write_output(from, decay / total, static_cast<uint16_t*>(call.out) + at);
+            else write_output(from, decay / total, static_cast<float*>(call.out) + at);
         }
     }
 
     template <class E>
-    void hand_over(const float* from, float share, E* to) const {
+    void write_output(const float* from, float share, E* to) const {
         for (long d = 0; d < cache.value_dim; d += WIDTH) {
-            auto columns = Columns::noughts();
+            auto columns = Columns::zeros();
             columns.add(share, Columns::read(from + d));
             E some[WIDTH];
             bool whole = d + WIDTH <= cache.value_dim;
@@ -428,8 +430,8 @@ private:
     }
 };
 
-// A layer's attention, in the arithmetic that fits: keys and values of the tokens of `written` go to their places, then
-// those of `step`, which has the same sequences and the last of their tokens, attend.
+// One layer's attention. Keys and values of the tokens of `written` go to their slots, then the tokens of `step`
+// attend: it has the same sequences, each with its last tokens.
 template <class T>
 void attend(const Cache& cache, const Step& written, const Step& step, const Call& call, bool half_query, int threads) {
     bool paired = half_query && cache.key_dim % 2 == 0 && cache.value_dim % WIDTH == 0 && call.scaling > 0;

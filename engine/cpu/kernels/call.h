@@ -1,4 +1,4 @@
-// What a call of attention reads and writes, as engine/cpu/attention.py lays it out, and its checks.
+// Arguments of an attention call, as structs of engine/cpu/attention.py, and their checks.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace decant {
 
-// One layer of the blocks. Counted in elements. As in engine/cpu/attention.py.
+// One layer of the KV blocks; strides and offsets in elements. As _KvLayer in engine/model/kv_store.py.
 struct Cache {
     void* memory;
     int64_t block_stride, block_size, keys, values, kv_heads, key_dim, value_dim;
-    int64_t blocks;  // that a table may name
+    int64_t blocks;  // block ids are smaller than this
 };
 
 inline void check(const Cache& cache) {
@@ -24,21 +24,22 @@ inline void check(const Cache& cache) {
     check_positive("blocks", cache.blocks);
     int64_t slots = cache.block_size * cache.kv_heads, stride = cache.block_stride;
     require(cache.keys >= 0 && cache.keys + slots * cache.key_dim <= stride, "keys", "within a block", cache.keys);
-    require(cache.values >= 0 && cache.values + slots * cache.value_dim <= stride, "values", "within a block", cache.values);
+    require(cache.values >= 0 && cache.values + slots * cache.value_dim <= stride, "values", "within a block",
+            cache.values);
 }
 
-// One layer's call. Queries, keys and values are [tokens, heads, dim], `*_token` and `*_head` elements apart.
+// One layer's call. Queries, keys and values are [tokens, heads, dim] with strides `*_token` and `*_head`.
 struct Call {
     const void *query, *key, *value;
-    void* out;                  // [tokens, heads, value_dim]; may be `query`, of which a row is read before it is written
+    void* out;                  // [tokens, heads, value_dim]; may be `query`: a row is read before it is written
     const float* sinks;         // [heads], or null
-    const int64_t* visible;     // [tokens] first key that each sees
+    const int64_t* visible;     // [tokens] position of the first key that each token sees
     int64_t query_token, query_head, key_token, key_head, value_token, value_head, heads;
     float scaling, softcap;     // softcap 0: none
     int64_t tokens;
 };
 
-// Whether each token's first visible position is one up to its own.
+// Each token's first visible position must be at most its own.
 inline void check_visible(const int64_t* visible, const Step& step) {
     if (step.sequences) check_address("visible", visible);
     for (int64_t s = 0; s < step.sequences; s++)
@@ -48,10 +49,11 @@ inline void check_visible(const int64_t* visible, const Step& step) {
         }
 }
 
-// A call over a step that was checked.
+// The step must have been checked.
 inline void check(const Call& call, const Cache& cache, const Step& step) {
     require(call.heads >= 1 && call.heads % cache.kv_heads == 0, "heads", "a multiple of kv_heads", call.heads);
-    for (int64_t stride : {call.query_token, call.query_head, call.key_token, call.key_head, call.value_token, call.value_head})
+    for (int64_t stride : {call.query_token, call.query_head, call.key_token, call.key_head, call.value_token,
+                           call.value_head})
         check_count("stride", stride);
     if (call.tokens) for (const void* one : {call.query, call.key, call.value, static_cast<const void*>(call.out)})
         check_address("query, key, value or out", one);

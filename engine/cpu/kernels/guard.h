@@ -1,4 +1,4 @@
-// Checks of what a caller hands over, before an address in it is followed; and exceptions in parallel regions.
+// Checks of arguments before an address in them is followed; exceptions in parallel regions.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace decant {
 
-// Throws std::invalid_argument, a ValueError in Python, with the field, its limit and its value.
+// Throws std::invalid_argument (ValueError in Python) with the field, its limit and its value.
 [[noreturn, gnu::noinline, gnu::cold]] inline void refuse(const char* field, const char* limit, int64_t value) {
     throw std::invalid_argument(std::string(field) + ": " + limit + ", got " + std::to_string(value));
 }
@@ -24,10 +24,12 @@ inline void check_equal(const char* field, int64_t value, int64_t expected) {
     if (value != expected) refuse(field, std::to_string(expected).c_str(), value);
 }
 inline void check_address(const char* field, const void* address) { require(address, field, "an address", 0); }
-inline void check_threads(int64_t threads) { require(threads >= 1 && threads <= 4096, "threads", "from 1 to 4096", threads); }
+inline void check_threads(int64_t threads) {
+    require(threads >= 1 && threads <= 4096, "threads", "from 1 to 4096", threads);
+}
 
-// An exception that leaves an OpenMP region ends the process. The body of a region runs in `run`, which keeps the first
-// exception of all threads; `rethrow`, after the region, throws it in the thread that called.
+// An exception that leaves an OpenMP region ends the process. `run` runs the region's body and keeps the first
+// exception of all threads; `rethrow`, after the region, throws it in the calling thread.
 class Guard {
 public:
     template <class F>

@@ -1,9 +1,9 @@
-// Decoder layers in one call, each by the one before. See engine/cpu/fused_layer.py.
+// Consecutive decoder layers in one call. See engine/cpu/fused_layer.py.
 //
 //     x -> norm -> query, key, value -> (norm) -> rotation -> attention over blocks -> out -> + x
-//       -> norm -> silu(gate) * up -> down -> + what was there
+//       -> norm -> silu(gate) * up -> down -> + residual
 //
-// Its parts are those that the layer calls one by one otherwise, so its bits are theirs.
+// The parts are the kernels that the model's modules call one by one otherwise, so the bits are the same.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 #include <vector>
 
 #include "attention.h"
-#include "product.h"
-#include "small.h"
+#include "elementwise.h"
+#include "linear.h"
 
 namespace decant {
 
 struct Norm {
-    const void* weight;  // null: there is none
+    const void* weight;  // null: no norm
     double eps;
 };
 
@@ -35,22 +35,23 @@ struct Layer {
     double scaling, softcap;
 };
 
-// A layer's part of a step.
-struct Turn {
+// A layer, and what it needs of a step.
+struct LayerCall {
     const Layer* layer;
     const Cache* cache;
     const int64_t* visible;  // [tokens]
-    const Asked* asked;      // null: all of its answers
+    const SelectedTokens* selected;  // null: all tokens
 };
 
 inline void check(const Linear& linear, const char* field, int64_t inner, int64_t outputs) {
     check_packed(field, linear.weight);
     check_equal(field, linear.inner, inner);
     check_equal(field, linear.outputs, outputs);
-    require(inner >= 1 && outputs >= WIDTH && outputs % WIDTH == 0, field, "outputs that are a multiple of 16", outputs);
+    require(inner >= 1 && outputs >= WIDTH && outputs % WIDTH == 0, field, "outputs that are a multiple of 16",
+            outputs);
 }
 
-// Whether all parts are as wide as what they get, and the cache is of these heads.
+// The widths of all parts must fit together, and the cache must have the layer's heads.
 inline void check(const Layer& layer, const Cache& cache) {
     require(layer.width >= 2 && layer.width % 2 == 0, "width", "an even number", layer.width);
     check_positive("heads", layer.heads);
@@ -70,22 +71,22 @@ inline void check(const Layer& layer, const Cache& cache) {
     check(layer.down, "down", layer.gate.outputs, hidden);
 }
 
-// Layers one after the other over one step of `tokens` tokens.
-inline void check(const Turn* turns, int64_t count, const Step& step, int64_t tokens) {
+// `count` consecutive layers over one step of `tokens` tokens.
+inline void check(const LayerCall* calls, int64_t count, const Step& step, int64_t tokens) {
     check_positive("layers", count);
-    check_address("turns", turns);
+    check_address("calls", calls);
     check_address("step", &step);
-    for (const Turn* turn = turns; turn < turns + count; turn++) {
-        check_address("layer", turn->layer);
-        check_address("cache", turn->cache);
-        const Cache &cache = *turn->cache, &known = *turns->cache;
+    for (const LayerCall* call = calls; call < calls + count; call++) {
+        check_address("layer", call->layer);
+        check_address("cache", call->cache);
+        const Cache &cache = *call->cache, &first = *calls->cache;
         check(cache);
-        check_equal("hidden", turn->layer->query.inner, turns->layer->query.inner);
-        check(*turn->layer, cache);
-        if (turn == turns || cache.block_size != known.block_size || cache.blocks != known.blocks)
+        check_equal("hidden", call->layer->query.inner, calls->layer->query.inner);
+        check(*call->layer, cache);
+        if (call == calls || cache.block_size != first.block_size || cache.blocks != first.blocks)
             check(step, tokens, cache.block_size, cache.blocks);
-        if (turn == turns || turn->visible != turn[-1].visible) check_visible(turn->visible, step);
-        if (turn->asked) check(*turn->asked, step, tokens);
+        if (call == calls || call->visible != call[-1].visible) check_visible(call->visible, step);
+        if (call->selected) check(*call->selected, step, tokens);
     }
 }
 
@@ -96,10 +97,10 @@ class DecoderLayer {
 public:
     DecoderLayer(const Layer& layer, long tokens, int threads) : layer(layer), tokens(tokens), threads(threads) {}
 
-    // x, out [tokens, hidden]; cos, sin [tokens, width]; visible [tokens]. What lies in `memory` is overwritten. With
-    // `asked` others than these answer nought: all that they have to leave are keys and values.
-    void run(const Cache& cache, const Step& step, const Asked* asked, const E* x, const E* cos, const E* sin,
-             const int64_t* visible, E* out, std::vector<E>& memory) const {
+    // x, out [tokens, hidden]; cos, sin [tokens, width]; visible [tokens]. `memory` is scratch space. With `selected`
+    // the outputs of all other tokens are zeros; only their keys and values are computed.
+    void run(const Cache& cache, const Step& step, const SelectedTokens* selected, const E* x, const E* cos,
+             const E* sin, const int64_t* visible, E* out, std::vector<E>& memory) const {
         long hidden = layer.query.inner, heads = layer.query.outputs, kv = layer.key.outputs;
         size_t needed = tokens * (hidden + std::max(heads + 2 * kv, layer.gate.outputs));
         if (memory.size() < needed + LINE / sizeof(E)) memory.resize(needed + LINE / sizeof(E));
@@ -111,30 +112,30 @@ public:
                                 by(layer.value, row, value, tokens)}, threads);
         each_row(tokens, heads + kv, threads, [=](long t) {
             const E *c = cos + t * layer.width, *s = sin + t * layer.width;
-            turn(layer.query_norm, query + t * heads, c, s, layer.heads);
-            turn(layer.key_norm, key + t * kv, c, s, layer.kv_heads);
+            norm_and_rotate(layer.query_norm, query + t * heads, c, s, layer.heads);
+            norm_and_rotate(layer.key_norm, key + t * kv, c, s, layer.kv_heads);
         });
         Call call{query, key, value, query, nullptr, visible, heads, layer.width, kv, layer.width, kv, layer.width,
                   layer.heads, float(layer.scaling), float(layer.softcap), tokens};
-        attend<T>(cache, step, asked ? asked->step : step, call, std::is_same_v<T, BFloat16>, threads);
-        long some = tokens;
-        if (asked) {
-            pick(*asked, query, query, heads);
-            pick(*asked, x, out, hidden);
-            x = out, some = asked->count;
+        attend<T>(cache, step, selected ? selected->step : step, call, std::is_same_v<T, BFloat16>, threads);
+        long rows = tokens;
+        if (selected) {
+            gather(*selected, query, query, heads);
+            gather(*selected, x, out, hidden);
+            x = out, rows = selected->count;
         }
-        by(layer.out, query, row, some).run(threads);
-        each_row(some, hidden, threads, [=](long t) {
+        by(layer.out, query, row, rows).run(threads);
+        each_row(rows, hidden, threads, [=](long t) {
             add_row(at(x, t), at(row, t), at(out, t), hidden);
             norm(layer.after, at(out, t), at(row, t), hidden);
         });
 
         E* open = query;
-        GatedProduct<T> gated{by(layer.gate, row, open, some), by(layer.up, row, nullptr, some)};
+        GatedProduct<T> gated{by(layer.gate, row, open, rows), by(layer.up, row, nullptr, rows)};
         multiply_all(std::array{gated}, threads);
-        by(layer.down, open, row, some).run(threads);
-        each_row(some, hidden, threads, [=](long t) { add_row(at(out, t), at(row, t), at(out, t), hidden); });
-        if (asked) spread(*asked, out, hidden);
+        by(layer.down, open, row, rows).run(threads);
+        each_row(rows, hidden, threads, [=](long t) { add_row(at(out, t), at(row, t), at(out, t), hidden); });
+        if (selected) scatter(*selected, out, hidden);
     }
 
 private:
@@ -146,8 +147,8 @@ private:
         norm_row(x, static_cast<const E*>(by.weight), out, width, float(by.eps));
     }
 
-    // A token's queries or keys, each by itself, where there is a norm for them; rotated.
-    void turn(const Norm& by, E* x, const E* cos, const E* sin, long heads) const {
+    // Norm of each query or key of a token, if the layer has one, then rotation.
+    void norm_and_rotate(const Norm& by, E* x, const E* cos, const E* sin, long heads) const {
         for (long h = 0; by.weight && h < heads; h++) norm(by, x + h * layer.width, x + h * layer.width, layer.width);
         rotate_row(x, cos, sin, x, heads, layer.width, layer.width);
     }
@@ -156,30 +157,34 @@ private:
         return {x, Weight<T>(linear.weight), linear.bias, out, rows, linear.inner, linear.outputs / WIDTH};
     }
 
-    // The rows that are asked for, side by side; `to` may be `from`.
-    static void pick(const Asked& asked, const E* from, E* to, long width) {
-        for (long n = 0; n < asked.count; n++) std::memmove(to + n * width, from + asked.places[n] * width, width * sizeof(E));
+    // Copies the selected rows to the front; `to` may be `from`.
+    static void gather(const SelectedTokens& selected, const E* from, E* to, long width) {
+        for (long n = 0; n < selected.count; n++)
+            std::memmove(to + n * width, from + selected.indices[n] * width, width * sizeof(E));
     }
 
-    // Back to their places, among noughts.
-    void spread(const Asked& asked, E* rows, long width) const {
-        for (long place = tokens - 1, n = asked.count - 1; place >= 0; place--) {
-            if (n >= 0 && asked.places[n] == place) std::memmove(rows + place * width, rows + n-- * width, width * sizeof(E));
-            else std::fill_n(rows + place * width, width, E());
+    // Moves the selected rows back to their indices, with zeros between them.
+    void scatter(const SelectedTokens& selected, E* rows, long width) const {
+        for (long token = tokens - 1, n = selected.count - 1; token >= 0; token--) {
+            if (n >= 0 && selected.indices[n] == token)
+                std::memmove(rows + token * width, rows + n-- * width, width * sizeof(E));
+            else
+                std::fill_n(rows + token * width, width, E());
         }
     }
 };
 
-// x [tokens, hidden] through `count` layers of one kind: what each answers is the next one's x, and stands in
-// `out` [count, tokens, hidden].
+// x [tokens, hidden] through `count` layers of equal widths. The outputs of all layers go to `out` [count, tokens,
+// hidden]; each is the next layer's x.
 template <class T>
-void run_layers(const Turn* turns, long count, const Step& step, const typename T::Element* x, const typename T::Element* cos,
-                const typename T::Element* sin, typename T::Element* out, long tokens, int threads) {
-    static thread_local std::vector<typename T::Element> memory;  // taken once, as much as the longest step needs
-    for (const Turn* turn = turns; turn < turns + count; turn++) {
-        DecoderLayer<T>(*turn->layer, tokens, threads)
-            .run(*turn->cache, step, turn->asked, x, cos, sin, turn->visible, out, memory);
-        x = out, out += tokens * turn->layer->query.inner;
+void run_layers(const LayerCall* calls, long count, const Step& step, const typename T::Element* x,
+                const typename T::Element* cos, const typename T::Element* sin, typename T::Element* out, long tokens,
+                int threads) {
+    static thread_local std::vector<typename T::Element> memory;  // grows to what the longest step needs
+    for (const LayerCall* call = calls; call < calls + count; call++) {
+        DecoderLayer<T>(*call->layer, tokens, threads)
+            .run(*call->cache, step, call->selected, x, cos, sin, call->visible, out, memory);
+        x = out, out += tokens * call->layer->query.inner;
     }
 }
 

@@ -1,6 +1,6 @@
-// The functions that Python sees; see _kernels.pyi. Addresses come as integers, and the interpreter's lock is let go.
-// Sizes, and what lies in structs and block tables, are checked before an address is followed: ValueError. That an address
-// has as much memory behind it as the sizes say is for the caller in Python to know, who has the tensors.
+// The extension module; its functions are in _kernels.pyi. Addresses are integers; the interpreter's lock is released.
+// Sizes and the contents of structs and block tables are checked before an address is followed (ValueError). The Python
+// caller, which has the tensors, ensures that each address has as much memory as the sizes say.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -10,10 +10,10 @@
 
 #include "attention.h"
 #include "layer.h"
-#include "product.h"
-#include "rows.h"
+#include "linear.h"
+#include "batch_from_python.h"
 #include "sample.h"
-#include "small.h"
+#include "elementwise.h"
 
 #ifndef NAME
 #define NAME "_kernels"
@@ -27,7 +27,7 @@ using namespace decant;
 template <class P>
 P* pointer(unsigned long long address) { return reinterpret_cast<P*>(static_cast<uintptr_t>(address)); }
 
-// An exception becomes Python's error.
+// Sets Python's error for a C++ exception.
 void raise(const std::exception_ptr& caught) {
     try {
         std::rethrow_exception(caught);
@@ -40,7 +40,7 @@ void raise(const std::exception_ptr& caught) {
     }
 }
 
-// Runs `f` without the interpreter's lock. Whether it came to its end; else Python's error is set.
+// Runs `f` without the interpreter's lock. Returns whether it succeeded; if not, Python's error is set.
 template <class F>
 bool run(const F& f) {
     std::exception_ptr caught;
@@ -55,7 +55,7 @@ bool run(const F& f) {
     return !caught;
 }
 
-// The same, for functions that answer nothing.
+// As `run`, for Python functions that return None.
 template <class F>
 PyObject* none(const F& f) {
     if (!run(f)) return nullptr;
@@ -132,14 +132,14 @@ PyObject* py_attend(PyObject*, PyObject* args) {
 
 PyObject* py_layers(PyObject*, PyObject* args) {
     int half, threads;
-    unsigned long long turns, step, x, cos, sin, out;
+    unsigned long long calls, step, x, cos, sin, out;
     long count, tokens;
-    if (!PyArg_ParseTuple(args, "pKlKKKKKli", &half, &turns, &count, &step, &x, &cos, &sin, &out, &tokens, &threads))
+    if (!PyArg_ParseTuple(args, "pKlKKKKKli", &half, &calls, &count, &step, &x, &cos, &sin, &out, &tokens, &threads))
         return nullptr;
     return none([&] {
-        check_addresses("turns, step, x, cos, sin and out", turns, step, x, cos, sin, out);
+        check_addresses("calls, step, x, cos, sin and out", calls, step, x, cos, sin, out);
         check_threads(threads);
-        const Turn* first = pointer<const Turn>(turns);
+        const LayerCall* first = pointer<const LayerCall>(calls);
         const Step& s = *pointer<const Step>(step);
         check(first, count, s, tokens);
         if (half)
@@ -161,10 +161,11 @@ PyObject* py_rms_norm(PyObject*, PyObject* args) {
         check_rows(rows, "width", width, threads);
         if (rows) check_addresses("x, weight and out", x, weight, out);
         if (half)
-            rms_norm(pointer<const uint16_t>(x), pointer<const uint16_t>(weight), pointer<uint16_t>(out), rows, width, eps,
-                     threads);
+            rms_norm(pointer<const uint16_t>(x), pointer<const uint16_t>(weight), pointer<uint16_t>(out), rows, width,
+                     eps, threads);
         else
-            rms_norm(pointer<const float>(x), pointer<const float>(weight), pointer<float>(out), rows, width, eps, threads);
+            rms_norm(pointer<const float>(x), pointer<const float>(weight), pointer<float>(out), rows, width, eps,
+                     threads);
     });
 }
 
@@ -178,10 +179,11 @@ PyObject* py_gate(PyObject*, PyObject* args) {
         check_count("stride", stride);
         if (rows) check_addresses("gate, up and out", open, up, out);
         if (half)
-            gate(pointer<const uint16_t>(open), pointer<const uint16_t>(up), pointer<uint16_t>(out), rows, width, stride,
-                 threads);
+            gate(pointer<const uint16_t>(open), pointer<const uint16_t>(up), pointer<uint16_t>(out), rows, width,
+                 stride, threads);
         else
-            gate(pointer<const float>(open), pointer<const float>(up), pointer<float>(out), rows, width, stride, threads);
+            gate(pointer<const float>(open), pointer<const float>(up), pointer<float>(out), rows, width, stride,
+                 threads);
     });
 }
 
@@ -196,8 +198,8 @@ PyObject* py_rotate(PyObject*, PyObject* args) {
         check_rows(tokens, "width", width, threads);
         require(width % 2 == 0, "width", "an even number", width);
         check_positive("heads", heads);
-        check_count("token_apart", token);
-        check_count("head_apart", head);
+        check_count("token_stride", token);
+        check_count("head_stride", head);
         if (tokens) check_addresses("x, cos, sin and out", x, cos, sin, out);
         if (half)
             rotate(pointer<const uint16_t>(x), pointer<const uint16_t>(cos), pointer<const uint16_t>(sin),
@@ -210,19 +212,19 @@ PyObject* py_rotate(PyObject*, PyObject* args) {
 
 PyObject* py_highest(PyObject*, PyObject* args) {
     int half, threads;
-    unsigned long long rows, scores, places;
-    long count, vocabulary, apart;
-    if (!PyArg_ParseTuple(args, "pKKKllli", &half, &rows, &scores, &places, &count, &vocabulary, &apart, &threads))
+    unsigned long long rows, scores, indices;
+    long count, vocabulary, stride;
+    if (!PyArg_ParseTuple(args, "pKKKllli", &half, &rows, &scores, &indices, &count, &vocabulary, &stride, &threads))
         return nullptr;
     bool finite = false;
     bool done = run([&] {
         check_rows(count, "vocabulary", vocabulary, threads);
-        check_count("apart", apart);
-        if (count) check_addresses("rows, scores and places", rows, scores, places);
-        float* found = pointer<float>(scores);
-        int64_t* where = pointer<int64_t>(places);
-        if (half) finite = highest(pointer<const uint16_t>(rows), found, where, count, vocabulary, apart, threads);
-        else finite = highest(pointer<const float>(rows), found, where, count, vocabulary, apart, threads);
+        check_count("stride", stride);
+        if (count) check_addresses("rows, scores and indices", rows, scores, indices);
+        float* top_scores = pointer<float>(scores);
+        int64_t* top_indices = pointer<int64_t>(indices);
+        if (half) finite = highest(pointer<const uint16_t>(rows), top_scores, top_indices, count, vocabulary, stride, threads);
+        else finite = highest(pointer<const float>(rows), top_scores, top_indices, count, vocabulary, stride, threads);
     });
     return done ? PyBool_FromLong(finite) : nullptr;
 }
@@ -235,26 +237,26 @@ PyObject* py_draw(PyObject*, PyObject* args) {
     return none([&] {
         check_rows(count, "vocabulary", vocabulary, threads);
         if (count) check_addresses("rows and tokens", rows, tokens);
-        draw(pointer<const Drawn>(rows), pointer<int64_t>(tokens), count, vocabulary, threads);
+        draw(pointer<const DrawRequest>(rows), pointer<int64_t>(tokens), count, vocabulary, threads);
     });
 }
 
 PyObject* py_flatten(PyObject*, PyObject* args) {
-    PyObject* given;
+    PyObject* argument;
     long block_size;
     int blank;
-    if (!PyArg_ParseTuple(args, "Oli", &given, &block_size, &blank)) return nullptr;
-    PyObject* rows = PySequence_Fast(given, "rows are a sequence");
+    if (!PyArg_ParseTuple(args, "Oli", &argument, &block_size, &blank)) return nullptr;
+    PyObject* rows = PySequence_Fast(argument, "rows are a sequence");
     if (!rows) return nullptr;
-    PyObject* laid = nullptr;
+    PyObject* result = nullptr;
     try {
         Flattening flattening;
-        if (flattening.read(rows, block_size)) laid = flattening.laid(blank);
+        if (flattening.read(rows, block_size)) result = flattening.to_python(blank);
     } catch (...) {
         raise(std::current_exception());
     }
     Py_DECREF(rows);
-    return laid;
+    return result;
 }
 
 PyMethodDef METHODS[] = {

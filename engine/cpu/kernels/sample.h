@@ -1,8 +1,8 @@
-// A row's likeliest token, and its token drawn from the softmax of its scores. See engine/model/sampler.py.
+// A row's likeliest token, and a token sampled from the softmax of its scores. See engine/cpu/sampler.py.
 //
-//     scores   -> weights, e^((score - highest) / temperature): the highest weighs 1
+//     scores   -> weights e^((score - highest) / temperature): the highest is 1
 //     weights  -> the lowest that top-k, top-p and min-p keep: counts and sums of bins by size, then one bin is sorted
-//     number   -> where the running sum of what is kept passes that part of it: the piece first, then the place in it
+//     number   -> the token where the running sum of kept weights passes that fraction: first the share, then the token
 #pragma once
 
 #include <functional>
@@ -11,23 +11,23 @@
 #include <vector>
 
 #include "guard.h"
-#include "lanes.h"
+#include "simd_avx2.h"
 
 namespace decant {
 
-constexpr long SHARE = 1024;    // scores of which one maximum, weights of which one sum is found at a time
-constexpr int FINER = 20;       // a bin: weights with the same exponent and first three bits behind it
-constexpr long BINS = 0x3f800000 >> FINER;  // below that of a weight of 1, which is the highest there is
+constexpr long SHARE = 1024;   // scores or weights reduced at a time
+constexpr int BIN_SHIFT = 20;  // a bin: weights with the same exponent and three first bits of the fraction
+constexpr long BINS = 0x3f800000 >> BIN_SHIFT;  // the bin of weight 1, the highest
 
 inline float value(float score) { return score; }
 inline float value(uint16_t score) { return widen(score); }
 
 struct Highest {
-    float score;  // not a number where one of the scores is none
-    long place;   // the first that has it
+    float score;  // NaN if any score is NaN
+    long index;   // of the first that has this score
 };
 
-// Scores are read once, and a second time only the piece that the highest is in.
+// Reads scores once, and the share with the highest a second time.
 template <class E>
 Highest highest(const E* scores, long count) {
     constexpr float LOWEST = -std::numeric_limits<float>::infinity();
@@ -57,27 +57,27 @@ Highest highest(const E* scores, long count) {
     return {best, piece};
 }
 
-// Of each row of scores, `apart` numbers behind the one before. Whether all that was found is finite.
+// The highest of each row; rows are `stride` numbers apart. Returns whether all of them are finite.
 template <class E>
-bool highest(const E* rows, float* scores, int64_t* places, long count, long vocabulary, long apart, int threads) {
+bool highest(const E* rows, float* scores, int64_t* indices, long count, long vocabulary, long stride, int threads) {
     #pragma omp parallel for num_threads(std::clamp<long>(count, 1, threads)) schedule(dynamic, 1)
     for (long r = 0; r < count; r++) {
-        Highest found = highest(rows + r * apart, vocabulary);
-        scores[r] = found.score;
-        places[r] = found.place;
+        Highest top = highest(rows + r * stride, vocabulary);
+        scores[r] = top.score;
+        indices[r] = top.index;
     }
     return std::all_of(scores, scores + count, [](float score) { return std::isfinite(score); });
 }
 
-// One row and how its token is drawn. As in engine/model/sampler.py.
-struct Drawn {
+// A row and its sampling parameters. As _DRAW in engine/cpu/sampler.py.
+struct DrawRequest {
     const void* scores;  // [vocabulary]
-    int64_t half;        // of bfloat16, else of float32
+    int64_t half;        // 1: bfloat16, 0: float32
     int64_t top_k;       // 0: all
-    double top_p, min_p, temperature, number;  // temperature 0: the first of the highest
+    double top_p, min_p, temperature, number;  // temperature 0: the first token with the highest score
 };
 
-inline void check(const Drawn& row) {
+inline void check(const DrawRequest& row) {
     check_address("scores", row.scores);
     require(row.half == 0 || row.half == 1, "half", "0 or 1", row.half);
     check_count("top_k", row.top_k);
@@ -92,8 +92,8 @@ inline void check(const Drawn& row) {
 
 class Draw {
 public:
-    // The place of the token among `count` scores.
-    long token(const Drawn& row, long count) {
+    // The sampled token, an index into `count` scores.
+    long token(const DrawRequest& row, long count) {
         return row.half ? token(row, static_cast<const uint16_t*>(row.scores), count)
                         : token(row, static_cast<const float*>(row.scores), count);
     }
@@ -101,20 +101,20 @@ public:
 private:
     std::vector<float> weights, members;
     std::vector<double> ends, mass;
-    std::vector<long> held;
+    std::vector<long> counts;
 
     template <class E>
-    long token(const Drawn& row, const E* scores, long count) {
+    long token(const DrawRequest& row, const E* scores, long count) {
         Highest top = highest(scores, count);
-        if (row.temperature == 0) return top.place;
+        if (row.temperature == 0) return top.index;
         if (!std::isfinite(top.score)) throw std::invalid_argument("scores: a highest one that is finite");
         weigh(scores, count, top.score, float(row.temperature));
         float lowest = float(row.min_p);
         if ((0 < row.top_k && row.top_k < count) || row.top_p < 1) lowest = std::max(lowest, cut(row));
-        return place(lowest, row.number);
+        return find(lowest, row.number);
     }
 
-    // Noughts fill the last share.
+    // Zeros fill the last share.
     template <class E>
     void weigh(const E* scores, long count, float highest, float temperature) {
         weights.resize((count + SHARE - 1) / SHARE * SHARE);
@@ -130,15 +130,15 @@ private:
     static long bin(float weight) {
         uint32_t word;
         std::memcpy(&word, &weight, 4);
-        return word >> FINER;
+        return word >> BIN_SHIFT;
     }
 
     // The lowest weight that top-k and top-p keep.
-    float cut(const Drawn& row) {
-        held.assign(BINS + 1, 0);
+    float cut(const DrawRequest& row) {
+        counts.assign(BINS + 1, 0);
         mass.assign(BINS + 1, 0.0);
         for (float weight : weights) {
-            held[bin(weight)]++;
+            counts[bin(weight)]++;
             mass[bin(weight)] += weight;
         }
         Kept kept{0, std::accumulate(mass.begin(), mass.end(), 0.0)};
@@ -148,23 +148,23 @@ private:
 
     struct Kept { float lowest; double sum; };
 
-    // The k highest weights, and what equals the last of them. Bin 0 weighs nought: all of it may stay.
+    // The k highest weights, and all equal to the last of them. Weights of bin 0 are zero: all of them may stay.
     Kept first(long k) {
         double sum = 0;
         for (long b = BINS; b > 0; b--) {
-            if (held[b] >= k) {
+            if (counts[b] >= k) {
                 sort(b);
                 float lowest = members[k - 1];
                 for (float one : members) sum += one >= lowest ? one : 0;
                 return {lowest, sum};
             }
-            k -= held[b];
+            k -= counts[b];
             sum += mass[b];
         }
         return {0, sum + mass[0]};
     }
 
-    // The last of the fewest weights, highest first, that together are as much as `enough`.
+    // Lowest of the fewest weights, highest first, whose sum reaches `enough`.
     float likeliest(double enough) {
         for (long b = BINS; b > 0; b--) {
             if (mass[b] >= enough) {
@@ -178,7 +178,7 @@ private:
         return 0;
     }
 
-    // What a bin holds, the highest first.
+    // Sorts a bin's weights into `members`, highest first.
     void sort(long b) {
         members.clear();
         for (float weight : weights)
@@ -186,14 +186,15 @@ private:
         std::sort(members.begin(), members.end(), std::greater<float>());
     }
 
-    // Where the running sum of the weights from `lowest` up passes the part `number` of their sum.
-    long place(float lowest, double number) {
+    // The index where the running sum of the weights of at least `lowest` passes the fraction `number` of their sum.
+    long find(float lowest, double number) {
         ends.clear();
         double sum = 0;
-        for (size_t share = 0; share < weights.size(); share += SHARE) ends.push_back(sum += kept(&weights[share], lowest));
+        for (size_t share = 0; share < weights.size(); share += SHARE)
+            ends.push_back(sum += kept(&weights[share], lowest));
         double target = number * sum;
         long share = std::min<long>(std::upper_bound(ends.begin(), ends.end(), target) - ends.begin(), ends.size() - 1);
-        while (share > 0 && ends[share] == ends[share - 1]) share--;  // nothing is kept there
+        while (share > 0 && ends[share] == ends[share - 1]) share--;  // a share without kept weights
         double before = share ? ends[share - 1] : 0;
         double part = (target - before) / (ends[share] - before);
         const float* from = &weights[share * SHARE];
@@ -208,7 +209,7 @@ private:
         return share * SHARE + last;
     }
 
-    // The sum of a share's weights from `lowest` up.
+    // The sum of a share's weights of at least `lowest`.
     static double kept(const float* from, float lowest) {
         __m256 lanes = _mm256_setzero_ps(), least = _mm256_set1_ps(lowest);
         for (long at = 0; at < SHARE; at += 8) {
@@ -219,14 +220,14 @@ private:
     }
 };
 
-// A token for each row, into `tokens`; every row by itself.
-inline void draw(const Drawn* rows, int64_t* tokens, long count, long vocabulary, int threads) {
+// Samples a token for each row into `tokens`; rows are independent.
+inline void draw(const DrawRequest* rows, int64_t* tokens, long count, long vocabulary, int threads) {
     for (long r = 0; r < count; r++) check(rows[r]);
     Guard guard;
     #pragma omp parallel for num_threads(std::clamp<long>(count, 1, threads)) schedule(dynamic, 1)
     for (long r = 0; r < count; r++)
         guard.run([&] {
-            static thread_local Draw drawer;  // its memory is taken once
+            static thread_local Draw drawer;  // reuses its memory
             tokens[r] = drawer.token(rows[r], vocabulary);
         });
     guard.rethrow();

@@ -1,4 +1,5 @@
-// The sequences of a step as engine/model/step_batch.py lays them out: rows.h writes it, attention reads it.
+// The sequences of a step, as FlatBatch in engine/model/step_batch.py: batch_from_python.h writes them, attention reads
+// them.
 #pragma once
 
 #include <algorithm>
@@ -8,41 +9,42 @@
 
 namespace decant {
 
-// What stands in each line of FlatRows.lines.
-enum Line { ORDER, START, END, FIRST, STOP, SAMPLED, LINES };
+// Fields of FlatBatch.row_table, one row of it each.
+enum RowField { ORDER, START, END, FIRST, STOP, SAMPLED, ROW_FIELDS };
 
-// Rows of the flattened step are tokens; a sequence's stand together.
+// Tokens of the flattened step are numbered from 0; those of a sequence are contiguous.
 struct Step {
-    const int64_t* lines;  // [LINES, sequences]
+    const int64_t* row_table;  // [ROW_FIELDS, sequences]
     const int32_t* table;  // [sequences, width] block ids
     int64_t sequences, width;
 
-    int64_t first(int64_t sequence) const { return line(FIRST, sequence); }
-    int64_t start(int64_t sequence) const { return line(START, sequence); }  // position of its first token in this step
-    int64_t count(int64_t sequence) const { return stop(sequence) - first(sequence); }  // tokens in this step
-    int64_t stop(int64_t sequence) const { return line(STOP, sequence); }
+    int64_t first(int64_t sequence) const { return field(FIRST, sequence); }
+    int64_t start(int64_t sequence) const { return field(START, sequence); }  // position of its first token
+    int64_t count(int64_t sequence) const { return stop(sequence) - first(sequence); }
+    int64_t stop(int64_t sequence) const { return field(STOP, sequence); }
 
   private:
-    int64_t line(Line which, int64_t sequence) const { return lines[which * sequences + sequence]; }
+    int64_t field(RowField which, int64_t sequence) const { return row_table[which * sequences + sequence]; }
 };
 
-// Tokens of a step that somebody reads when all layers are through: the last ones of its sequences.
-struct Asked {
-    const int64_t* places;  // [count] where they stand among the step's tokens, in this order
+// Tokens of a step whose output of the last layer is used.
+struct SelectedTokens {
+    const int64_t* indices;  // [count] ascending token numbers
     int64_t count;
-    Step step;              // the same, without all tokens before the first that is asked of a sequence
+    Step step;  // the step without each sequence's tokens before its first selected one
 };
 
-// Whether the sequences cover `tokens` tokens, one after the other, and all their positions lie in blocks that there are.
+// The sequences must cover `tokens` tokens in order, and all their positions must be in valid blocks.
 inline void check(const Step& step, int64_t tokens, int64_t block_size, int64_t blocks) {
     check_count("sequences", step.sequences);
     check_count("width", step.width);
-    if (step.sequences) check_address("lines", step.lines);
+    if (step.sequences) check_address("row_table", step.row_table);
     if (step.sequences) check_address("table", step.table);
     int64_t next = 0, most = step.width * block_size;
     for (int64_t s = 0; s < step.sequences; s++) {
         check_equal("first", step.first(s), next);
-        require(step.count(s) >= 1 && step.stop(s) <= tokens, "stop", "behind its first token, within the step", step.stop(s));
+        require(step.count(s) >= 1 && step.stop(s) <= tokens, "stop", "behind its first token, within the step",
+                step.stop(s));
         require(step.start(s) >= 0 && step.start(s) <= most - step.count(s), "start", "positions in the block table",
                 step.start(s));
         const int32_t* ids = step.table + s * step.width;
@@ -55,21 +57,23 @@ inline void check(const Step& step, int64_t tokens, int64_t block_size, int64_t 
     check_equal("tokens", next, tokens);
 }
 
-// Whether the tokens that are asked for are some of a step's, and the late step a part of it.
-inline void check(const Asked& asked, const Step& step, int64_t tokens) {
-    check_count("asked", asked.count);
-    check_equal("late sequences", asked.step.sequences, step.sequences);
-    check_equal("late width", asked.step.width, step.width);
-    require(asked.step.table == step.table, "late table", "that of the step", 0);
-    if (asked.count) check_address("places", asked.places);
-    for (int64_t n = 0, before = -1; n < asked.count; before = asked.places[n++])
-        require(before < asked.places[n] && asked.places[n] < tokens, "place", "ascending tokens of the step", asked.places[n]);
-    if (step.sequences) check_address("late lines", asked.step.lines);
+// Selected tokens must be tokens of the step, and their step ("late" in messages) must be a part of it.
+inline void check(const SelectedTokens& selected, const Step& step, int64_t tokens) {
+    check_count("selected", selected.count);
+    check_equal("late sequences", selected.step.sequences, step.sequences);
+    check_equal("late width", selected.step.width, step.width);
+    require(selected.step.table == step.table, "late table", "that of the step", 0);
+    if (selected.count) check_address("selected indices", selected.indices);
+    for (int64_t n = 0, before = -1; n < selected.count; before = selected.indices[n++])
+        require(before < selected.indices[n] && selected.indices[n] < tokens, "selected index",
+                "ascending tokens of the step", selected.indices[n]);
+    if (step.sequences) check_address("late row_table", selected.step.row_table);
     for (int64_t s = 0; s < step.sequences; s++) {
-        int64_t skipped = asked.step.first(s) - step.first(s);
-        check_equal("late stop", asked.step.stop(s), step.stop(s));
-        require(skipped >= 0 && skipped <= step.count(s), "late first", "a token of its sequence", asked.step.first(s));
-        check_equal("late start", asked.step.start(s), step.start(s) + skipped);
+        int64_t skipped = selected.step.first(s) - step.first(s);
+        check_equal("late stop", selected.step.stop(s), step.stop(s));
+        require(skipped >= 0 && skipped <= step.count(s), "late first", "a token of its sequence",
+                selected.step.first(s));
+        check_equal("late start", selected.step.start(s), step.start(s) + skipped);
     }
 }
 

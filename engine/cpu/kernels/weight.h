@@ -1,33 +1,34 @@
-// A linear layer's weight as it lies in memory, and rows times some of its panels.
+// The packed weight of a linear layer, and rows times some of its panels.
 //
-// Panels (columns.h) lie one behind the other. Of bfloat16, where a CPU multiplies it, a number takes twelve bits instead
-// of sixteen wherever it can. Its upper byte is a sign and seven of the eight bits of an exponent, and neighbours in a
-// weight are of much the same size: eight such exponents in a row, of 128, hold all 512 numbers of a block nearly always.
-// So four bits tell the upper byte, and the lower one stays. No bit is lost: a block that they do not hold stays as it is.
+// Panels (panel_types.h) are stored one after the other. For CPUs that multiply bfloat16, most numbers take twelve
+// bits. The upper byte of a bfloat16 is a sign and seven of the eight exponent bits. Neighbours in a weight have
+// similar sizes: eight consecutive exponents, of 128, cover all 512 numbers of nearly every block. So a four-bit code
+// replaces the upper byte, and the lower byte is stored. No bit is lost: a block with other exponents is stored plain.
 //
-//     weight   | where each panel begins, and the last one ends, in lines | panel | panel | ...      each at a line
+//     weight   | offset of each panel, and end of the last one, in cache lines | panel | panel | ...   aligned to lines
 //     panel    | a byte for each block: its lowest exponent, or PLAIN | block | block | ...
-//     block    BLOCK steps of sixteen words. PLAIN: as they are. Else, of four steps at a time:
-//                | codes of the upper bytes of all four | lower bytes of the first and second | of the third and fourth |
-//              The half words of a line stand as those of a step do. Of a half word of lower bytes the first step has the
-//              lower, and the second the upper; of codes, the first and third have the upper byte, the second and fourth
-//              the lower one, and the first two a byte's lower half.
+//     block    BLOCK steps of sixteen words. PLAIN: the words. Else, for each four steps:
+//                | codes of the upper bytes of all four | lower bytes of steps 0 and 1 | lower bytes of steps 2 and 3 |
+//              The 16-bit units of a line are in the order of a step. A unit of lower bytes has the even step in its
+//              lower byte and the odd step in its upper byte. A unit of codes has steps 0 and 2 in its upper byte,
+//              steps 1 and 3 in its lower byte; steps 0 and 1 have the lower half of a byte.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
 #include "guard.h"
-#include "stream.h"
+#include "gemm_bf16.h"
 
 namespace decant {
 
 inline void check_packed(const char* field, const void* address) {
     check_address(field, address);
-    require(reinterpret_cast<uintptr_t>(address) % LINE == 0, field, "an address at a multiple of 64", int64_t(address));
+    require(reinterpret_cast<uintptr_t>(address) % LINE == 0, field, "an address at a multiple of 64",
+            int64_t(address));
 }
 
-// A weight [outputs, inner] that is to be packed to `to`, or only measured.
+// Arguments of `pack`; `to` may be null.
 inline void check_pack(const void* weight, int64_t outputs, int64_t inner, const void* to) {
     require(outputs >= WIDTH && outputs % WIDTH == 0, "outputs", "a multiple of 16", outputs);
     check_positive("inner", inner);
@@ -35,9 +36,9 @@ inline void check_pack(const void* weight, int64_t outputs, int64_t inner, const
     if (to) check_packed("packed", to);
 }
 
-// A panel of a weight [16, inner], from noughts.
+// Interleaves sixteen rows of a weight [16, inner] into a panel of zeros.
 template <class T>
-void lay_out_panel(const typename T::Element* weight, long inner, typename T::Word* panel) {
+void interleave_panel(const typename T::Element* weight, long inner, typename T::Word* panel) {
     for (long k = 0; k < inner; k++)
         for (long column = 0; column < WIDTH; column++) T::put(panel, k, column, weight[column * inner + k]);
 }
@@ -56,11 +57,12 @@ public:
         decant::multiply<T>(x, rows, length, panels + panel * length * T::STEP, count, out, stride);
     }
 
-    // The bytes that a weight [outputs, inner] takes. Unless `to` is null it is written there, to noughts from a line on.
+    // Returns the packed bytes of a weight [outputs, inner]. Writes them to `to` unless it is null: zeros, line-
+    // aligned.
     static long pack(const typename T::Element* weight, long outputs, long inner, void* to) {
         long panel = steps<T>(inner) * T::STEP;
         for (long n = 0; to && n < outputs / WIDTH; n++)
-            lay_out_panel<T>(weight + n * WIDTH * inner, inner, static_cast<Word*>(to) + n * panel);
+            interleave_panel<T>(weight + n * WIDTH * inner, inner, static_cast<Word*>(to) + n * panel);
         return outputs / WIDTH * panel * long(sizeof(Word));
     }
 
@@ -70,7 +72,7 @@ private:
 
 #ifdef __AVX512BF16__
 
-// Four steps of words into three lines.
+// Encodes four steps of words into three cache lines.
 inline void squeeze(const uint32_t* words, int lowest, char* to) {
     __m512i steps[4], codes[4];
     for (int s = 0; s < 4; s++) {
@@ -79,14 +81,16 @@ inline void squeeze(const uint32_t* words, int lowest, char* to) {
         __m512i signs = _mm512_and_si512(_mm512_srli_epi16(steps[s], 12), _mm512_set1_epi16(8));
         codes[s] = _mm512_or_si512(signs, _mm512_sub_epi16(exponents, _mm512_set1_epi16(short(lowest))));
     }
-    auto line = [=](int n, __m512i one, __m512i other) { _mm512_store_si512(to + n * LINE, _mm512_or_si512(one, other)); };
+    auto line = [=](int n, __m512i one, __m512i other) {
+        _mm512_store_si512(to + n * LINE, _mm512_or_si512(one, other));
+    };
     auto two = [](__m512i first, __m512i second) { return _mm512_or_si512(_mm512_slli_epi16(first, 8), second); };
     line(0, two(codes[0], codes[1]), _mm512_slli_epi16(two(codes[2], codes[3]), 4));
     for (int n = 0; n < 2; n++)
         line(1 + n, _mm512_and_si512(steps[2 * n], _mm512_set1_epi16(0xff)), _mm512_slli_epi16(steps[2 * n + 1], 8));
 }
 
-// The lowest exponent of a block if all are less than eight above it, else PLAIN.
+// The lowest exponent of a block if all others are less than eight above it, else PLAIN.
 inline uint8_t lowest_exponent(const uint32_t* words) {
     int least = 127, most = 0;
     for (long n = 0; n < BLOCK * WIDTH; n++)
@@ -99,7 +103,7 @@ inline uint8_t lowest_exponent(const uint32_t* words) {
 
 inline long whole_lines(long bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
-// A panel of `length` steps: the bytes that it takes, and itself unless `to` is null.
+// Encodes a panel of `length` steps to `to` unless that is null. Returns its bytes.
 inline long pack_panel(const uint32_t* words, long length, char* to) {
     long end = whole_lines(blocks(length));
     for (long b = 0; b < blocks(length); b++, words += BLOCK * WIDTH) {
@@ -122,7 +126,7 @@ public:
     explicit Weight(const void* at) : start(static_cast<const char*>(at)), lines(static_cast<const uint32_t*>(at)) {}
     const void* address() const { return start; }
 
-    // Where memory sets the pace, panels go one by one, in the order in which they lie.
+    // Few rows are bound by memory: they read panels one by one, in order.
     void multiply(const uint32_t* x, long rows, long length, long panel, long count, float* out,
                   long stride) const {
         long p = 0;
@@ -139,7 +143,7 @@ public:
         for (long p = 0; p < panels; p++) {
             if (to) static_cast<uint32_t*>(to)[p] = uint32_t(end / LINE);
             std::fill(plain.begin(), plain.end(), 0);
-            lay_out_panel<BFloat16>(weight + p * WIDTH * inner, inner, plain.data());
+            interleave_panel<BFloat16>(weight + p * WIDTH * inner, inner, plain.data());
             end += pack_panel(plain.data(), length, to ? static_cast<char*>(to) + end : nullptr);
         }
         if (to) static_cast<uint32_t*>(to)[panels] = uint32_t(end / LINE);
@@ -152,33 +156,35 @@ private:
 
     const char* begin(long panel) const { return start + lines[panel] * LINE; }
 
-    // A group of rows goes through panels as they lie. If there are more, it leaves a piece of them plain, in a cache, for
-    // the others, and these call for the next piece, which lies about as this one does.
+    // The first group of rows decodes panels while it multiplies. If there are more groups, it stores a decoded piece
+    // in a cache for them, and they prefetch the next piece.
     template <int PANELS>
     void pass(const uint32_t* x, long rows, long length, long panel, float* out, long stride) const {
         static thread_local std::vector<uint32_t> memory(GROUP_PANELS * PIECE * WIDTH + LINE / sizeof(uint32_t));
         uint32_t* kept = at_line(memory.data());
-        Reading from[PANELS];
+        PanelCursor from[PANELS];
         for (int p = 0; p < PANELS; p++) {
             const char* at = begin(panel + p);
             from[p] = {reinterpret_cast<const uint8_t*>(at), at + whole_lines(blocks(length))};
         }
         const char *after = begin(panel + PANELS), *last = begin(panel + PANELS - 1);
-        long apart = (last - begin(panel)) / long(sizeof(uint32_t)), groups = (rows + GROUP - 1) / GROUP;
+        long distance = (last - begin(panel)) / long(sizeof(uint32_t)), groups = (rows + GROUP - 1) / GROUP;
         if (groups == 1) {
-            auto through = rows < CALLED ? stream_group<PANELS, false, NONE> : stream_group<PANELS, false, BOTH>;
-            return through(x, rows, length, length, from, out, stride, false, nullptr, after);
+            auto multiply_group = rows < PREFETCH_ROWS_BF16 ? stream_group<PANELS, false, NONE>
+                                                            : stream_group<PANELS, false, BOTH>;
+            return multiply_group(x, rows, length, length, from, out, stride, false, nullptr, after);
         }
         auto first = groups > 2 ? stream_group<PANELS, true, NONE> : stream_group<PANELS, true, ONE>;
         for (long k = 0; k < length; k += PIECE) {
             long count = std::min(PIECE, length - k);
             const char* next = k + PIECE < length ? from[0].at + count / 4 * FOUR : after;
             first(x + k, rows / groups, length, count, from, out, stride, k > 0, kept, next);
-            Place<BFloat16> here{kept, PIECE * WIDTH}, there{reinterpret_cast<const uint32_t*>(next), apart};
+            PanelStep<BFloat16> here{kept, PIECE * WIDTH}, there{reinterpret_cast<const uint32_t*>(next), distance};
             for (long g = 1; g < groups; g++) {
                 long row = rows * g / groups, some = rows * (g + 1) / groups - row;
-                auto through = ahead<BFloat16, PANELS>(groups - g);
-                through(x + row * length + k, some, length, count, here, out + row * stride, stride, k > 0, there);
+                auto multiply_group = group_function<BFloat16, PANELS>(groups - g);
+                multiply_group(x + row * length + k, some, length, count, here, out + row * stride, stride, k > 0,
+                               there);
             }
         }
     }

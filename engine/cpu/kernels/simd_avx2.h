@@ -1,11 +1,11 @@
-// Eight numbers at a time.
+// Vectors of eight float32 (AVX2).
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstdint>
 
-#include "tile.h"
+#include "gemm.h"
 
 namespace decant {
 
@@ -59,7 +59,7 @@ inline void transpose(__m256 (&rows)[8]) {
     }
 }
 
-// As if it had been written and read again.
+// As if the values were written as the pointer's type and read again.
 inline __m256 rounded(const float*, __m256 values) { return values; }
 
 inline __m256 rounded(const uint16_t*, __m256 values) {
@@ -68,11 +68,11 @@ inline __m256 rounded(const uint16_t*, __m256 values) {
     return wide(halves);
 }
 
-// e^x for x <= 0, within 2 ulp; nought below -87 (Cody and Waite's reduction, Cephes' polynomial).
+// e^x for x <= 0, within 2 ulp; zero below -87 (Cody and Waite's reduction, Cephes' polynomial).
 inline __m256 exponential(__m256 x) {
     __m256 low = _mm256_set1_ps(-87.0f);
     __m256 gone = _mm256_cmp_ps(x, low, _CMP_LT_OQ);
-    x = _mm256_max_ps(low, x);  // in this order: what is no number stays none
+    x = _mm256_max_ps(low, x);  // in this order, NaN stays NaN
     __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
     __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
     r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
@@ -86,15 +86,15 @@ inline __m256 exponential(__m256 x) {
 
 inline float exponential(float x) { return _mm256_cvtss_f32(exponential(_mm256_set1_ps(x))); }
 
-// Of eight lanes, always in this order.
+// The sum of eight lanes, always in this order.
 inline float sum(__m256 v) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-// e^(score - highest) of each of `count` scores, a multiple of eight; what they add up to goes on top of the eight of
-// `total`. `to` may be `scores`.
+// e^(score - highest) of `count` scores, a multiple of eight; the weights are added to the eight lanes of `total`. `to`
+// may be `scores`.
 inline void weigh_all(const float* scores, long count, float highest, float* to, float* total) {
     __m256 lanes = wide(total), top = _mm256_set1_ps(highest);
     for (long j = 0; j < count; j += 8) {
@@ -105,7 +105,7 @@ inline void weigh_all(const float* scores, long count, float highest, float* to,
     keep(total, lanes);
 }
 
-// The highest of numbers, a multiple of eight of them; what is none does not count.
+// The maximum of `count` numbers, a multiple of eight; NaN is ignored.
 inline float most(const float* from, long count) {
     __m256 lanes = wide(from);
     for (long at = 8; at < count; at += 8) lanes = _mm256_max_ps(wide(from + at), lanes);

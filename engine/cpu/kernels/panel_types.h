@@ -1,14 +1,14 @@
-// Sixteen columns of a panel, side by side in registers, and the two number formats that panels come in.
+// Sixteen columns of a panel in registers, and the number formats of panels.
 //
-// A panel holds a factor [inner, 16] in the order in which it is read; how, depends on what the CPU multiplies:
+// A panel holds a factor [inner, 16] in the order in which it is read. The format depends on the CPU:
 //
-//     float32                    | w[k][0] .. w[k][15] |                       64 bytes for one k
-//     bfloat16, AVX2             | w[k][j+8] w[k][j], j 0..7 |                 32 bytes for one k: the upper and the lower
-//                                                                             half of eight words, widened to float32
-//     bfloat16, AVX512-BF16      | w[k+1][j] w[k][j], j 0..15 |                64 bytes for two k: sixteen words, of which
-//                                                                             the CPU multiplies both halves (vdpbf16ps)
+//     float32                    | w[k][0] .. w[k][15] |          64 bytes for one k
+//     bfloat16, AVX2             | w[k][j+8] w[k][j], j 0..7 |    32 bytes for one k: both halves of eight words, each
+//                                                                 widened to float32
+//     bfloat16, AVX512-BF16      | w[k+1][j] w[k][j], j 0..15 |   64 bytes for two k: the CPU multiplies both halves
+//                                                                 of sixteen words (vdpbf16ps)
 //
-// A step of a chain takes one k, or two: sums are float32 in any.
+// A step of a chain takes one k, or two. Sums are float32 in all formats.
 #pragma once
 
 #include <immintrin.h>
@@ -20,9 +20,9 @@ namespace decant {
 
 constexpr long WIDTH = 16;  // columns of a panel
 
-constexpr long LINE = 64;   // bytes that caches move at a time
+constexpr long LINE = 64;   // bytes of a cache line
 
-// Where a line begins next. What is not larger than a line, and lies at a multiple of its size from there, is in one line.
+// The first address from `at` on that is aligned to a cache line.
 template <class E>
 inline E* at_line(E* at) { return at + (LINE - reinterpret_cast<uintptr_t>(at) % LINE) % LINE / sizeof(E); }
 
@@ -33,7 +33,7 @@ inline float widen(uint16_t half) {
     return value;
 }
 
-// To the nearest, ties to even, as torch rounds; what is no number stays none.
+// Rounds to nearest, ties to even, as torch does; NaN stays NaN.
 inline uint16_t narrow(float value) {
     uint32_t word;
     std::memcpy(&word, &value, 4);
@@ -47,7 +47,7 @@ constexpr bool WIDE = true;
 
 struct Columns {
     __m512 all;
-    static Columns noughts() { return {_mm512_setzero_ps()}; }
+    static Columns zeros() { return {_mm512_setzero_ps()}; }
     static Columns read(const float* at) { return {_mm512_loadu_ps(at)}; }
     void write(float* at) const { _mm512_storeu_ps(at, all); }
     void add(float value, const Columns& factors) { all = _mm512_fmadd_ps(_mm512_set1_ps(value), factors.all, all); }
@@ -63,7 +63,7 @@ constexpr bool WIDE = false;
 
 struct Columns {
     __m256 first, second;
-    static Columns noughts() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+    static Columns zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
     static Columns read(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
     void write(float* at) const { _mm256_storeu_ps(at, first), _mm256_storeu_ps(at + 8, second); }
     void add(float value, const Columns& factors) {
@@ -75,8 +75,8 @@ struct Columns {
 
 #endif
 
-// Element: a number in memory. Word: what panels are made of, STEP of them for a step, which takes KS of the inner
-// numbers. Factor: what a row is read as, one for a step.
+// Element: a number in memory. Word: the unit of a panel; a step has STEP words and takes KS of the inner numbers.
+// Factor: the unit of a row, one for each step.
 struct Float32 {
     using Element = float;
     using Word = float;
@@ -112,11 +112,11 @@ struct BFloat16 {
 #endif
 };
 
-// Steps that a chain over `inner` numbers takes.
+// Steps of a chain over `inner` numbers.
 template <class T>
 constexpr long steps(long inner) { return (inner + T::KS - 1) / T::KS; }
 
-// A factor of a row. A pair may lie in memory as the two numbers that it is.
+// Reads a factor of a row. A pair of bfloat16 may be unaligned.
 inline float take(const float* at) { return *at; }
 
 inline uint32_t take(const uint32_t* at) {
@@ -125,9 +125,9 @@ inline uint32_t take(const uint32_t* at) {
     return pair;
 }
 
-// A row as it is multiplied: to[steps(inner)].
+// Converts a row to factors: to[steps(inner)].
 template <class T>
-inline void lay_out(const typename T::Element* from, long inner, typename T::Factor* to) {
+inline void pack_row(const typename T::Element* from, long inner, typename T::Factor* to) {
     if constexpr (T::KS == 2) {
         if (inner % 2) to[inner / 2] = 0;
         std::memcpy(to, from, inner * sizeof(typename T::Element));

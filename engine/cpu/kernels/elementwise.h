@@ -1,23 +1,23 @@
-// Small operations of a model, each in one pass over its rows. See engine/cpu/fused_ops.py.
+// Norms, gated activations and rotary embedding, each in one pass over its rows. See engine/cpu/fused_ops.py.
 //
-// A row is computed by itself, eight numbers at a time, of bfloat16 sixteen where the CPU has the lanes; what is left of it
-// goes through the same lanes, filled up with noughts. So its bits depend neither on the rows beside it nor on where it lies.
+// A row is computed by itself, eight numbers at a time, or sixteen of bfloat16 with AVX-512. Its tail goes through the
+// same vector code, padded with zeros. So its bits depend neither on other rows nor on its address.
 #pragma once
 
 #include <cmath>
 
 #include "guard.h"
-#include "lanes.h"
-#include "pairs.h"
+#include "simd_avx2.h"
+#include "simd_bf16.h"
 
 namespace decant {
 
-constexpr long WORTH_SHARING = 1 << 15;  // numbers that are worth waking a thread for
+constexpr long NUMBERS_PER_THREAD = 1 << 15;  // fewer are not worth waking a thread for
 
-// Calls `row(r)` for all of some rows of so many numbers. It takes no memory, so it throws nothing.
+// Calls `row(r)` for all rows, shared among threads. Allocates nothing and throws nothing.
 template <class Row>
 inline void each_row(long rows, long width, long threads, const Row& row) {
-    threads = std::clamp(rows * width / WORTH_SHARING, 1L, std::clamp(rows, 1L, threads));
+    threads = std::clamp(rows * width / NUMBERS_PER_THREAD, 1L, std::clamp(rows, 1L, threads));
     #pragma omp parallel for num_threads(threads) schedule(static)
     for (long r = 0; r < rows; r++) row(r);
 }
@@ -42,15 +42,16 @@ inline void keep_some(E* at, __m256 values, long count) {
     std::copy_n(padded, count, at);
 }
 
-// x / (1 + e^-x), from an exponential that can't grow too large.
+// x / (1 + e^-x), computed from e^-|x|, which can't overflow.
 inline __m256 silu(__m256 x) {
     __m256 one = _mm256_set1_ps(1.0f), e = exponential(_mm256_or_ps(x, _mm256_set1_ps(-0.0f)));  // of -|x|
-    return x * _mm256_blendv_ps(one, e, x) / (one + e);  // e where x is below nought
+    return x * _mm256_blendv_ps(one, e, x) / (one + e);  // e where x is negative
 }
 
 #ifdef __AVX512BF16__
 
-inline __mmask16 first(long count) { return (1 << count) - 1; }  // a mask costs something, also if it leaves out nothing
+// Used for tails only: a masked access costs more than a plain one.
+inline __mmask16 first(long count) { return (1 << count) - 1; }
 inline void fill(__m512& lanes, float value) { lanes = _mm512_set1_ps(value); }
 inline __m512 add_square(__m512 sum, __m512 x) { return _mm512_fmadd_ps(x, x, sum); }
 inline __m512 negative(__m512 x) { return _mm512_xor_ps(x, _mm512_set1_ps(-0.0f)); }
@@ -76,11 +77,11 @@ inline __m512 silu(__m512 x) {
 
 #endif
 
-// As many numbers of a kind as are computed at a time.
+// The vector register that `some` loads numbers of type E into.
 template <class E>
 using Some = decltype(some(static_cast<const E*>(nullptr), 0));
 
-// Calls `f(at, count)` for every so many numbers of a row; `count` is less for the last ones.
+// Calls `f(at, count)` for each vector of a row; `count` is smaller for the tail.
 template <class E, class F>
 inline void by_lanes(long width, const F& f) {
     constexpr long all = sizeof(Some<E>) / sizeof(float);
@@ -115,18 +116,19 @@ inline void gate_row(const E* gate, const E* up, E* out, long width) {
     });
 }
 
-// Of rows that lie `stride` numbers apart in both.
+// Rows of `gate` and `up` are `stride` numbers apart; those of `out` are dense.
 template <class E>
 void gate(const E* gate, const E* up, E* out, long rows, long width, long stride, long threads) {
-    each_row(rows, width, threads, [=](long r) { gate_row(gate + r * stride, up + r * stride, out + r * width, width); });
+    each_row(rows, width, threads,
+             [=](long r) { gate_row(gate + r * stride, up + r * stride, out + r * width, width); });
 }
 
-// x * cos + rotate_half(x) * sin, each product and the sum rounded (RoPE, Su et al. 2021), of a token's heads, which are
-// `apart` numbers from each other; cos and sin [width], out [heads, width], which may be `x` where that is as dense.
+// x * cos + rotate_half(x) * sin, each product and the sum rounded (RoPE, Su et al. 2021), of one token's heads,
+// `stride` numbers apart. cos, sin [width]; out [heads, width], may be `x` if that is dense.
 template <class E>
-inline void rotate_row(const E* x, const E* cos, const E* sin, E* out, long heads, long width, long apart) {
+inline void rotate_row(const E* x, const E* cos, const E* sin, E* out, long heads, long width, long stride) {
     long half = width / 2;
-    for (long h = 0; h < heads; h++, x += apart, out += width)
+    for (long h = 0; h < heads; h++, x += stride, out += width)
         by_lanes<E>(half, [&](long at, long count) {
             auto low = some(x + at, count), high = some(x + half + at, count);
             auto turned = [&](auto one, auto other, long at) {
@@ -137,19 +139,21 @@ inline void rotate_row(const E* x, const E* cos, const E* sin, E* out, long head
         });
 }
 
-// Of tokens that lie `token_apart` numbers from each other; cos and sin [tokens, width], out [tokens, heads, width].
+// x [tokens, heads, width] with strides; cos, sin [tokens, width]; out [tokens, heads, width], dense.
 template <class E>
-void rotate(const E* x, const E* cos, const E* sin, E* out, long tokens, long heads, long width, long token_apart,
-            long head_apart, long threads) {
+void rotate(const E* x, const E* cos, const E* sin, E* out, long tokens, long heads, long width, long token_stride,
+            long head_stride, long threads) {
     each_row(tokens, heads * width, threads, [=](long t) {
-        rotate_row(x + t * token_apart, cos + t * width, sin + t * width, out + t * heads * width, heads, width, head_apart);
+        rotate_row(x + t * token_stride, cos + t * width, sin + t * width, out + t * heads * width, heads, width,
+                   head_stride);
     });
 }
 
 // x + y, rounded; `out` may be either.
 template <class E>
 inline void add_row(const E* x, const E* y, E* out, long width) {
-    by_lanes<E>(width, [=](long at, long count) { keep_some(out + at, some(x + at, count) + some(y + at, count), count); });
+    by_lanes<E>(width,
+                [=](long at, long count) { keep_some(out + at, some(x + at, count) + some(y + at, count), count); });
 }
 
 }  // namespace decant

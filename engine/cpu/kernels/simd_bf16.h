@@ -1,12 +1,12 @@
-// Sixteen numbers at a time, and keys and values as panels of pairs, for CPUs that multiply bfloat16. A key's pairs are
-// the words that it consists of, so laying keys out is a transposition; a value's pair is two values of one column.
+// Vectors of sixteen float32, and keys and values as panels of bfloat16 pairs (AVX512-BF16). A key's pairs are its own
+// words, so packing keys is a transposition; a value's pair is two values of one column.
 #pragma once
 
-#include "columns.h"
+#include "panel_types.h"
 
 namespace decant {
 
-constexpr long SCORED = 6;  // most rows whose scores fit into the registers with what they are made of
+constexpr long SCORED = 6;  // most rows whose scores and factors fit into the registers
 
 template <int ROWS>
 struct Scores;
@@ -44,7 +44,7 @@ inline void transpose(__m512i (&rows)[16]) {
     }
 }
 
-// Sixteen keys of `words` words: to[words][16].
+// Packs sixteen keys of `words` words: to[words][16].
 inline void pair_keys(const uint16_t* const* keys, long words, uint32_t* to) {
     for (long at = 0; at < words; at += 16) {
         auto some = __mmask16(at + 16 <= words ? 0xffff : (1 << (words - at)) - 1);
@@ -58,7 +58,7 @@ inline void pair_keys(const uint16_t* const* keys, long words, uint32_t* to) {
     }
 }
 
-// Sixteen columns of two values.
+// Packs sixteen columns of two values.
 inline void pair_values(const uint16_t* one, const uint16_t* other, uint32_t* to) {
     __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(one)));
     __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(other)));
@@ -71,12 +71,13 @@ inline __m512 sixteen(__m256i halves) {
 
 inline __m256i halves(__m512 values) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)); }
 
-// As in lanes.h, of sixteen.
+// As in simd_avx2.h.
 inline __m512 exponential(__m512 x) {
     __m512 low = _mm512_set1_ps(-87.0f);
     __mmask16 gone = _mm512_cmp_ps_mask(x, low, _CMP_LT_OQ);
-    x = _mm512_max_ps(low, x);  // in this order: what is no number stays none
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
+    x = _mm512_max_ps(low, x);  // in this order, NaN stays NaN
+    __m512 scaled = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
+    __m512 n = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
     __m512 p = _mm512_set1_ps(1.9875691500e-4f);
@@ -87,18 +88,18 @@ inline __m512 exponential(__m512 x) {
     return _mm512_maskz_mul_ps(__mmask16(~gone), p, _mm512_castsi512_ps(scale));
 }
 
-// 2^x of what is at most nought, within 2^-13: it is rounded to eight bits. A polynomial for what is left of the largest
-// whole number below x, which is added to the exponent.
+// 2^x for x <= 0, within 2^-13, because the result is rounded to eight bits: a polynomial of x - floor(x), with
+// floor(x) added to the exponent.
 inline __m512 power(__m512 x) {
     __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), p = _mm512_set1_ps(7.802452266e-2f);
     for (float c : {2.260671554e-1f, 6.958335405e-1f, 9.999252186e-1f}) p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(p, x);  // nought where it is below all numbers
+    return _mm512_scalef_ps(p, x);  // zero on underflow
 }
 
-// Scores of ROWS rows with the keys of a tile, which stay in registers until they are weights.
+// Scores of ROWS rows with the keys of a tile. They stay in registers until they are weights.
 template <int ROWS>
 struct Scores {
-    static constexpr int PARTS = 4;  // of sixteen keys
+    static constexpr int PARTS = 4;  // sixteen keys each
 
     __m512 of[ROWS][PARTS];
 
@@ -123,7 +124,7 @@ struct Scores {
         }
     }
 
-    // What a row does not see; `seen` has a bit for each key.
+    // Hides keys that a row does not see; `seen` has a bit for each key.
     void hide(int row, uint64_t seen, float hidden) {
         #pragma GCC unroll 4
         for (int p = 0; p < PARTS; p++)
@@ -135,11 +136,11 @@ struct Scores {
         return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(some[0], some[1]), _mm512_max_ps(some[2], some[3])));
     }
 
-    // As weigh_all in lanes.h, e^((score - highest) * unit); rounded and paired. What they are rounded to goes on top of the
-    // sixteen of `total`.
-    void weigh(int row, float highest, float unit, uint32_t* to, float* total) const {
+    // e^((score - highest) * score_scale), rounded and paired; the rounded weights are added to the sixteen lanes of
+    // `total`.
+    void weigh(int row, float highest, float score_scale, uint32_t* to, float* total) const {
         __m512 lanes = _mm512_loadu_ps(total), top = _mm512_set1_ps(highest);
-        __m512 factor = _mm512_set1_ps(unit * 1.44269504088896341f);
+        __m512 factor = _mm512_set1_ps(score_scale * 1.44269504088896341f);
         auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3f803f80));
         auto weights = [=](__m512 scores) { return power(_mm512_mul_ps(_mm512_sub_ps(scores, top), factor)); };
         #pragma GCC unroll 2

@@ -1,16 +1,16 @@
-// Few rows times keys and values as they lie in their blocks: where a tile of keys serves a handful of rows, laying it
-// out as panels takes longer than the products. Sums are the same chains as in tile.h, so bits are the same either way.
+// Few rows times keys and values in place: for a handful of rows, packing a tile takes longer than multiplying it. Sums
+// are the same chains as in gemm.h, so bits are the same either way.
 #pragma once
 
 #include <type_traits>
 
-#include "lanes.h"
+#include "simd_avx2.h"
 
 namespace decant {
 
-constexpr long FEW = 8;
+constexpr long SMALL_BATCH = 8;  // most rows
 
-// f(the number of rows, as a constant), for 1 to MOST rows.
+// Calls f with the number of rows, 1 to MOST, as a compile-time constant.
 template <int MOST, class F>
 inline void with_rows(long rows, const F& f) {
     if constexpr (MOST > 1)
@@ -18,9 +18,9 @@ inline void with_rows(long rows, const F& f) {
     f(std::integral_constant<int, MOST>());
 }
 
-// Queries [ROWS, dim] times eight keys: scores, rows `apart` numbers behind each other.
+// Queries [ROWS, dim] times eight keys -> scores, rows `stride` apart.
 template <int ROWS, class E>
-inline void score(const float* query, long dim, const E* const* keys, float* scores, long apart) {
+inline void score(const float* query, long dim, const E* const* keys, float* scores, long stride) {
     __m256 chains[ROWS];
     #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) chains[r] = _mm256_setzero_ps();
@@ -36,12 +36,12 @@ inline void score(const float* query, long dim, const E* const* keys, float* sco
                 chains[r] = _mm256_fmadd_ps(_mm256_broadcast_ss(query + r * dim + d + n), factors[n], chains[r]);
     }
     #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) keep(scores + r * apart, chains[r]);
+    for (int r = 0; r < ROWS; r++) keep(scores + r * stride, chains[r]);
 }
 
-// Weights of ROWS rows, `apart` behind each other, times eight times LANES columns of `count` values, added to `out`.
+// Weights of ROWS rows, `weight_stride` apart, times 8 * LANES columns of `count` values, added to `out`.
 template <int ROWS, int LANES, class E>
-inline void mix(const float* weights, long apart, const E* const* values, long count, long column, float* out,
+inline void mix(const float* weights, long weight_stride, const E* const* values, long count, long column, float* out,
                 long stride) {
     __m256 chains[ROWS][LANES];
     #pragma GCC unroll 8
@@ -54,7 +54,7 @@ inline void mix(const float* weights, long apart, const E* const* values, long c
         for (int l = 0; l < LANES; l++) factors[l] = wide(values[j] + column + 8 * l);
         #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-            __m256 weight = _mm256_broadcast_ss(weights + r * apart + j);
+            __m256 weight = _mm256_broadcast_ss(weights + r * weight_stride + j);
             #pragma GCC unroll 8
             for (int l = 0; l < LANES; l++) chains[r][l] = _mm256_fmadd_ps(weight, factors[l], chains[r][l]);
         }
@@ -68,15 +68,15 @@ inline void mix(const float* weights, long apart, const E* const* values, long c
         }
 }
 
-// The same for all `width` columns, a multiple of eight.
+// `mix` for all `width` columns, a multiple of eight.
 template <int ROWS, class E>
-inline void mix_all(const float* weights, long apart, const E* const* values, long count, long width, float* out,
-                    long stride) {
-    constexpr int LANES = ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1;  // enough chains to hide what one takes
+inline void mix_all(const float* weights, long weight_stride, const E* const* values, long count, long width,
+                    float* out, long stride) {
+    constexpr int LANES = ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1;  // enough chains to hide the latency of one
     long column = 0;
     for (; column + 8 * LANES <= width; column += 8 * LANES)
-        mix<ROWS, LANES>(weights, apart, values, count, column, out, stride);
-    for (; column < width; column += 8) mix<ROWS, 1>(weights, apart, values, count, column, out, stride);
+        mix<ROWS, LANES>(weights, weight_stride, values, count, column, out, stride);
+    for (; column < width; column += 8) mix<ROWS, 1>(weights, weight_stride, values, count, column, out, stride);
 }
 
 }  // namespace decant

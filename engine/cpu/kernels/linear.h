@@ -1,4 +1,4 @@
-// A linear layer: rows times a weight that was packed once. See engine/cpu/gemm.py.
+// A linear layer: rows times a packed weight. See engine/cpu/gemm.py.
 #pragma once
 
 #include <omp.h>
@@ -8,16 +8,16 @@
 #include <vector>
 
 #include "guard.h"
-#include "lanes.h"
-#include "small.h"
+#include "simd_avx2.h"
+#include "elementwise.h"
 #include "weight.h"
 
 namespace decant {
 
-constexpr long TOGETHER = 4;         // most panels that are taken at once
-constexpr long READ_ONCE = 32;       // rows up to which it is memory that sets the pace
-constexpr long CACHED = 384 * 1024;  // bytes of rows that stay in the second level cache while panels go by
-constexpr long WORTH = 1 << 16;      // sums that are worth waking a thread for
+constexpr long PANELS_AT_ONCE = 4;         // most panels that a thread takes at once
+constexpr long MEMORY_BOUND_ROWS = 32;     // up to this many rows, reading the weight takes longest
+constexpr long CACHED = 384 * 1024;        // bytes of rows that stay in the second-level cache
+constexpr long SUMS_PER_THREAD = 1 << 16;  // fewer multiply-adds are not worth waking a thread for
 
 template <class P, size_t N>
 void multiply_all(const std::array<P, N>& products, long threads);
@@ -34,9 +34,9 @@ struct Product {
     Element* out;                   // [rows, panels * WIDTH]
     long rows, inner, panels;
 
-    Element* place(long row, long panel) const { return out + (row * panels + panel) * WIDTH; }
+    Element* output(long row, long panel) const { return out + (row * panels + panel) * WIDTH; }
 
-    // A row's outputs of some panels.
+    // Writes a row's outputs of `count` panels.
     void store(const float* sums, long panel, long count, Element* to) const {
         const float* add = bias ? bias + panel * WIDTH : nullptr;
         for (long n = 0; n < count * WIDTH; n += WIDTH) {
@@ -49,36 +49,37 @@ struct Product {
     // Factors of a row.
     long length() const { return steps<T>(inner); }
 
-    // Rows that go by together: as many as stay in the second level cache, or a few less, so that none are left over.
+    // Rows multiplied together: they fit in the second-level cache, and all blocks have nearly the same size.
     long block() const {
         long most = std::max(4L, CACHED / (4 * length())), blocks = std::max(1L, (rows + most - 1) / most);
         return std::max(1L, (rows + blocks - 1) / blocks);
     }
 
-    // Rows as they are multiplied, in `memory` if not where they are.
+    // Rows as factors: in place if the type allows it, else converted into `memory`.
     const Factor* factors(long row, long count, std::vector<Factor>& memory) const {
         if (T::KS * sizeof(Element) == sizeof(Factor) && inner % T::KS == 0)
             return reinterpret_cast<const Factor*>(x + row * inner);
         memory.resize(block() * length());
-        for (long r = 0; r < count; r++) lay_out<T>(x + (row + r) * inner, inner, &memory[r * length()]);
+        for (long r = 0; r < count; r++) pack_row<T>(x + (row + r) * inner, inner, &memory[r * length()]);
         return memory.data();
     }
 
-    // Panels that a thread takes at once: so few that all are through at nearly the same time.
-    long taken() const { return block() > READ_ONCE ? GROUP_PANELS : TOGETHER; }
+    // Panels that a thread takes at once: few, so that threads finish at nearly the same time.
+    long taken() const { return block() > MEMORY_BOUND_ROWS ? GROUP_PANELS : PANELS_AT_ONCE; }
 
     long blocks() const { return (rows + block() - 1) / block(); }
     long pieces() const { return (panels + taken() - 1) / taken(); }
 
-    // Sums of some rows and panels, rows TOGETHER panels apart.
+    // Sums of some rows and panels; rows of `sums` are PANELS_AT_ONCE panels apart.
     void sum_up(const Factor* factors, long count, long panel, long together, float* sums) const {
-        weight.multiply(factors, count, length(), panel, together, sums, TOGETHER * WIDTH);
+        weight.multiply(factors, count, length(), panel, together, sums, PANELS_AT_ONCE * WIDTH);
     }
 
-    // Some rows through some panels.
+    // Computes and writes the outputs of some rows and panels.
     void part(const Factor* factors, long row, long count, long panel, long together, float* sums) const {
         sum_up(factors, count, panel, together, sums);
-        for (long r = 0; r < count; r++) store(&sums[r * TOGETHER * WIDTH], panel, together, place(row + r, panel));
+        for (long r = 0; r < count; r++)
+            store(&sums[r * PANELS_AT_ONCE * WIDTH], panel, together, output(row + r, panel));
     }
 
     long work() const { return rows * inner * panels * WIDTH; }
@@ -94,9 +95,9 @@ struct Product {
     }
 };
 
-// Of two linear layers with the same inputs: silu(x * gate) * (x * up). What they answer by themselves is not written down.
+// silu(x * gate) * (x * up): two linear layers with the same inputs, whose own outputs are not written.
 template <class T>
-struct GatedProduct : Product<T> {  // by the gate, to where both go
+struct GatedProduct : Product<T> {  // the base is the gate; `out` gets the result
     using Element = typename T::Element;
     using Factor = typename T::Factor;
     static constexpr long SUMS = 2;
@@ -104,32 +105,32 @@ struct GatedProduct : Product<T> {  // by the gate, to where both go
     Product<T> up;
 
     void part(const Factor* factors, long row, long count, long panel, long together, float* sums) const {
-        Element open[TOGETHER * WIDTH], beside[TOGETHER * WIDTH];
+        Element gate_out[PANELS_AT_ONCE * WIDTH], up_out[PANELS_AT_ONCE * WIDTH];
         this->sum_up(factors, count, panel, together, sums);
-        float* others = sums + this->block() * TOGETHER * WIDTH;
-        up.sum_up(factors, count, panel, together, others);
+        float* up_sums = sums + this->block() * PANELS_AT_ONCE * WIDTH;
+        up.sum_up(factors, count, panel, together, up_sums);
         for (long r = 0; r < count; r++) {
-            this->store(&sums[r * TOGETHER * WIDTH], panel, together, open);
-            up.store(&others[r * TOGETHER * WIDTH], panel, together, beside);
-            gate_row(open, beside, this->place(row + r, panel), together * WIDTH);
+            this->store(&sums[r * PANELS_AT_ONCE * WIDTH], panel, together, gate_out);
+            up.store(&up_sums[r * PANELS_AT_ONCE * WIDTH], panel, together, up_out);
+            gate_row(gate_out, up_out, this->output(row + r, panel), together * WIDTH);
         }
     }
 };
 
-// Products of a kind, one after the other. Each thread walks through a part of the panels that is its own, so that what it
-// reads next lies behind what it reads, and then through the others': a core that is slowed down does not make all wait.
+// Several products of one kind, in order. Each thread takes the panels of its own part in memory order, then helps with
+// the others' parts, so that no thread waits for a core that is slowed down.
 template <class P, size_t N>
 void multiply_all(const std::array<P, N>& products, long threads) {
     long work = 0, rows = 0, pieces = 0;
     for (auto& product : products) {
         work += product.work(), pieces += product.blocks() * product.pieces(), rows = std::max(rows, product.block());
     }
-    std::vector<std::atomic<bool>> taken(pieces);  // of each block of rows, one after the other
+    std::vector<std::atomic<bool>> taken(pieces);  // for each block of rows in order
     Guard guard;
-    #pragma omp parallel num_threads(std::clamp(work / WORTH, 1L, threads))
+    #pragma omp parallel num_threads(std::clamp(work / SUMS_PER_THREAD, 1L, threads))
     guard.run([&] {
         std::vector<typename P::Factor> memory;
-        std::vector<float> sums(P::SUMS * rows * TOGETHER * WIDTH);
+        std::vector<float> sums(P::SUMS * rows * PANELS_AT_ONCE * WIDTH);
         std::atomic<bool>* free = taken.data();
         for (auto& product : products)
             for (long row = 0, all = product.pieces(); row < product.rows; row += product.block(), free += all) {

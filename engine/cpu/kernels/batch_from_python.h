@@ -1,5 +1,5 @@
-// The rows of a step laid end to end (engine/model/step_batch.py), read from the tuples that the scheduler made. Needs the
-// interpreter's lock throughout. Every function that fails returns with Python's error set.
+// Flattens the rows of a step (engine/model/step_batch.py), read from the scheduler's tuples. Needs the interpreter's
+// lock throughout. A function that fails returns with Python's error set.
 #pragma once
 
 #include <Python.h>
@@ -16,7 +16,7 @@ namespace decant {
 
 struct FlatRow {
     PyObject* row;
-    PyObject* tokens;  // a list or tuple, held
+    PyObject* tokens;  // a list or tuple; a reference is owned
     int64_t start, end, sampled;
     Py_buffer blocks;  // of int32
 
@@ -53,8 +53,8 @@ class Flattening {
         return true;
     }
 
-    // (rows in order, lines, flattened, blocks begun, table, its width); see _compiled() in engine/model/step_batch.py
-    PyObject* laid(int32_t blank) {
+    // (rows in order, row_table, flattened, new_blocks, block table, its width); see flatten in engine/cpu/backend.py
+    PyObject* to_python(int32_t blank) {
         const int64_t size = size_;
         const int64_t n = rows_.size();
         int64_t total = 0, width = 0;
@@ -63,19 +63,19 @@ class Flattening {
             width = std::max(width, (row.end + size - 1) / size);
         }
         PyObject* ordered = PyList_New(n);
-        PyObject* lines = bytes(LINES * n * sizeof(int64_t));
+        PyObject* row_table = bytes(ROW_FIELDS * n * sizeof(int64_t));
         PyObject* flat = bytes(3 * total * sizeof(int64_t));
         PyObject* table = bytes(n * width * sizeof(int32_t));
-        PyObject* begun = nullptr;
-        if (ordered && lines && flat && table &&
-            fill(ordered, at<int64_t>(lines), at<int64_t>(flat), total, at<int32_t>(table), width, size, blank))
-            begun = bytes(begun_.size() * sizeof(int64_t));
-        if (!begun) {
-            for (PyObject* one : {ordered, lines, flat, table}) Py_XDECREF(one);
+        PyObject* new_blocks = nullptr;
+        if (ordered && row_table && flat && table &&
+            fill(ordered, at<int64_t>(row_table), at<int64_t>(flat), total, at<int32_t>(table), width, size, blank))
+            new_blocks = bytes(new_blocks_.size() * sizeof(int64_t));
+        if (!new_blocks) {
+            for (PyObject* one : {ordered, row_table, flat, table}) Py_XDECREF(one);
             return nullptr;
         }
-        std::copy(begun_.begin(), begun_.end(), at<int64_t>(begun));
-        return Py_BuildValue("(NNNNNn)", ordered, lines, flat, begun, table, static_cast<Py_ssize_t>(width));
+        std::copy(new_blocks_.begin(), new_blocks_.end(), at<int64_t>(new_blocks));
+        return Py_BuildValue("(NNNNNn)", ordered, row_table, flat, new_blocks, table, static_cast<Py_ssize_t>(width));
     }
 
   private:
@@ -105,16 +105,17 @@ class Flattening {
             PyBuffer_Release(&taken.blocks);
             return false;
         }
-        const long long at = rows_.size(), held = taken.blocks.len / sizeof(int32_t);
-        const long long written = PySequence_Fast_GET_SIZE(taken.tokens);
-        rows_.push_back(taken);  // which holds what was taken, on every way out
-        if (taken.start >= 0 && taken.start < taken.end && taken.end <= written && (taken.end - 1) / size_ < held) return true;
-        PyErr_Format(PyExc_ValueError, "row %lld: positions %lld to %lld of %lld tokens in %lld blocks", at,
-                     (long long)taken.start, (long long)taken.end, written, held);
+        const long long index = rows_.size(), blocks = taken.blocks.len / sizeof(int32_t);
+        const long long length = PySequence_Fast_GET_SIZE(taken.tokens);
+        rows_.push_back(taken);  // from here on the destructor releases it
+        if (taken.start >= 0 && taken.start < taken.end && taken.end <= length && (taken.end - 1) / size_ < blocks)
+            return true;
+        PyErr_Format(PyExc_ValueError, "row %lld: positions %lld to %lld of %lld tokens in %lld blocks", index,
+                     (long long)taken.start, (long long)taken.end, length, blocks);
         return false;
     }
 
-    bool fill(PyObject* ordered, int64_t* lines, int64_t* flat, int64_t total, int32_t* table, int64_t width,
+    bool fill(PyObject* ordered, int64_t* row_table, int64_t* flat, int64_t total, int32_t* table, int64_t width,
               int64_t size, int32_t blank) {
         const int64_t n = rows_.size();
         int64_t first = 0;
@@ -123,13 +124,13 @@ class Flattening {
             const int64_t needed = (row.end + size - 1) / size;
             std::memcpy(table, row.blocks.buf, needed * sizeof(int32_t));
             std::fill(table + needed, table + width, blank);
-            int64_t* line = lines + i;
-            line[ORDER * n] = order_[i];
-            line[START * n] = row.start;
-            line[END * n] = row.end;
-            line[FIRST * n] = first;
-            line[STOP * n] = first + row.count();
-            line[SAMPLED * n] = row.sampled;
+            int64_t* column = row_table + i;
+            column[ORDER * n] = order_[i];
+            column[START * n] = row.start;
+            column[END * n] = row.end;
+            column[FIRST * n] = first;
+            column[STOP * n] = first + row.count();
+            column[SAMPLED * n] = row.sampled;
             for (int64_t position = row.start; position < row.end; ++position, ++first) {
                 const int64_t token = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(row.tokens, position));
                 if (token == -1 && PyErr_Occurred()) return false;
@@ -137,7 +138,7 @@ class Flattening {
                 flat[total + first] = position;
                 const int64_t block = table[position / size], slot = position % size;
                 flat[2 * total + first] = block * size + slot;
-                if (!slot && position + size > row.end) begun_.push_back(block);
+                if (!slot && position + size > row.end) new_blocks_.push_back(block);
             }
             Py_INCREF(row.row);
             PyList_SET_ITEM(ordered, i, row.row);
@@ -145,9 +146,9 @@ class Flattening {
         return true;
     }
 
-    int64_t size_ = 1;  // of a block
+    int64_t size_ = 1;  // tokens per block
     std::vector<FlatRow> rows_;
-    std::vector<int64_t> order_, begun_;
+    std::vector<int64_t> order_, new_blocks_;
 };
 
 }  // namespace decant

@@ -1,0 +1,145 @@
+"""Patches of transformers' objects that depend on object identity. Everything of this kind is in this file.
+
+Each saves interpreter time between kernels. None changes bits, and a step without them is correct. Lookahead saves
+0.8 % of a decode step of one sequence (33.4 to 33.2 ms, ``bench/results/kernels-zen4.json``); the others were not
+measured alone::
+
+    LookaheadLayer    A call computes the fused layers that follow in the same kernel call, so that Python does not run
+                      between them. Relies on transformers calling the layers in order, each with the tensor that the
+                      one before returned. A layer returns its precomputed output only for that tensor, unchanged, the
+                      same angles and the same step; else it computes, and the layer before no longer looks ahead.
+    _Layers           Models slice their layer list in each step, and making an nn.ModuleList takes time. The full slice
+                      of this class is the list itself. Relies on models not changing the slice.
+    patch_rotation    An attention module calls its rotation as a global of its module. The module gets a copy of its
+                      forward with another function under that name, so that other users of the global are unaffected.
+
+To switch lookahead and list off, call ``fused_layer.fuse`` instead of ``fuse_with_lookahead`` in ``optimize``; to
+switch the rotation off, leave out ``patch_rotation``.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from decant.engine.cpu import fused_layer
+from decant.engine.cpu.attention import NativeAttention
+from decant.engine.cpu.fused_layer import Angles, Forward, FusedLayer
+from decant.engine.cpu.fused_ops import TOLERANCE, Rotation, has_same_bits
+from decant.engine.cpu.kernels import KERNELS
+from decant.engine.model.attention import AttentionBackend, AttentionCall, current, next_layer
+
+LOOKAHEAD_BYTES = 32 << 20
+"""Most bytes of precomputed outputs; a long step of a wide model looks ahead over fewer layers."""
+
+ROTATION = "apply_rotary_pos_emb"
+"""Name of the rotation in transformers' model files."""
+
+
+class _Precomputed(NamedTuple):
+    """A layer's output for one exact call."""
+
+    leader: LookaheadLayer
+    hidden: torch.Tensor
+    angles: Angles
+    attention: AttentionBackend
+    output: torch.Tensor
+
+    def matches(self, hidden: torch.Tensor, angles: Any, attention: AttentionBackend | None) -> bool:
+        """Whether the call has the same objects, and nothing was written to ``hidden`` since."""
+        return (
+            hidden is self.hidden
+            and hidden._version == 0
+            and attention is self.attention
+            and angles is not None
+            and angles[0] is self.angles[0]
+            and angles[1] is self.angles[1]
+        )
+
+
+class LookaheadLayer(FusedLayer):
+    """A fused layer that also computes its followers."""
+
+    def __init__(self, kernels: ModuleType, original_forward: Forward, parts: Any, call: AttentionCall) -> None:
+        super().__init__(kernels, original_forward, parts, call)
+        self.follower: LookaheadLayer | None = None
+        """The layer that the model is expected to call next, with this one's output."""
+        self._precomputed: _Precomputed | None = None
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        precomputed, self._precomputed = self._precomputed, None
+        if precomputed is not None:
+            is_plain_call = not args and kwargs.get("past_key_values") is None
+            if is_plain_call and precomputed.matches(hidden_states, kwargs.get("position_embeddings"), current()):
+                next_layer()
+                return precomputed.output
+            precomputed.leader.follower = None
+        return super().__call__(hidden_states, *args, **kwargs)
+
+    def can_lead_to(self, other: LookaheadLayer) -> bool:
+        """Whether the other layer takes this one's output and angles."""
+        return (self.dtype, self.width, self.hidden) == (other.dtype, other.width, other.hidden)
+
+    def _compute(self, hidden: torch.Tensor, angles: Angles, attention: NativeAttention) -> torch.Tensor:
+        layers = self._with_followers(LOOKAHEAD_BYTES // hidden.nbytes)
+        with torch.inference_mode(False):  # a tensor with a version counter
+            memory = torch.empty(len(layers), *hidden.shape, dtype=self.dtype)
+        self._run(layers, hidden, angles, attention, memory)
+        outputs = memory.unbind()
+        for (leader, layer), (given, output) in zip(pairwise(layers), pairwise(outputs), strict=True):
+            layer._precomputed = _Precomputed(leader, given, angles, attention, output)
+        return outputs[0]
+
+    def _with_followers(self, most: int) -> list[LookaheadLayer]:
+        """This layer and its followers, at most ``most`` layers if that is more than one."""
+        layers = [self]
+        while len(layers) < most and (follower := layers[-1].follower) is not None:
+            if follower._precomputed is not None:  # the last precomputed output was not used
+                layers[-1].follower = None
+            else:
+                layers.append(follower)
+        return layers
+
+
+def fuse_with_lookahead(model: nn.Module, dtype: torch.dtype) -> None:
+    """As ``fused_layer.fuse``, with layers that look ahead."""
+    layers = [layer for layer in fused_layer.fuse(model, dtype, LookaheadLayer) if isinstance(layer, LookaheadLayer)]
+    for layer, follower in pairwise(layers):
+        if layer.can_lead_to(follower):
+            layer.follower = follower
+    for module in model.modules():
+        if type(module) is nn.ModuleList and any(isinstance(child.forward, FusedLayer) for child in module):
+            module.__class__ = _Layers
+
+
+class _Layers(nn.ModuleList):
+    """A list whose full slice is the list itself."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if index == slice(None, len(self)) else super().__getitem__(index)
+
+
+def patch_rotation(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have attention modules call the compiled rotation, if it gives the same bits as their own."""
+    if KERNELS is None or dtype not in TOLERANCE:
+        return
+    for module in model.modules():
+        forward, width = type(module).forward, getattr(module, "head_dim", None)
+        if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+            continue
+        original = forward.__globals__[ROTATION]
+        rotation = Rotation(KERNELS, original)
+        if isinstance(width, int) and has_same_bits(rotation, original, width, dtype):
+            module.forward = MethodType(_with_global(forward, ROTATION, rotation), module)
+
+
+def _with_global(function: FunctionType, name: str, value: object) -> FunctionType:
+    """A copy of a function that sees another value of one global."""
+    namespace = {**function.__globals__, name: value}
+    copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
