@@ -1,13 +1,13 @@
-# make setup      a virtual environment in .venv with everything that development needs
+# make setup      a virtual environment in .venv with all development dependencies
 # make test       the whole test suite
-# make test-fast  the suite without what is marked slow
+# make test-fast  the suite without tests marked slow
 # make test-builds  the engine's tests with each other build of the CPU kernels that this machine has
 # make check      ruff, mypy, import-linter, length of commit subjects
 # make docs       the documentation site in build/site; broken links fail
 # make docs-reference  the pages of docs/reference that are generated from the code
-# make sanitize   the kernels' tests with kernels that are built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
-# make demo       a whole deployment with the small model: one question, what each worker did, the end
-# make lock       resolve requirements.lock anew from pyproject.toml
+# make sanitize   the kernels' tests on kernels built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
+# make demo       a complete deployment with the small model: one question, the work of each worker, shutdown
+# make lock       resolve requirements.lock again from pyproject.toml
 #
 # AT_ONCE=0                     tests one after the other instead of three at a time
 # PYTHON=python3.12             another interpreter for a new .venv (3.11 or newer)
@@ -25,7 +25,7 @@ PYTHON ?=
 CUDA_PACKAGES := triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
     cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
 
-# What tells that the environment is up to date, and one of the stubs for all of them.
+# Marker files: the environment is up to date; one stub stands for all of them.
 INSTALLED := $(VENV)/.installed
 STUBS := protos/worker_pb2.py
 
@@ -52,7 +52,7 @@ $(INSTALLED): pyproject.toml requirements.lock install.py | $(BIN)/python
 	@$(BIN)/python install.py --with $(INSTALLER)
 	@touch $@
 
-# The environment has the build requirements, so only what is compiled is made again.
+# The environment has the build requirements, so only the compiled parts are rebuilt.
 $(STUBS): $(INSTALLED) setup.py $(wildcard protos/*.proto) $(wildcard engine/cpu/kernels/*.h engine/cpu/kernels/*.cpp)
 	@echo "protos/ and C++ kernels ..."
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
@@ -91,8 +91,8 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
 KERNEL_TESTS := $(addprefix tests/engine/test_,kernel_arguments.py kernel_attention.py gemm.py fused_ops.py fused_layer.py step_batch.py)
 
-# Python's own objects are never all freed, and torch's libraries are not built for it: no leaks are looked for. The extension
-# is optional in setup.py, so that it was built is checked here.
+# No leak check: Python never frees all of its objects, and torch's libraries do not support it. The extension
+# is optional in setup.py, so this target checks that it was built.
 sanitize: setup
 	rm -rf $(SANITIZED)
 	CFLAGS="$(SANITIZERS)" LDFLAGS="-fsanitize=address,undefined" $(BIN)/python setup.py --quiet build_ext \
@@ -105,7 +105,7 @@ sanitize: setup
 demo: setup
 	@$(BIN)/python -m decant.command demo
 
-# CUDA's libraries follow from torch's own metadata, for a build of torch that has them.
+# torch's metadata determines CUDA's libraries, for a build of torch that uses them.
 lock: setup
 	$(BIN)/python -m uv pip compile --quiet --universal --python-version 3.11 --extra all --extra dev --extra docs --no-annotate \
 	    --custom-compile-command 'make lock' $(foreach name,$(CUDA_PACKAGES),--no-emit-package $(name)) \

@@ -1,9 +1,9 @@
-"""Install what Decant needs for development into the environment that runs this script; `make setup` calls it.
+"""Install Decant's development dependencies into the environment that runs this script; `make setup` calls it.
 
     python install.py [--with uv|pip]
 
-First torch, then the versions in requirements.lock. uv is the one on PATH, or it is installed into the environment.
-pip's own settings (index, find-links) hold for uv as well. Where neither they nor UV_TORCH_BACKEND nor TORCH_INDEX
+Installs torch first, then the versions in requirements.lock. Uses the uv on PATH or installs it into the environment.
+pip's own settings (index, find-links) also apply to uv. Where neither they nor UV_TORCH_BACKEND nor TORCH_INDEX
 choose a build of torch, a machine without an NVIDIA driver gets the CPU build.
 """
 
@@ -47,7 +47,7 @@ def has_nvidia_driver() -> bool:
 
 
 def torch_source(installer: str, settings: Mapping[str, list[str]], environment: Mapping[str, str]) -> list[str]:
-    """Options that choose the build of torch, empty where the settings or the default index do."""
+    """Options that choose the build of torch; empty where the settings or the default index choose it."""
     if index := environment.get("TORCH_INDEX"):
         return ["--default-index" if installer == "uv" else "--index-url", index]
     is_chosen = settings or any(environment.get(name) for name in ("UV_TORCH_BACKEND", "UV_INDEX", "UV_DEFAULT_INDEX"))
@@ -93,7 +93,7 @@ def main() -> None:
             sys.exit(f"install.py: {' '.join((*install, *arguments))}: exit status {done.returncode}")
 
     source = torch_source(installer, settings, os.environ)
-    # torch by version first: without one, a dependency of a dependency may choose another build.
+    # torch by version first: otherwise a transitive dependency may choose another build.
     stage(f"torch from {source[-1] if source else 'the configured index'}", lambda: run(*source, locked("torch")))
     stage(f"packages of {LOCK.name}, with {installer}", lambda: run("--requirement", str(LOCK)))
 

@@ -1,7 +1,7 @@
-"""Compiles protos/*.proto and the C++ kernels while the package is built; everything else is in pyproject.toml.
+"""Compiles protos/*.proto and the C++ kernels during the build; everything else is in pyproject.toml.
 
 The stubs are not committed. A wheel gets them in its build folder, an editable install beside the sources.
-The compiler runs as a build step of its own, not inside `build_py`: in an editable install setuptools turns
+The compiler runs as a separate build step, not in `build_py`: in an editable install setuptools turns
 an error of a customised `build_py` into a warning, and the install would succeed without stubs.
 """
 
@@ -22,7 +22,7 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
 
 
 def include_paths() -> list[str]:
-    """Where imports are looked up: our root, then google/rpc (decant/protos/), then google/protobuf (grpc_tools)."""
+    """Import search path: our root, then google/rpc (decant/protos/), then google/protobuf (grpc_tools)."""
     bundled = find_spec("grpc_tools")
     if bundled is None:
         raise ExecError("compiling protos/ needs grpcio-tools")
@@ -38,7 +38,7 @@ def compile_proto(source: Path, out: Path) -> None:
 
 
 class CompileProtos(Command):
-    """A step of `build`; setuptools sets `editable_mode` when stubs belong beside the sources."""
+    """A step of `build`; setuptools sets `editable_mode` when the stubs belong beside the sources."""
 
     description = "compile protos/*.proto to Python"
     user_options: ClassVar[list[tuple[str, str | None, str]]] = []
@@ -73,7 +73,7 @@ class CompileProtos(Command):
 
 
 class Build(build):
-    # Last: `build_py` copies whatever stubs an editable install left beside the sources; these replace them.
+    # Last: `build_py` copies stubs that an editable install left beside the sources; these replace them.
     sub_commands: ClassVar = [*build.sub_commands, ("compile_protos", None)]
 
 
@@ -88,10 +88,10 @@ CPUS = {
 
 
 def extensions() -> list[Extension]:
-    """Without a compiler, or one that doesn't know a CPU's instructions, workers do without, and say so."""
+    """Optional kernels: without a compiler that supports the CPU's instructions, workers run without and log it."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return []
-    # torch's libgomp has the system's name: imported first, as that package does, it is the one that is used.
+    # torch's libgomp has the system library's name: the package imports torch first, so the kernels use torch's.
     return [
         Extension(
             f"decant.engine.cpu.kernels.{name}",

@@ -1,5 +1,5 @@
-"""Measurements: shapes and workloads to measure on, contenders in processes of their own, one report.
+"""Benchmarks: model shapes, workloads, contenders in their own processes, and one report.
 
-``python -m bench.engine`` times the engine beside static batches; ``python -m bench.scheduler_overhead`` times what a
-step costs apart from the model. Nothing imports this package.
+``python -m bench.engine`` compares the engine with static batches; ``python -m bench.scheduler_overhead`` times a
+step without the model. No other package imports this one.
 """

@@ -1,4 +1,4 @@
-"""Who is measured: the engine, and what users would run instead, in an environment where they can."""
+"""The contenders of a benchmark: the engine and the baselines, each with its environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.subprocess_runner import Job, Tell
 
 
 class Contender(NamedTuple):
-    """``module`` measures it, in an environment with what ``requirements`` says; None: in this one."""
+    """``module`` measures it in an environment with ``requirements``; None means this environment."""
 
     title: str
     module: str
@@ -35,16 +35,16 @@ BASELINES = tuple(name for name in CONTENDERS if name != OURS)
 
 
 def title_of(name: str) -> str:
-    """What people call a contender."""
+    """The display name of a contender."""
     return CONTENDERS[name].title
 
 
 class Unavailable(RuntimeError):
-    """A baseline that can't be measured here; the message is the reason, in a line."""
+    """A baseline cannot run here; the message is the reason in one line."""
 
 
 def run(contender: Contender, job: Job, tell: Tell, say: Callable[[str], None]) -> dict[str, Any]:
-    """One run; ``say`` hears what is being installed. Raises ChildFailed of ours, Unavailable of others."""
+    """Run a contender once; ``say`` gets installation progress. Raises ChildFailed (engine), Unavailable (baseline)."""
     if contender == CONTENDERS[OURS]:
         return child.run(contender.module, job, tell)
     try:

@@ -1,4 +1,4 @@
-"""What prompts of a simulation share: conversations under a few system prompts, and documents that share nothing.
+"""Prompts of a simulation: conversations under a few system prompts, and unrelated documents.
 
 system prompt | user | answer | user | answer | user        turn 3 begins with all of turn 2
 """
@@ -24,7 +24,7 @@ DOCUMENT_TOKENS = (100, 4000)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A prompt, and the time (in seconds) at which it is sent."""
+    """A prompt and its arrival time in seconds."""
 
     at: float
     tokens: int
@@ -32,7 +32,7 @@ class Arrival:
 
 
 def arrivals(prompts: int, rate: float, shared: float, seed: int) -> list[Arrival]:
-    """``prompts`` of them, in order of time, ``rate`` a second on average; ``shared`` of them are conversations'."""
+    """``prompts`` arrivals in order of time, ``rate`` per second on average; conversations have ``shared`` of them."""
     rng = Random(seed)
     systems = [_text(rng, SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
     turns = sum(TURNS) / 2
@@ -67,5 +67,5 @@ def _arrival(at: float, tokens: array[int]) -> Arrival:
 
 
 def _text(rng: Random, tokens: tuple[int, int]) -> array[int]:
-    """So many tokens that nobody else has."""
+    """Tokens that no other prompt has."""
     return array("I", rng.randbytes(4 * rng.randint(*tokens)))

@@ -1,6 +1,6 @@
-"""A deployment for a measurement: Redis, a router and one worker of either kind, each a process of its own.
+"""A deployment to measure: Redis, a router and one worker of each role, each in its own process.
 
-The engines compute nothing and take a known time, so that what is left of a request's time is everybody else's.
+The engines compute nothing and take a known time; the rest of a request's time is overhead.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Speed:
-    """What the engines take: until a prompt's first token, and for a step of decoding."""
+    """Engine times: up to a prompt's first token, and per decode step."""
 
     first_ms: float = 20.0
     step_ms: float = 10.0
 
 
 class Deployment:
-    """One that runs. ``address`` is the router's, ``bare`` that of ``bench.grpc_baseline``."""
+    """A running deployment. ``address`` is the router's, ``bare`` that of ``bench.grpc_baseline``."""
 
     def __init__(
         self, address: str, bare: str, folder: Path, processes: dict[str, psutil.Process], redis: Client
@@ -51,17 +51,17 @@ class Deployment:
         self._redis = redis
 
     def cpu(self) -> dict[str, float]:
-        """Seconds of CPU that each process has used so far."""
+        """CPU seconds that each process has used so far."""
         times = {name: process.cpu_times() for name, process in self._processes.items()}
         return {name: spent.user + spent.system for name, spent in times.items()}
 
     async def scripts(self) -> int:
-        """How many scripts Redis was asked to run so far: all that a router writes is one."""
+        """Number of Redis scripts so far; every write of a router is one script."""
         stats = await self._redis.execute("INFO", "commandstats")
         return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
 
     def engine_ms(self) -> dict[str, float]:
-        """Of each request whose prompt was read, by its id: the engine's part of the time to the first token."""
+        """The engine's part of the time to first token, by request id, for each computed prompt."""
         lines = (self._folder / "prefill.told").read_text().splitlines()
         told = [json.loads(line) for line in lines]
         return {one["id"].partition("/")[2]: one["engine_ms"] for one in told}
@@ -69,7 +69,7 @@ class Deployment:
 
 @asynccontextmanager
 async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
-    """Ready to answer. Raises TimeoutError when it isn't in time; the logs in the folder say why."""
+    """Start a deployment and wait until it is ready. Raises TimeoutError; the logs in the folder say why."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
@@ -87,7 +87,7 @@ async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
         async with asyncio.timeout(READY_SECONDS):
             await _registered(redis.url)
             command = ["router", "--models", f"{MODEL}={models.path()}", "--port", str(port), *shared]
-            command += ["--handoff-min-tokens", "0"]  # every prompt takes the longer way
+            command += ["--handoff-min-tokens", "0"]  # every prompt uses the handoff
             processes["router"] = await stack.enter_async_context(_process(command, folder / "router.log"))
             address = f"127.0.0.1:{port}"
             await _serving(address)
@@ -98,7 +98,7 @@ async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
 
 @asynccontextmanager
 async def _process(command: Sequence[str], log: Path) -> AsyncIterator[psutil.Process]:
-    """A module of ours that runs, with its output in a file; asked to end, and waited for."""
+    """Run one of our modules with its output in a file; terminate it and wait at the end."""
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdout=output, stderr=output)
     try:
@@ -115,7 +115,7 @@ async def _process(command: Sequence[str], log: Path) -> AsyncIterator[psutil.Pr
 
 
 async def _registered(url: str) -> None:
-    """Returns when a worker of each role is in the directory."""
+    """Wait until the directory has a worker of each role."""
     async with Store(StoreSettings(url)) as store:
         listing = await store.workers.listing()
         while len(listing.present) < len(ROLES):
@@ -123,7 +123,7 @@ async def _registered(url: str) -> None:
 
 
 async def _serving(address: str) -> None:
-    """Returns when a server at that address is ready."""
+    """Wait until the server at that address is ready."""
     async with grpc.aio.insecure_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         async for answer in watch:
@@ -132,7 +132,7 @@ async def _serving(address: str) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has now."""
+    """A loopback port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

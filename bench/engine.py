@@ -1,12 +1,11 @@
-"""The engine beside what the machine allows, and beside what users would run instead, in one run.
+"""The engine beside the limits of the machine and beside other servers, in one run.
 
     python -m bench.engine --model qwen2.5-0.5b --baselines all --runs 5 --json OUT.json --plot OUT.svg
     python -m bench.engine --model qwen2.5-0.5b --workload exponential
 
-The first measures the whole table of limits, the second one workload. Each contender runs in a process of its own,
-with the same threads, and the same dtype unless told otherwise, in alternation. The report goes to standard error,
-with a line as each run ends, the JSON to OUT (``-``: standard output). OUT is written after each workload: hours of
-work are not lost with the last minute.
+The first command measures the whole table of limits, the second one workload. Each contender runs in its own process
+with the same threads and, by default, the same dtype; contenders alternate. The report and progress go to standard
+error, the JSON to OUT (``-``: standard output). OUT is updated after each workload, so an interruption loses little.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ DTYPES = ("bfloat16", "float32")
 
 
 class Bench:
-    """Measures one model on this machine, with progress shown. All methods raise ChildFailed."""
+    """Measures one model on this machine and shows progress. All methods raise ChildFailed."""
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self.folder = shapes.checkpoint(args.model)
@@ -54,7 +53,7 @@ class Bench:
         self._console = console
 
     def whole(self) -> Iterator[dict[str, Any]]:
-        """Everything that the table of limits is made of: what there is after each workload, at last with the table."""
+        """All results for the table of limits: partial results after each workload, then the result with the table."""
         steps = []
         for index in range(self._args.runs):
             limits = self._limits()
@@ -72,9 +71,9 @@ class Bench:
         yield result | {"lines": [line.as_json() for line in table.lines(result)]}
 
     def workload(self, name: str) -> dict[str, Any]:
-        """Every contender ``runs`` times, in alternation; of each the run of median throughput, and all runs.
+        """Run every contender ``runs`` times, in alternation; return each one's median run by throughput, and all runs.
 
-        A baseline that fails once is left out from then on; ``unavailable`` has the reason. Raises InvalidWorkload.
+        A baseline that fails once is skipped from then on; ``unavailable`` has the reason. Raises InvalidWorkload.
         """
         items = items_of(name, self.folder, self._args.seed)
         job, runs = replace(self.job, items=tuple(items)), dict[str, list[dict[str, Any]]]()
@@ -95,11 +94,11 @@ class Bench:
         return {"num_prompts": len(items), "contenders": figures, "allowed": least} | _ratio(figures)
 
     def _limits(self) -> dict[str, Any]:
-        """What the machine allows now, for what is measured next: a shared machine's speed changes by the minute."""
+        """The current limits of the machine; the speed of a shared machine changes by the minute."""
         return {"limits": self._part("bench.machine", "reads and products alone")} if self._args.limits else {}
 
     def _run(self, who: str, job: Job, progress: Progress, task: TaskID) -> Sequence[dict[str, Any]]:
-        """One run; of a baseline that can't be measured none."""
+        """One run; None for an unavailable baseline."""
         description = progress.tasks[task].description
         if who != OURS:
             job = replace(job, dtype=self._args.baseline_dtype)
@@ -137,7 +136,7 @@ def _title(who: str, workload: str, index: int, runs: int) -> str:
 
 
 def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Ours over static batches, if they ran."""
+    """Our throughput over that of static batches, if they ran."""
     if "static" not in figures:
         return {}
     ours, theirs = figures[OURS], figures["static"]
@@ -146,7 +145,7 @@ def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
-    """The result as it is written, after each workload; the last is whole.
+    """Yield the result after each workload; the last one is complete.
 
     Raises ChildFailed, InvalidWorkload, FileNotFoundError.
     """
@@ -161,7 +160,7 @@ def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]
 
 
 def items_of(workload: str, folder: Path, seed: int) -> list[Item]:
-    """A workload's requests, from its file or its generator, checked against the model. Raises InvalidWorkload."""
+    """A workload's requests, from its file or generator, checked against the model. Raises InvalidWorkload."""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
     vocab_size, window = config.get("vocab_size"), config.get("max_position_embeddings")
@@ -224,7 +223,7 @@ def _baselines(text: str) -> tuple[str, ...]:
 
 def main() -> int:
     args, console = parse(), Console(stderr=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as on ctrl-C, the contender under way is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like ctrl-C, this also ends the running contender
     try:
         for result in bench(args, console):
             _keep(result, args.json)
@@ -241,7 +240,7 @@ def main() -> int:
 
 
 def _keep(result: Mapping[str, Any], out: str | None) -> None:
-    """What was measured so far goes to its file; standard output gets the whole alone."""
+    """Write partial results to the file only; standard output gets only the complete result."""
     if out and out != "-":
         Path(out).write_text(_json(result))
 

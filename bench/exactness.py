@@ -1,10 +1,10 @@
-"""What the second law costs: a step of the engine beside the same model with nothing done to keep rows apart.
+"""The cost of batch invariance: an engine step beside the same model without it.
 
     python -m bench.exactness [--shape qwen2.5-0.5b] [--dtype float32] [--json OUT]
 
-The plain contender has torch's own linear layers and, per sequence, torch's ``scaled_dot_product_attention`` over
-exactly the keys there are. Both run in this process, in turn, on the same blocks; a figure is the median. Beside the
-times: in how many of the rows the logits of a decode in the batch are other bits than those of the same decode alone.
+The plain contender uses torch's linear layers and one ``scaled_dot_product_attention`` per sequence over exactly its
+keys. Both run alternately in this process on the same blocks; a figure is the median. The report also counts the
+rows whose logits differ in bits between a batched decode and the same decode alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONTEXT = 256
 
 
 class PlainAttention:
-    """``scaled_dot_product_attention``, a call per sequence, over its keys and no more."""
+    """One ``scaled_dot_product_attention`` call per sequence, over exactly its keys."""
 
     def __init__(self, device: ModelDevice, rows: Sequence[Row]) -> None:
         self._store = device.store
@@ -82,14 +82,14 @@ def plain_logits(model: PreTrainedModel, device: ModelDevice, rows: Sequence[Row
 
 
 def exact_logits(device: ModelDevice, rows: Sequence[Row]) -> torch.Tensor:
-    """The same by the engine's runner."""
+    """Logits [rows, vocabulary] from the engine's runner."""
     last = np.cumsum([row.end - row.start for row in rows]) - 1
     with torch.inference_mode():
         return device.runner.logits(rows, last)
 
 
 def make_rows(device: ModelDevice, sequences: int, count: int) -> list[Row]:
-    """Sequences on blocks of their own; their last ``count`` tokens are to be computed."""
+    """Sequences on blocks of their own, whose last ``count`` tokens are not computed yet."""
     generator = torch.Generator().manual_seed(0)
     start = CONTEXT if count == 1 else 0
     needed = -(-(start + count) // device.block_size)
@@ -102,7 +102,7 @@ def make_rows(device: ModelDevice, sequences: int, count: int) -> list[Row]:
 
 
 def measure(model: PreTrainedModel, device: ModelDevice, case: tuple[int, int], runs: int) -> dict[str, Any]:
-    """One case: times of both contenders, their ratio, and the rows whose bits the batch changed."""
+    """One case: times of both contenders, their ratio, and the number of rows whose bits the batch changes."""
     rows = make_rows(device, *case)
     plain_ms, exact_ms = in_turn([lambda: plain_logits(model, device, rows), lambda: exact_logits(device, rows)], runs)
     changed = {
@@ -119,13 +119,13 @@ def measure(model: PreTrainedModel, device: ModelDevice, case: tuple[int, int], 
 
 
 def _changed(logits: Callable[[Sequence[Row]], torch.Tensor], rows: Sequence[Row]) -> int:
-    """Rows whose logits in the batch are other bits than alone."""
+    """Number of rows whose batched logits differ in bits from those computed alone."""
     alone = torch.cat([logits([row]) for row in rows])
     return int((logits(rows) != alone).any(-1).sum())
 
 
 def run(shape: str, dtype: str, runs: int) -> dict[str, Any]:
-    """All cases of one shape."""
+    """Measure all cases of one shape."""
     folder = str(shapes.make(shape))
     device = load(ModelConfig(folder, dtype=dtype, device="cpu", context_length=2048, kv_bytes=1 << 30))
     source = checkpoint.open(folder)

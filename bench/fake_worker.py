@@ -1,9 +1,9 @@
-"""A worker's real process over an engine that only takes time.
+"""A real worker process with an engine that only takes time.
 
     python -m bench.fake_worker ROLE TOLD FIRST_MS STEP_MS [the worker's own command line]
 
-For every prompt that it read, the worker appends to the file TOLD what of the time to the first token was its engine's:
-`{"id": ..., "engine_ms": ...}`, from the call's arrival to the token, the wait for the step under way included.
+For every computed prompt the worker appends the engine's part of the time to first token to the file TOLD:
+`{"id": ..., "engine_ms": ...}`, from the call's arrival to the token, including the wait for the current step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VOCABULARY = 4096
 
 
 def main(role: str, told: str, first_ms: float, step_ms: float, arguments: list[str]) -> int:
-    """Run one to its end."""
+    """Run one worker to its end."""
 
     def cost(plan: StepPlan) -> float:
         reads = any(row.start < row.request.prompt_len for row in plan.rows)
@@ -40,7 +40,7 @@ def main(role: str, told: str, first_ms: float, step_ms: float, arguments: list[
         )
 
     class Watched(PrefillService):
-        """Hears what the service tells its callers."""
+        """Observes the service's answers to its callers."""
 
         async def Prefill(self, request: wire.PrefillRequest, context: Any) -> AsyncIterator[wire.PrefillEvent]:  # noqa: N802
             async for event in super().Prefill(request, context):

@@ -1,10 +1,10 @@
-"""KV memory lost to partly filled blocks: counted in what a real engine's sequences hold, under a random mix.
+"""KV memory lost in partly filled blocks, counted over a random mix of sequences in a real engine.
 
     a sequence's blocks   [################][################][######..........]
                                                                      lost
 
-The mix: as many sequences as run at once, prompts and outputs of random lengths such that a running sequence has 500
-tokens of context on average; who ends is followed by another. The device computes nothing.
+Prompt and output lengths are random, with an average context of 500 tokens per running sequence. A new sequence
+replaces each one that ends. The device computes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDS = 2000
 
 
 def measure(job: Job, tell: Tell) -> dict[str, Any]:
-    """Shares of the slots that are held, over all steps of the mix but the first quarter."""
+    """Share of occupied slots over all steps except the first quarter."""
     block_size = ModelConfig(job.model).block_size
     device = NullDevice(RUNNING * WINDOW // block_size, block_size)
     engine = Engine(device, Limits(RUNNING * PROMPT[1], RUNNING, WINDOW))

@@ -1,8 +1,8 @@
-"""Tokens through one session: a scripted worker that sends frames as fast as they are read, and the router's session.
+"""Token throughput of one session: a scripted worker sends frames as fast as the router's session reads them.
 
 scripted worker, a process  ── frame: slots, positions, tokens of N sequences ──>  Session -> Pen -> Course
 
-python -m bench.frames SEQUENCES      is the worker; its first line says the port
+python -m bench.frames SEQUENCES      is the worker; its first line is the port
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BEGIN_SECONDS = 30.0
 
 
 class Scripted(services.DecodeServicer):
-    """Welcomes a router, waits for its runs, then writes one token of each in every frame for ever."""
+    """Welcomes a router, waits for its runs, then sends one token of each run in every frame, endlessly."""
 
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
@@ -84,14 +84,14 @@ async def serve(sequences: int) -> None:
 
 
 class _Observer:
-    """Ignores what a session reports."""
+    """Ignores session events."""
 
     def opened(self, session: WorkerSession) -> None: ...
     def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None: ...
 
 
 class _Listener:
-    """Ignores what is reported of a run."""
+    """Ignores run events."""
 
     def on_scheduled(self, message: wire.Scheduled) -> None: ...
     def on_decode_started(self, message: wire.DecodeStarted) -> None: ...
@@ -105,7 +105,7 @@ class _Listener:
 
 
 async def tokens_per_second(sequences: int, seconds: float) -> float:
-    """Tokens that a session writes into courses, with ``sequences`` in every frame."""
+    """Tokens per second that a session writes into courses, with ``sequences`` in every frame."""
     pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-m", "bench.frames", str(sequences)]
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)

@@ -1,4 +1,4 @@
-"""What gRPC alone costs: a server in the router's place that knows each answer and when it is due.
+"""The cost of gRPC alone: a server in the router's position that knows each answer and its schedule.
 
 python -m bench.grpc_baseline PORT FIRST_MS STEP_MS
 """
@@ -18,7 +18,7 @@ from decant.runtime.server import freeze_gc
 
 
 class Bare(services.InferenceServiceServicer):
-    """All streams write at the same instants, as those of one decode worker do."""
+    """Writes all streams at the same instants, like one decode worker."""
 
     def __init__(self, first_s: float, step_s: float) -> None:
         self._first_s = first_s
@@ -36,7 +36,7 @@ class Bare(services.InferenceServiceServicer):
             await self._step()
 
     async def _step(self) -> None:
-        """Wait for the next instant, which everybody shares."""
+        """Wait for the next instant; all streams share it."""
         if self._next is None:
             loop = asyncio.get_running_loop()
             self._next = loop.create_future()
@@ -50,7 +50,7 @@ class Bare(services.InferenceServiceServicer):
 
 
 async def serve(port: int, first_ms: float, step_ms: float) -> None:
-    """Until asked to end."""
+    """Serve until terminated."""
     asked = shutdown.Shutdown()
     asked.on_signals()
     server = grpc.aio.server()

@@ -1,17 +1,17 @@
-"""A cache on its way between two processes, beside a bare gRPC stream of bytes between the same two.
+"""A KV cache handoff between two processes, beside a bare gRPC byte stream between the same two.
 
     python -m bench.handoff [--model qwen2.5-0.5b] [--mib 128] [--runs 15] [--prompts 5] [--json OUT]
 
-moving     the prompt is read beforehand, in no time, so that what is measured is the moving: reading blocks, sums,
-           messages, checks, writing blocks, seal, until the sequence has joined, over plaintext and over mutual TLS, as
-           workers do it. The bare stream sends as many messages of 1 MiB and does nothing with them. They take turns.
-stepping   how much longer a step takes beside a handoff. Either end is a real engine on one thread:
-           all at once     eight sequences decode at one end, alone, beside bare streams, and beside handoffs of a cache
-                           that is there already, as fast as they go: the worst that can come
-           as it is read   a prompt is computed at the giver while eight sequences decode at the taker, and is fetched
-                           meanwhile, or not: what a request brings
+moving     the prompt is computed beforehand, so the figure covers only the transfer: reading blocks, checksums,
+           messages, checks, writing blocks and commit, until the sequence has joined; over plaintext and mutual TLS.
+           The bare stream sends as many messages of 1 MiB and discards them. They alternate.
+stepping   how much a handoff slows a step. Each side is a real engine on one thread:
+           all at once     eight sequences decode on one side: alone, beside bare streams, and beside handoffs of an
+                           existing cache at full speed, which is the worst case
+           as it is read   the sender computes a prompt while eight sequences decode at the receiver, with and without
+                           a concurrent fetch, which is the cost of a request
 
-On less than four free cores the bare stream slows steps down as well.
+With fewer than four free cores the bare stream slows steps too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PROMPT_TOKENS = 1792
 ENDS = ("sender", "receiver")
 
 
-# -- the giver's process -----------------------------------------------------------------------------------------
+# -- the sender's process ----------------------------------------------------------------------------------------
 
 
 async def migrate(model: Path, mib: int, tls: ServerTls) -> None:
@@ -62,14 +62,14 @@ async def migrate(model: Path, mib: int, tls: ServerTls) -> None:
     end = End("sender", model, mib)
 
     async def offer(name: str, tokens: int, computed: bool) -> wire.Ticket:
-        """At once for a prompt that is computed; else once it is read."""
+        """Return at once for a computed prompt; otherwise wait until the prompt is complete."""
         ticket = await end.offer(name, tokens, computed=computed)
         if not computed:
             await end.happened(name)
         return ticket
 
     async def read(name: str, tokens: int) -> None:
-        """A prompt that is computed, and that nobody fetches."""
+        """Compute a prompt without a fetch."""
         ticket = await end.offer(name, tokens, computed=True)
         await end.happened(name)
         end.sender.reclaim(ticket.id, wire.Failure(cause=wire.CAUSE_CANCELLED))
@@ -108,7 +108,7 @@ async def migrate(model: Path, mib: int, tls: ServerTls) -> None:
     await end.loop.stop()
 
 
-# -- the taker's process -----------------------------------------------------------------------------------------
+# -- the receiver's process --------------------------------------------------------------------------------------
 
 
 def connect(address: str) -> grpc.aio.Channel:
@@ -116,7 +116,7 @@ def connect(address: str) -> grpc.aio.Channel:
 
 
 class Pair:
-    """The taker at ``end``, and the giver at ``address``; at ``tls_address`` it speaks TLS alone."""
+    """The receiver at ``end`` and the sender at ``address``; ``tls_address`` accepts only TLS."""
 
     def __init__(self, end: End, address: str, tls_address: str, tls: PeerTls) -> None:
         self.end = end
@@ -128,13 +128,13 @@ class Pair:
         self._names = (f"prompt-{number}" for number in count())
 
     async def ask(self, do: str, **words: object) -> bytes:
-        """The giver's process."""
+        """Send a command to the sender's process."""
         call: Any = self._channel.unary_unary("/bench.Bench/Ask")
         answer: bytes = await call(json.dumps({"do": do, **words}).encode())
         return answer
 
     async def bare(self) -> Span:
-        """Receive as many bytes as a handoff moves."""
+        """Receive as many bytes as a handoff transfers."""
         began, received = time.monotonic(), 0
         stream: Any = self._channel.unary_stream("/bench.Bench/Bare")
         async for message in stream(b""):
@@ -142,25 +142,25 @@ class Pair:
         return Span(began, time.monotonic())
 
     async def handoff(self) -> Span:
-        """Of a cache that is there already."""
+        """Transfer an existing cache."""
         return await self._adopt_for_client(self._plain_source, self.end.tokens, computed=False)
 
     async def tls(self) -> Span:
-        """The same over mutual TLS."""
+        """Transfer an existing cache over mutual TLS."""
         return await self._adopt_for_client(self._tls_source, self.end.tokens, computed=False)
 
     async def fetched(self) -> Span:
-        """A prompt is computed and fetched meanwhile."""
+        """Compute a prompt and fetch it meanwhile."""
         return await self._adopt_for_client(self._plain_source, PROMPT_TOKENS, computed=True)
 
     async def unfetched(self) -> Span:
-        """A prompt is computed."""
+        """Compute a prompt without a fetch."""
         began = time.monotonic()
         await self.ask("read", name=next(self._names), tokens=PROMPT_TOKENS)
         return Span(began, time.monotonic())
 
     async def _adopt_for_client(self, source: GrpcSource, tokens: int, *, computed: bool) -> Span:
-        """From the fetch to a joined sequence."""
+        """Run from the fetch until the sequence has joined."""
         name = next(self._names)
         ticket = wire.Ticket.FromString(await self.ask("offer", name=name, tokens=tokens, computed=computed))
         request = self.end.request(name, tokens, park=False)
@@ -181,14 +181,14 @@ class Pair:
 
 
 class Stepper(Protocol):
-    """An end that can be told to decode."""
+    """A side that decodes on command."""
 
     async def busy(self) -> None: ...
     async def rest(self) -> Steps: ...
 
 
 class GiverSteps:
-    """The giver's, in its own process."""
+    """The sender's steps, in its own process."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
@@ -201,21 +201,21 @@ class GiverSteps:
         return Steps(*([Span(*step) for step in steps] for steps in told))
 
 
-# -- what is measured --------------------------------------------------------------------------------------------
+# -- measurements ------------------------------------------------------------------------------------------------
 
 Move = Callable[[], Awaitable[Span]]
 
 
 class Length(NamedTuple):
-    """How much is measured."""
+    """How much to measure."""
 
-    runs: int  # caches moved, and bare streams
-    seconds: float  # for which decodes are watched in each company
-    prompts: int  # fetched as they are computed, and as many that are not
+    runs: int  # number of caches transferred, and of bare streams
+    seconds: float  # duration of decoding beside each load
+    prompts: int  # prompts fetched during computation, and as many without a fetch
 
 
 async def measure(model: Path, mib: int, length: Length, console: Console) -> dict[str, Any]:
-    """Seconds of each, in turn, after one round to warm up; then the steps of either end. Raises InvalidConfig."""
+    """Seconds of each transfer, alternating after one warm-up; then steps on each side. Raises InvalidConfig."""
     with tempfile.TemporaryDirectory() as folder:
         return await _measure(model, mib, length, console, certificates.make(Path(folder, "tls")))
 
@@ -259,8 +259,9 @@ async def _measure(
 
 
 async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float) -> dict[str, dict[str, float]]:
-    """Milliseconds of a median step, alone and beside each of ``moves``, watched for so many seconds at ``least``; and
-    the seconds that a move takes beside them."""
+    """Median step milliseconds alone and beside each of ``moves``, over at ``least`` that many seconds; and
+    the seconds that a transfer takes beside them.
+    """
 
     async def nothing() -> Span:
         began = time.monotonic()
@@ -269,7 +270,7 @@ async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float)
 
     step_ms, move_s = {}, {}
     for name, move in {"alone": nothing, **moves}.items():
-        await stepper.busy()  # anew for each: a step takes longer with more context
+        await stepper.busy()  # restarted each time: a step takes longer with more context
         until, company = time.monotonic() + least, list[Span]()
         while time.monotonic() < until:
             company.append(await move())
@@ -279,7 +280,7 @@ async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float)
 
 
 async def prompt_beside(pair: Pair, steppers: dict[str, Stepper]) -> dict[str, float]:
-    """Seconds of a prompt's steps, and milliseconds of a decode's beside it: not fetched, and fetched."""
+    """Seconds of a prompt's steps and milliseconds of a concurrent decode step, without and with a fetch."""
     figures = {}
     for name, move in {"unfetched": pair.unfetched, "fetched": pair.fetched}.items():
         await steppers["receiver"].busy()
@@ -290,11 +291,11 @@ async def prompt_beside(pair: Pair, steppers: dict[str, Stepper]) -> dict[str, f
     return figures
 
 
-# -- what it comes to --------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------
 
 
 def report(mib: int, figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures, and what they come to; a ratio is the median over pairs, its spread their quartiles."""
+    """The figures and their ratios; a ratio is the median over pairs, its spread the quartiles."""
     ratios = _ratios(figures["bare_s"], figures["handoff_s"])
     at_once, as_read = figures["all_at_once"], figures["as_it_is_read"]
     steps = {end: at_once[end]["step_ms"] for end in ENDS}
@@ -322,7 +323,7 @@ def _ratios(ones: list[float], others: list[float]) -> list[float]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print it for people."""
+    """Print the report as text."""
     rates, (low, high) = result["mib_per_s"], result["ratio_quartiles"]
     console.print(
         f"bare stream {rates['bare']:.0f} MiB/s, handoff {rates['handoff']:.0f} MiB/s: "

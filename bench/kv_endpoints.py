@@ -1,4 +1,4 @@
-"""One end of a handoff, over a real engine on one thread; what its steps take is noted."""
+"""One side of a handoff over a real engine on one thread, with recorded step times."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Span(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What a model computed, of each kind."""
+    """Steps that a model computed, by kind."""
 
     prompts: list[Span]
     decodes: list[Span]
 
 
 class Watched(Prompted):
-    """Notes each step that it computes: decodes, and prompts where ``computes_prompts``."""
+    """Records each step that it computes: decodes, and prompts where ``computes_prompts``."""
 
     def __init__(self, device: ModelDevice) -> None:
         super().__init__(device)
@@ -72,19 +72,19 @@ class Watched(Prompted):
 
 
 class End:
-    """A giver and a taker over one engine. ``tokens`` are those of a cache of ``mib``."""
+    """A sender and a receiver over one engine. ``tokens`` fill a cache of ``mib``."""
 
     def __init__(self, name: str, model: Path, mib: int) -> None:
-        """Raises InvalidConfig where the model has no sequence that long."""
+        """Raises InvalidConfig when the model does not support a sequence that long."""
         sys.setswitchinterval(SWITCH_SECONDS)
-        torch.set_num_threads(1)  # for all threads that begin later
+        torch.set_num_threads(1)  # for all threads that start later
         size = (mib << 20) + DECODE_BYTES
         device = load(ModelConfig(str(model), dtype="bfloat16", device="cpu", kv_bytes=size))
         self.tokens = (mib << 20) // device.block_bytes * device.block_size
         if self.tokens + 2 > device.context_length:
             most = device.context_length // device.block_size * device.block_bytes / (1 << 20)
             raise InvalidConfig("mib", f"less than the {most:.1f} of this model's longest sequence", mib)
-        device.store.blocks.fill_(1)  # memory that was never written costs nothing to read
+        device.store.blocks.fill_(1)  # untouched memory costs nothing to read
         self.device = Watched(device)
         limits = Limits(CHUNK_TOKENS, max_running=2 * DECODES, context_length=device.context_length)
         self.engine = Engine(self.device, limits, checksum=checksum)
@@ -103,16 +103,16 @@ class End:
             self._events.setdefault(name, asyncio.Event()).set()
 
     async def happened(self, name: str) -> None:
-        """The sequence was parked or ended."""
+        """Wait until the sequence is parked or ended."""
         await self._events.setdefault(name, asyncio.Event()).wait()
 
     def request(self, name: str, tokens: int, *, park: bool) -> Request:
-        """A prompt that moves as a whole, whoever has seen it before."""
+        """A prompt that shares no cached blocks."""
         stop = StopParams(max_tokens=2, ignore_eos=True)
         return Request(name, (1,) * tokens, stop=stop, use_prefix_cache=False, park_after=1 if park else None)
 
     async def offer(self, name: str, tokens: int, *, computed: bool) -> wire.Ticket:
-        """A ticket for a prompt that is read from now on; in no time unless it is ``computed``."""
+        """A ticket for a prompt whose computation starts now; instantaneous unless ``computed``."""
         self.device.computes_prompts = computed
         ticket = wire.Ticket(run=wire.Run(request=name, epoch=1, attempt=1), sender=self.peer, layout=LAYOUT)
         self.sender.issue(ticket, name, tokens)
@@ -120,7 +120,7 @@ class End:
         return ticket
 
     async def busy(self) -> None:
-        """Decode without a pause from now on."""
+        """Decode continuously from now on."""
         stop = StopParams(max_tokens=MOST_DECODED, ignore_eos=True)
 
         def add(engine: Engine) -> None:
@@ -130,7 +130,7 @@ class End:
         await self.loop.call(add)
 
     async def rest(self) -> Steps:
-        """Decode no longer; the steps that there were since it was last asked."""
+        """Stop decoding; return the steps since the last call."""
 
         def cancel(engine: Engine) -> None:
             for number in range(DECODES):
@@ -142,8 +142,9 @@ class End:
 
 
 def seconds(steps: list[Span], company: list[Span]) -> list[float]:
-    """Of the steps of which at least half lies in one of the spans: a step may be nearly as long as a move, and of
-    those that lie in one wholly the short ones would be too many."""
+    """Seconds of the steps that overlap one of the spans by at least half. A step may last nearly as long as a
+    transfer, so counting only steps inside a span would favour short ones.
+    """
     return [step.ended - step.began for step in steps if any(_is_beside(step, span) for span in company)]
 
 

@@ -1,14 +1,14 @@
-"""Clients of a router, in a process of their own: ``python -m bench.load``.
+"""Clients of a router in their own process: ``python -m bench.load``.
 
     parent                                   here
-      job, one JSON object  ── stdin ──>     opens a channel, begins
-      {"window": "begin"}   <── stdout ──    what is counted begins now
+      job, one JSON object  ── stdin ──>     opens a channel, starts
+      {"window": "begin"}   <── stdout ──    the measured window starts
       {"window": "end"}     <── stdout ──
       {"result": {...}}     <── stdout ──    last
 
-closed    so many clients, each sends its next request when the last is answered; the window is all of it
-open      requests begin at random instants (Poisson) at a rate, whatever became of the earlier ones
-streams   so many answers that are being written: the window lies within all of them
+closed    each client sends its next request after the last answer; the window is the whole run
+open      requests start at random instants (Poisson) at a fixed rate, independent of earlier answers
+streams   concurrent answers; the window lies within all of them
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ WARM_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is asked. ``clients`` is for closed and streams, ``rate`` (requests a second) for open."""
+    """A load to run. ``clients`` is for closed and streams, ``rate`` (requests per second) for open."""
 
-    name: str  # begins the ids of its requests
+    name: str  # prefix of the ids of its requests
     address: str
     kind: Literal["closed", "open", "streams"]
     seconds: float
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(slots=True)
 class Seen:
-    """One answer as its client saw it. Times are of the machine's monotonic clock, in seconds."""
+    """One answer as its client saw it. Times are seconds of the machine's monotonic clock."""
 
     id: str
     sent: float
@@ -94,7 +94,7 @@ class Clients:
         self._tell({"window": "end"})
 
     async def streams(self) -> None:
-        """The answers are cut off after the window. Raises ValueError when they were too short for it."""
+        """Cancels the answers after the window. Raises ValueError when an answer ends before the window does."""
         began = [asyncio.Event() for _ in range(self._job.clients)]
         asking = [asyncio.create_task(self._ask(event)) for event in began]
         await asyncio.gather(*[event.wait() for event in began])
@@ -136,7 +136,7 @@ class Clients:
         seen.tokens += delta.num_tokens
 
     def _request(self, number: int) -> pb.GenerateRequest:
-        """A prompt that no cache knows: it begins with its number."""
+        """An uncached prompt: it starts with its number."""
         job = self._job
         digits = (job.seed % 1000, number // 1000 % 1000, number % 1000)
         prompt = [2 + digit for digit in digits] + [2 + (7 * k) % 1000 for k in range(job.prompt_tokens - 3)]
@@ -150,7 +150,7 @@ class Clients:
 
 
 async def serve(job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Do a job; its result is what was seen, and the errors."""
+    """Run a job; the result has the answers and the errors."""
     async with grpc.aio.insecure_channel(job.address) as channel:
         clients = Clients(job, channel, tell)
         freeze_gc()
@@ -160,7 +160,7 @@ async def serve(job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
 
 
 def main() -> None:
-    """The process's end."""
+    """Entry point of the process."""
     job = Job(**json.loads(sys.stdin.readline()))
     asyncio.run(serve(job, lambda message: print(json.dumps(message), flush=True)))
 

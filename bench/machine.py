@@ -1,4 +1,4 @@
-"""The machine that a figure was taken on, and the two rates that nothing on it can pass."""
+"""Facts about the machine of a measurement, and its two hardware limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRODUCT = (1024, 896, 4864)
 
 
 def facts() -> dict[str, Any]:
-    """What a reader needs to compare a figure with one of theirs."""
+    """Machine facts for comparing figures."""
     info = _cpuinfo()
     flags = info.get("flags", "").split()
     return {
@@ -45,7 +45,7 @@ def facts() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's lines of /proc/cpuinfo; nothing elsewhere than on Linux."""
+    """The first processor's lines of /proc/cpuinfo; empty except on Linux."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}
@@ -54,7 +54,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def measure(job: Job, _tell: Tell) -> dict[str, Any]:
-    """Read bandwidth and product rate with the job's threads, the best of ``TRIES`` each."""
+    """Read bandwidth and product rate with the job's threads, each the best of ``TRIES``."""
     import torch
 
     torch.set_num_threads(job.threads)
@@ -69,25 +69,25 @@ def measure(job: Job, _tell: Tell) -> dict[str, Any]:
 
 
 def read_bytes() -> int:
-    """Bytes of the buffer that is read: 2 GiB, half of that where memory is short. No cache holds it."""
+    """Size of the read buffer in bytes, beyond every cache: 2 GiB, or 1 GiB when memory is short."""
     short = psutil.virtual_memory().available < 6 << 30
     return (1 if short else 2) << 30
 
 
 def read_bandwidth(size: int) -> float:
-    """Bytes per second at which a buffer of ``size`` bytes is read."""
+    """Bytes per second when reading a buffer of ``size`` bytes."""
     return size / _best(reader(size))
 
 
 def reader(size: int) -> Callable[[], object]:
-    """What reads a buffer of ``size`` bytes, with torch's threads."""
+    """A function that reads a buffer of ``size`` bytes with torch's threads."""
     import torch
 
     return torch.ones(size // 4, dtype=torch.float32).sum
 
 
 def product_rate(dtype: str, shape: tuple[int, int, int] = PRODUCT) -> float:
-    """Floating point operations per second of one packed linear layer: the engine's, or oneDNN's if that is faster."""
+    """Floating point operations per second of one packed linear layer, the faster of the engine's and oneDNN's."""
     import torch
 
     from decant.engine.cpu.gemm import OneDnn, prepare
@@ -101,7 +101,7 @@ def product_rate(dtype: str, shape: tuple[int, int, int] = PRODUCT) -> float:
 
 
 def _best(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of ``TRIES`` calls, after one to warm up."""
+    """Seconds of the fastest of ``TRIES`` calls after one warm-up."""
     call()
     seconds = []
     for _ in range(TRIES):

@@ -1,4 +1,4 @@
-"""Several runs become one set of figures; contenders take turns."""
+"""Medians over several runs of alternating contenders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONG = ("requests", "schedule", "weights")
 
 
 def of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of the same names in every run, however nested: numbers are medians, the rest is the first run's."""
+    """Merge runs with the same nested keys: numbers become medians, other values come from the first run."""
     return {key: _median([run[key] for run in runs]) for key in runs[0]}
 
 
@@ -23,7 +23,7 @@ def _median(values: Sequence[Any]) -> Any:
 
 
 def run_of_median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The run of (lower) median output throughput; ``runs`` keeps what each one gave."""
+    """The run with the (lower) median output throughput; ``runs`` has the figures of every run."""
     ordered = sorted(runs, key=lambda run: run["output_throughput"])
     chosen = ordered[(len(ordered) - 1) // 2]
     brief = [{key: value for key, value in run.items() if key not in LONG} for run in runs]
@@ -31,7 +31,7 @@ def run_of_median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def in_turn(contenders: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """Median milliseconds of each, run in turn after one warm-up."""
+    """Median milliseconds of each function, run alternately after one warm-up."""
     times: list[list[float]] = [[] for _ in contenders]
     for run in range(runs + 1):
         for place, contender in enumerate(contenders):

@@ -1,6 +1,6 @@
-"""A timeline of tokens becomes the figures that the field compares; keys as ``vllm bench serve`` writes them.
+"""Figures from a timeline of tokens; keys as in the output of ``vllm bench serve``.
 
-ttft   sent -> first token              tpot   (e2el - ttft) / (tokens - 1), requests of one token left out
+ttft   sent -> first token              tpot   (e2el - ttft) / (tokens - 1), without requests of one token
 e2el   sent -> last token               itl    every gap between two tokens of a request, pooled
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request that was answered: when it was sent and when each token came, seconds of one clock."""
+    """An answered request: its send time and the time of each token, in seconds of one clock."""
 
     id: str
     input_len: int
@@ -34,7 +34,7 @@ class Served:
 
     @property
     def tpot(self) -> float | None:
-        """None with a single token: there was nothing to wait for."""
+        """None for a single token."""
         return (self.e2el - self.ttft) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
 
     @property
@@ -43,8 +43,9 @@ class Served:
 
 
 def summarise(served: Sequence[Served]) -> dict[str, Any]:
-    """Throughput from the first sending to the last token, the distributions in milliseconds, this process's peak
-    memory, and each request."""
+    """Throughput from the first send to the last token, distributions in milliseconds, peak memory of this process,
+    and each request.
+    """
     duration = max(one.tokens[-1] for one in served) - min(one.sent for one in served)
     inputs, outputs = sum(one.input_len for one in served), sum(len(one.tokens) for one in served)
     summary: dict[str, Any] = {
@@ -64,8 +65,9 @@ def summarise(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def _disturbed(served: Sequence[Served]) -> dict[str, float | None]:
-    """What came of the last to come, if one came later than the others: its TTFT, and the longest gap of the others
-    from then on (None: they were done)."""
+    """Effect of a request that arrives later than all others: its TTFT, and the longest gap of the others
+    from then on (None when they have ended).
+    """
     last = max(served, key=lambda one: one.sent)
     if last.sent == min(one.sent for one in served):
         return {}
@@ -78,22 +80,22 @@ def _gaps_after(tokens: Sequence[float], since: float) -> list[float]:
 
 
 def peak_rss() -> int:
-    """Most bytes of memory that this process ever held; 0 where the platform doesn't tell.
+    """Peak resident bytes of this process; 0 where the platform does not report them.
 
-    From /proc: getrusage would count what the parent held when it started us.
+    Read from /proc: getrusage would include the parent's memory before the exec.
     """
     return resident("VmHWM")
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Bytes of memory that this process holds (VmRSS), or held at most (VmHWM); 0 where the platform doesn't tell."""
+    """Resident bytes of this process (VmRSS) or their peak (VmHWM); 0 where the platform does not report them."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def details(served: Sequence[Served]) -> list[dict[str, Any]]:
-    """Each request by itself, in milliseconds."""
+    """Each request's figures in milliseconds."""
     return [
         {
             "id": one.id,
@@ -109,7 +111,7 @@ def details(served: Sequence[Served]) -> list[dict[str, Any]]:
 
 
 def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """mean, median, std, p99 and max of a quantity, in milliseconds; zeros of none."""
+    """mean, median, std, p99 and max of a quantity in milliseconds; zeros for an empty list."""
     values = np.asarray(seconds if len(seconds) else [0.0]) * 1e3
     return {
         f"mean_{name}_ms": float(values.mean()),

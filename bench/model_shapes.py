@@ -1,4 +1,4 @@
-"""Checkpoints in the shapes of known models, with random weights: speed does not depend on what they say.
+"""Checkpoints in the shapes of known models with random weights; speed does not depend on the weights.
 
 python -m bench.model_shapes --shape qwen2.5-0.5b --out DIR
 """
@@ -62,7 +62,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def cache_folder() -> Path:
-    """Where made checkpoints are kept: a folder of the platform's cache."""
+    """Folder of generated checkpoints, in the platform's cache."""
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
@@ -71,10 +71,10 @@ def cache_folder() -> Path:
 
 
 def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
-    """The folder of a checkpoint of ``shape``, made there unless it is there already.
+    """The folder of a checkpoint of ``shape``, generated when absent.
 
-    bf16 safetensors, the same for the same seed and torch. Raises KeyError for an unknown shape, FileExistsError
-    for a folder that holds something else.
+    bf16 safetensors, determined by seed and torch version. Raises KeyError for an unknown shape, FileExistsError
+    for a folder with other content.
     """
     config = SHAPES[shape]
     folder = folder or cache_folder() / f"{shape}-{seed}"
@@ -83,7 +83,7 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is neither empty nor a checkpoint")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Made aside and moved when whole: a run that is broken off leaves nothing that looks like a checkpoint.
+    # Write aside and rename when complete: an interrupted run leaves no partial checkpoint.
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         _write(dict(config), aside, seed)
@@ -95,7 +95,7 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
 
 
 def checkpoint(model: str) -> Path:
-    """A checkpoint's folder: the one named, or that of a shape, made if need be. Raises FileNotFoundError."""
+    """The folder of a named checkpoint or of a shape, generated when absent. Raises FileNotFoundError."""
     folder = Path(model)
     if not folder.is_dir() and model in SHAPES:
         folder = make(model)

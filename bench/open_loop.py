@@ -1,4 +1,4 @@
-"""Drives a server in this process: every request at its time, whatever is still unanswered."""
+"""Drives a server in this process: sends every request at its time, regardless of open answers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ WARM_UP = (Item("warm-up", list(range(96)), 4, 0.0),)
 
 
 class Server(Protocol):
-    """What takes requests up and answers them step by step."""
+    """A server that accepts requests and answers them step by step."""
 
     def add(self, item: Item) -> None:
-        """Take a request up: greedy, exactly as long as it says."""
+        """Accept a request: greedy decoding, forced length."""
         ...
 
     def step(self) -> Iterable[str]:
-        """Go on for a while; the id of a request for each token that it got. Waits while there is nothing to tell."""
+        """Advance; return one request id per new token. Blocks while there are no tokens."""
         ...
 
 
 def drive(server: Server, items: Sequence[Item], tell: Tell) -> list[Served]:
-    """All items, answered; seconds count from the start."""
+    """Serve all items; seconds count from the start."""
     waiting = deque(sorted(items, key=lambda item: item.arrival_s))
     tokens: dict[str, list[float]] = {item.id: [] for item in items}
     left, total, began = Counter[str](), sum(item.output_len for item in items), time.perf_counter()

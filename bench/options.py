@@ -1,4 +1,4 @@
-"""What command lines of benchmarks have in common."""
+"""Command-line options that benchmarks share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def positive(text: str) -> int:
-    """An option's whole number, at least 1. Raises ArgumentTypeError, ValueError."""
+    """Parse an integer of at least 1. Raises ArgumentTypeError, ValueError."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"at least 1, got {value}")

@@ -1,4 +1,4 @@
-"""The engine as a contender: open loop, one step after the other, on this process's main thread."""
+"""The engine as a contender: open loop, one step after another, on this process's main thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from decant.runtime.server import freeze_gc
 
 
 class Stopwatch:
-    """Seconds spent within calls of some modules, summed until it is cleared."""
+    """Sums the seconds spent in calls of some modules until the next reset."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.seconds = 0.0
@@ -44,18 +44,18 @@ class Stopwatch:
         self.seconds += time.perf_counter() - self._entered
 
     def take(self) -> float:
-        """The seconds since it was last asked."""
+        """The seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         for hook in self._hooks:
             hook.remove()
 
 
 class Meter:
-    """Steps an engine; notes of every step the seconds, those within the model's call, and what it computed."""
+    """Steps an engine and records each step's seconds, the seconds in the model's call, and the computed tokens."""
 
     def __init__(self, engine: Engine, model: torch.nn.Module) -> None:
         self.steps: list[float] = []
@@ -66,12 +66,12 @@ class Meter:
         self._began = 0.0
 
     def begin(self) -> None:
-        """Time counts from now, and nothing is noted yet."""
+        """Start the clock with no records."""
         self.steps, self.models, self.schedule = [], [], []
         self._began = time.perf_counter()
 
     def now(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the start."""
         return time.perf_counter() - self._began
 
     def step(self) -> StepOutput:
@@ -86,7 +86,7 @@ class Meter:
         return output
 
     def summary(self) -> dict[str, Any]:
-        """Times of a step, all, in the model, and outside it (scheduling, laying out, sampling)."""
+        """Step times: total, in the model, and outside it (scheduling, layout, sampling)."""
         outside = [step - model for step, model in zip(self.steps, self.models, strict=True)]
         return {
             "steps": len(self.steps),
@@ -99,7 +99,7 @@ class Meter:
 
 
 class Server:
-    """The engine, as ``open_loop`` drives it."""
+    """Adapts the engine to ``open_loop``."""
 
     def __init__(self, engine: Engine, meter: Meter) -> None:
         self._engine = engine
@@ -140,12 +140,12 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
 
 
 def layers(model: torch.nn.Module) -> list[PackedLinear]:
-    """Linear layers, in order; the head is the last."""
+    """Linear layers in order; the head is last."""
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 def weights(model: Any) -> Weights | None:
-    """What a step of the model reads; None of a model that reads only some of it, as one with experts does."""
+    """Weights that a model step reads; None for a model that reads only part of them (experts)."""
     if any(isinstance(module, PackedExperts | FixedRows) for module in model.modules()):
         return None
     head = model.get_output_embeddings().weight
@@ -155,12 +155,12 @@ def weights(model: Any) -> Weights | None:
 
 
 def make_engine(device: Device, token_budget: int) -> Engine:
-    """An engine that serves as long sequences as model and memory allow."""
+    """An engine with the longest context that model and memory allow."""
     context_length = min(device.context_length, device.num_blocks * device.block_size)
     return Engine(device, Limits(token_budget, min(256, token_budget), context_length))
 
 
 def request(item: Item) -> Request:
-    """Greedy, exactly as long as the item says."""
+    """A greedy request with the item's forced length."""
     stop = StopParams(max_tokens=item.output_len, min_tokens=item.output_len, ignore_eos=True)
     return Request(item.id, tuple(item.prompt_token_ids), stop=stop)

@@ -1,6 +1,6 @@
-"""Where prompts go, in simulated time: the router's own placement beside load alone, random and round robin.
+"""Prompt placement in simulated time: the router's own policy beside load alone, random and round robin.
 
-Nothing depends on the machine: the same seed gives the same figures. See ``bench.simulation``.
+Figures depend on the seed only, not on the machine. See ``bench.simulation``.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _DECODE = WorkerSnapshot(
 
 
 def placed(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
-    """As the router does."""
+    """The router's policy."""
     place = choose_first_worker([*workers, _DECODE], PlacementRequest(tokens))
     assert place is not None
     return place.incarnation
 
 
 def by_load(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
-    """The same, blind to what is cached."""
+    """The router's policy without knowledge of caches."""
     return placed([replace(worker, cached_tokens=0) for worker in workers], tokens)
 
 
@@ -63,7 +63,7 @@ def in_turn() -> Choose:
 
 
 def policies(routers: int, seed: int) -> Iterator[tuple[str, list[Choose]]]:
-    """Name, and one for each router."""
+    """For each policy its name and one instance per router."""
     yield "placement", [placed] * routers
     yield "load alone", [by_load] * routers
     yield "round robin", [in_turn() for _ in range(routers)]
@@ -73,7 +73,7 @@ def policies(routers: int, seed: int) -> Iterator[tuple[str, list[Choose]]]:
 def simulate(
     *, prompts: int, rate: float, workers: int = 8, routers: int = 2, blocks: int = 8192, seed: int = 0
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by load and policy: the share of prompt tokens that were cached, and milliseconds to the first token."""
+    """Figures by load and policy: the cached share of prompt tokens, and milliseconds to first token."""
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for name, shared in LOADS.items():
         load = arrivals(prompts, rate, shared, seed)

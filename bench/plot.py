@@ -1,11 +1,11 @@
-"""A picture of a result: for each workload the tokens a second of every contender, and what the machine allows.
+"""A chart of a result: for each workload the tokens per second of every contender, and the machine's limit.
 
     exponential
       Decant           ██████████████████        ┆  34.1
       OpenVINO GenAI   ████████████              ┆  22.0
                                      the machine allows 45.2
 
-One scale per workload, drawn as SVG by hand: rectangles, lines and text.
+One scale per workload; the SVG consists of rectangles, lines and text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INK, OURS_COLOUR, OTHERS_COLOUR, LIMIT_COLOUR = "#212529", "#0b7285", "#adb5bd",
 
 
 class Drawing:
-    """Shapes from top to bottom; ``y`` is where the next one goes."""
+    """Shapes from top to bottom; ``y`` is the position of the next one."""
 
     def __init__(self) -> None:
         self.y = MARGIN
@@ -41,12 +41,12 @@ class Drawing:
         self._shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{looks}>{escape(text)}</text>')
 
     def line(self, text: str, size: int = 13, **look: str) -> None:
-        """One line of text below what is there."""
+        """Add one line of text."""
         self.y += LINE
         self.text(MARGIN, self.y, text, size, **look)
 
     def bar(self, label: str, length: float, figure: str, colour: str) -> None:
-        """One bar below what is there."""
+        """Add one bar."""
         middle = self.y + BAR / 2 + 5
         self.text(MARGIN + LABELS - 10, middle, label, text_anchor="end")
         size = f'width="{max(1.0, length):.1f}" height="{BAR}"'
@@ -55,7 +55,7 @@ class Drawing:
         self.y += ROW
 
     def rule(self, x: float, top: float) -> None:
-        """A dashed line from ``top`` down to here."""
+        """A dashed line from ``top`` to the current position."""
         ends = f'x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{self.y:.1f}"'
         self._shapes.append(f'<line {ends} stroke="{LIMIT_COLOUR}" stroke-width="2" stroke-dasharray="5 3"/>')
 
@@ -67,7 +67,7 @@ class Drawing:
 
 
 def svg(result: Mapping[str, Any]) -> str:
-    """The picture of a result of ``bench.engine``, as the text of an SVG file."""
+    """The chart of a ``bench.engine`` result, as SVG text."""
     drawing = Drawing()
     drawing.line(f"Output tokens per second: {result['model_id']}, {result['dtype']}", 16, font_weight="bold")
     drawing.line(f"{result['machine']['cpu']}, {result['threads']} threads, {result['date'][:10]}")
@@ -79,7 +79,7 @@ def svg(result: Mapping[str, Any]) -> str:
 
 
 def _panel(drawing: Drawing, name: str, workload: Mapping[str, Any]) -> None:
-    """One workload: a bar for each contender, and the limit across them."""
+    """One workload: a bar per contender, and the limit across them."""
     measured = workload["contenders"]
     rates = {who: measured[who]["output_throughput"] for who in ORDER if who in measured}
     limit = workload["allowed"] and workload["allowed"]["output_throughput"]

@@ -1,4 +1,4 @@
-"""The report of ``bench.engine`` for people: tables, and one bar for each contender."""
+"""The text report of ``bench.engine``: tables, and one bar per contender."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def brief(run: Mapping[str, Any]) -> str:
-    """A run of a workload in a line."""
+    """One line about a run of a workload."""
     return ", ".join(f"{label} {form.format(run[key])}" for label, key, form in LINES if key in BRIEF and run.get(key))
 
 
 def limits_table(lines: list[Mapping[str, Any]]) -> Table:
-    """What was measured beside what the machine allows."""
+    """Measured figures beside the machine's limits."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "measured", "limit", "of the limit", "goal", "met"):
         table.add_column(heading, justify="left" if heading == "" else "right")
@@ -87,7 +87,7 @@ def limits_table(lines: list[Mapping[str, Any]]) -> Table:
 
 
 def profile_table(steps: Mapping[str, Any]) -> Table:
-    """Where the time of a step goes."""
+    """The parts of a step's time."""
     table = Table(box=None, pad_edge=False, title="where a step's time goes", title_justify="left")
     table.add_column("")
     for title in (*PARTS.values(), "profiled"):
@@ -123,7 +123,7 @@ def _contenders(contenders: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _bars(workload: Mapping[str, Any]) -> list[str]:
-    """Output tokens per second, drawn to one scale."""
+    """Output tokens per second as bars of one scale."""
     rates = {title_of(name): of["output_throughput"] for name, of in workload["contenders"].items()}
     if workload["allowed"]:
         rates["what the machine allows"] = workload["allowed"]["output_throughput"]

@@ -1,8 +1,8 @@
-"""What a machine allows a model, step by step: the larger of bytes over bandwidth and operations over product rate.
+"""The machine's limit for each step of a model: the larger of bytes / bandwidth and operations / product rate.
 
-A step reads the weights of all linear layers once and multiplies them by each of its tokens. The head is read when a
-token is sampled, and multiplied by the sampled rows alone. Attention and everything else is left out, so no engine
-gets there: the limit is for comparing, not for reaching.
+A step reads the weights of all linear layers once and multiplies them by each of its tokens. It reads the head when it
+samples a token, and multiplies it by the sampled rows only. The limit omits attention and everything else, so no
+engine reaches it; it serves for comparison.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """A step that was taken: seconds after the start at which it ended, tokens computed, rows sampled."""
+    """A completed step: its end in seconds after the start, the computed tokens, the sampled rows."""
 
     ended: float
     tokens: int
@@ -22,9 +22,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Elements of a dense model's linear layers and of its head, and the bytes of one in the served dtype.
+    """Elements of a dense model's linear layers and of its head, and bytes per element in the served dtype.
 
-    ``table``: elements of the table that tokens are looked up in, where a tied head is laid out apart from it.
+    ``table``: elements of the embedding table, when a tied head has a separate packed copy.
     """
 
     body: int
@@ -33,31 +33,31 @@ class Weights:
     itemsize: int
 
     def bytes_read(self, rows: int) -> int:
-        """By one step that samples ``rows`` rows."""
+        """Bytes that a step with ``rows`` sampled rows reads."""
         return (self.body + self.head * (rows > 0)) * self.itemsize
 
     def operations(self, tokens: int, rows: int) -> int:
-        """Of one step: a multiplication and an addition per element and row."""
+        """Operations of a step: one multiplication and one addition per element and row."""
         return 2 * (self.body * tokens + self.head * rows)
 
     @property
     def held(self) -> int:
-        """Bytes of all of it, held once."""
+        """Bytes of all weights in memory."""
         return (self.body + self.head + self.table) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine reaches alone: bytes read a second, operations a second in a packed product."""
+    """The machine's limits: bytes read per second, operations per second in a packed product."""
 
     bandwidth: float
     products: float
 
     def seconds(self, weights: Weights, tokens: int, rows: int) -> float:
-        """The least that a step can take."""
+        """The lower bound of a step's time."""
         read = weights.bytes_read(rows) / self.bandwidth
         return max(read, weights.operations(tokens, rows) / self.products)
 
     def all_seconds(self, weights: Weights, steps: Iterable[Step]) -> float:
-        """The least that steps can take one after the other."""
+        """The lower bound of a sequence of steps."""
         return sum(self.seconds(weights, step.tokens, step.rows) for step in steps)

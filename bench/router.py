@@ -1,19 +1,19 @@
-"""What the router costs, with everybody in a process of his own and engines whose time is known.
+"""The router's cost: each process by itself, and engines with known times.
 
     load generator ──> router ──> prefill worker (20 ms to the first token), decode worker (10 ms a step)
                           '──> Redis
 
     python -m bench.router [--seconds 5] [--json OUT]
 
-    saturation    closed loop with more and more clients, until no more requests a second are answered
-    added TTFT    open loop at half of that: the client's time to the first token, less what of it was the engine's
-    CPU           of the router, for each message of streams with text, a token a message
-    session       tokens a second that one session takes in from a scripted worker, 64 and 256 in a frame
-    scripts       of Redis: for each running stream and flush interval, and for each short request
-    idle          CPU of each process while nobody asks
+    saturation    closed loop with more and more clients until the rate of answers stops growing
+    added TTFT    open loop at half of that rate: the client's time to first token minus the engine's part
+    CPU           router CPU per message of text streams with one token per message
+    session       tokens per second through one session from a scripted worker, with 64 and 256 per frame
+    scripts       Redis scripts per running stream and flush interval, and per short request
+    idle          CPU of each process without requests
 
-Added TTFT and CPU are also measured of ``bench.grpc_baseline``, a gRPC server that knows the answers. All processes
-share the machine's cores: on few of them, times are mostly those of waiting for one.
+``bench.grpc_baseline``, a gRPC server that knows the answers, gives added TTFT and CPU for comparison. All processes
+share the machine's cores: on few cores, times mostly measure waiting for a core.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ FLUSH_SECONDS = RouterSettings.model_fields["flush_ms"].default / 1000
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a figure should be: at most, or at least, ``value``."""
+    """Target of a figure: at most, or at least, ``value``."""
 
     key: str
     label: str
     unit: str
-    value: float | None = None  # None: a figure without a goal
+    value: float | None = None  # None: no target
     at_least: bool = False
 
     def met(self, figure: float) -> bool:
@@ -89,10 +89,10 @@ GOALS = (
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a load generator's job cost between two instants."""
+    """The cost of a load between two instants."""
 
     seconds: float
-    cpu: Mapping[str, float]  # seconds, of each process
+    cpu: Mapping[str, float]  # seconds, per process
     scripts: int
     seen: Sequence[Mapping[str, Any]]  # bench.load.Seen of each request
     in_window: int | None
@@ -103,11 +103,11 @@ class Window:
 
 
 class LoadFailed(RuntimeError):
-    """A load generator that told no result, or one with errors; the message has the first of them."""
+    """A load generator ended without a result or with errors; the message has the first error."""
 
 
 async def load(job: Job, scene: Deployment) -> Window:
-    """Have a job done in a process of its own. Raises LoadFailed."""
+    """Run a load in its own process. Raises LoadFailed."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.load", stdin=pipe, stdout=pipe, limit=1 << 26
@@ -134,7 +134,7 @@ async def load(job: Job, scene: Deployment) -> Window:
 
 
 class Bench:
-    """One run over one deployment. ``figures`` are by the keys of GOALS."""
+    """One run over one deployment. ``figures`` uses the keys of GOALS."""
 
     def __init__(self, scene: Deployment, speed: Speed, seconds: float) -> None:
         self.figures: dict[str, float] = {}
@@ -144,7 +144,7 @@ class Bench:
         self._seconds = seconds
 
     async def saturate(self) -> None:
-        """The most requests a second, and the Redis scripts of a request then."""
+        """The highest request rate, and the Redis scripts per request at that rate."""
         await load(Job("warm", self._scene.address, "closed", min(1.0, self._seconds), clients=4), self._scene)
         rates: dict[int, float] = {}
         best = 0.0
@@ -162,7 +162,7 @@ class Bench:
         self.figures["requests_per_s"] = max(rates.values())
 
     async def half(self) -> None:
-        """What the client waits for beside the engine, at half of saturation; and with gRPC alone."""
+        """The client's wait minus the engine's part, at half of saturation; and the same with gRPC alone."""
         rate = self.figures["requests_per_s"] / 2
         job = Job("open", self._scene.address, "open", 2 * self._seconds, rate=rate, seed=7)
         window = await load(job, self._scene)
@@ -182,7 +182,7 @@ class Bench:
         self.figures[f"{name}_p50_ms"], self.figures[f"{name}_p99_ms"] = np.percentile(values, [50, 99]).tolist()
 
     async def stream(self) -> None:
-        """What a message costs the router, and a stream costs Redis; and what a message costs gRPC alone."""
+        """Router CPU per message, Redis scripts per stream, and CPU per message of gRPC alone."""
         tokens = round(1000 * (2 * self._seconds + 5) / self._speed.step_ms)
         job = Job("streams", self._scene.address, "streams", self._seconds, STREAMS, output_tokens=min(tokens, 1900))
         window = await load(job, self._scene)
@@ -197,12 +197,12 @@ class Bench:
         self.details["tokens_per_message"] = tokens / messages
 
     async def session(self) -> None:
-        """Tokens a second through one session."""
+        """Tokens per second through one session."""
         for count in FRAMES:
             self.figures[f"session_{count}_tokens_per_s"] = await tokens_per_second(count, self._seconds)
 
     async def idle(self) -> None:
-        """CPU of each process while nobody asks."""
+        """CPU of each process without requests."""
         await asyncio.sleep(PERSIST_SECONDS)
         before, began = self._scene.cpu(), time.monotonic()
         await asyncio.sleep(self._seconds)
@@ -221,7 +221,7 @@ PARTS = {
 
 
 async def measure(seconds: float, console: Console) -> dict[str, Any]:
-    """All parts, one after the other; ``seconds`` is what one of their windows lasts."""
+    """Run all parts in order; each window lasts ``seconds``."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     speed = Speed()
     async with AsyncExitStack() as stack:
@@ -239,7 +239,7 @@ async def measure(seconds: float, console: Console) -> dict[str, Any]:
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """A line for each figure: what it is, what it should be, and how far that is."""
+    """Print each figure, its target, and the distance."""
     table = Table(box=None, pad_edge=False)
     for name in ("", "measured", "goal", "of goal", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)

@@ -1,9 +1,9 @@
-"""What drawing tokens costs: a step's logits to its tokens, by kind of request.
+"""The cost of sampling, from a step's logits to its tokens, by kind of request.
 
     python -m bench.sampling [--rows 64] [--vocabulary 151936] [--written 200] [--json OUT]
 
-Beside it, in the same run: one softmax over the same rows, which is the least that a sampler in tensor operations does,
-and the operations that stand in where there are no kernels. All take turns; a figure is the median.
+The same run measures one softmax over the same rows, which is the lower bound of a sampler in tensor operations,
+and the fallback without kernels. All alternate; a figure is the median.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WRITTEN = 200
 
 
 def make_rows(count: int, vocabulary: int, kind: Mapping[str, Any], written: int = WRITTEN) -> list[Row]:
-    """Of ``count`` sequences of ``written`` tokens, each about to draw one."""
+    """``count`` sequences of ``written`` tokens, each ready for its next token."""
     tokens = torch.randint(vocabulary, (count, written), generator=torch.Generator().manual_seed(0)).tolist()
     requests = [
         Request(f"s{seed}", (of[0],), sampling=SamplingParams(seed=seed, **kind)) for seed, of in enumerate(tokens)
@@ -59,7 +59,7 @@ def make_rows(count: int, vocabulary: int, kind: Mapping[str, Any], written: int
 
 
 def make_logits(count: int, vocabulary: int) -> torch.Tensor:
-    """As a trained model's are: some tens of tokens stand out. bfloat16."""
+    """Logits like a trained model's: some tens of tokens have high values. bfloat16."""
     generator = torch.Generator().manual_seed(1)
     logits = 2 * torch.randn(count, vocabulary, generator=generator)
     logits[:, :40] += 8 + 8 * torch.rand(count, 40, generator=generator)
@@ -67,7 +67,7 @@ def make_logits(count: int, vocabulary: int) -> torch.Tensor:
 
 
 def in_tensor_operations(rows: list[Row], logits: torch.Tensor) -> list[int]:
-    """As without kernels."""
+    """Sample without kernels."""
     return Sampler(SCORES_AT_ONCE).sample(rows, logits, frozenset())
 
 
@@ -89,7 +89,7 @@ def measure(count: int, vocabulary: int, runs: int, written: int = WRITTEN) -> d
 
 
 def show(result: dict[str, Any]) -> None:
-    """A line for each kind of request."""
+    """Print one line per kind of request."""
     title = f"{result['rows']} rows, {result['vocabulary']:,} tokens, {result['threads']} threads; ms"
     table = Table(title=title)
     for heading in ("", "one softmax", "sample", "in tensor operations"):

@@ -1,11 +1,11 @@
-"""What a step costs apart from the model, with many sequences running.
+"""The cost of a step without the model, with many running sequences.
 
     python -m bench.scheduler_overhead --json OUT.json
 
-Two devices that compute nothing: ``null`` answers at once, so a step is the engine's own work; ``laid out`` is the
-real ModelRunner around a model that returns constants, so a step has the layout of the rows and the reading of the
-logits too (of a vocabulary so small that their arithmetic is nothing). Two scenes: ``decode`` (every sequence writes
-one token a step, contexts about ``--context``) and ``churn`` (about one sequence a step ends and a new one comes).
+Two devices compute nothing. ``null`` answers at once, so a step is the engine's own work. ``laid out`` is the real
+ModelRunner around a model that returns constants, so a step includes row layout and reading the logits (of a tiny
+vocabulary). Two scenes: ``decode`` (every sequence gets one token per step, contexts about ``--context``) and
+``churn`` (about one sequence per step ends and a new one starts).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class NullDevice:
 
 
 class NullModel(torch.nn.Module):
-    """A causal model of no layers: constant logits for the positions that are kept."""
+    """A causal model without layers: constant logits for the kept positions."""
 
     def forward(self, *, logits_to_keep: torch.Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=torch.zeros(1, len(logits_to_keep), VOCABULARY))
@@ -99,7 +99,7 @@ DEVICES: dict[str, Callable[[int], Device]] = {"null": NullDevice, "laid out": L
 
 
 class Scene:
-    """An engine with ``running`` sequences, each past its prompt, about ``context`` tokens long."""
+    """An engine with ``running`` sequences after their prompts, with contexts of about ``context`` tokens."""
 
     def __init__(self, device: Callable[[int], Device], running: int, context: int, churn: bool) -> None:
         self._context = context
@@ -114,7 +114,7 @@ class Scene:
             self.engine.step()
 
     def add(self) -> None:
-        """One more: in churn it ends after half of the context, spread evenly around that."""
+        """Add a sequence; in churn its length is spread evenly around half of the context."""
         spread = self._context // 4
         length = self._context - self._rng.randint(0, spread) - (0 if self._churn else ROUND // 2)
         prompt = tuple(self._rng.choices(range(VOCABULARY), k=length))
@@ -124,7 +124,7 @@ class Scene:
         self._added += 1
 
     def step(self) -> tuple[float, float]:
-        """Seconds of one step, on the clock and of this thread's CPU; whoever ended is replaced, outside both."""
+        """Seconds of one step by the clock and by this thread's CPU; replacing ended sequences is excluded."""
         began, worked = time.perf_counter(), time.thread_time()
         output = self.engine.step()
         took = (time.perf_counter() - began, time.thread_time() - worked)
@@ -134,11 +134,11 @@ class Scene:
 
 
 def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -> dict[str, Any]:
-    """Milliseconds of ``steps`` steps: by the clock, and of this thread's CPU, which others stretch less."""
+    """Milliseconds of ``steps`` steps by the clock and by this thread's CPU, which other processes disturb less."""
     seconds: list[tuple[float, float]] = []
     while len(seconds) < steps:
         scene = Scene(DEVICES[name], running, context, churn)
-        for _ in range(context if churn else 1):  # until ends are spread evenly
+        for _ in range(context if churn else 1):  # until the ends are spread evenly
             scene.step()
         gc.collect()
         seconds += [scene.step() for _ in range(steps if churn else min(ROUND, steps - len(seconds)))]
@@ -146,7 +146,7 @@ def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -
 
 
 class Parts:
-    """CPU seconds within named methods of a backend and its sampler, while open."""
+    """CPU seconds in named methods of a backend and its sampler, while open."""
 
     def __init__(self, backend: Backend, *names: str) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -172,7 +172,7 @@ class Parts:
 
 
 def parts(running: int, context: int, steps: int) -> dict[str, float]:
-    """Median CPU milliseconds a step of the functions that lay a decode step out."""
+    """Median CPU milliseconds per step of the functions that lay out a decode step."""
     scene = Scene(LaidOutDevice, running, context, churn=False)
     device = scene.engine.device
     assert isinstance(device, LaidOutDevice)
@@ -183,7 +183,7 @@ def parts(running: int, context: int, steps: int) -> dict[str, float]:
 
 
 def profile(running: int, context: int, steps: int) -> None:
-    """Where the time of laid-out decode steps goes, to standard error."""
+    """Print a profile of laid-out decode steps to standard error."""
     scene = Scene(LaidOutDevice, running, context, churn=False)
     profiler = cProfile.Profile()
     profiler.enable()

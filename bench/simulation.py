@@ -1,11 +1,11 @@
 """Routers and workers in simulated time.
 
-    arrivals ──> router a ──┐ places over what it sees      ┌──> worker 1: one prompt after the other, with a cache
+    arrivals ──> router a ──┐ places by its own view        ┌──> worker 1: one prompt after another, with a cache
              ──> router b ──┘  ^                            └──> worker 2 ...
-                               └── beats: the load and the cache's news, as they were at the last look <──┘
+                               └── heartbeats: load and cache events as of the last sample <───┘
 
-A worker computes ``TOKENS_PER_SECOND`` and a fixed part for each prompt. Blocks, their eviction, the news of them, and
-the routers' views are the product's own code.
+A worker computes ``TOKENS_PER_SECOND``, plus a fixed time per prompt. Blocks, eviction, cache events and the routers'
+views are the product's own code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Choose = Callable[[Sequence[WorkerSnapshot], int], Incarnation]
 
 @dataclass(slots=True)
 class Prompt:
-    """One on its way: as it was sent, and what its router noted of it."""
+    """A prompt in progress: as sent, and the router's record of it."""
 
     arrival: Arrival
     digests: Sequence[bytes]
@@ -45,7 +45,7 @@ class Prompt:
 
 
 class Worker:
-    """Reads one prompt after the other, and keeps what it read as long as there is room."""
+    """Computes one prompt after another and caches the result while it has free blocks."""
 
     def __init__(self, blocks: int) -> None:
         self.pool = BlockPool(blocks, BLOCK_TOKENS)
@@ -55,7 +55,7 @@ class Worker:
         self._load = wire.Load()
 
     def begin(self) -> float:
-        """Take the next prompt up; the seconds that it takes."""
+        """Start the next prompt; return its duration in seconds."""
         prompt = self.queue.popleft()
         prefix = self._cached(prompt)
         tokens, cached = prompt.arrival.tokens, len(prefix) * BLOCK_TOKENS
@@ -64,7 +64,7 @@ class Worker:
         return PROMPT_SECONDS + (tokens - cached) / TOKENS_PER_SECOND
 
     def end(self) -> tuple[Prompt, int]:
-        """The prompt that was read, and how many of its tokens were cached."""
+        """Finish the prompt; return it and its number of cached tokens."""
         assert self.reading is not None
         (prompt, holding, cached), self.reading = self.reading, None
         self.pool.publish(holding.blocks[: len(prompt.digests)], prompt.digests)
@@ -73,7 +73,7 @@ class Worker:
         return prompt, cached
 
     def look(self) -> None:
-        """What the beats until the next look tell."""
+        """Sample the state that heartbeats report until the next sample."""
         self.news.note(self.pool.changed())
         self.news.hear()
         here = [*self.queue, *([self.reading[0]] if self.reading else [])]
@@ -96,7 +96,7 @@ class Worker:
 
 
 class Simulation:
-    """Routers and workers, and what happens to them in order of time."""
+    """Routers, workers, and their events in order of time."""
 
     def __init__(self, choose: Sequence[Choose], workers: int, blocks: int) -> None:
         self.waited: list[float] = []  # seconds from arrival to first token
@@ -111,7 +111,7 @@ class Simulation:
             worker.news.begin(router)
 
     def run(self, load: Sequence[Arrival]) -> None:
-        """Until the last one's first token."""
+        """Run until every prompt has its first token."""
         routers = itertools.cycle(range(len(self._choose)))
         for arrival in load:
             self._at(arrival.at, partial(self._arrive, next(routers), arrival))

@@ -1,7 +1,7 @@
-"""Single kinds of step, by a real engine: what each takes, what its linear layers would take alone, where time goes.
+"""Single kinds of step on a real engine: duration, time of the linear layers alone, and profile.
 
-A decode needs sequences that have their context. Computing it would take longer than all that is measured here, so
-the steps with prompts are answered without the model: what lies in the blocks has no influence on speed.
+Decodes need sequences with a full context. Computing that context would take longer than the measurement, so
+prompt steps skip the model; the content of the blocks does not affect speed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from decant.engine.request import Request, StopParams
 
 
 class Case(NamedTuple):
-    """Decodes of so many sequences at so much context."""
+    """Decodes of a number of sequences at one context length."""
 
     sequences: int
     context: int
@@ -47,7 +47,7 @@ WARM_UP, STEPS, PROFILED = 2, 10, 4
 
 
 class Prompted:
-    """A device whose prompts are read in no time; decodes are the real device's."""
+    """A device with instantaneous prompts and real decodes."""
 
     def __init__(self, device: ModelDevice) -> None:
         self._device = device
@@ -62,10 +62,10 @@ class Prompted:
 
 
 class Profile:
-    """Where a step's seconds go: linear layers, attention, the rest of the model, and outside it.
+    """Seconds of a step by part: linear layers, attention, the rest of the model, and outside the model.
 
-    A layer that is one compiled call can't be looked into: until ``close`` each runs module by module, with the same
-    kernels, and every watch costs some microseconds. So it is made of other steps than those that are timed.
+    Profiling cannot look into a layer that is one compiled call: until ``close`` each layer runs module by module with
+    the same kernels, and each probe costs some microseconds. Therefore the profile uses other steps than the timing.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -92,7 +92,7 @@ class Profile:
 
     @contextmanager
     def _attention(self) -> Iterator[None]:
-        """Attention is a function, not a module: meanwhile one that keeps time stands in its place."""
+        """Attention is a function, not a module: replace it by a timed one meanwhile."""
         plain, watch = AttentionInterface()[NAME], self._watches["attention"]
 
         def timed(*args: Any, **options: Any) -> Any:
@@ -110,14 +110,14 @@ class Profile:
 
 
 def measure(job: Job, tell: Tell) -> dict[str, Any]:
-    """Every case, the prompt, and what holding the model takes. Raises InvalidConfig when blocks are too few."""
+    """Measure every case, the prompt, and the model's memory. Raises InvalidConfig when blocks are too few."""
     torch.set_num_threads(job.threads)
     before = resident()
     device = load(ModelConfig(job.model, dtype=job.dtype, device="cpu", kv_bytes=job.kv_bytes))
     counted = weights(device.model)
     if counted is None:
         raise InvalidConfig("model", "one whose steps read all of its weights", job.model)
-    blocks = device.store.blocks.fill_(1)  # memory that was never written costs nothing to read
+    blocks = device.store.blocks.fill_(1)  # untouched memory costs nothing to read
     held, cases = resident() - before - blocks.nbytes, {}
     for place, (name, case) in enumerate(CASES.items()):
         cases[name] = _decode(device, case)
@@ -126,8 +126,8 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
 
 
 def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
-    """An engine whose sequences have their context, and decode for ``written`` steps more. Raises InvalidConfig."""
-    # All prompts in one step: none of the sequences is through before all decode.
+    """An engine whose sequences have their context and decode ``written`` more steps. Raises InvalidConfig."""
+    # All prompts in one step: no sequence ends before all of them decode.
     engine = make_engine(cast(Device, Prompted(device)), case.sequences * case.context)
     needed = case.sequences * (case.context + written + device.block_size)
     if needed > device.num_blocks * device.block_size:
@@ -140,9 +140,9 @@ def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
 
 
 def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
-    """Median seconds of a step, of its linear layers one after the other, and its profile; the bandwidth meanwhile.
+    """Median seconds of a step and of its linear layers, its profile, and the bandwidth meanwhile.
 
-    A shared machine's memory can be half as fast again a second later: a buffer is read between the steps.
+    The memory speed of a shared machine varies within seconds, so a buffer is read between the steps.
     """
     engine = decoding(device, case, 1 + WARM_UP + STEPS + PROFILED)
     size = read_bytes()
@@ -164,7 +164,7 @@ def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
 
 
 def _prompt(device: ModelDevice, job: Job) -> dict[str, Any]:
-    """Seconds of a prompt from its first step to its first token, and the steps; where the seconds of another went."""
+    """Seconds of a prompt from its first step to its first token, its steps, and the profile of another prompt."""
     engine = make_engine(device, job.token_budget)
     meter = Meter(engine, device.model)
     meter.begin()
@@ -190,7 +190,7 @@ def _through(engine: Engine, step: Callable[[], object]) -> None:
 
 @torch.inference_mode()
 def _products(linears: Sequence[PackedLinear], rows: int) -> float:
-    """Median seconds of all linear layers, one after the other, and nothing else."""
+    """Median seconds of all linear layers alone, in order."""
     inputs = [torch.randn(rows, layer.weight.shape[1], dtype=layer.weight.dtype) for layer in linears]
 
     def run() -> None:

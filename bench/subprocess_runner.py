@@ -1,11 +1,11 @@
-"""A measurement in a process of its own, so that memory, threads and caches are its own.
+"""Runs a measurement in its own process, with its own memory, threads and caches.
 
 parent                                  python -m bench.subprocess_runner MODULE
   job, one JSON object  ── stdin ──>    MODULE.measure(job, tell)
-  {"progress": 0.25}    <── stdout ──   as often as there is news
+  {"progress": 0.25}    <── stdout ──   at each progress report
   {"result": {...}}     <── stdout ──   last
 
-What stands here needs nothing but the standard library: a baseline's own environment runs it too.
+This module needs only the standard library, because the environment of a baseline runs it too.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error",
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What each contender serves, and with what.
+    """The workload and settings of a contender.
 
     batch_size       sequences of a static batch
-    static_batches   static batches that are run, the others are predicted; 0 runs all
+    static_batches   number of static batches to run; the others are predicted; 0 runs all
     """
 
     model: str
@@ -60,7 +60,7 @@ SILENCE_S = 1800.0
 
 
 class ChildFailed(RuntimeError):
-    """A measurement's process ended without a result; the message has the end of its stderr, ``reason`` is a line."""
+    """A measurement ended without a result; the message has the end of its stderr, ``reason`` is one line."""
 
     def __init__(self, module: str, status: int, errors: str) -> None:
         last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
@@ -70,11 +70,11 @@ class ChildFailed(RuntimeError):
 
 
 def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[str, Any]:
-    """The result of ``job`` by a fresh process, of another environment's ``python`` if need be. Raises ChildFailed."""
+    """Run ``job`` in a fresh process, with the ``python`` of another environment if given. Raises ChildFailed."""
     env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
     with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
         if python is not None:
-            # This package and no other beside it: another environment has its own of everything else.
+            # Only this package is visible: another environment has its own dependencies.
             (Path(folder) / "bench").symlink_to(Path(__file__).resolve().parent)
             env["PYTHONPATH"] = folder
         process = subprocess.Popen(
@@ -89,7 +89,7 @@ def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[s
         try:
             result = _converse(process, job, tell)
             if result is None:
-                with suppress(subprocess.TimeoutExpired):  # it said its last: how it ended is a moment away
+                with suppress(subprocess.TimeoutExpired):  # after its last line the child ends shortly
                     process.wait(10)
         finally:
             process.kill()
@@ -116,7 +116,7 @@ def _converse(process: subprocess.Popen[str], job: Job, tell: Tell) -> dict[str,
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """What the child says, to its end, or to its silence."""
+    """The child's output lines until it ends or stays silent too long."""
     assert process.stdout is not None
     line = "\n"
     while line:
@@ -132,7 +132,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    """The child's end."""
+    """Entry point of the child."""
     channel = _channel()
 
     def send(message: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def _channel() -> TextIO:
-    """The parent's pipe, and from now on standard output is standard error: whatever a library prints goes there."""
+    """The pipe to the parent. Standard output becomes standard error, so prints of libraries go there."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return channel

@@ -1,11 +1,11 @@
-"""The table of limits: what was measured, what the machine allows, how near that is, and the goal.
+"""The table of limits: each measured figure, the machine's limit, their ratio, and the target.
 
 decode, 1 sequence        measured ms    bytes of the weights / read bandwidth, taken between the steps
-decode, 8                                the packed products alone, one after the other
+decode, 8                                the packed products alone, in order
 decode, 64                               operations / product rate
 a prompt                  s              the same, over its steps
-workloads                 tok/s          the same, over the steps that the engine took
-mixed                     s              the same, over the steps since the prompt came
+workloads                 tok/s          the same, over the engine's steps
+mixed                     s              the same, over the steps after the prompt's arrival
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ RATE_OF_GOALS = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row. ``limit`` is in the unit of ``measured``; None where nothing is known.
+    """One row. ``limit`` has the unit of ``measured``; None when unknown.
 
-    share_goal   the least share of the limit that is to be reached
-    most         the most that ``measured`` may be, here; ``note`` tells more of it
+    share_goal   the required share of the limit
+    most         the upper bound of ``measured`` on this machine; ``note`` has details
     """
 
     name: str
@@ -38,14 +38,14 @@ class Line:
 
     @property
     def share(self) -> float | None:
-        """Of the limit that is reached: 1 is all that the machine allows. More is better of rates, less of others."""
+        """Reached share of the limit; 1 is the limit itself. Higher is better for rates, lower for durations."""
         if not self.measured or not self.limit:
             return None
         return self.measured / self.limit if self.unit == "tok/s" else self.limit / self.measured
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; None without one, or without what it takes to tell."""
+        """Whether the figure meets its target; None without a target or without the needed figures."""
         if self.share_goal is not None:
             return None if self.share is None else self.share >= self.share_goal
         if self.most is not None:
@@ -58,8 +58,9 @@ class Line:
 
 
 def allowed(rates: Rates, figures: Mapping[str, Any], last_sent: float) -> dict[str, float] | None:
-    """What the machine allows a run of the engine: tokens a second and, where a request came last (``last_sent``
-    seconds in), its TTFT and the longest step from then on. None of a model whose weights are not all read."""
+    """The machine's limits for an engine run: tokens per second and, when one request arrives last (``last_sent``
+    seconds in), its TTFT and the longest later step. None for a model that does not read all of its weights.
+    """
     if figures["weights"] is None:
         return None
     weights, steps = Weights(**figures["weights"]), [Step(*step) for step in figures["schedule"]]
@@ -75,25 +76,25 @@ def allowed(rates: Rates, figures: Mapping[str, Any], last_sent: float) -> dict[
 
 
 def rates_of(measured: Mapping[str, Any]) -> Rates:
-    """Those of the machine when something was measured."""
+    """The machine's rates at the time of a measurement."""
     limits = measured["limits"]
     return Rates(limits["read_bandwidth_gb_s"] * 1e9, limits["product_rate_gflop_s"] * 1e9)
 
 
 def limits_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What the machine allowed beside each run of the engine's workloads."""
+    """The machine's limits for each workload run of the engine."""
     runs = (run for workload in workloads_of(result).values() for run in workload["contenders"]["decant"]["runs"])
     return [run["limits"] for run in runs if "limits" in run]
 
 
 def workloads_of(result: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The workloads of a result of ``bench.engine``, by name: all of them, or the one that was asked for."""
+    """The workloads of a ``bench.engine`` result by name: all of them, or the requested one."""
     found: Mapping[str, Mapping[str, Any]] | None = result.get("workloads")
     return {result["workload"]: result} if found is None else found
 
 
 def lines(result: Mapping[str, Any]) -> list[Line]:
-    """The rows of a whole result of ``bench.engine``."""
+    """The rows of a complete ``bench.engine`` result."""
     weights = Weights(**result["steps"]["weights"])
     return [
         *_steps(weights, result["steps"]),

@@ -1,8 +1,8 @@
-"""What is asked of a server, and when: seeded generators, and the file that carries a workload.
+"""Requests and their arrival times: seeded generators, and the workload file.
 
     python -m bench.workloads --workload exponential --vocab-size 151936 --out FILE.jsonl
 
-One JSON object a line: {"id", "prompt_token_ids", "output_len", "arrival_s"}. Lengths are forced; arrival is in
+One JSON object per line: {"id", "prompt_token_ids", "output_len", "arrival_s"}. Lengths are forced; arrival is in
 seconds after the start.
 """
 
@@ -33,7 +33,7 @@ class Item(NamedTuple):
 
 
 class InvalidWorkload(ValueError):
-    """A line (from 1) of a workload that can't be run: its field, the limit and the value."""
+    """An invalid workload line (counted from 1): its field, the limit and the value."""
 
     def __init__(self, line: int, field: str, limit: str, value: object) -> None:
         text = repr(value)
@@ -48,19 +48,19 @@ class InvalidWorkload(ValueError):
 
 
 def exponential(vocab_size: int, seed: int = 0, *, count: int = 64, prompt: int = 128, mean: float = 64) -> list[Item]:
-    """``count`` at once, equal prompts, outputs exponentially distributed and cut by rejection."""
+    """``count`` simultaneous requests, equal prompts, exponentially distributed output lengths, cut by rejection."""
     rng = Random(seed)
     return [_item(rng, vocab_size, f"exp-{n}", prompt, _output_len(rng, mean), 0.0) for n in range(count)]
 
 
 def long_prompts(vocab_size: int, seed: int = 0, *, count: int = 8, output: int = 128) -> list[Item]:
-    """``count`` at once with prompts of 1,500 to 2,000 tokens."""
+    """``count`` simultaneous requests with prompts of 1,500 to 2,000 tokens."""
     rng = Random(seed)
     return [_item(rng, vocab_size, f"long-{n}", rng.randint(1500, 2000), output, 0.0) for n in range(count)]
 
 
 def mixed(vocab_size: int, seed: int = 0, *, long_at: float = 3.0) -> list[Item]:
-    """Eight that decode (``run-*``) while a prompt of 3,000 tokens arrives (``long-0``), ``long_at`` seconds in."""
+    """Eight decodes (``run-*``); a prompt of 3,000 tokens (``long-0``) arrives ``long_at`` seconds in."""
     rng = Random(seed)
     running = [_item(rng, vocab_size, f"run-{n}", 128, 384, 0.0) for n in range(8)]
     return [*running, _item(rng, vocab_size, "long-0", 3000, 32, long_at)]
@@ -87,12 +87,12 @@ def _item(rng: Random, vocab_size: int, id: str, prompt: int, output: int, arriv
 
 
 def write(items: Iterable[Item], path: Path) -> None:
-    """One line per item."""
+    """Write one line per item."""
     path.write_text("".join(json.dumps(item._asdict(), separators=(",", ":")) + "\n" for item in items))
 
 
 def read(path: Path) -> list[Item]:
-    """The items of a file, in its order; blank lines are skipped. Raises InvalidWorkload."""
+    """The items of a file in order; blank lines are skipped. Raises InvalidWorkload."""
     items: list[Item] = []
     seen: set[str] = set()
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -105,7 +105,7 @@ def read(path: Path) -> list[Item]:
 
 
 def check(items: Iterable[Item], vocab_size: int | None, window: int | None) -> None:
-    """Whether a model of that vocabulary and window can run them all. Raises InvalidWorkload, lines from 1."""
+    """Check all items against the vocabulary and context length. Raises InvalidWorkload; lines count from 1."""
     for number, item in enumerate(items, start=1):
         length, worst = len(item.prompt_token_ids) + item.output_len, max(item.prompt_token_ids)
         if vocab_size is not None:

@@ -1,6 +1,6 @@
-"""The trained model that travels with the project, and the script that makes it (``decant.models.train``).
+"""The trained default model and its training script (``decant.models.train``).
 
-Importing this package needs neither torch nor transformers: it only says where the files are.
+Importing this package needs neither torch nor transformers: it only has the path of the files.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What counting alone achieves: a unigram model and an interpolated Kneser-Ney 5-gram model."""
+"""Counting baselines: a unigram model and an interpolated Kneser-Ney 5-gram model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def ngram_probabilities(train: np.ndarray, held: np.ndarray, vocab_size: int, or
     """Probability of each token of ``held`` given the up to ``order - 1`` before it, as ``float64[tokens]``.
 
     Interpolated Kneser-Ney with one absolute discount per order (Ney, Essen and Kneser, 1994; Chen and
-    Goodman, 1998, section 2.7). The longest n-grams count how often they were seen, shorter ones how many
-    different tokens preceded them, and the shortest order mixes with the uniform distribution, so the
-    probabilities of all tokens after any context sum to one.
+    Goodman, 1998, section 2.7). The longest n-grams use their counts, shorter ones the number of different
+    preceding tokens, and the shortest order mixes with the uniform distribution, so the probabilities after
+    any context sum to one.
 
-    Both streams are numbered together, which replaces dictionaries by ``np.unique``: ``grams[n][i]`` is the
-    dense number of the n-gram that ends at position ``i``. Counts are taken from training positions only.
+    Both streams share one numbering, so ``np.unique`` replaces dictionaries: ``grams[n][i]`` is the dense
+    number of the n-gram that ends at position ``i``. Only training positions are counted.
     """
     stream = np.concatenate([train, held]).astype(np.int64)
     split = len(train)
@@ -35,7 +35,7 @@ def ngram_probabilities(train: np.ndarray, held: np.ndarray, vocab_size: int, or
     for n in range(1, order + 1):
         trained = grams[n][:split]
         if n < order:
-            # One entry for each different (n+1)-gram: what is left of it without its first token.
+            # One entry per different (n+1)-gram: the n-gram without its first token.
             _, first = np.unique(grams[n + 1][:split], return_index=True)
             first = first[first >= n]
             trained_at = first
@@ -47,7 +47,7 @@ def ngram_probabilities(train: np.ndarray, held: np.ndarray, vocab_size: int, or
 
 
 def _number_grams(stream: np.ndarray, order: int) -> list[np.ndarray]:
-    """``grams[n][i]`` for n from 0 to ``order``; near the start, where i < n - 1, the value means nothing."""
+    """``grams[n][i]`` for n from 0 to ``order``; values with i < n - 1 are undefined."""
     grams = [np.zeros(len(stream), dtype=np.int64), np.unique(stream, return_inverse=True)[1]]
     unit = int(stream.max()) + 1
     for _ in range(2, order + 1):

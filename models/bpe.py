@@ -12,8 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 BEGIN, END = "<|begin|>", "<|end|>"
 BEGIN_ID, END_ID = 0, 1
 
-# Line ends and indentation stand alone, so that a prompt may stop after either and still be cut the way
-# training text was. A single space belongs to the word after it.
+# Line ends and indentation are separate tokens, so a prompt may stop after either and still be split like
+# training text. A single space belongs to the following word.
 PIECES = (
     r"\n+"
     r"|[ \t]{2,}"
@@ -25,7 +25,7 @@ PIECES = (
 
 
 def fit(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn the merges. All 256 bytes are in the vocabulary, so any text has tokens and comes back whole."""
+    """Learn the merges. The vocabulary has all 256 bytes, so every text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

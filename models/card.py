@@ -1,4 +1,4 @@
-"""Finish a run: save the model, measure what was saved, and write what was measured."""
+"""Finishes a run: saves the model, evaluates the saved files, and writes the figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from decant.models.corpus import Source
 from decant.models.loop import Run
 from decant.models.recipe import Recipe
 
-# Enough that five remain when those are dropped whose leads another machine's rounding could overturn.
+# At least five remain after dropping those whose margins another machine's rounding could overturn.
 GREEDY_PROMPTS = (
     "def __eq__(self, other):\n",
     "    if not isinstance(",
@@ -54,8 +54,7 @@ EXCERPT_TOKENS = 1500
 def finish(run: Run, recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], out: Path) -> None:
     """Write the model's folder: weights in bfloat16, tokenizer, figures and card.
 
-    Every figure is measured on what was written, read back and run in float32 on the CPU, which is what a
-    test of the folder can repeat.
+    All figures are measured on the files as read back, in float32 on the CPU, so that a test can repeat them.
     """
     out.mkdir(parents=True, exist_ok=True)
     save_model(run.model, tokenizer, recipe, out)
@@ -81,7 +80,7 @@ def finish(run: Run, recipe: Recipe, tokenizer: Tokenizer, sources: list[Source]
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, out: Path) -> None:
-    """Weights, configuration and tokenizer as ``from_pretrained`` expects them."""
+    """Save weights, configuration and tokenizer for ``from_pretrained``."""
     saved = LlamaForCausalLM(model.config).to(torch.bfloat16)  # type: ignore[arg-type]
     saved.load_state_dict(model.state_dict())
     saved.config.dtype = torch.bfloat16
@@ -93,7 +92,7 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, ou
 
 
 def choose_excerpt(held_out: list[Source], tokenizer: Tokenizer) -> Source:
-    """The longest held-out file that fits in ``EXCERPT_TOKENS``: a text to commit beside the card."""
+    """The longest held-out file that fits in ``EXCERPT_TOKENS``; it is committed beside the card."""
     fitting = [source for source in held_out if len(tokenizer.encode(source.text).ids) <= EXCERPT_TOKENS]
     return max(fitting, key=lambda source: (len(source.text), source.name))
 
@@ -101,10 +100,10 @@ def choose_excerpt(held_out: list[Source], tokenizer: Tokenizer) -> Source:
 def losses(
     model: LlamaForCausalLM, tokenizer: Tokenizer, training: list[Source], held_out: list[Source]
 ) -> dict[str, Any]:
-    """Held-out loss of the model and of two models that only count, over the same tokens.
+    """Held-out loss of the model and of two counting models over the same tokens.
 
-    Every token of the held-out files is scored, the end token too, the begin token not. ``bits_per_byte`` is
-    the same sum over the files' UTF-8 bytes.
+    Every token of the held-out files counts, including the end token but not the begin token. ``bits_per_byte``
+    is the same sum over the files' UTF-8 bytes.
     """
     held = bpe.encode(tokenizer, [source.text for source in held_out])
     train_stream = np.concatenate(bpe.encode(tokenizer, [source.text for source in training]))
@@ -127,7 +126,7 @@ def losses(
 
 
 def greedy_records(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The first prompts whose greedy continuation no rounding difference should change."""
+    """The first prompts whose greedy continuation is robust to rounding differences."""
     records: list[dict[str, Any]] = []
     for prompt in GREEDY_PROMPTS:
         found = evaluate.greedy(model, tokenizer.encode(prompt).ids, GREEDY_LENGTH)
@@ -138,7 +137,7 @@ def greedy_records(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[s
 
 
 def samples(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """One sample for each of the first prompts, seeds counting from zero: the first drawn, whatever it is."""
+    """One unselected sample for each of the first prompts, with seeds from zero."""
     drawn = []
     for seed, prompt in enumerate(SAMPLE_PROMPTS[:SAMPLES_ON_CARD]):
         tokens = evaluate.sample(model, tokenizer.encode(prompt).ids, seed, TEMPERATURE)
@@ -147,7 +146,7 @@ def samples(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any
 
 
 def training_facts(run: Run, recipe: Recipe, training: list[Source], held_out: list[Source]) -> dict[str, Any]:
-    """What was trained on what, for how long. Bytes are UTF-8, tokens are positions trained on."""
+    """Data, amounts and duration of the training. Bytes are UTF-8, tokens are trained positions."""
     return {
         "parameters": run.model.num_parameters(),
         "recipe": dataclasses.asdict(recipe),
@@ -160,7 +159,7 @@ def training_facts(run: Run, recipe: Recipe, training: list[Source], held_out: l
 
 
 def machine_facts(run: Run) -> dict[str, Any]:
-    """Where the run was made, as far as it bears on its speed and on repeating it."""
+    """Facts about the machine that affect speed and repeatability."""
     device = run.model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
@@ -176,7 +175,7 @@ def machine_facts(run: Run) -> dict[str, Any]:
 
 
 def render(figures: dict[str, Any], out: Path) -> str:
-    """The model card, from the figures alone and the template beside this file."""
+    """The model card, from the figures and the template beside this file."""
     training, loss = figures["training"], figures["loss"]
     rows = [
         f"| {name} | {loss['nats_per_token'][name]:.4f} | {loss['bits_per_byte'][name]:.4f} |"
@@ -209,7 +208,7 @@ def render(figures: dict[str, Any], out: Path) -> str:
 
 
 def _processor() -> str:
-    """The processor's own name where Linux tells it, else its architecture."""
+    """The processor's name from Linux, else its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

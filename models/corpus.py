@@ -1,4 +1,4 @@
-"""The standard library's source as documents: which files, which are held out, in what order."""
+"""The standard library's source as documents: file selection, held-out files, order."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "__pycache__"}
-# Written when the interpreter is built: they name the build machine's folders, not code anyone wrote.
+# Generated when the interpreter is built: they contain folders of the build machine.
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
-# Character tables that a generator wrote: a sixth of the text, one pattern, near copies of each other.
+# Generated character tables: a sixth of the text, nearly identical to each other.
 GENERATED = "gencodec.py"
 HELD_OUT_ONE_IN = 20
 LONGEST_CLASS = 120
@@ -39,7 +39,7 @@ class Source:
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is kept from training. It depends on the name alone, so it never changes."""
+        """Whether the file is excluded from training. Depends only on the name, so it never changes."""
         digest = hashlib.sha256(self.name.encode()).digest()
         return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
@@ -66,8 +66,8 @@ def read_sources(root: Path) -> list[Source]:
 def definitions(text: str) -> list[str]:
     """The functions, methods (dedented) and short classes of a file, each as a text of its own.
 
-    Training on these beside whole files teaches what a quick start shows: a prompt that opens with ``def``,
-    and an answer that ends where the function does.
+    Together with whole files they teach the model to complete a prompt that starts with ``def`` and to stop at
+    the end of the function.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old escapes in string literals
@@ -75,7 +75,7 @@ def definitions(text: str) -> list[str]:
             tree = ast.parse(text)
         except SyntaxError:
             return []
-    lines = list(io.StringIO(text))  # by line ends alone, as the parser counts; splitlines() knows more
+    lines = list(io.StringIO(text))  # splits at line ends only, like the parser; splitlines() splits at more characters
     found = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -98,10 +98,10 @@ def _segment(lines: list[str], node: ast.stmt) -> str:
 
 
 def windows(documents: list[np.ndarray], length: int, seed: int, number: int) -> np.ndarray:
-    """Pass ``number`` over the documents: shuffled, joined, cut at another offset every time.
+    """Pass ``number`` over the documents: shuffled, joined, cut at another offset in each pass.
 
-    Returns ``int64[n, length + 1]``; neighbours in the text share one token, so every token but the first
-    is a target once. The windows come shuffled.
+    Returns ``int64[n, length + 1]`` in random order; neighbours in the text share one token, so every token but
+    the first is a target once.
     """
     random = np.random.default_rng([seed, number, length])
     stream = np.concatenate([documents[index] for index in random.permutation(len(documents))])

@@ -1,4 +1,4 @@
-"""What a saved model achieves: loss on text, greedy continuations with their margins, samples."""
+"""Evaluates a saved model: loss on text, greedy continuations with their margins, samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-# Windows start this many times per window length.
+# Number of windows that start per window length.
 OVERLAP = 2
 
 
@@ -26,8 +26,8 @@ class Continuation:
 def document_nats(model: LlamaForCausalLM, document: np.ndarray) -> float:
     """Sum of the nats of every token after the first.
 
-    A document longer than the model's window is scored in windows that overlap by half. Only tokens that no
-    earlier window scored count, so each counts once and has at least half a window, or all there is, before it.
+    Windows that overlap by half score a document longer than the context length. Each token counts once, in the
+    first window that contains it, after at least half a window or all earlier tokens of the document.
     """
     ids = torch.from_numpy(document.astype(np.int64)).to(model.device)
     size = model.config.max_position_embeddings
@@ -53,7 +53,7 @@ def mean_nats(model: LlamaForCausalLM, documents: list[np.ndarray]) -> float:
 def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> Continuation:
     """The most likely tokens after ``prompt``, up to an end token or ``length``.
 
-    Each is one whole forward pass: nothing is cached, so nothing of a cache is recorded.
+    Each token takes a full forward pass without a cache, so the record does not depend on one.
     """
     ids = torch.tensor([prompt], device=model.device)
     margin = float("inf")

@@ -1,4 +1,4 @@
-"""The training loop: a recipe and documents in, a trained model out, checkpoints on the way."""
+"""The training loop: from a recipe and documents to a trained model, with checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CheckpointMismatch(Exception):
 
 @dataclasses.dataclass
 class Run:
-    """A training run between two steps: all that a checkpoint holds."""
+    """A training run between two steps: everything that a checkpoint contains."""
 
     model: LlamaForCausalLM
     optimizers: list[torch.optim.Optimizer]
@@ -69,7 +69,7 @@ def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.opti
 
 
 def batches(recipe: Recipe, documents: list[np.ndarray], start: int) -> Iterator[np.ndarray]:
-    """The batch of every step from ``start`` on. It depends on the step alone: a resumed run gets the same."""
+    """The batches of the steps from ``start`` on. Each depends only on its step: a resumed run gets the same ones."""
     switch = recipe.steps - recipe.long_steps
     for first, last, length in ((0, switch, recipe.context), (switch, recipe.steps, recipe.long_context)):
         rows = recipe.tokens_per_step // length
@@ -78,7 +78,7 @@ def batches(recipe: Recipe, documents: list[np.ndarray], start: int) -> Iterator
 
 
 def fast_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 products outrun float32 there. A CPU without the instructions emulates them slowly."""
+    """Whether bfloat16 products outrun float32 there. A CPU without bfloat16 instructions emulates them slowly."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
@@ -88,7 +88,7 @@ def fast_bfloat16(device: torch.device) -> bool:
 def train_step(run: Run, recipe: Recipe, batch: torch.Tensor) -> float:
     """One optimiser step on ``int64[rows, length + 1]``; returns the mean loss in nats per token.
 
-    The rows go through in small pieces, which bounds the logits' memory and keeps them in the cache.
+    The rows are processed in small pieces, which limits the logits' memory and keeps them in the CPU cache.
     """
     factor = recipe.learning_rate_factor(run.step)
     for optimizer, rate in zip(run.optimizers, (recipe.muon_lr, recipe.adam_lr), strict=True):
@@ -113,10 +113,10 @@ def train_step(run: Run, recipe: Recipe, batch: torch.Tensor) -> float:
 
 
 def train(recipe: Recipe, documents: list[np.ndarray], checkpoint: Path, device: torch.device, report: Report) -> Run:
-    """Train to the recipe's last step, going on from ``checkpoint`` if it exists.
+    """Train to the recipe's last step; resume from ``checkpoint`` if it exists.
 
-    A checkpoint is written every ``CHECKPOINT_EVERY`` steps and at the end, so an interruption at any moment
-    costs at most that many steps and changes nothing in the result.
+    A checkpoint is written every ``CHECKPOINT_EVERY`` steps and at the end, so an interruption costs at most that
+    many steps and does not change the result.
     """
     model = build_model(recipe).to(device)  # type: ignore[arg-type]
     run = Run(model, build_optimizers(model, recipe))
@@ -135,7 +135,7 @@ def train(recipe: Recipe, documents: list[np.ndarray], checkpoint: Path, device:
 
 
 def save(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
-    """Write the run beside ``checkpoint`` and rename, so that a kill leaves the old one or the new one."""
+    """Write the run beside ``checkpoint`` and rename it, so that a kill leaves a complete checkpoint."""
     state = {
         "identity": identity,
         "step": run.step,

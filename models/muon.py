@@ -1,9 +1,8 @@
 """Muon: momentum whose update is the nearest orthogonal matrix (Jordan et al., 2024).
 
-Every direction of a weight matrix then moves by the same amount in each step, which makes a short run learn
-about half as much again from its tokens as Adam does. ``torch.optim.Muon`` iterates in bfloat16, which is
-slow on a CPU without bfloat16 products, and one matrix at a time; this one works in float32 on all matrices
-of a shape at once.
+Every direction of a weight matrix moves by the same amount per step, which makes a short run learn about half
+as much again per token as Adam does. ``torch.optim.Muon`` iterates in bfloat16, which is slow on a CPU without
+bfloat16 products, and on one matrix at a time; this one uses float32 on all matrices of a shape at once.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Apply the gradients. Tall matrices move further, so that the change of their output is alike."""
+        """Apply the gradients. Tall matrices get larger steps, so that their outputs change by a similar amount."""
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for param in group["params"]:

@@ -1,4 +1,4 @@
-"""The progress of a training run: a bar on a terminal, a line now and then in a log file."""
+"""The progress of a training run: a bar on a terminal, periodic lines in a log file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from decant.models.recipe import Recipe
 
 LINE_EVERY = 25
-# Share of the newest step in the shown rate, which would jump about otherwise.
+# Weight of the newest step in the displayed rate, which smooths it.
 SMOOTHING = 0.1
 
 
@@ -32,7 +32,7 @@ class Bar:
         self.task = self.progress.add_task("", total=recipe.steps)
 
     def report(self, step: int, loss: float, seconds: float) -> None:
-        """Take in one finished step."""
+        """Record one finished step."""
         newest = self.recipe.tokens_per_step / seconds
         self.rate += (newest - self.rate) * (SMOOTHING if self.rate else 1.0)
         text = f"loss {loss:.3f} {self.rate:,.0f} tokens/s"

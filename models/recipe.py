@@ -1,4 +1,4 @@
-"""Everything that decides what a training run produces, as one frozen value."""
+"""All parameters that determine a training run, as one frozen value."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Sizes, schedule and seed of one run. Two runs of one recipe on one machine agree bit for bit.
+    """Sizes, schedule and seed of a run. Two runs of a recipe on one machine agree bit for bit.
 
     The run takes ``steps`` steps of ``tokens_per_step`` tokens. The last ``long_steps`` of them use windows
-    of ``long_context`` tokens instead of ``context``: attention over short windows is cheaper, and the end
-    of the run is enough to learn the far positions.
+    of ``long_context`` tokens instead of ``context``: attention over short windows is cheaper, and a short final
+    phase suffices to learn the far positions.
     """
 
     vocab_size: int = 4096
@@ -64,7 +64,7 @@ LARGE = Recipe(
     warmup_steps=60,
 )
 
-# Seconds. It learns next to nothing; it shows that the whole path from corpus to card works.
+# Takes seconds. It learns almost nothing, but exercises the whole path from corpus to card.
 TRIAL = Recipe(
     vocab_size=320,
     hidden_size=64,

@@ -3,13 +3,13 @@
     python -m decant.models.train                      the committed model (two cores: about an hour)
     python -m decant.models.train --size large --device cuda --work work-large --out my-model
 
-An interrupted run goes on from its last checkpoint when the same command is given again. The result is
-determined by the options, the interpreter's version, the machine's type and its number of threads.
+The same command resumes an interrupted run from its last checkpoint. The options, the interpreter's version, the
+machine's type and its number of threads determine the result.
 
-For a larger model take ``--size large``, or change single sizes with ``--set``, for example
-``--set layers=8 --set hidden_size=384 --set steps=3000``. Every value of ``models/recipe.py`` can be set.
-A pass over the library and the definitions in it is about 6 million tokens. A larger model therefore sees the
-same text many times over; the card's held-out loss tells when more steps or more layers stop helping.
+For a larger model use ``--size large``, or change single sizes with ``--set``, for example
+``--set layers=8 --set hidden_size=384 --set steps=3000``. ``--set`` accepts every value of ``models/recipe.py``.
+A pass over the library and its definitions is about 6 million tokens, so a larger model sees the same text many
+times; the card's held-out loss shows when more steps or layers stop helping.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def changed(recipe: Recipe, changes: list[str]) -> Recipe:
 
 
 def prepare(device: torch.device, threads: int) -> None:
-    """Make arithmetic repeatable. The setting for cuBLAS must be there before its first use."""
+    """Make arithmetic repeatable. The cuBLAS setting must precede its first use."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Filling fresh memory guards against bugs elsewhere, at the price of a pass over it.
+    # Filling fresh memory costs a pass over it and only guards against bugs elsewhere.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
@@ -78,7 +78,7 @@ def prepare(device: torch.device, threads: int) -> None:
 
 
 def fit_tokenizer(work: Path, texts: list[str], vocab_size: int) -> Tokenizer:
-    """The tokenizer of the training files, kept in the work folder for a resumed run."""
+    """The tokenizer of the training files, cached in the work folder for resumed runs."""
     file = work / f"tokenizer-{vocab_size}.json"
     if not file.exists():
         partial = file.with_suffix(".partial")
@@ -88,14 +88,14 @@ def fit_tokenizer(work: Path, texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def documents(tokenizer: Tokenizer, sources: list[corpus.Source]) -> list[np.ndarray]:
-    """Training documents: whole files, and beside them the definitions inside as documents of their own."""
+    """Training documents: whole files, and their definitions as separate documents."""
     texts = [source.text for source in sources]
     texts += [segment for source in sources for segment in corpus.definitions(source.text)]
     return bpe.encode(tokenizer, texts)
 
 
 def main(arguments: list[str]) -> None:
-    """One run from sources to the finished folder."""
+    """Run everything from the sources to the finished folder."""
     options = parse(arguments)
     recipe: Recipe = options.recipe
     prepare(options.device, options.threads)

@@ -1,1 +1,1 @@
-"""What users would run instead, each in an environment of its own. Every contender's module has a ``measure``."""
+"""Baselines, each in its own environment. Every contender's module has a ``measure``."""

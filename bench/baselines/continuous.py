@@ -1,4 +1,4 @@
-"""transformers' continuous batching as a contender: what ``generate_batch`` stands on, its requests streamed."""
+"""transformers' continuous batching as a contender: the layer below ``generate_batch``, with streamed requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SILENCE_S = 600.0
 
 
 class Server:
-    """Requests go to the manager's thread, tokens come from its queue."""
+    """Sends requests to the manager's thread and takes tokens from its queue."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

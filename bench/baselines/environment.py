@@ -1,10 +1,10 @@
-"""An environment of its own for a baseline, made on first use and kept in the cache.
+"""The environment of a baseline, created on first use and cached.
 
     vllm.txt ── pip install --no-deps ──> <cache>/decant/baselines/vllm-<hash of the file>/bin/python
 
-The file names every package that is installed, by version, and nothing else comes in: a dependency that would bring
-gigabytes for another kind of machine stays out. The hash makes another environment of other requirements; ``complete``
-is written last, so that one that was broken off is made again.
+The file lists every installed package with its version; pip adds no dependency, which could bring gigabytes for
+another kind of machine. Other requirements have another hash and environment. ``complete`` is written last, so an
+interrupted installation is repeated.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from bench.model_shapes import cache_folder
 
 
 class NotInstallable(RuntimeError):
-    """What a baseline needs could not be installed; the message is pip's reason, in a line."""
+    """The requirements of a baseline cannot be installed; the message is pip's reason in one line."""
 
 
 def python(requirements: Path, say: Callable[[str], None]) -> Path:
-    """An interpreter that has exactly what is required. ``say`` hears what pip does. Raises NotInstallable."""
+    """An interpreter with exactly the requirements. ``say`` gets pip's output. Raises NotInstallable."""
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
     folder = cache_folder().parent / "baselines" / f"{requirements.stem}-{digest}"
     interpreter = folder / "bin" / "python"

@@ -1,6 +1,6 @@
 """OpenVINO GenAI as a contender: its continuous batching pipeline, step by step, on the CPU.
 
-The checkpoint is exported once, without a tokenizer, and kept beside the environments in the cache.
+The checkpoint is exported once, without a tokenizer, and cached beside the environments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.workloads import Item
 
 
 class Server:
-    """Requests are numbers here; a handle has the tokens that came since it was read."""
+    """Request ids are numbers here; a handle has the tokens since the last read."""
 
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
@@ -71,7 +71,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
 
 
 def _export(model: Path) -> Path:
-    """The folder of the exported checkpoint, made unless it is there and as new as the weights."""
+    """The folder of the exported checkpoint, exported when absent or older than the weights."""
     newest = max(file.stat().st_mtime_ns for file in model.glob("*.safetensors"))
     folder = cache_folder().parent / "openvino" / f"{model.name}-{newest:x}"
     if folder.is_dir():
@@ -80,10 +80,10 @@ def _export(model: Path) -> Path:
     from optimum.intel import OVConfig
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Made aside and moved when whole, as checkpoints are.
+    # Write aside and rename when complete, like checkpoints.
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        # A configuration, if an empty one: without any, large models would be quantized.
+        # An empty configuration: without one, large models would be quantized.
         main_export(str(model), aside, task="text-generation-with-past", ov_config=OVConfig())
         os.rename(aside, folder)
     finally:

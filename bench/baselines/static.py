@@ -1,8 +1,8 @@
-"""transformers' ``generate`` as a contender: static batches, one after the other.
+"""transformers' ``generate`` as a contender: static batches, one after another.
 
-A batch takes the requests that have arrived, in order, up to its size; it is padded to its longest prompt and run to
-its longest output. Time is kept on a virtual clock, which a measured batch moves by what it took and any other by
-what the measured ones predict. A token counts as received when ``generate`` has drawn it: a stream at its best.
+A batch takes the arrived requests in order, up to its size, pads to its longest prompt and runs to its longest output.
+A virtual clock advances by the duration of a measured batch, and by the prediction for any other batch. A token counts
+as received when ``generate`` has drawn it, which is the best case of a stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP = [Item(f"warm-up-{index}", list(range(64)), 3, 0.0) for index in range(
 
 @dataclass(slots=True)
 class Pace:
-    """What measured batches say about others: seconds per padded prompt token, and per step after the first."""
+    """Rates from measured batches: seconds per padded prompt token, and per step after the first."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -39,7 +39,7 @@ class Pace:
         self.steps += [after - before for before, after in pairwise(stamps)]
 
     def predict(self, batch: Sequence[Item]) -> list[float]:
-        """Seconds after the start at which each step of the batch ends."""
+        """Predicted end of each step of the batch, in seconds after the start."""
         first = _padded(batch) * self.prompt_seconds / self.prompt_tokens
         step = sum(self.steps) / max(1, len(self.steps))
         return [first + step * index for index in range(_longest(batch))]
@@ -60,7 +60,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
 
 
 def run(model: PreTrainedModel, job: Job, tell: Tell) -> tuple[list[Served], dict[str, Any]]:
-    """All items on the virtual clock, and how they were batched."""
+    """Run all items on the virtual clock; return the results and the batches."""
     waiting = deque(sorted(job.items, key=lambda item: item.arrival_s))
     wanted = job.static_batches or len(job.items)
     expected = min(wanted, -(-len(job.items) // job.batch_size))
@@ -94,7 +94,7 @@ def run(model: PreTrainedModel, job: Job, tell: Tell) -> tuple[list[Served], dic
 
 @torch.inference_mode()
 def generate(model: Any, batch: Sequence[Item], tell: Tell) -> list[float]:
-    """Run one padded batch to its longest output; seconds after the start at which each step ended."""
+    """Run one padded batch to its longest output; return each step's end in seconds after the start."""
     width, longest = max(len(item.prompt_token_ids) for item in batch), _longest(batch)
     stamps: list[float] = []
     began = time.perf_counter()
@@ -121,7 +121,7 @@ def generate(model: Any, batch: Sequence[Item], tell: Tell) -> list[float]:
 
 
 def _part(tell: Tell, done: int, whole: int) -> Tell:
-    """Hears the share of one batch, tells the share of all."""
+    """Converts the progress of one batch to the progress of all."""
     return lambda share: tell(min(1.0, (done + share) / whole))
 
 

@@ -15,7 +15,7 @@ from decant.runtime.cores import usable_cores
 
 
 class Server:
-    """vLLM tells all of a request's tokens again with every step; new ones are counted."""
+    """vLLM repeats all tokens of a request at every step; this adapter counts the new ones."""
 
     def __init__(self, engine: Any, sampling: Any) -> None:
         self._engine = engine
@@ -38,7 +38,7 @@ class Server:
 
 def measure(job: Job, tell: Tell) -> dict[str, Any]:
     """Load the checkpoint, warm up, serve the workload."""
-    # Read while vLLM is imported: one process, no more threads than are asked for, memory as the engine's, no network.
+    # vLLM reads these at import: one process, the configured number of threads, the engine's memory, no network.
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, job.kv_bytes >> 30)),
@@ -69,5 +69,5 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
 
 
 def _cores(count: int) -> Iterator[str]:
-    """One worker's cores: the first that this process may use."""
+    """Cores of one worker: the first ones that this process may use."""
     yield ",".join(map(str, usable_cores()[:count]))

@@ -1,1 +1,1 @@
-"""What a measurement must get right, not how fast anything is."""
+"""Tests of the correctness of measurements, not of speed."""

@@ -1,7 +1,7 @@
-"""``bench.subprocess_runner.run`` by a fork of a process that has imported torch, at a tiny scale.
+"""``bench.subprocess_runner.run`` in a fork of a process with torch imported, on a tiny scale.
 
-An interpreter of its own for each measurement is left to test_engine.py and test_baselines.py. Job, progress and result
-are JSON here too.
+Only test_engine.py and test_baselines.py start an interpreter per measurement. Job, progress and result are JSON here
+too.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[s
 
 
 def _measure(module: str, job: str, channel: Connection) -> None:
-    """In the fork."""
+    """Runs in the fork."""
     from bench import machine
 
     machine.TRIES = TRIES
-    machine.read_bytes = lambda: READ_BYTES  # of the size of a cache: what is measured is not compared with a machine
+    machine.read_bytes = lambda: READ_BYTES  # the size of a cache: tests do not compare with the machine
 
     def send(message: Mapping[str, Any]) -> None:
         channel.send_bytes(json.dumps(message).encode())

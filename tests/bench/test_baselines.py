@@ -1,4 +1,4 @@
-"""A baseline that can't be measured is told of, and the others go on."""
+"""An unavailable baseline is reported, and the others still run."""
 
 import sys
 import textwrap
@@ -103,7 +103,7 @@ def test_what_cannot_be_installed_is_unavailable_and_leaves_nothing_complete(
 
 
 class Scripted:
-    """Answers every request it has with ``burst`` tokens a step."""
+    """Answers every pending request with ``burst`` tokens per step."""
 
     def __init__(self, burst: int) -> None:
         self.added: list[str] = []

@@ -1,4 +1,4 @@
-"""The whole measurement on a tiny shape: that everything is measured and nothing else is printed."""
+"""The complete measurement on a tiny shape: it has every figure and prints nothing else."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def bench(*arguments: str | Path, timeout: float = 800) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def measured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Five requests, one of them late, in static batches of two of which one is predicted."""
+    """Five requests, one of them late, in static batches of two; one batch is predicted."""
     path = tmp_path_factory.mktemp("bench") / "w.jsonl"
     lengths = [(20, 6), (9, 3), (33, 5), (4, 1)]
     items = [Item(f"r{n}", list(range(prompt)), output, 0.0) for n, (prompt, output) in enumerate(lengths)]

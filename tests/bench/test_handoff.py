@@ -1,4 +1,4 @@
-"""Two processes move caches and step beside it; every figure that the report speaks of is there and makes sense."""
+"""Two processes transfer caches and step meanwhile; every figure of the report exists and is plausible."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from tests.e2e.fork_server import completed
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its steps are short, and its caches take long enough to move for several of them to lie in one move."""
+    """A model with short steps, whose caches take long enough to transfer to overlap several of them."""
     folder = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
         vocab_size=512,

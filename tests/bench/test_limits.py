@@ -1,4 +1,4 @@
-"""The limits' arithmetic, on a schedule and a machine made by hand."""
+"""Arithmetic of the limits, on a constructed schedule and machine."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ RATES = Rates(bandwidth=1000.0, products=4000.0)
 @pytest.mark.parametrize(
     ("tokens", "rows", "seconds"),
     [
-        (1, 1, 0.3),  # reads
-        (4, 4, 0.3),  # where both are equal
-        (8, 8, 0.6),  # multiplies
-        (2, 0, 0.2),  # nothing sampled: the head is neither read
-        (10, 0, 0.5),  # nor multiplied
-        (10, 1, 0.525),  # the head's one row beside a chunk of a prompt
+        (1, 1, 0.3),  # bound by reads
+        (4, 4, 0.3),  # both bounds are equal
+        (8, 8, 0.6),  # bound by multiplication
+        (2, 0, 0.2),  # no sampled rows: the head is not read
+        (10, 0, 0.5),  # and not multiplied
+        (10, 1, 0.525),  # one row of the head beside a chunk of a prompt
     ],
 )
 def test_a_step_takes_the_longer_of_reading_and_multiplying(tokens: int, rows: int, seconds: float) -> None:

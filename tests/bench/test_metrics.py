@@ -1,4 +1,4 @@
-"""The definitions, on timelines made by hand."""
+"""Definitions of the figures, on constructed timelines."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Simulated, so the same on any machine: placement finds prefixes, and costs nothing where there are few."""
+"""Simulated and therefore deterministic: placement finds prefixes, and costs nothing where there are few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the measurement of the router counts is what happened. Tiny sizes: no figure here says how fast anything is."""
+"""The router measurement counts what happens. Sizes are tiny: no figure here is about speed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def server(first_ms: float, step_ms: float) -> AsyncIterator[str]:
 
 
 async def done(job: Job) -> tuple[list[str], dict[str, Any]]:
-    """The windows that a job told of, and its result."""
+    """The windows and the result that a job reports."""
     told: list[dict[str, Any]] = []
     async with asyncio.timeout(PATIENCE):
         await load.serve(job, lambda message: told.append(json.loads(json.dumps(message))))
@@ -47,7 +47,7 @@ async def done(job: Job) -> tuple[list[str], dict[str, Any]]:
 
 
 def most_at_once(seen: list[dict[str, float]]) -> int:
-    """How many requests were being answered at the same time."""
+    """The highest number of concurrent requests."""
     changes = sorted([(one["sent"], 1) for one in seen] + [(one["last"], -1) for one in seen])
     return max(sum(change for _, change in changes[: end + 1]) for end in range(len(changes)))
 
@@ -81,7 +81,7 @@ async def test_of_streams_only_what_lies_within_the_window_is_counted() -> None:
 
 
 class NoScene:
-    """A deployment that costs nothing."""
+    """A deployment without cost."""
 
     def cpu(self) -> dict[str, float]:
         return {}
@@ -113,7 +113,7 @@ def test_a_goal_has_a_direction(at_least: bool, figure: float, met: bool) -> Non
 
 @pytest.mark.slow
 async def test_the_whole_bench_on_a_tiny_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = psutil.Process().children(recursive=True)  # other tests' processes are forked from one that stays
+    before = psutil.Process().children(recursive=True)  # other tests fork their processes from a persistent one
     monkeypatch.setattr(router, "CLIENTS", (2, 4))
     monkeypatch.setattr(router, "STREAMS", 3)
     monkeypatch.setattr(router, "FRAMES", (64, 256))

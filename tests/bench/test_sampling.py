@@ -1,4 +1,4 @@
-"""The bench of the sampler, on a tiny scale: what it compares draws the same tokens, and nothing stays changed."""
+"""The sampler benchmark on a tiny scale: its contenders draw the same tokens, and it restores what it patches."""
 
 from __future__ import annotations
 

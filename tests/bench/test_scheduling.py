@@ -1,4 +1,4 @@
-"""The scenes are what they say: as many running as asked for, contexts near what was asked for."""
+"""Scenes have the requested number of running sequences, and contexts near the requested length."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A made checkpoint is one that the engine serves."""
+"""The engine serves generated checkpoints."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The whole table on a tiny shape: every row is there, and what it stands on adds up."""
+"""The whole table on a tiny shape: it has every row, and its inputs are consistent."""
 
 import io
 import json
@@ -40,7 +40,7 @@ def test_every_row_was_measured(measured: dict[str, Any]) -> None:
     rows = {line["name"]: line for line in measured["lines"]}
     assert len(rows) == 12
     for name, line in rows.items():
-        if name != "mixed, longest gap":  # a fast machine may be done before the prompt comes
+        if name != "mixed, longest gap":  # a fast machine may finish before the prompt arrives
             assert line["measured"] > 0, name
     for name in ("decode, 1 at 128 tokens", "decode, 8 at 256 tokens", "exponential", "long-prompts"):
         assert rows[name]["share"] > 0

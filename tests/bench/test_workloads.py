@@ -1,4 +1,4 @@
-"""Workloads are what they say, and a file that can't be run is refused by line, field, limit and value."""
+"""Workloads have the documented properties; an invalid file is rejected with line, field, limit and value."""
 
 import json
 from pathlib import Path

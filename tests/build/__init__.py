@@ -1,1 +1,1 @@
-"""What the build promises: stubs in every install, floors that hold."""
+"""Tests of the build: stubs in every install, minimum versions."""

@@ -1,4 +1,4 @@
-"""Source trees, environments and installs of their own, which see nothing of this checkout."""
+"""Isolated source trees, environments and installs, which do not see this checkout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BUILT = shutil.ignore_patterns("*_pb2*", "*.so", "__pycache__")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run without this process's import path. Standard error goes to standard output."""
+    """Run a command without this process's import path; standard error goes to standard output."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         [str(part) for part in command],
@@ -37,14 +37,14 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 
 def succeed(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """The output of a command that must end with 0."""
+    """Run a command that must exit with 0; return its output."""
     done = run(*command, cwd=cwd, **environment)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 def copy_sources(names: Iterable[str], tree: Path) -> Path:
-    """Copy these files and folders of the checkout without what an earlier build left there; links stay links."""
+    """Copy files and folders of the checkout without build results; links stay links."""
     tree.mkdir(parents=True, exist_ok=True)
     for name in names:
         if (ROOT / name).is_dir():
@@ -75,7 +75,7 @@ def make_environment(home: Path) -> Path:
 def borrow_packages(home: Path) -> None:
     """Make this environment's packages importable there, except editable installs.
 
-    A path entry does not process the .pth files in its folder, and an editable install is one.
+    Python does not process the .pth files in the folder of a path entry, and an editable install is one.
     """
     (site_packages(home) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
 

@@ -1,4 +1,4 @@
-"""import-linter checks what the contracts name; this checks that they name every package."""
+"""The contracts that import-linter checks name every package."""
 
 import tomllib
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""Each build of the CPU kernels that this machine can run computes what transformers computes, keeps both laws of the
-engine and serves; a line at the end of the suite says which were run."""
+"""Each build of the CPU kernels that this machine can run agrees with transformers, keeps both laws of the engine
+and serves; a line at the end of the suite lists the builds.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ RULES = re.split(r"^- ", PAGE, flags=re.MULTILINE)[1:]
 
 
 def names(label: str, rule: str) -> list[str]:
-    """What stands in backticks in the entry of that label below the rule."""
+    """The names in backticks in the labelled entry below the rule."""
     match = re.search(rf"^    - {label}: *((?:[^\n]|\n      )+)", rule, re.MULTILINE)
     return re.findall(r"`([^`]+)`", match[1]) if match else []
 

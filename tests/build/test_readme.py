@@ -1,4 +1,4 @@
-"""The pages of docs/ and the README name what exists, and their examples run; the README's program: tests/e2e."""
+"""The pages of docs/ and the README name what exists, and their examples run; tests/e2e runs the README's program."""
 
 import re
 import subprocess
@@ -36,7 +36,7 @@ PAGES = [
 
 
 def anchors(page: Path) -> set[str]:
-    """Those of a page's headings."""
+    """The anchors of a page's headings."""
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in HEADING.findall(prose)}
 

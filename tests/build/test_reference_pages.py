@@ -1,8 +1,8 @@
-"""docs/reference says all of the public surface, and nothing that is not in it.
+"""docs/reference describes the complete public surface and nothing else.
 
-The generated pages are those that the generators make now. A table of the API page defines what its first header names,
-in code: a message, an enum, or the service. Its rows are compared with the descriptors, and none lacks a meaning, so a
-field that is added without a comment fails here.
+The generated pages equal the generators' current output. A table of the API page defines the message, enum or service
+in its first header. Its rows must match the descriptors and have a meaning, so a new field without a comment fails
+here.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_every_method_has_an_example_that_says_so() -> None:
 
 
 def test_every_reason_has_its_statuses_and_details_and_says_whether_to_call_again() -> None:
-    """Those of the comment beside it in the proto."""
+    """The table agrees with the comments in the proto."""
     proto = (ROOT / "protos" / "inference.proto").read_text()
     comments = dict(re.findall(rf"{PREFIX}(\w+) = [1-9]\d*;  // (.*)", proto))
     assert len(comments) == len(ENUMS["ErrorReason"].values) - 1

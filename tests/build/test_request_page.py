@@ -1,4 +1,4 @@
-"""Each stop of docs/concepts/request.md is a file and a function that exist."""
+"""Each step of docs/concepts/request.md names an existing file and function."""
 
 import ast
 import re

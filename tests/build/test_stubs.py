@@ -1,4 +1,4 @@
-"""Every kind of install carries the stubs, and none succeeds when a .proto doesn't compile."""
+"""Every kind of install contains the stubs, and fails when a .proto does not compile."""
 
 import tarfile
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_proto_that_does_not_compile_fails_the_install(python: Path, tree: Pat
     done = install(python, tree, editable=editable)
     assert done.returncode != 0
     assert "protoc failed on" in done.stdout
-    assert "decant/protos/worker.proto:" in done.stdout  # where the fault is, whichever file imports it
+    assert "decant/protos/worker.proto:" in done.stdout  # the faulty file, not one that imports it
 
 
 def test_stubs_of_a_removed_proto_are_not_shipped(python: Path, tree: Path, tmp_path: Path) -> None:

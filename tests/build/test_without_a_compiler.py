@@ -1,4 +1,4 @@
-"""An install without a C++ compiler succeeds, and `make setup` says in one line that there are no kernels."""
+"""An install without a C++ compiler succeeds, and `make setup` reports the missing kernels in one line."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Routers that tests share; starting one costs a thread and a port."""
+"""Shared routers; starting one costs a thread and a port."""
 
 from __future__ import annotations
 

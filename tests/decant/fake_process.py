@@ -1,6 +1,6 @@
-"""Stands in for a router or worker: listens, speaks the same lines of log, ends on SIGTERM. `--does` says what else.
+"""A stand-in for a router or worker: listens, logs the same lines, ends on SIGTERM. `--does` adds behaviour.
 
-`--variables` are those of the environment that it logs. It imports nothing of the project: a test starts several.
+It logs the environment variables in `--variables`. It imports nothing of the project, because a test starts several.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
     if given.does == "crash":
         return 1
     tempfile.mkstemp()  # left behind, as libraries do
-    asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # an Event that is set in a handler may block its own wait
+    asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # an Event that a handler sets may block its own wait
     signal.signal(signal.SIGTERM, lambda *_: asked.put(None))
     with socket.create_server(("127.0.0.1", given.port)) as listener:
         say("credentials", **{name: os.environ[name] for name in given.variables if name in os.environ})

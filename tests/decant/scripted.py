@@ -1,4 +1,4 @@
-"""A real server of InferenceService whose methods do what a test says, in a thread with an event loop of its own."""
+"""A real server of InferenceService with scripted methods, in a thread with its own event loop."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ Answering = Callable[[pb.GenerateRequest, Any], AsyncIterator[pb.GenerateStreamR
 
 @dataclass(frozen=True)
 class Break:
-    """How one stream ends after so many messages: with an error of the service's, or with a bare status as gRPC gives
-    it to a connection that was lost."""
+    """The end of a stream after a number of messages: a service error, or the bare status that gRPC reports for a lost
+    connection.
+    """
 
     after: int
     error: ServiceError | grpc.StatusCode
@@ -35,7 +36,7 @@ class Break:
 
 @dataclass
 class Script(inference_pb2_grpc.InferenceServiceServicer):
-    """What is answered, and what was asked."""
+    """Scripted answers and recorded requests."""
 
     answering: Answering | None = None
     is_ready: bool = True
@@ -135,7 +136,7 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class Doorkeeper(grpc.aio.ServerInterceptor):
-    """Writes down who calls."""
+    """Records every caller."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -188,7 +189,7 @@ async def plainly(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Gener
 
 
 async def with_a_tail(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
-    """Its end brings text that no new token brings."""
+    """A stream whose final message has text without a new token."""
     yield started(request)
     for seq, letter in enumerate("abc", 1):
         yield delta(request, seq, letter)
@@ -197,7 +198,7 @@ async def with_a_tail(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.G
 
 
 async def for_ever(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
-    """Writes two tokens and then no more."""
+    """Sends two tokens and then waits without end."""
     yield started(request)
     yield delta(request, 1, "a")
     yield delta(request, 2, "b")
@@ -205,14 +206,14 @@ async def for_ever(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Gene
 
 
 async def never(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
-    """Not even a first token."""
+    """Never sends a token."""
     await asyncio.Event().wait()
     yield started(request)
 
 
 @contextmanager
 def serving(script: Script, port: int = 0) -> Iterator[str]:
-    """Its address."""
+    """Serve a script; yields the address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -233,7 +234,7 @@ def serving(script: Script, port: int = 0) -> Iterator[str]:
     try:
         yield f"127.0.0.1:{bound}"
     finally:
-        loop.call_soon_threadsafe(readiness.stopped)  # watches end
+        loop.call_soon_threadsafe(readiness.stopped)  # ends watches
         asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(PATIENCE_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(PATIENCE_S)

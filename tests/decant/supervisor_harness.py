@@ -1,4 +1,4 @@
-"""`decant up` with fakes: as a process, `python -m tests.decant.supervisor_harness JSON`, and as a handle on one."""
+"""`decant up` with fakes: as a process, `python -m tests.decant.supervisor_harness JSON`, and a handle on one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def plan(workers: Mapping[str, str], routers: Mapping[str, str], redis_url: str, **limits: float) -> Plan:
-    """Stand-ins by name, and what each does."""
+    """Stand-ins by name with their behaviour."""
 
     def spec(name: str, does: str) -> Spec:
         arguments = ("--does", does, "--variables", *sorted(OF_PEERS | OF_SERVERS))
@@ -46,7 +46,7 @@ def plan(workers: Mapping[str, str], routers: Mapping[str, str], redis_url: str,
 
 
 class Up:
-    """A running `decant up`. Its temporary files lie in `folder`."""
+    """A running `decant up` with its temporary files in `folder`."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self.process = process
@@ -66,7 +66,7 @@ class Up:
             self._changed.notify_all()
 
     def until(self, process: str, event: str, count: int = 1, **fields: object) -> dict[str, Any]:
-        """The `count`-th line that says this. Raises AssertionError when it ends, or takes too long."""
+        """The `count`-th matching line. Raises AssertionError at the end of the output or after the deadline."""
         wanted = {"process": process, "event": event, **fields}
         ends = time.monotonic() + PATIENCE_S
         with self._changed:
@@ -85,7 +85,7 @@ class Up:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def child(self, port: int) -> psutil.Process:
-        """Whoever listens there."""
+        """The process that listens on that port."""
         (found,) = [
             one
             for one in self.descendants()
@@ -96,7 +96,7 @@ class Up:
         return found
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Its exit status; all that it said has been read."""
+        """Wait for the exit status and read all output."""
         self.process.send_signal(number)
         return self.ended()
 
@@ -111,7 +111,7 @@ class Up:
 
 
 def nothing_left(descendants: list[psutil.Process], ports: list[int], folder: Path) -> None:
-    """Waits, with a deadline: what the kernel or a keeper ends is gone a moment later. Raises AssertionError."""
+    """Wait until nothing is left; the kernel or a keeper may need a moment. Raises AssertionError."""
     _, alive = psutil.wait_procs(descendants, timeout=PATIENCE_S)
     assert not alive
     ends = time.monotonic() + PATIENCE_S
@@ -124,7 +124,7 @@ def nothing_left(descendants: list[psutil.Process], ports: list[int], folder: Pa
 
 @contextmanager
 def up(folder: Path, command: list[str], **variables: str) -> Iterator[Up]:
-    """Starts it with every temporary file in `folder`; whatever happens, it has ended afterwards."""
+    """Start it with every temporary file in `folder`, and make sure that it ends."""
     environment = os.environ | {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder)} | variables
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

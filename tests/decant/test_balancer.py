@@ -1,4 +1,4 @@
-"""Selection of routers and retries, with a clock that tests move."""
+"""Router selection and retries, with a manual clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 def make_selector(count: int, clock: Clock) -> RouterSelector:
-    """Begins with router 0, with full backoffs and the largest jitter."""
+    """Starts with router 0, full backoffs and the largest jitter."""
     draws = iter([(count - 1) / count])
     return RouterSelector(count, clock, lambda: next(draws, 1.0))
 
@@ -104,14 +104,14 @@ def test_routers_without_backoff_are_selected_first(steps: list[tuple[str, int, 
         (lost(grpc.StatusCode.INTERNAL), True),
         (lost(grpc.StatusCode.UNKNOWN), True),
         (lost(grpc.StatusCode.DEADLINE_EXCEEDED), False),
-        (lost(grpc.StatusCode.RESOURCE_EXHAUSTED), False),  # gRPC's own: a message that is too large
-        (lost(grpc.StatusCode.UNIMPLEMENTED), True),  # another's server, where a router was
+        (lost(grpc.StatusCode.RESOURCE_EXHAUSTED), False),  # from gRPC itself: the message is too large
+        (lost(grpc.StatusCode.UNIMPLEMENTED), True),  # another server at a router's address
         (unavailable(), True),
         (decant.Unavailable(Reason.DRAINING, "draining", retry_after=0.1), True),
         (decant.QueueFull(4, retry_after=1), True),
         (decant.QuotaExceeded("t", "in_flight", 4, 5, retry_after=1), True),
         (decant.Unavailable(Reason.WORKERS_LOST, "lost", retry_after=0.1), True),
-        (decant.Aborted(Reason.WORKERS_LOST, "lost", resume=ResumePoint(0, 3)), False),  # it is over
+        (decant.Aborted(Reason.WORKERS_LOST, "lost", resume=ResumePoint(0, 3)), False),  # the run is over
         (decant.Aborted(Reason.DRAINING, "draining", resume=ResumePoint(0, 3)), True),
         (decant.Aborted(Reason.OWNER_CHANGED, "taken over", resume=ResumePoint(0, 3)), True),
         (decant.Aborted(Reason.SLOW_READER, "unread", resume=ResumePoint(0, 3)), True),
@@ -144,7 +144,7 @@ def test_only_retryable_errors_are_tried_again(error: decant.ServiceError, again
 
 
 def tried(tries: RetryState, clock: Clock, error: decant.ServiceError) -> int:
-    """How often it is tried in all, each try failing at once."""
+    """Total number of tries when each fails at once."""
     count = 1
     while True:
         try:

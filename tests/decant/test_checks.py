@@ -1,4 +1,4 @@
-"""What `decant up` refuses before it starts anything."""
+"""Configurations that `decant up` rejects before it starts a process."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GIB = 1 << 30
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A copy of the small model, to be broken."""
+    """A copy of the small model for damage."""
     return Path(shutil.copytree(path(), tmp_path / "model"))
 
 
 def refusal(**options: Any) -> str:
-    """The one line that it is refused with."""
+    """The one-line reason of the rejection."""
     with pytest.raises(CommandFailed) as caught:
         check(UpOptions(**{"port": 0, "kv_memory": "32M", **options}))
     assert caught.value.status == 2
@@ -218,7 +218,7 @@ def test_a_redis_that_does_not_answer_is_refused() -> None:
 
 @pytest.fixture
 def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets variables DECANT_PEER_*, those of whole certificates unless others are given."""
+    """Sets the DECANT_PEER_* variables, by default to complete certificates."""
     made = Certificates(tmp_path)
 
     def name(**changes: Path | str) -> None:

@@ -1,4 +1,4 @@
-"""Both clients against a scripted server: requests, results, errors, and what becomes of a stream that is left."""
+"""Both clients against a scripted server: requests, results, errors, and abandoned streams."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_stream_that_is_left_before_anything_came_closes_its_call(client: Clie
     with client.stream("x"):
         pass
     client.server_info()
-    if script.asked:  # else it was closed before it arrived
+    if script.asked:  # otherwise the stream closed before it arrived
         assert script.call_ended.wait(PATIENCE_S)
 
 

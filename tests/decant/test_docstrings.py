@@ -1,4 +1,4 @@
-"""The examples in the client's docstrings do what they say, against a server that stands in for a deployment."""
+"""The examples in the client's docstrings give the documented output, against a fake deployment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def adds(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Generate
 
 
 class Deployment(Script):
-    """Serves tiny-python, which has one answer, and runs the request 6f9c."""
+    """Serves tiny-python with one fixed answer, and has the run 6f9c."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802
         answer = await super().Generate(request, context)
@@ -78,7 +78,7 @@ def examples() -> list[doctest.DocTest]:
 
 
 async def run(test: doctest.DocTest, names: dict[str, Any]) -> None:
-    """As doctest does, with ``await`` at the top level."""
+    """Like doctest, with ``await`` at the top level."""
     for example in test.examples:
         printed = io.StringIO()
         code = compile(example.source, test.name, "single", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)

@@ -1,4 +1,4 @@
-"""What importing the client loads."""
+"""Modules that importing the client loads."""
 
 import subprocess
 import sys
@@ -12,9 +12,9 @@ print("\\n".join(sorted(set(sys.modules) - before)))
 """
 
 OURS = {"decant.client", "decant.protos", "decant.runtime"}
-# grpcio itself needs typing_extensions, and loads its companions where they are installed.
+# grpcio needs typing_extensions and loads its companion packages when installed.
 GRPC = {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "grpc_tools", "typing_extensions"}
-EXTENSIONS = {"cygrpc", "cython_runtime"}  # what compiled modules leave behind
+EXTENSIONS = {"cygrpc", "cython_runtime"}  # left by compiled modules
 RUNTIME = {"decant.runtime", "decant.runtime.errors", "decant.runtime.error_details"}
 COMMAND_MODULES = {
     "typer",

@@ -1,4 +1,4 @@
-"""The merged log: every line of every process, whole, in one form."""
+"""The merged log contains every complete line of every process in one format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a machine is divided, and what each process is told."""
+"""Division of a machine's resources, and the settings of each process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retries and resumption: streams that break and calls that are refused, and the calls that follow."""
+"""Retries and resumption after broken streams and rejected calls."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ async def test_a_break_after_any_message_changes_nothing(some: Two, after: int, 
         some.reset([Break(after, kind)])
         stream = await (asyncio.to_thread(read, some.address) if blocking else read_async(some.address))
         assert some.routers[0].cancelled == []
-        if after == MESSAGES:  # all had arrived
+        if after == MESSAGES:  # all messages arrived
             assert (some.asked, some.resumed, stream.resumed_at) == (1, [], [])
-        elif after < 2:  # nothing had, but `started`
+        elif after < 2:  # none arrived except `started`
             assert (some.asked, some.resumed) == (2, [])
         else:
             assert (some.asked, some.resumed) == (1, [min(after - 1, 3)])
@@ -80,7 +80,7 @@ async def test_a_break_after_any_message_changes_nothing(some: Two, after: int, 
 )
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_sequence_of_breaks_changes_anything(both: Two, breaks: list[Break], routers: int) -> None:
-    """But for those with which no stream ever begins, or one never goes on."""
+    """Too many breaks before the first message end in an error; all others go unnoticed."""
     tries, begun = routers + MORE_TRIES, False
     for one in breaks:
         begun = begun or one.after > 0
@@ -190,7 +190,7 @@ async def test_a_request_that_is_unknown_after_its_first_tokens_is_not_run_again
 
 @pytest.mark.parametrize("blocking", [True, False])
 async def test_a_stream_survives_the_end_of_its_server(blocking: bool) -> None:
-    """Whatever status gRPC gives then."""
+    """For any status that gRPC reports."""
     known: dict[str, Any] = {}
     scripts = [Script(answering=for_ever, known=known), Script(answering=for_ever, known=known)]
     with contextlib.ExitStack() as rest:
@@ -274,7 +274,7 @@ async def test_closing_ends_the_wait_for_the_next_try_async(breaking: Two, how: 
 
         task = asyncio.create_task(reading())
         await began.wait()
-        await asyncio.sleep(0.2)  # it may close before the stream breaks or while it waits: the same follows
+        await asyncio.sleep(0.2)  # the stream may close before its break or during the wait, with the same result
         if how == "task":
             task.cancel()
         else:

@@ -64,7 +64,7 @@ async def test_a_target_with_several_addresses(two: Two) -> None:
         assert [delta.text async for delta in stream] == ["a", "b", "c", "!"]
         assert len(stream.resumed_at) == 1
         ends = time.monotonic() + PATIENCE_S
-        while not all(script.asked for script in two.routers):  # the second when its connection has come about
+        while not all(script.asked for script in two.routers):  # until the second one is connected
             await client.generate("x")
             assert time.monotonic() < ends
 

@@ -1,4 +1,4 @@
-"""What `decant status` and `decant audit` say of a directory, and of workers that add up or don't."""
+"""Output of `decant status` and `decant audit` for a directory with consistent and inconsistent workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WELL = wire.AuditResponse(total_blocks=10, free_blocks=4, cached_blocks=3, owned
 
 
 class Worker(worker_pb2_grpc.AuditServicer):
-    """Answers with what a test puts here."""
+    """Gives the answer that the test sets."""
 
     def __init__(self) -> None:
         self.answer = WELL

@@ -1,4 +1,4 @@
-"""What `decant up` keeps of its promises, with real processes: order, restarts, and nothing left behind."""
+"""Guarantees of `decant up` with real processes: order, restarts, and complete cleanup."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_lines_that_are_no_json_are_passed_on_with_their_process(tmp_path: Path)
 
 
 def test_a_kill_of_up_takes_everything_along(tmp_path: Path) -> None:
-    """SIGKILL can't be caught: the processes, Redis and the files go by themselves."""
+    """SIGKILL cannot be caught: the processes, Redis and the files must disappear by themselves."""
     with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
         running.until("up", "ready")
         ports = [port_of(running, name) for name in (*PAIR, *ROUTER)]
@@ -218,7 +218,7 @@ def test_a_running_deployment_is_found_by_its_user_alone_and_only_while_it_runs(
 
 
 def until_found(condition: Callable[[Deployment], bool]) -> Deployment:
-    """The only deployment, once it is so."""
+    """Wait until the only deployment satisfies the condition."""
     ends = time.monotonic() + PATIENCE_S
     while True:
         found = deployments.running()
@@ -273,7 +273,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def without(name: str) -> list[str]:
-    """A Python command that runs the exec_child as on a platform whose C library or `os` has no such function."""
+    """A Python command that runs exec_child as on a platform where the C library or `os` lacks the function."""
     patch = "ctypes.CDLL = lambda *_, **__: object()" if name == "prctl" else f"del os.{name}"
     code = f"import ctypes, os, runpy, sys; {patch}; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
     return [sys.executable, "-I", "-S", "-c", code, lifelines.__file__]
@@ -291,7 +291,7 @@ time.sleep(600)
         assert parent.stdout is not None
         try:
             child = psutil.Process(int(parent.stdout.readline()))
-            # While a process becomes another program its command line is empty.
+            # The command line of a process is empty during exec.
             until(lambda: child.cmdline()[-1:] == sleeping[-1:] and bool(child.children()))
             watchers = child.children()
         finally:

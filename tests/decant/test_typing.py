@@ -1,4 +1,4 @@
-"""A program of a user's passes mypy --strict against the installed package, and its mistakes don't."""
+"""A user's program passes mypy --strict against the installed package, and mypy finds its mistakes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ PROGRAM = Path(__file__).with_name("user_program.py")
 
 
 def mypy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run elsewhere, without this project's settings: `decant` is found as any installed package is."""
+    """Run outside the project without its settings, so that `decant` resolves as an installed package."""
     command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--config-file=", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
 def test_a_strict_program_is_typed_throughout(tmp_path: Path) -> None:
-    """Each ``type: ignore`` in it is a mistake: one that mypy doesn't see is an unused ignore, which is an error."""
+    """Each ``type: ignore`` marks a mistake; mypy reports an unused ignore for a mistake that it misses."""
     (tmp_path / "program.py").write_text(PROGRAM.read_text())
     done = mypy(tmp_path, "program.py")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""`decant up` with the processes that it is for: found, asked, audited, hurt, and gone."""
+"""`decant up` with real processes: discovery, requests, audit, failures and shutdown."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Up]:
-    """Ends by SIGKILL of `up`, after which nothing may be left."""
+    """Ends `up` with SIGKILL; nothing may be left afterwards."""
     with up(folder, UP) as running:
         ready = running.until("up", "ready")
         descendants = running.descendants()
@@ -60,7 +60,7 @@ def running(folder: Path) -> Iterator[Up]:
 
 
 def deployment(folder: Path) -> dict[str, Any]:
-    """What `up` has announced."""
+    """The deployment that `up` announces."""
     (file,) = folder.glob("decant-up-*.json")
     announced: dict[str, Any] = json.loads(file.read_text())
     return announced

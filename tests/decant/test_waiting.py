@@ -1,4 +1,4 @@
-"""Commands wait for a deployment that starts, and for processes that are started again."""
+"""Commands wait for a starting deployment and for restarting processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.decant.scripted import Script, serving
 
 
 class Here:
-    """What `decant up` of this machine announces, one after the other; the last one stays."""
+    """Announcements of `decant up` on this machine in order; the last one stays."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: list[Deployment | None] = []

@@ -1,4 +1,4 @@
-"""Two routers of one service, and how a stream of theirs reads that nothing has disturbed."""
+"""Two routers of one service, and the expected undisturbed stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AsyncClient = partial(decant.AsyncClient, backoff=SHORT_BACKOFF)
 
 @dataclass
 class Two:
-    """Two routers of one service, whose streams break one after the other."""
+    """Two routers of one service, whose streams break in turn."""
 
     address: str
     routers: list[Script]

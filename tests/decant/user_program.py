@@ -1,4 +1,4 @@
-"""What a strict user writes: checked by tests/decant/test_typing.py, outside this repository."""
+"""A strictly typed user program; tests/decant/test_typing.py checks it outside this repository."""
 
 import asyncio
 from typing import assert_type

@@ -1,4 +1,4 @@
-"""What `kubectl apply -k deploy/base` would send."""
+"""The manifests that `kubectl apply -k deploy/base` sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Object = dict[str, Any]
 
 
 def rendered() -> list[Object]:
-    """By kubectl where it is on PATH, else by `plainly`."""
+    """Rendered by kubectl where it is on PATH, else by `plainly`."""
     if shutil.which("kubectl") is None:
         return plainly(BASE)
     return by_kubectl(BASE)
@@ -28,7 +28,7 @@ def by_kubectl(folder: Path) -> list[Object]:
 
 
 def plainly(folder: Path) -> list[Object]:
-    """For a kustomization of resources and a namespace, which the base is. Raises AssertionError for any other."""
+    """Render a kustomization that has only resources and a namespace. Raises AssertionError for any other."""
     (kustomization,) = _documents((folder / "kustomization.yaml").read_text())
     assert kustomization.keys() == {"apiVersion", "kind", "namespace", "resources"}
     objects = [one for name in kustomization["resources"] for one in _documents((folder / name).read_text())]

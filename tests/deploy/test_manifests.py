@@ -1,4 +1,4 @@
-"""The manifests are valid, and say of our processes only what these accept and do."""
+"""The manifests are valid and agree with the processes' settings and behaviour."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def labels(deployment: Object) -> dict[str, str]:
 
 
 def environment(name: str) -> dict[str, str]:
-    """What the process sees of it, with values that a cluster would fill in."""
+    """The environment of the process, with values that a cluster would fill in."""
     one = container(OURS[name])
     maps = [of_kind("ConfigMap")[source["configMapRef"]["name"]]["data"] for source in one["envFrom"]]
     variables: dict[str, str] = {key: value for data in maps for key, value in data.items()}
@@ -146,7 +146,7 @@ def test_ports_are_those_that_are_served_and_probed(name: str) -> None:
 
 
 def mounted_secrets(name: str) -> dict[str, str]:
-    """Secrets by the folder in which the container sees them."""
+    """Secrets by their mount folder in the container."""
     secrets = {one["name"]: one["secret"]["secretName"] for one in pod(OURS[name])["volumes"] if "secret" in one}
     mounts = container(OURS[name])["volumeMounts"]
     return {mount["mountPath"]: secrets[mount["name"]] for mount in mounts if mount["name"] in secrets}

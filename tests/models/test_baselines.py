@@ -1,4 +1,4 @@
-"""The counting models are probabilities, and are what their names say."""
+"""The counting models are probability distributions with the expected values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed folder: complete, small, described truly by its card."""
+"""The committed folder is complete and small, and its card is accurate."""
 
 from __future__ import annotations
 

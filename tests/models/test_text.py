@@ -1,4 +1,4 @@
-"""What the committed model says, in float32, through transformers alone."""
+"""Output of the committed model in float32, through transformers only."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def last_complete_line(text: str) -> str:
 
 
 def function_alone(source: str) -> str:
-    """``source`` up to where the function that it opens ends: the next line that isn't indented."""
+    """``source`` up to the end of its first function: the next line without indentation."""
     header, *rest = source.splitlines(keepends=True)
     for number, line in enumerate(rest):
         if line.strip() and not line[0].isspace():
@@ -91,7 +91,7 @@ def test_sampled_function_bodies_mostly_parse(model, tokenizer):
     for seed in range(SAMPLED):
         prompt = SAMPLE_PROMPTS[seed % len(SAMPLE_PROMPTS)]
         source = draw_function(model, tokenizer, prompt, seed)
-        # A docstring alone would parse too; it takes a body to count.
+        # A docstring alone would parse too; the function needs a body to count.
         good += bool(source[len(prompt) :].strip()) and parses(source)
     assert good >= 0.6 * SAMPLED
 

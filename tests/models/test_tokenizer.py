@@ -1,4 +1,4 @@
-"""The committed tokenizer: everything goes in, and comes out as it was."""
+"""The committed tokenizer round-trips every text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from decant import models
 
-# Session-scoped fixtures and hypothesis do not mix well; the file is loaded once here.
+# Hypothesis does not combine well with session-scoped fixtures, so the file is loaded once here.
 FAST = Tokenizer.from_file(str(models.path() / "tokenizer.json"))
 
 
@@ -25,7 +25,7 @@ BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
 def bytes_of(ids: list[int]) -> bytes:
-    """The bytes that tokens stand for; a special token, which a plain encoder makes of its name, for that name."""
+    """The bytes of tokens; a special token gives the bytes of its name."""
     pieces = (FAST.id_to_token(token) for token in ids)
     return bytes(BYTES[letter] for piece in pieces for letter in piece or "")
 

@@ -1,4 +1,4 @@
-"""``decant.models.train``: repeatable, resumable, and blind to what is held out."""
+"""``decant.models.train`` is repeatable, resumable, and never uses held-out files."""
 
 from __future__ import annotations
 

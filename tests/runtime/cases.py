@@ -1,4 +1,4 @@
-"""One error of every kind, with the widest details that each can have."""
+"""One error of every kind, with all details that it can have."""
 
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import (

@@ -1,4 +1,4 @@
-"""A real server on a free port whose methods do what a test says, and a channel to it."""
+"""A real server with scripted methods on a free port, and a channel to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def _unscripted(*_: object) -> Any:
 
 @dataclass
 class Script:
-    """What the methods do; each gets the request (or their iterator) and the context."""
+    """The scripted methods; each gets the request (or its iterator) and the context."""
 
     unary: Callable[[Any, Any], Awaitable[Any]] = _unscripted
     stream: Callable[[Any, Any], AsyncIterator[Any]] | None = None

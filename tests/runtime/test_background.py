@@ -1,4 +1,4 @@
-"""A background task runs while its owner lives, reports a crash, and ends within a deadline."""
+"""A background task runs during its owner's life, reports a crash, and ends within a deadline."""
 
 from __future__ import annotations
 

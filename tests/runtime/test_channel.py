@@ -1,4 +1,4 @@
-"""Connections inside a deployment: encrypted, kept alive through silence, and with deadlines that travel on."""
+"""Connections inside a deployment are encrypted, survive silence, and propagate deadlines."""
 
 import asyncio
 from pathlib import Path
@@ -65,7 +65,7 @@ async def test_mutual_tls_proves_the_client_too(certificates: Certificates, othe
 
 
 class Rotating:
-    """A server's files, replaced as a certificate manager does it."""
+    """A server's files, replaced like a certificate manager does."""
 
     def __init__(self, folder: Path, first: Certificates) -> None:
         folder.mkdir()
@@ -142,7 +142,7 @@ def test_half_of_tls_is_refused(arguments: list[str], said: str) -> None:
 
 
 class Both(ServerSettings, PeerTls):
-    """As a worker's: it serves and it calls."""
+    """A process that serves and calls, like a worker."""
 
 
 def test_half_of_a_peer_is_refused_also_beside_a_server() -> None:
@@ -203,8 +203,7 @@ def test_a_call_waits_in_grpc_for_longer_than_its_default_of_30_s() -> None:
 
 @pytest.mark.slow
 async def test_pings_during_a_long_silence_do_not_end_the_connection() -> None:
-    """Pings more often than the 10 s of eager clients; a server with gRPC's defaults sends them away, and at the ping
-    after that, ours still has not."""
+    """A server with gRPC's defaults disconnects a client that pings so often; ours keeps it beyond the next ping."""
     every = 7.0
     sent_away = asyncio.Event()
 

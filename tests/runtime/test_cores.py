@@ -1,4 +1,4 @@
-"""Cores of this process, also on a platform without affinity masks."""
+"""Cores of this process, including on a platform without affinity masks."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""An error and its status say the same; who is to blame and who may try again follows from the table."""
+"""An error and its status agree; the table determines blame and whether a retry is allowed."""
 
 import grpc
 import pytest

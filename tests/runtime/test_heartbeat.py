@@ -1,4 +1,4 @@
-"""Silence of a peer is counted while this process could have read, and a stall of its own loop is not silence."""
+"""Peer silence counts only while this process is able to read; a stall of its own loop does not count."""
 
 from __future__ import annotations
 

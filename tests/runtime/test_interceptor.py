@@ -1,4 +1,4 @@
-"""Every error arrives as it was raised; what was not meant to be raised says nothing; a cancel is nobody's error."""
+"""Errors arrive as raised; unexpected exceptions reveal nothing; a cancellation is not an error."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ def logged(out: StringIO) -> list[dict[str, Any]]:
 
 
 async def failure(scene: Scene, kind: str) -> tuple[list[Any], ServiceError]:
-    """What arrived before the error, and the error, of a call of this kind."""
+    """The messages before the error, and the error, for a call of this kind."""
     got: list[Any] = []
     try:
         if kind == "unary":
@@ -160,7 +160,7 @@ async def test_a_generator_that_waits_to_send_is_closed_when_its_client_leaves()
         s.script.stream = endless
         call = s.inference.GenerateStream(pb.GenerateRequest())
         await entered.wait()
-        await asyncio.sleep(0.1)  # nobody reads: flow control stops the sender
+        await asyncio.sleep(0.1)  # without a reader, flow control stops the sender
         call.cancel()
         await asyncio.wait_for(left.wait(), 2)
         assert s.counted() == 0
@@ -172,7 +172,7 @@ async def test_a_handler_that_writes_by_itself_and_finds_its_client_gone_is_no_e
     async def stream(request: Any, context: Any) -> None:
         await context.write(pb.GenerateStreamResponse())
         try:
-            waiting.set()  # a cancel that comes while the first is still being written is another case
+            waiting.set()  # a cancellation during the first write is another case
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             try:

@@ -1,4 +1,4 @@
-"""One line per event that parses, says whose it is, and never says what users wrote."""
+"""Each event is one parseable line that names its source and contains no user text."""
 
 import asyncio
 import json

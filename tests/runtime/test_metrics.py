@@ -1,4 +1,4 @@
-"""A process counts in a registry of its own, under the names that dashboards expect."""
+"""Each process has its own metrics registry with the names that dashboards use."""
 
 import platform
 from importlib.metadata import version

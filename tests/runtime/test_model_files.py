@@ -1,4 +1,4 @@
-"""What a model's small files say, and when two have the same."""
+"""Contents of a model's small files, and when two models have the same files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Four layers, one winner; nothing unknown, nothing out of its limits, and every refusal names what was given."""
+"""Precedence of the four layers; unknown and out-of-range values are rejected, and each error names the value."""
 
 from pathlib import Path
 from typing import Literal

@@ -22,7 +22,7 @@ def server() -> Iterator[PrivateRedis]:
 
 @pytest.fixture
 def bare(server: PrivateRedis) -> Iterator[sync_redis.Redis]:
-    """Redis itself, to look and to meddle."""
+    """A direct Redis client, for inspection and interference."""
     with sync_redis.Redis.from_url(server.url, protocol=2) as client:
         client.flushall()
         yield client
@@ -36,6 +36,6 @@ async def store(server: PrivateRedis, bare: sync_redis.Redis) -> AsyncIterator[S
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder of the test's own in which sockets can be: pytest's are too long for them."""
+    """A short folder path for sockets: pytest's paths are too long."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         yield Path(folder)

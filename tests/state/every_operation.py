@@ -1,4 +1,4 @@
-"""Every operation of the store once, each a coroutine that may be run again: what it does twice it does once."""
+"""Each operation of the store once, as repeatable coroutines: repeating one has no further effect."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.state.factories import (
 class Step:
     name: str
     run: Callable[[], Awaitable[object]]
-    scripts: int  # calls of scripts that it makes
+    scripts: int  # number of script calls
     trips: int = 1  # round trips to Redis
 
 
 async def walk(store: Store) -> list[Step]:
-    """Steps in an order in which they make sense; the scene they need is set here."""
+    """Steps in a valid order; sets up the scene that they need."""
     request, doomed = make_request(), make_request(RequestKey("tenant", "doomed"))
     shown = make_request(RequestKey("tenant", "shown"), shown=ResponseOptions(logprobs=1, prompt_logprobs=0))
     failing = make_request(RequestKey("tenant", "failing"))
@@ -49,7 +49,7 @@ async def walk(store: Store) -> list[Step]:
         request.synced_entries, request.synced_state = (
             0,
             (1, request.state),
-        )  # as if nothing had been heard of the last write
+        )  # as if the answer to the last write was lost
         await store.requests.write(request)
 
     async def go_on() -> None:

@@ -1,4 +1,4 @@
-"""Scenes in two lines: stores, routers, requests, and a look at all that Redis holds."""
+"""Short setup of scenes: stores, routers, requests, and a view of everything in Redis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SUCCEEDED, FAILED, CANCELLED = Generation.STATE_SUCCEEDED, Generation.STATE_FAIL
 
 
 def make_store(url: str, deadline_s: float = 10.0, connections: int = 16, **ttls: float) -> Store:
-    """The deadline is long: other tests' processes share the cores."""
+    """The deadline is long because other tests share the cores."""
     return Store(StoreSettings(url, deadline_s, connections, Ttls(**ttls)))
 
 
@@ -52,14 +52,14 @@ def make_request(
 
 
 def continued(request: OwnedRequest, *tokens: int) -> None:
-    """So many more tokens, with the logprobs that were asked for."""
+    """That many more tokens, with the requested logprobs."""
     alternatives = request.logprobs_options.output
     found = [] if alternatives is None else [logprobs(token, alternatives) for token in tokens]
     request.append(written(*tokens), packed(found, alternatives or 0))
 
 
 def logprobs(token: int, alternatives: int) -> TokenLogprobs:
-    """Those of a token, of no other one."""
+    """Logprobs that are unique to the token."""
     top = range(token, token + alternatives)
     return TokenLogprobs(logprob=-token - 0.5, rank=token, top_ids=top, top_logprobs=[-0.25 * id for id in top])
 
@@ -86,7 +86,7 @@ def worker_facts(incarnation: Incarnation, address: str = "host:2") -> WorkerReg
 
 
 def everything(bare: Any) -> dict[bytes, Any]:
-    """All that Redis holds, without times."""
+    """Everything in Redis, without times."""
     found: dict[bytes, Any] = {}
     for key in bare.keys("*"):
         match bare.type(key):
@@ -102,7 +102,7 @@ def everything(bare: Any) -> dict[bytes, Any]:
 
 
 def pass_time(bare: Any, seconds: float) -> None:
-    """Make all that Redis holds so much older: tests of ttls neither wait nor race against a busy machine."""
+    """Age everything in Redis, so that tests of ttls neither wait nor race against a busy machine."""
     ms = round(seconds * 1000)
     for key in bare.keys("*"):
         if bare.type(key) == b"zset":

@@ -1,4 +1,4 @@
-"""Ports that nobody uses."""
+"""Free ports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LAST = 55_000  # a cluster's bus takes the port 10,000 above
 
 
 def free_port() -> int:
-    """A port of the loopback that was free a moment ago."""
+    """A loopback port that was free a moment ago."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

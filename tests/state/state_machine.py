@@ -1,8 +1,8 @@
-"""Random lives of one request: owners that write, whose writes come twice, late, in any order or never, that are
-adopted from and don't notice, and a Redis that is emptied. After every step Redis holds what a simple model says. Some
-requests ask for logprobs, of the output, of the prompt or of both, which are then as whole as the journal.
+"""Random histories of one request: owners whose writes arrive twice, late, reordered or never, owners that lose the
+request to an adopter without noticing, and an emptied Redis. After every step Redis must equal a simple model. Some
+requests want logprobs of the output, the prompt or both, which must be as complete as the journal.
 
-An owner's journal only grows, and each owner writes tokens of its own, so whose tokens lie where can be seen.
+An owner's journal only grows, and each owner writes distinct tokens, which identify the writer of each position.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STATES = [None, QUEUED, PREFILLING, HANDING_OFF, DECODING, SUCCEEDED, FAILED, CA
 
 @dataclass(frozen=True)
 class Write:
-    """One write as it was sent; when it arrives is another matter."""
+    """One sent write; it may arrive at any time."""
 
     command: Command
     owner: OwnedRequest
@@ -57,8 +57,8 @@ class Write:
     end: int
     whole: bool
     serial: int  # of the record
-    explained: bool  # it brings the prompt's logprobs
-    explains: bool  # and Redis wasn't known to have them
+    explained: bool  # it has the prompt's logprobs
+    explains: bool  # and Redis was not known to have them
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -67,7 +67,7 @@ class Write:
 
 @dataclass
 class Model:
-    """What Redis holds: the greatest that arrived. None of it is looked up in Redis."""
+    """The expected content of Redis: the greatest write that arrived. It never reads Redis."""
 
     owner: OwnedRequest
     attempt: int
@@ -106,7 +106,7 @@ class Writers:
             await self.redis_holds_the_greatest()
 
     def pick(self) -> OwnedRequest:
-        """Most often the newest."""
+        """Picks the newest most often."""
         return self.owners[-min(len(self.owners), self.random.choice([1, 1, 1, 2, 2, 3]))]
 
     async def go_on(self) -> None:
@@ -124,7 +124,7 @@ class Writers:
 
     async def move(self) -> None:
         owner, state = self.pick(), self.random.choice(STATES)
-        if state in ENDED and self.random.random() < 0.7:  # lives are long
+        if state in ENDED and self.random.random() < 0.7:  # keeps lives long
             return
         try:
             if state is None:
@@ -162,7 +162,7 @@ class Writers:
             write.owner.synced_entries, write.owner.synced_state = 0, None
 
     def expect(self, write: Write) -> tuple[bytes, int]:
-        """Brings the model up to date; the answer and the length of the journal."""
+        """Updates the model; returns the expected answer and journal length."""
         now, owner = self.model, write.owner
         if now is None or owner.epoch > now.owner.epoch:
             if not write.whole:
@@ -184,8 +184,8 @@ class Writers:
     async def adopt(self) -> None:
         incarnation, now = router(self.random.randrange(4)), self.model
         if now and any((old.owner, old.epoch) == (incarnation, now.owner.epoch + 1) for old in self.owners):
-            return  # a router doesn't hold one request twice
-        behind = self.random.choice([None, 0, 1])  # takes over any epoch, this one, an earlier one
+            return  # a router does not run one request twice
+        behind = self.random.choice([None, 0, 1])  # adopt from any epoch, this one, an earlier one
         epoch = None if behind is None or now is None else now.owner.epoch - behind
         try:
             found = await self.store.requests.adopt(KEY, incarnation, epoch)
@@ -206,12 +206,12 @@ class Writers:
             now.owner = new
 
     async def ask_again(self) -> None:
-        """An equal request begins anew where nothing is left of the one before, and nothing was written of it."""
+        """An equal request starts anew where Redis has no trace of the earlier one."""
         incarnation, now = router(self.random.randrange(4)), self.model
         begins = now is None or (now.state == FAILED and not now.length)
         epoch = now.owner.epoch + 1 if now else 1
         if begins and any((old.owner, old.epoch) == (incarnation, epoch) for old in self.owners):
-            return  # a router doesn't hold one request twice
+            return  # a router does not run one request twice
         new = make_request(owner=incarnation, shown=self.shown)
         new.record.prompt_tokens = 1
         found = await self.store.requests.accept(new)

@@ -1,4 +1,4 @@
-"""Registrations: renewed or gone, and only the present incarnation of an id speaks for it."""
+"""Registrations are renewed or expire, and only the current incarnation of an id may change its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for each operation: it may be repeated, it costs the same whatever came before, a cluster takes it."""
+"""Properties of each operation: repeatable, of constant cost, accepted by a cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Patch = pytest.MonkeyPatch
 
 
 class Tape:
-    """What a client sends: one list of commands for each round trip."""
+    """Records what a client sends: one list of commands per round trip."""
 
     def __init__(self, patch: Patch) -> None:
         self.trips: list[Sequence[Command]] = []
@@ -66,7 +66,7 @@ async def test_trips_and_scripts_are_as_few_as_said(store: Store, monkeypatch: P
 
 
 def calls(bare: sync_redis.Redis) -> Counter[str]:
-    """Commands that Redis has run since the last look, those inside scripts included."""
+    """Commands that Redis ran since the last call, including those in scripts."""
     stats: Any = bare.info("commandstats")
     counted = Counter({name.removeprefix("cmdstat_"): value["calls"] for name, value in stats.items()})
     bare.config_resetstat()
@@ -103,7 +103,7 @@ async def test_a_flush_of_many_is_one_trip(store: Store, monkeypatch: Patch) -> 
 async def test_only_who_asks_for_logprobs_pays_for_them(
     store: Store, bare: sync_redis.Redis, monkeypatch: Patch
 ) -> None:
-    """Without them a request is written in two keys, by the same words and commands as if there were none."""
+    """Without logprobs a request uses two keys, with the same arguments and commands as without the feature."""
     tape, request = Tape(monkeypatch), make_request()
     await store.requests.accept(request)
     request.append(written(1, 2))
@@ -119,7 +119,7 @@ async def test_only_who_asks_for_logprobs_pays_for_them(
 
 
 async def test_a_cluster_takes_every_operation() -> None:
-    """A cluster of one node refuses a script whose keys lie in several slots."""
+    """A cluster of one node rejects a script whose keys are in several slots."""
     options = ("--cluster-enabled", "yes")
     with PrivateRedis(port=free_port(), options=options) as server:
         bare: Any = sync_redis.Redis.from_url(server.url, protocol=2)

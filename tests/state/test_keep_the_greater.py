@@ -1,4 +1,4 @@
-"""Writes that are repeated, reordered and lost, of several owners: Redis keeps the greatest, journals stay whole."""
+"""With repeated, reordered and lost writes of several owners, Redis keeps the greatest and journals stay complete."""
 
 from __future__ import annotations
 

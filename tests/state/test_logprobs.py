@@ -1,4 +1,4 @@
-"""Logprobs as bytes: what comes out is what went in."""
+"""Logprobs survive encoding to bytes and decoding."""
 
 from __future__ import annotations
 

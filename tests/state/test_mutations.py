@@ -1,4 +1,4 @@
-"""One deliberate fault for each invariant, and the test that finds it: the tests can fail."""
+"""One deliberate fault per invariant, and the test that detects it: the tests can fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FOUND = (AssertionError, StateError, pytest.fail.Exception)
 
 @dataclass(frozen=True)
 class Fault:
-    """Some text of a script, and what stands there instead."""
+    """Some text of a script and its replacement."""
 
     script: Script
     text: str
@@ -180,7 +180,7 @@ FAULTS = [
 
 
 async def finds(test: Callable[..., Any], **given: Any) -> None:
-    """The test, given what it asks for, fails."""
+    """Require that the test fails, with the arguments that it names."""
     asked = {name: value for name, value in given.items() if name in inspect.signature(test).parameters}
     with pytest.raises(FOUND):
         await test(**asked)

@@ -1,4 +1,4 @@
-"""What a dead router left is found, and each request goes to one other."""
+"""Each request of a dead router is found and adopted by exactly one other router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis goes away and comes back: one typed error within the deadline, then everything as before."""
+"""Redis fails and returns: one typed error within the deadline, then normal operation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def all_unavailable(store: Store, within_s: float) -> None:
 
 
 async def all_well(store: Store) -> None:
-    """Many at once: an answer that belongs to another question would show."""
+    """Many concurrent calls, which would reveal an answer to another call."""
     held = [make_request(RequestKey("t", str(n)), tokens=[n]) for n in range(30)]
     await asyncio.gather(*(store.requests.write(request) for request in held))
     found = await asyncio.gather(*(store.requests.read(request.key) for request in held))
@@ -55,7 +55,7 @@ async def all_well(store: Store) -> None:
 
 @contextmanager
 def stopped(bare: sync_redis.Redis) -> Iterator[None]:
-    """Redis is there and does not answer."""
+    """Redis runs but does not answer."""
     info: Any = bare.info("server")
     os.kill(info["process_id"], signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""A Redis of one's own leaves no process, port or file behind, however its owner ends."""
+"""A private Redis leaves no process, port or file behind, regardless of how its owner ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_S = 10.0
 
 @pytest.fixture(autouse=True)
 def folder(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go, of child processes too."""
+    """Folder of temporary files, including those of child processes."""
     monkeypatch.setenv("TMPDIR", str(short_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return short_path

@@ -319,7 +319,7 @@ async def test_the_newest_stream_owns_the_request_and_the_older_owner_is_told(st
 
 @pytest.mark.parametrize("epoch", [1, 2])
 async def test_an_id_belongs_to_the_payload_that_was_stored_first(store: Store, epoch: int) -> None:
-    """Two routers accepted one id for two payloads while the store was away."""
+    """Two routers accept one id for two payloads during a store outage."""
     first, second = make_request(tokens=[1]), make_request(owner=router(2), prompt="another", tokens=[2])
     second.epoch = epoch
     await store.requests.write(first)

@@ -1,4 +1,4 @@
-"""An emptied Redis is told from a full one; a tenant has no more than its due, and no less for ever."""
+"""An emptied Redis is detected; a tenant's quota is enforced, and never shrinks permanently."""
 
 from __future__ import annotations
 
