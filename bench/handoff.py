@@ -166,7 +166,7 @@ class Pair:
         request = self.end.request(name, tokens, park=False)
         arrival = await self.end.loop.call(lambda engine: engine.transfers.reserve(request))
         began = time.monotonic()
-        await self.end.receiver.take(source, ticket, arrival)
+        await self.end.receiver.receive(source, ticket, arrival)
         took = Span(began, time.monotonic())
         await self.end.happened(name)
         return took

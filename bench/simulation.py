@@ -75,7 +75,7 @@ class Worker:
     def look(self) -> None:
         """Sample the state that heartbeats report until the next sample."""
         self.news.note(self.pool.changed())
-        self.news.hear()
+        self.news.collect()
         here = [*self.queue, *([self.reading[0]] if self.reading else [])]
         queued = sum(prompt.arrival.tokens - len(self._cached(prompt)) * BLOCK_TOKENS for prompt in here)
         self._load = wire.Load(

@@ -12,14 +12,16 @@ from decant.runtime.heartbeat import SILENT_SECONDS, loop_timeout
 T = TypeVar("T")
 
 
-async def heard(messages: AsyncIterator[T], who: str, seconds: float = SILENT_SECONDS) -> AsyncIterator[T]:
+async def with_heartbeat_timeout(
+    messages: AsyncIterator[T], peer: str, seconds: float = SILENT_SECONDS
+) -> AsyncIterator[T]:
     """The messages of a peer that sends heartbeats. Raises HandoffFailed (PEER_LOST) after ``seconds`` of silence."""
     while True:
         try:
             async with loop_timeout(seconds):  # wait_for may lose a cancellation that comes with a message
                 message = await anext(messages, None)
         except TimeoutError:
-            raise HandoffFailed(wire.CAUSE_PEER_LOST, f"{who} was silent for {seconds:g} s") from None
+            raise HandoffFailed(wire.CAUSE_PEER_LOST, f"{peer} was silent for {seconds:g} s") from None
         if message is None:
             return
         yield message

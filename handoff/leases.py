@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 
-SEALED_SECONDS = 3.0
+COMMITTED_SECONDS = 3.0
 """After the seal, for the receiver's Release. Nothing is read from the blocks any more, and a receiver that joins later
 than that keeps its sequence: the time is short, so that one that was killed costs no whole lease."""
 
@@ -28,7 +28,7 @@ class Lease:
     timer: asyncio.TimerHandle
     opened: bool = False
     receiver: wire.Peer | None = None
-    sealed: bool = False  # the seal was said: the taker may have it
+    committed: bool = False  # the seal was said: the taker may have it
     owned: bool = False  # the taker said that the sequence is its own
     failure: wire.Failure | None = None  # set when it ended otherwise than by its taker's word
 
@@ -55,7 +55,7 @@ class LeaseTable:
         self._leases[ticket.id] = Lease(ticket, sequence, self._timer(ticket.id))
         return ticket
 
-    def hold(self, id: bytes) -> None:
+    def renew_unopened(self, id: bytes) -> None:
         """Somebody holds this ticket and has not opened it yet: its time starts again. An open fetch renews by runs."""
         lease = self._leases.get(id)
         if lease is not None and not lease.opened:
@@ -67,12 +67,12 @@ class LeaseTable:
         if lease is None:
             return False
         lease.timer.cancel()
-        lease.timer = self._timer(id, sealed=lease.sealed)
+        lease.timer = self._timer(id, committed=lease.committed)
         return True
 
-    def seal(self, lease: Lease) -> None:
+    def commit(self, lease: Lease) -> None:
         """Its seal is sent now."""
-        lease.sealed = True
+        lease.committed = True
         self.renew(lease.ticket.id)
 
     def open(self, message: wire.Open) -> Lease:
@@ -98,29 +98,29 @@ class LeaseTable:
         lease = self._leases.pop(id, None)
         if lease is not None:
             lease.timer.cancel()
-            self._tell(lease, failure)
+            self._notify(lease, failure)
         return lease
 
     def find(self, id: bytes) -> Lease | None:
         """The lease of a ticket, while it is alive."""
         return self._leases.get(id)
 
-    def leases(self) -> list[Lease]:
+    def all(self) -> list[Lease]:
         """All that are alive."""
         return list(self._leases.values())
 
-    def _timer(self, id: bytes, *, sealed: bool = False) -> asyncio.TimerHandle:
-        seconds = min(SEALED_SECONDS, self.lease_ms / 1000) if sealed else self.lease_ms / 1000
+    def _timer(self, id: bytes, *, committed: bool = False) -> asyncio.TimerHandle:
+        seconds = min(COMMITTED_SECONDS, self.lease_ms / 1000) if committed else self.lease_ms / 1000
         return asyncio.get_running_loop().call_later(seconds, self._expire, id)
 
     def _expire(self, id: bytes) -> None:
         lease = self._leases.pop(id, None)
         if lease is not None:
-            detail = "not released after its seal" if lease.sealed else f"not renewed for {self.lease_ms} ms"
-            self._tell(lease, wire.Failure(cause=wire.CAUSE_LEASE_OVER, detail=detail))
+            detail = "not released after its seal" if lease.committed else f"not renewed for {self.lease_ms} ms"
+            self._notify(lease, wire.Failure(cause=wire.CAUSE_LEASE_OVER, detail=detail))
             self._on_expired(lease)
 
-    def _tell(self, lease: Lease, failure: wire.Failure | None) -> None:
+    def _notify(self, lease: Lease, failure: wire.Failure | None) -> None:
         lease.failure = failure
         for listener in self.listeners:
             listener(lease)

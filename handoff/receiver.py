@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from decant.engine.errors import EngineError, OutOfBlocks, TransferRejected
 from decant.engine.transfer import IncomingSequence
-from decant.engine.transfer import TransferCommit as EngineSeal
+from decant.engine.transfer import TransferCommit as EngineCommit
 from decant.handoff.codec import Received
 from decant.handoff.engine_protocol import EngineThread
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
-from decant.handoff.heartbeat import heard
+from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.packing import TransferLayout, Unpacker
 from decant.handoff.transport import KvSource
 from decant.protos import worker_pb2 as wire
@@ -54,15 +54,15 @@ class KvReceiver:
     """
 
     def __init__(
-        self, loop: EngineThread, shape: TransferLayout, peer: wire.Peer, beat: Callable[[], wire.Heartbeat]
+        self, loop: EngineThread, shape: TransferLayout, peer: wire.Peer, heartbeat: Callable[[], wire.Heartbeat]
     ) -> None:
         self._loop = loop
         self._shape = shape
         self._peer = peer
-        self._beat = beat
-        self._last_words: set[asyncio.Task[None]] = set()
+        self._heartbeat = heartbeat
+        self._releases: set[asyncio.Task[None]] = set()
 
-    async def take(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
+    async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
         """Fetch what ``ticket`` opens into ``arrival`` and join it. Owns the arrival: joined or aborted at its end.
 
         Raises HandoffFailed, and NothingLeft when the giver's sequence ended by itself. Either way, and when it is
@@ -70,24 +70,24 @@ class KvReceiver:
         """
         outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
         try:
-            taken = await self._fetch(source, ticket, arrival)
+            result = await self._fetch(source, ticket, arrival)
             outcome = wire.ReleaseRequest.OUTCOME_OWNED
-            return taken
+            return result
         finally:
             if outcome == wire.ReleaseRequest.OUTCOME_ABANDONED:
                 self._loop.post(lambda _: arrival.abort())
-            self._tell(source, ticket, outcome)
+            self._send_release(source, ticket, outcome)
 
-    def give_up(self, source: KvSource, ticket: wire.Ticket) -> None:
+    def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
         """Nobody comes for this cache: its giver need not wait for the lease. May be repeated."""
-        self._tell(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
+        self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
 
     async def close(self) -> None:
         """Wait until givers were told, or could not be; whatever is being taken has to be over before."""
-        if self._last_words:
-            await asyncio.wait(self._last_words)
+        if self._releases:
+            await asyncio.wait(self._releases)
 
-    def _tell(self, source: KvSource, ticket: wire.Ticket, outcome: wire.ReleaseRequest.Outcome) -> None:
+    def _send_release(self, source: KvSource, ticket: wire.Ticket, outcome: wire.ReleaseRequest.Outcome) -> None:
         release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, receiver=self._peer, outcome=outcome)
 
         async def tell() -> None:
@@ -95,20 +95,20 @@ class KvReceiver:
                 await source.release(release, RELEASE_SECONDS)
 
         telling = asyncio.create_task(tell())
-        self._last_words.add(telling)
-        telling.add_done_callback(self._last_words.discard)
+        self._releases.add(telling)
+        telling.add_done_callback(self._releases.discard)
 
     async def _fetch(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
         unpacker = Unpacker(ticket.run, self._shape)
         fetch = _Fetch(arrival, unpacker, ticket.sender.id)
         opened = asyncio.get_running_loop().time()
-        requests = fetch.requests(self._open(ticket, arrival), self._beat)
+        requests = fetch.requests(self._open(ticket, arrival), self._heartbeat)
         try:
-            async for received in heard(source.fetch(requests), f"sender {ticket.sender.id}"):
-                await self._make_room(arrival, received.response)
-                seal = fetch.hear(received)
-                if seal is not None:
-                    output = await self._join(arrival, seal)
+            async for received in with_heartbeat_timeout(source.fetch(requests), f"sender {ticket.sender.id}"):
+                await self._extend(arrival, received.response)
+                commit = fetch.handle(received)
+                if commit is not None:
+                    output = await self._join(arrival, commit)
                     logprobs = tuple(received.response.commit.outputs[0].logprobs)
                     return TransferResult(
                         output, logprobs, unpacker.received, opened, asyncio.get_running_loop().time()
@@ -123,7 +123,7 @@ class KvReceiver:
             raise HandoffFailed(wire.CAUSE_PEER_LOST, str(error), ticket.sender) from error
         raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch ended without a seal", ticket.sender)
 
-    async def _make_room(self, arrival: IncomingSequence, response: wire.FetchResponse) -> None:
+    async def _extend(self, arrival: IncomingSequence, response: wire.FetchResponse) -> None:
         """A sequence that is written on while it is given grows beyond the room that its ticket asked for."""
         run = response.kv_chunk
         size = self._shape.block_size
@@ -131,12 +131,12 @@ class KvReceiver:
         if filled > arrival.num_blocks and not arrival.closed:
             await self._loop.call(lambda _: arrival.extend(filled * size - 1))
 
-    async def _join(self, arrival: IncomingSequence, seal: EngineSeal) -> tuple[int, ...]:
+    async def _join(self, arrival: IncomingSequence, commit: EngineCommit) -> tuple[int, ...]:
         """Make the sequence exist. Should the caller be gone by then, it ends again at once."""
         await self._loop.call(
-            lambda engine: engine.transfers.join(arrival, seal), undo=lambda engine, _: engine.cancel(arrival.id)
+            lambda engine: engine.transfers.join(arrival, commit), undo=lambda engine, _: engine.cancel(arrival.id)
         )
-        return seal.output
+        return commit.output
 
     def _open(self, ticket: wire.Ticket, arrival: IncomingSequence) -> wire.Open:
         return wire.Open(
@@ -160,7 +160,7 @@ class _Fetch:
         self._messages = 0
 
     async def requests(
-        self, opening: wire.Open, beat: Callable[[], wire.Heartbeat]
+        self, opening: wire.Open, heartbeat: Callable[[], wire.Heartbeat]
     ) -> AsyncIterator[wire.FetchRequest]:
         """What the taker says: open, then at every beat what came since the last, or that it lives.
 
@@ -171,12 +171,12 @@ class _Fetch:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             if acknowledged == self._messages:
-                yield wire.FetchRequest(heartbeat=beat())
+                yield wire.FetchRequest(heartbeat=heartbeat())
             else:
                 acknowledged = self._messages
                 yield wire.FetchRequest(ack=wire.Ack(kv_chunks=acknowledged))
 
-    def hear(self, received: Received) -> EngineSeal | None:
+    def handle(self, received: Received) -> EngineCommit | None:
         """Take one message in; the seal when it is that. Raises HandoffFailed, NothingLeft, TransferRejected."""
         response = received.response
         match response.WhichOneof("message"):
@@ -185,7 +185,7 @@ class _Fetch:
                     self._arrival.write(block.index, block.data, block.checksum)
                 self._messages += 1
             case "commit":
-                return self._seal(response.commit)
+                return self._commit(response.commit)
             case "closed" if response.closed.HasField("failure"):
                 raise HandoffFailed.of(response.closed.failure)
             case "closed":
@@ -194,12 +194,12 @@ class _Fetch:
                 self._unknown.ignore()
         return None
 
-    def _seal(self, seal: wire.TransferCommit) -> EngineSeal:
-        if len(seal.outputs) != 1:
-            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal of {len(seal.outputs)} outputs")
-        tokens = seal.outputs[0].tokens
-        if len(tokens) % 4 or seal.prompt_tokens != self._arrival.sequence.request.prompt_len:
-            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal for a prompt of {seal.prompt_tokens} tokens")
-        if any(len(one.top_ids) != len(one.top_logprobs) for one in seal.outputs[0].logprobs):
+    def _commit(self, commit: wire.TransferCommit) -> EngineCommit:
+        if len(commit.outputs) != 1:
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal of {len(commit.outputs)} outputs")
+        tokens = commit.outputs[0].tokens
+        if len(tokens) % 4 or commit.prompt_tokens != self._arrival.sequence.request.prompt_len:
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal for a prompt of {commit.prompt_tokens} tokens")
+        if any(len(one.top_ids) != len(one.top_logprobs) for one in commit.outputs[0].logprobs):
             raise HandoffFailed(wire.CAUSE_CORRUPT, "a seal whose top_ids and top_logprobs differ in number")
-        return EngineSeal(seal.computed, tuple(unpack(tokens)), seal.checksum)
+        return EngineCommit(commit.computed, tuple(unpack(tokens)), commit.checksum)

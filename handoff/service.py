@@ -17,7 +17,7 @@ class KvSourceService:
     """Serves the caches of one giver. Its responses are encoded already, which the generated code can't be told."""
 
     def __init__(self, sender: KvSender) -> None:
-        self._giver = sender
+        self._sender = sender
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """What ``add_KvSourceServicer_to_server`` does for others."""
@@ -36,7 +36,7 @@ class KvSourceService:
     async def _fetch(
         self, requests: AsyncIterator[wire.FetchRequest], _: grpc.aio.ServicerContext[wire.FetchRequest, bytes]
     ) -> AsyncIterator[bytes]:
-        async for message in self._giver.fetch(requests):
+        async for message in self._sender.fetch(requests):
             yield message
 
     async def _release(
@@ -44,5 +44,5 @@ class KvSourceService:
         request: wire.ReleaseRequest,
         _: grpc.aio.ServicerContext[wire.ReleaseRequest, wire.ReleaseResponse],
     ) -> wire.ReleaseResponse:
-        await self._giver.release(request)
+        await self._sender.release(request)
         return wire.ReleaseResponse()

@@ -73,12 +73,12 @@ class ObservedReceiver(KvReceiver):
         self.began: list[Callable[[IncomingSequence], None]] = []
         self.ended: list[Callable[[IncomingSequence, TransferResult | HandoffFailed | None], None]] = []
 
-    async def take(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
+    async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
         outcome: TransferResult | HandoffFailed | None = None
         for listener in self.began:
             listener(arrival)
         try:
-            outcome = await super().take(source, ticket, arrival)
+            outcome = await super().receive(source, ticket, arrival)
             return outcome
         except HandoffFailed as failed:
             outcome = failed
@@ -96,9 +96,9 @@ class EngineHost:
     """
 
     def __init__(
-        self, engine: Engine, identity: Identity, transport: Transport, terms: WorkerLimits | None = None
+        self, engine: Engine, identity: Identity, transport: Transport, limits: WorkerLimits | None = None
     ) -> None:
-        terms = terms or WorkerLimits()
+        limits = limits or WorkerLimits()
         device = engine.device
         self.peer, self.role, self.model = identity.peer, identity.role, identity.model
         self.address = identity.address
@@ -106,12 +106,12 @@ class EngineHost:
         self.window = engine.limits.context_length
         self.max_running = engine.limits.max_running
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
-        self.lease_s, self.max_waiting = terms.lease_ms / 1000, terms.max_waiting
+        self.lease_s, self.max_waiting = limits.lease_ms / 1000, limits.max_waiting
         self.shape = TransferLayout(device.block_size, device.block_bytes, self.layout)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
-        self._looking = BackgroundTask("load samples", self._keep_looking)
-        self.sender = KvSender(self.loop, self.shape, self.pulse, terms.lease_ms)
-        self.receiver = ObservedReceiver(self.loop, self.shape, self.peer, self.pulse)
+        self._sampling = BackgroundTask("load samples", self._sample_load_always)
+        self.sender = KvSender(self.loop, self.shape, self.step_heartbeat, limits.lease_ms)
+        self.receiver = ObservedReceiver(self.loop, self.shape, self.peer, self.step_heartbeat)
         self.transport = transport
         self.epochs = Epochs()
         self.cache = PrefixCacheFeed()
@@ -120,18 +120,18 @@ class EngineHost:
         self.draining = False
         self.waiting_arrivals = self.waiting_prompts = self.waiting_tokens = 0
         self._step = 0
-        self._seen = _LoadSample(engine.load(), 0)
+        self._last_load = _LoadSample(engine.load(), 0)
 
     async def __aenter__(self) -> Self:
         self.loop.start()
-        self._looking.start()
+        self._sampling.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self._looking.close()
+            await self._sampling.close()
         finally:
             await self.loop.stop()
 
@@ -143,7 +143,7 @@ class EngineHost:
 
     def load(self) -> wire.Load:
         """What placement looks at, as it was at the last look."""
-        engine, leased = self._seen.engine, self._seen.leased_blocks
+        engine, leased = self._last_load.engine, self._last_load.leased_blocks
         return wire.Load(
             total_blocks=engine.total_blocks,
             free_blocks=engine.free_blocks,
@@ -157,7 +157,7 @@ class EngineHost:
             role=self.role,
         )
 
-    def pulse(self) -> wire.Heartbeat:
+    def step_heartbeat(self) -> wire.Heartbeat:
         """That this worker lives and steps: what goes over fetches."""
         age, longest = self.loop.step_age, self.loop.longest_step
         beat = wire.Heartbeat(step=self._step, longest_step_ms=round(longest * 1000))
@@ -167,31 +167,31 @@ class EngineHost:
 
     def heartbeat(self) -> wire.Heartbeat:
         """The same with the load: what goes over sessions."""
-        beat = self.pulse()
+        beat = self.step_heartbeat()
         beat.load.CopyFrom(self.load())
         return beat
 
     @property
-    def seen(self) -> Load:
+    def last_load(self) -> Load:
         """The engine's own account at the last look."""
-        return self._seen.engine
+        return self._last_load.engine
 
-    async def look(self) -> None:
+    async def sample_load(self) -> None:
         """See how busy the engine is now. Raises EngineStopped."""
-        ticketed = [lease.sequence for lease in self.sender.office.leases()]
+        ticketed = [lease.sequence for lease in self.sender.leases.all()]
 
-        def see(engine: Engine) -> _LoadSample:
+        def sample(engine: Engine) -> _LoadSample:
             self.cache.note(engine.pool.changed())
             return _LoadSample(engine.load(), engine.blocks_of(ticketed))
 
-        self._seen = await self.loop.call(see)
-        self.cache.hear()
+        self._last_load = await self.loop.call(sample)
+        self.cache.collect()
 
-    async def _keep_looking(self) -> None:
+    async def _sample_load_always(self) -> None:
         while self.loop.healthy:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             try:
-                await self.look()
+                await self.sample_load()
             except EngineStopped:
                 return
 

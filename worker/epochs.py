@@ -56,7 +56,7 @@ class Epochs:
 
         Ask `is_other_request` first: the epochs of two requests with one id don't compare.
         """
-        self._forget()
+        self._remove()
         live = self._live.get(run.request)
         highest = live.epoch if live is not None else self._past.get(run.request, (0, 0.0))[0]
         if live is not None:
@@ -98,7 +98,7 @@ class Epochs:
         if len(self._past) > self._most_kept:
             self._past.popitem(last=False)
 
-    def _forget(self) -> None:
+    def _remove(self) -> None:
         now = self._clock()
         while self._past:
             oldest, (_, when) = next(iter(self._past.items()))

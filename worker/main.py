@@ -127,7 +127,7 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
 class _Parts:
     """What a drain has to do with."""
 
-    hub: EngineHost
+    host: EngineHost
     prefill: PrefillService
     decode: DecodeService
     registrar: Registrar
@@ -167,15 +167,15 @@ class Worker:
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
         device = await asyncio.to_thread(self._load_device, settings)
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
-        hub = await self._make_hub(engine, files, server)
-        await _first_steps(hub)
-        hub.crash_listeners.append(self._crashed)
-        WorkerMetrics(self.registry, hub)
-        prefill, decode = self._open(hub)
+        host = await self._make_host(engine, files, server)
+        await _warm_up_engine(host)
+        host.crash_listeners.append(self._crashed)
+        WorkerMetrics(self.registry, host)
+        prefill, decode = self._open(host)
         server.shutdown.ends_process = False
-        self._parts = _Parts(hub, prefill, decode, await self._register(hub, files))
+        self._parts = _Parts(host, prefill, decode, await self._register(host, files))
 
-    async def _make_hub(self, engine: Engine, files: ModelFiles, server: Server) -> EngineHost:
+    async def _make_host(self, engine: Engine, files: ModelFiles, server: Server) -> EngineHost:
         settings = self._settings
         name = wire.Role.Name(self._role).removeprefix("ROLE_").lower()
         transport = GrpcTransport(Connector(settings).open)
@@ -186,35 +186,35 @@ class Worker:
             model=files.id,
             address=settings.advertise or server.address,
         )
-        hub = EngineHost(engine, identity, transport, WorkerLimits(settings.lease_ms, settings.max_waiting))
-        return await self._stack.enter_async_context(hub)
+        host = EngineHost(engine, identity, transport, WorkerLimits(settings.lease_ms, settings.max_waiting))
+        return await self._stack.enter_async_context(host)
 
-    def _open(self, hub: EngineHost) -> tuple[PrefillService, DecodeService]:
+    def _open(self, host: EngineHost) -> tuple[PrefillService, DecodeService]:
         """Calls are answered from now on."""
-        prefill, decode = PrefillService(hub), DecodeService(hub)
+        prefill, decode = PrefillService(host), DecodeService(host)
         self._stack.push_async_callback(decode.close)
-        audit = AuditService(hub, prefill, decode)
-        self._late["Prefill"].arrive(partial(services.add_PrefillServicer_to_server, prefill))
-        self._late["Decode"].arrive(partial(services.add_DecodeServicer_to_server, decode))
-        self._late["KvSource"].arrive(KvSourceService(hub.sender).add_to)
-        self._late["Audit"].arrive(partial(services.add_AuditServicer_to_server, audit))
+        audit = AuditService(host, prefill, decode)
+        self._late["Prefill"].attach(partial(services.add_PrefillServicer_to_server, prefill))
+        self._late["Decode"].attach(partial(services.add_DecodeServicer_to_server, decode))
+        self._late["KvSource"].attach(KvSourceService(host.sender).add_to)
+        self._late["Audit"].attach(partial(services.add_AuditServicer_to_server, audit))
         return prefill, decode
 
-    async def _register(self, hub: EngineHost, files: ModelFiles) -> Registrar:
+    async def _register(self, host: EngineHost, files: ModelFiles) -> Registrar:
         facts = WorkerRegistration(
-            peer=hub.peer,
-            address=hub.address,
-            role=hub.role,
-            model=hub.model,
-            layout=hub.layout,
+            peer=host.peer,
+            address=host.address,
+            role=host.role,
+            model=host.model,
+            layout=host.layout,
             tokenizer=files.tokenizer,
             capacity=Capacity(
-                total_blocks=hub.total_blocks,
-                block_tokens=hub.block_size,
-                max_context_length=hub.window,
-                max_running=hub.max_running,
+                total_blocks=host.total_blocks,
+                block_tokens=host.block_size,
+                max_context_length=host.window,
+                max_running=host.max_running,
             ),
-            equal_bits=hub.equal_bits,
+            equal_bits=host.equal_bits,
         )
         self.is_announced = True
         lifetimes = Ttls()
@@ -222,7 +222,7 @@ class Worker:
         registrar = Registrar(
             store.workers,
             facts,
-            hub.load,
+            host.load,
             lifetimes.renew_every_s,
             lambda replaced: self.readiness.failed(str(replaced)),
         )
@@ -235,7 +235,7 @@ class Worker:
         parts = self._parts
         if parts is None:
             return  # it was asked to end before it had begun
-        parts.hub.draining = True
+        parts.host.draining = True
         parts.registrar.renew_now()
         # The router renews the tickets of prompts over its session: those end last.
         await parts.prefill.drain()
@@ -258,24 +258,24 @@ def _check(settings: WorkerSettings) -> None:
         raise SettingError("advertise", "host:port", settings.advertise)
 
 
-async def _first_steps(hub: EngineHost) -> None:
+async def _warm_up_engine(host: EngineHost) -> None:
     """The largest step and the smallest, before anyone waits for them: memory is laid out, and how long they take is
     known. Raises EngineStopped, ModelRefused."""
     ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def hear(output: StepOutput) -> None:
+    def collect(output: StepOutput) -> None:
         for end in output.ended:
             ended.set_result(end.detail if end.reason is FinishReason.FAILED else "")
 
     def begin(engine: Engine) -> None:
-        prompt = (0,) * max(1, min(engine.scheduler.longest_chunk, hub.window - 1))
+        prompt = (0,) * max(1, min(engine.scheduler.longest_chunk, host.window - 1))
         engine.add(Request("warm-up", prompt, stop=StopParams(2, ignore_eos=True), use_prefix_cache=False))
 
-    hub.step_listeners.append(hear)
-    hub.crash_listeners.append(ended.set_exception)
+    host.step_listeners.append(collect)
+    host.crash_listeners.append(ended.set_exception)
     _log.info("first steps")
-    await hub.loop.call(begin)
+    await host.loop.call(begin)
     if detail := await ended:
-        raise ModelRefused(hub.model, f"its first step failed: {detail}")
-    hub.step_listeners.remove(hear)
-    hub.crash_listeners.remove(ended.set_exception)
+        raise ModelRefused(host.model, f"its first step failed: {detail}")
+    host.step_listeners.remove(collect)
+    host.crash_listeners.remove(ended.set_exception)

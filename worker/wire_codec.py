@@ -125,7 +125,7 @@ def end_reason(reason: FinishReason, stopping: wire.Stopping) -> wire.OutputEnd.
     return _ENDS[reason]
 
 
-def urgency(work: wire.EngineRequest, now: float) -> float:
+def queue_key(work: wire.EngineRequest, now: float) -> float:
     """Where work that came in at ``now`` (seconds) stands in a queue: the smallest goes first.
 
     Fixed when it comes in: a level of priority is worth so much waiting, and time spent in earlier attempts counts.
@@ -133,7 +133,7 @@ def urgency(work: wire.EngineRequest, now: float) -> float:
     return priority.queue_key(now - work.age_ms / 1000, work.priority)
 
 
-def token_logprobs(entry: int, logprobs: TokenLogprobs) -> wire.TokenLogprobs:
+def logprobs_to_wire(entry: int, logprobs: TokenLogprobs) -> wire.TokenLogprobs:
     """Log-probabilities of the token at place ``entry`` of the array beside them."""
     ids, values = zip(*logprobs.top, strict=True) if logprobs.top else ((), ())
     return wire.TokenLogprobs(
@@ -141,7 +141,7 @@ def token_logprobs(entry: int, logprobs: TokenLogprobs) -> wire.TokenLogprobs:
     )
 
 
-def logprobs_of(token: int, told: wire.TokenLogprobs) -> TokenLogprobs:
+def logprobs_from_wire(token: int, told: wire.TokenLogprobs) -> TokenLogprobs:
     """What ``token_logprobs`` told of a token."""
     top = tuple(zip(told.top_ids, told.top_logprobs, strict=True))
     return TokenLogprobs(token, told.logprob, told.rank, top)

@@ -138,19 +138,19 @@ class Registered:
 
 
 def _registered(place: Place) -> Any:
-    hub = place.hub
+    host = place.host
     capacity = Capacity(
-        total_blocks=hub.total_blocks,
-        block_tokens=hub.block_size,
-        max_context_length=hub.window,
-        max_running=hub.max_running,
+        total_blocks=host.total_blocks,
+        block_tokens=host.block_size,
+        max_context_length=host.window,
+        max_running=host.max_running,
     )
     facts = WorkerRegistration(
-        peer=hub.peer,
-        address=hub.address,
-        role=hub.role,
+        peer=host.peer,
+        address=host.address,
+        role=host.role,
         model=MODEL,
-        layout=hub.layout,
+        layout=host.layout,
         tokenizer=TOKENIZER,
         capacity=capacity,
     )

@@ -20,7 +20,7 @@ from decant.engine.request import Request
 from decant.handoff import packing
 from decant.handoff.codec import Received, decode
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
-from decant.handoff.heartbeat import heard
+from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, message_sum
 from decant.handoff.service import KvSourceService
 from decant.handoff.transport import FETCH, GrpcTransport, KvSource
@@ -37,7 +37,7 @@ async def hand_over(sender: Worker, receiver: Worker, request: Request, tamper: 
     ticket = await sender.offer(request)
     arrival = await receiver.room(request)
     source = Wire(sender.sender, tamper) if tamper else Wire(sender.sender)
-    await receiver.receiver.take(source, ticket, arrival)
+    await receiver.receiver.receive(source, ticket, arrival)
     return source
 
 
@@ -73,7 +73,7 @@ async def test_the_text_is_that_of_one_engine(transport: Transport, length: int)
     request = ask(length=length)
     async with Worker("p") as sender, Worker("d") as receiver, transport(sender) as source:
         ticket = await sender.offer(request)
-        taken = await receiver.receiver.take(source, ticket, await receiver.room(request))
+        taken = await receiver.receiver.receive(source, ticket, await receiver.room(request))
         text = await receiver.finished("r")
         assert sender.tokens["r"] + text == await alone(request)
         assert list(taken.output) == sender.tokens["r"]
@@ -94,7 +94,7 @@ async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport:
             write(index, *rest)
 
         room.write = wrote  # type: ignore[method-assign, assignment]
-        await receiver.receiver.take(source, await sender.offer(request), room)
+        await receiver.receiver.receive(source, await sender.offer(request), room)
         await receiver.finished("r")
     assert began[0] == 0, "the first block waited for the last"
 
@@ -108,7 +108,7 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
         Worker("d") as receiver,
         transport(sender) as source,
     ):
-        await receiver.receiver.take(source, await sender.offer(request), await receiver.room(request))
+        await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
         assert not sender.sender.expired
 
@@ -126,7 +126,7 @@ async def test_a_sequence_that_joined_does_not_wait_until_its_giver_has_heard_so
     async with Worker("p") as sender, Worker("d") as receiver:
         source = Deaf(sender.sender)
         async with asyncio.timeout(20):
-            await receiver.receiver.take(source, await sender.offer(request), await receiver.room(request))
+            await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
             assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
         assert await sender.held()
         closing = asyncio.create_task(receiver.receiver.close())
@@ -144,7 +144,7 @@ async def test_a_fetch_that_breaks_is_told_and_costs_one_lease(transport: Transp
     async with Worker("p", lease_ms=500, cost=lambda _: 0.05) as sender, Worker("d") as receiver:
         async with transport(sender) as source:
             ticket, room = await sender.offer(request), await receiver.room(request)
-            task = asyncio.create_task(receiver.receiver.take(source, ticket, room))
+            task = asyncio.create_task(receiver.receiver.receive(source, ticket, room))
             await asyncio.sleep(0.15)
             task.cancel()
             await asyncio.wait([task])
@@ -158,7 +158,7 @@ async def test_a_giver_that_can_not_be_reached_is_lost() -> None:
     async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
         ticket, room = await sender.offer(ask()), await receiver.room(ask())
         with pytest.raises(HandoffFailed) as failed:
-            await receiver.receiver.take(transport.source("127.0.0.1:1"), ticket, room)
+            await receiver.receiver.receive(transport.source("127.0.0.1:1"), ticket, room)
         assert failed.value.cause == wire.CAUSE_PEER_LOST
         await receiver.emptied()
         await sender.emptied()
@@ -301,7 +301,7 @@ async def test_a_giver_that_falls_silent_is_lost_within_seconds() -> None:
     async with Worker("p", lease_ms=500) as sender, Worker("d") as receiver:
         ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
         with pytest.raises(HandoffFailed) as failed:
-            await asyncio.wait_for(receiver.receiver.take(Silent(sender.sender), ticket, arrival), 5)
+            await asyncio.wait_for(receiver.receiver.receive(Silent(sender.sender), ticket, arrival), 5)
         assert failed.value.cause == wire.CAUSE_PEER_LOST
         await receiver.emptied()
         await sender.emptied()
@@ -312,11 +312,11 @@ async def test_a_ticket_that_nobody_opens_ends_with_its_lease_and_renewals_keep_
         ticket = await sender.offer(ask())
         for _ in range(4):
             await asyncio.sleep(0.2)
-            assert sender.sender.office.renew(ticket.id)
+            assert sender.sender.leases.renew(ticket.id)
         assert await sender.held()
         await sender.emptied()
         assert sender.sender.expired == 1
-        assert not sender.sender.office.renew(ticket.id)
+        assert not sender.sender.leases.renew(ticket.id)
 
 
 @pytest.mark.parametrize("is_silent", [False, True], ids=["closed connection", "silence"])
@@ -339,7 +339,7 @@ async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease
             if is_silent:
                 await sender.emptied()
         await sender.emptied()
-        assert not sender.sender.office.leases()
+        assert not sender.sender.leases.all()
         assert sender.sender.expired == 0
         await receiver.loop.call(lambda _: arrival.abort())
 
@@ -347,7 +347,7 @@ async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease
 async def test_the_blocks_of_a_receiver_that_dies_after_the_seal_are_free_long_before_the_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("decant.handoff.leases.SEALED_SECONDS", 0.1)
+    monkeypatch.setattr("decant.handoff.leases.COMMITTED_SECONDS", 0.1)
     async with Worker("p", lease_ms=600_000) as sender, Worker("d") as receiver:
         request = ask()
         ticket, arrival = await sender.offer(request), await receiver.room(request)
@@ -408,7 +408,7 @@ async def test_messages_of_an_unknown_kind_are_ignored_by_both_ends_of_a_fetch()
     async with Worker("p") as sender, Worker("d") as receiver:
         request = ask()
         ticket, arrival = await sender.offer(request), await receiver.room(request)
-        await receiver.receiver.take(Newer(sender.sender), ticket, arrival)
+        await receiver.receiver.receive(Newer(sender.sender), ticket, arrival)
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
 
 
@@ -430,7 +430,7 @@ async def test_channels_to_senders_are_closed_when_they_are_idle_and_never_in_a_
             request = ask(f"r{n}")
             ticket, arrival = await sender.offer(request), await receiver.room(request)
             with transport._borrow(address):  # another call
-                await receiver.receiver.take(source, ticket, arrival)
+                await receiver.receiver.receive(source, ticket, arrival)
                 await receiver.finished(f"r{n}")
                 await asyncio.sleep(0.2)
                 assert len(transport) == 1
@@ -450,7 +450,7 @@ async def test_a_stall_of_the_receivers_own_loop_is_not_silence_of_the_sender() 
             yield number
 
     received = []
-    async for number in heard(sends(), "the sender", 0.5):
+    async for number in with_heartbeat_timeout(sends(), "the sender", 0.5):
         received.append(number)
         asyncio.get_running_loop().call_soon(time.sleep, 0.8)  # longer than the limit, while it waits for a message
     assert received == [0, 1, 2]
@@ -514,7 +514,7 @@ async def test_a_ticket_opens_once_and_only_for_what_it_names() -> None:
             opening.CopyFrom(good)
             opening.MergeFrom(wire.Open(**change))
             assert await first_word(sender, opening) == cause
-        await receiver.receiver.take(Wire(sender.sender), ticket, arrival)
+        await receiver.receiver.receive(Wire(sender.sender), ticket, arrival)
         assert await first_word(sender, good) == wire.CAUSE_LEASE_OVER
         await receiver.finished("r")
 

@@ -541,7 +541,7 @@ def _failed(run: wire.Run, cause: wire.Cause, peer: wire.Peer | None = None) -> 
     return wire.Failed(run=run, failure=wire.Failure(cause=cause, detail="scripted", peer=peer))
 
 
-def logprobs_of(token: int, alternatives: int) -> wire.TokenLogprobs:
+def logprobs_from_wire(token: int, alternatives: int) -> wire.TokenLogprobs:
     """As any worker computes them."""
     top = range(token, token + alternatives)
     return wire.TokenLogprobs(logprob=-token, rank=1, top_ids=top, top_logprobs=[-id for id in top])
@@ -550,7 +550,7 @@ def logprobs_of(token: int, alternatives: int) -> wire.TokenLogprobs:
 def _logprobs(work: wire.EngineRequest, entry: int, token: int) -> wire.TokenLogprobs | None:
     if not work.HasField("logprobs"):
         return None
-    found = logprobs_of(token, work.logprobs)
+    found = logprobs_from_wire(token, work.logprobs)
     found.entry = entry
     return found
 

@@ -42,20 +42,20 @@ class Registered:
 
 
 def registered(place: Place) -> Any:
-    hub = place.hub
+    host = place.host
     capacity = Capacity(
-        total_blocks=hub.total_blocks,
-        block_tokens=hub.block_size,
-        max_context_length=hub.window,
-        max_running=hub.max_running,
+        total_blocks=host.total_blocks,
+        block_tokens=host.block_size,
+        max_context_length=host.window,
+        max_running=host.max_running,
     )
     return Registered(
         WorkerRegistration(
-            peer=hub.peer,
-            address=hub.address,
-            role=hub.role,
+            peer=host.peer,
+            address=host.address,
+            role=host.role,
             model=MODEL,
-            layout=hub.layout,
+            layout=host.layout,
             tokenizer=TOKENIZER,
             capacity=capacity,
             equal_bits=True,
@@ -76,7 +76,7 @@ class Scene:
 
     def drain(self, name: str) -> None:
         """As at SIGTERM: it takes nothing new, and says so with its next beat."""
-        self.places[name].hub.draining = True
+        self.places[name].host.draining = True
 
     def runs(self, name: str) -> int:
         return len(list(self.places[name].decode.runs()))
@@ -94,7 +94,7 @@ class Scene:
     async def settled(self) -> None:
         """Nothing is left anywhere, every block is accounted for."""
         for place in self.places.values():
-            if place.hub.loop.healthy:
+            if place.host.loop.healthy:
                 seen = await place.emptied()
                 assert seen.free_blocks + seen.cached_blocks == seen.total_blocks
                 await place.until(lambda seen: not (seen.orphans or seen.unretired))
@@ -281,7 +281,7 @@ def _let_go(place: Place, crowd: list[IncomingSequence]) -> None:
         for arrival in crowd:
             arrival.abort()
 
-    place.hub.loop.post(let_go)
+    place.host.loop.post(let_go)
 
 
 async def test_losing_the_target_before_the_commit_costs_no_attempt(store: Store) -> None:
@@ -292,7 +292,7 @@ async def test_losing_the_target_before_the_commit_costs_no_attempt(store: Store
         first = scene.at(stream)
         (other,) = {*"de"} - {first}
         place = scene.places[other]
-        crowd = [await place.hub.loop.call(partial(_reserve, number=number)) for number in range(8)]
+        crowd = [await place.host.loop.call(partial(_reserve, number=number)) for number in range(8)]
         scene.drain(first)
         await until(lambda: scene.runs(other))
         await scene.lose(other)
@@ -305,15 +305,15 @@ async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(stor
     """Of a prompt that was read for a worker which is full for three leases: nothing is done twice."""
     async with moving(store, decode="d", prefill="p") as scene:
         place, prefill = scene.places["d"], scene.places["p"]
-        crowd = [await place.hub.loop.call(partial(_reserve, number=number)) for number in range(8)]
+        crowd = [await place.host.loop.call(partial(_reserve, number=number)) for number in range(8)]
         stream, expected = await scene.begin(1)
         await until(lambda: scene.runs("d"))
-        (lease,) = prefill.hub.sender.office.leases()
-        end = asyncio.get_running_loop().time() + 3 * prefill.hub.lease_s
+        (lease,) = prefill.host.sender.leases.all()
+        end = asyncio.get_running_loop().time() + 3 * prefill.host.lease_s
         await until(lambda: asyncio.get_running_loop().time() > end)
-        assert prefill.hub.sender.office.leases() == [lease]
+        assert prefill.host.sender.leases.all() == [lease]
         _let_go(place, crowd)
-        place.hub.loop.post(lambda engine: engine.add(Request("nudge", (1,), stop=StopParams(1))))
+        place.host.loop.post(lambda engine: engine.add(Request("nudge", (1,), stop=StopParams(1))))
         await checked(stream, expected)
         assert stream.path.prefill_worker == "p"
 

@@ -36,7 +36,7 @@ async def nodes(*names: str, blocks: int = 64) -> AsyncIterator[list[tuple[Node,
             peer=node.peer,
             role=wire.ROLE_DECODE,
             model="m",
-            layout=node.hub.layout,
+            layout=node.host.layout,
             tokenizer=TOKENIZER,
             capacity=capacity,
             address=node.address,
@@ -69,5 +69,5 @@ async def test_a_router_learns_what_engines_hold_and_forgets_what_they_gave_up(s
             assert stream.path.decode_worker == holder
             assert stream.cached_tokens == len(SHARED)
             node = next(node for node, _ in pair if node.peer.id == holder)
-            await node.hub.loop.call(lambda engine: engine.pool.drop_cache())
+            await node.host.loop.call(lambda engine: engine.pool.drop_cache())
             await until(lambda: set(known().values()) == {0})

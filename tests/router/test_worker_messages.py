@@ -32,7 +32,7 @@ from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router import fake_worker
-from tests.router.fake_worker import FakeWorker, fleet, logprobs_of
+from tests.router.fake_worker import FakeWorker, fleet, logprobs_from_wire
 from tests.router.harness import Core, core, ended, make_request, until, written
 from tests.router.run_recorder import RunRecorder
 
@@ -134,7 +134,7 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
         stream = await scene.answer(make_request(shown=SHOWN))
         assert isinstance(stream.end, Finish)
         assert stream.path.attempts == 2
-        assert stream.logprobs.entries() == [logprobs_of(token, 1) for token in stream.tokens]
+        assert stream.logprobs.entries() == [logprobs_from_wire(token, 1) for token in stream.tokens]
 
 
 async def test_a_token_without_the_logprobs_that_were_asked_for_is_never_shown() -> None:

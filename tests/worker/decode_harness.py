@@ -70,13 +70,13 @@ class Node:
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor(self._record)])
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         identity = Identity(self.peer, wire.ROLE_DECODE, "m", self.address)
-        self.hub = EngineHost(self.engine, identity, self._transport, WorkerLimits(**{"lease_ms": 10_000, **terms}))
+        self.host = EngineHost(self.engine, identity, self._transport, WorkerLimits(**{"lease_ms": 10_000, **terms}))
 
     async def __aenter__(self) -> Self:
-        self.decode = DecodeService(self.hub)
+        self.decode = DecodeService(self.host)
         services.add_DecodeServicer_to_server(self.decode, self._server)
-        KvSourceService(self.hub.sender).add_to(self._server)
-        await self.hub.__aenter__()
+        KvSourceService(self.host.sender).add_to(self._server)
+        await self.host.__aenter__()
         await self._server.start()
         return self
 
@@ -85,10 +85,10 @@ class Node:
             await self.decode.close()
             await self._server.stop(1)
             await self._transport.close()
-            if self.hub.loop.healthy and kind is None:
+            if self.host.loop.healthy and kind is None:
                 await self.audit()
         finally:
-            await self.hub.__aexit__(None, None, None)
+            await self.host.__aexit__(None, None, None)
         if kind is None:
             self._nothing_is_left()
 
@@ -96,7 +96,7 @@ class Node:
         self.engine.check_integrity()
         decode = self.decode
         assert (decode.sessions, decode.fetches_taking, decode.cancel_marks, len(list(decode.runs()))) == (0, 0, 0, 0)
-        assert self.hub.waiting_arrivals == 0
+        assert self.host.waiting_arrivals == 0
 
     def _record(self, error: ServiceError) -> None:
         """Keep an error of this test's own callers: another test's router may look for a worker that had this port."""
@@ -105,7 +105,7 @@ class Node:
 
     async def held(self) -> int:
         """Blocks that somebody holds."""
-        return (await self.hub.loop.call(lambda engine: engine.load())).held_blocks
+        return (await self.host.loop.call(lambda engine: engine.load())).held_blocks
 
     async def audit(self) -> None:
         """Nothing is held, and every account adds up, once what is under way is over."""
@@ -113,7 +113,7 @@ class Node:
             await eventually(self.is_empty)
         except TimeoutError:
             raise AssertionError(f"blocks are held: {self.engine.pool.held_by()}") from None
-        await self.hub.loop.call(lambda engine: engine.check_integrity())
+        await self.host.loop.call(lambda engine: engine.check_integrity())
 
     async def is_empty(self) -> bool:
         return not await self.held()
@@ -121,10 +121,10 @@ class Node:
     async def offer(self, run: wire.Run, work: wire.EngineRequest) -> wire.Ticket:
         """Take a prompt up as a prefill worker does, and give a ticket for its cache."""
         request = to_request(f"prefill/{run.request}/{run.attempt}", work, model="m", park_after=True)
-        ticket = wire.Ticket(run=run, sender=self.peer, address=self.address, layout=self.hub.layout, salt=work.salt)
+        ticket = wire.Ticket(run=run, sender=self.peer, address=self.address, layout=self.host.layout, salt=work.salt)
         ticket.tokens = len(request.token_ids)
-        issued = self.hub.sender.issue(ticket, request.id, request.prompt_len)
-        await self.hub.loop.call(lambda engine: engine.add(request))
+        issued = self.host.sender.issue(ticket, request.id, request.prompt_len)
+        await self.host.loop.call(lambda engine: engine.add(request))
         return issued
 
 

@@ -92,16 +92,16 @@ class Place:
         self.channel = open_channel(self.address, PeerTls())
         self.transport = GrpcTransport(lambda address: open_channel(address, PeerTls()))
         identity = replace(identity, address=identity.address or self.address)
-        self.hub = EngineHost(engine, identity, self.transport, terms)
-        self.prefill = PrefillService(self.hub)
-        self.decode = DecodeService(self.hub)
-        self.auditor = AuditService(self.hub, self.prefill, self.decode)
+        self.host = EngineHost(engine, identity, self.transport, terms)
+        self.prefill = PrefillService(self.host)
+        self.decode = DecodeService(self.host)
+        self.auditor = AuditService(self.host, self.prefill, self.decode)
         self.heard: dict[str, list[int]] = {}
         self.ends: dict[str, asyncio.Event] = {}
-        self.hub.step_listeners.append(self._hear)
+        self.host.step_listeners.append(self._hear)
         services.add_PrefillServicer_to_server(self.prefill, server)
         services.add_DecodeServicer_to_server(self.decode, server)
-        KvSourceService(self.hub.sender).add_to(server)
+        KvSourceService(self.host.sender).add_to(server)
         services.add_AuditServicer_to_server(self.auditor, server)
 
     def _hear(self, output: StepOutput) -> None:
@@ -124,7 +124,7 @@ class Place:
     def ask(self, work: wire.EngineRequest, *, handoff: bool = True, request: str = "t/a", epoch: int = 1) -> Call:
         run = wire.Run(request=request, epoch=epoch, attempt=1)
         return self.call(
-            wire.PrefillRequest(run=run, router=ROUTER, worker=self.hub.peer, engine_request=work, handoff=handoff)
+            wire.PrefillRequest(run=run, router=ROUTER, worker=self.host.peer, engine_request=work, handoff=handoff)
         )
 
     async def audit(self) -> wire.AuditResponse:
@@ -148,7 +148,7 @@ class Place:
 
     async def opened(self) -> None:
         """Until a fetch is open, or was."""
-        leases = self.hub.sender.office.leases
+        leases = self.host.sender.leases.all
         await eventually(lambda: all(lease.opened for lease in leases()))
 
     async def emptied(self) -> wire.AuditResponse:
@@ -157,11 +157,11 @@ class Place:
             lambda seen: not (seen.owned_blocks or seen.leased_blocks or seen.owners or seen.leases or seen.fetches)
         )
 
-    async def take(self, ticket: wire.Ticket, request: Request) -> TransferResult:
+    async def receive(self, ticket: wire.Ticket, request: Request) -> TransferResult:
         """Fetch as a decode worker does; the sequence then runs here."""
-        loop = self.hub.loop
+        loop = self.host.loop
         arrival = await loop.call(lambda engine: engine.transfers.reserve(request), undo=lambda _, made: made.abort())
-        return await self.hub.receiver.take(self.transport.source(ticket.address), ticket, arrival)
+        return await self.host.receiver.receive(self.transport.source(ticket.address), ticket, arrival)
 
 
 class Call:
@@ -220,12 +220,12 @@ async def worker(
     port = server.add_insecure_port("127.0.0.1:0")
     peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=1)
     place = Place(engine, server, port, Identity(peer, role, MODEL, advertise), WorkerLimits(lease_ms, max_waiting))
-    async with place.hub:
+    async with place.host:
         await server.start()
         try:
             yield place
             device.go_on()
-            if place.hub.loop.healthy:
+            if place.host.loop.healthy:
                 audit = await place.until(lambda seen: not seen.owned_blocks and not seen.owners)
                 assert audit.free_blocks + audit.cached_blocks + audit.leased_blocks == blocks
         finally:

@@ -16,8 +16,8 @@ async def test_rows_and_counts_of_a_worker_at_work() -> None:
         ticket = await call.expect("ticket")
         await call.expect("first")
         audit = await place.audit()
-        assert (audit.worker, audit.role) == (place.hub.peer, wire.ROLE_PREFILL)
-        assert (audit.total_blocks, audit.block_bytes) == (64, place.hub.shape.block_bytes)
+        assert (audit.worker, audit.role) == (place.host.peer, wire.ROLE_PREFILL)
+        assert (audit.total_blocks, audit.block_bytes) == (64, place.host.shape.block_bytes)
         assert (audit.free_blocks, audit.cached_blocks, audit.owned_blocks, audit.leased_blocks) == (56, 0, 0, 8)
         (owner,), (lease,) = audit.owners, audit.leases
         assert (owner.run, owner.output, owner.phase, owner.blocks) == (ticket.run, 0, wire.RunStatus.PHASE_RUNNING, 8)
@@ -49,7 +49,7 @@ async def test_a_sequence_that_is_nobodys_is_a_violation() -> None:
         place.device.hold()
         place.device.let(1)
         stray = to_request("stray", make_work(30, 40), model=MODEL)
-        await place.hub.loop.call(lambda engine: engine.add(stray))
+        await place.host.loop.call(lambda engine: engine.add(stray))
         auditing = asyncio.create_task(place.auditor.audit())
         await asyncio.sleep(0)
         place.device.let(2)  # an answer comes with a step
@@ -65,8 +65,8 @@ async def test_what_the_store_finds_wrong_is_told_and_not_raised() -> None:
         def lose(engine: Engine) -> None:
             engine.pool._free.pop()
 
-        await place.hub.loop.call(lose)
+        await place.host.loop.call(lose)
         violations = (await place.auditor.audit()).violations
         assert any("in no state" in words for words in violations)
         assert any("63 of 64" in words for words in violations)
-        await place.hub.loop.call(lambda engine: engine.pool._free.append(0))
+        await place.host.loop.call(lambda engine: engine.pool._free.append(0))

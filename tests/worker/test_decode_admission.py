@@ -23,9 +23,9 @@ class Desk:
         self.engine = Engine(Device(16))
         self.posted: list[tuple[Callable[[Engine], object], Callable[[], object]]] = []
         self.settled: list[tuple[str, Outcome]] = []
-        hub = SimpleNamespace(loop=self, waiting_arrivals=0)
+        host = SimpleNamespace(loop=self, waiting_arrivals=0)
         self.entrance = DecodeAdmission(
-            cast(EngineHost, hub), lambda held, outcome: self.settled.append((held.request.id, outcome))
+            cast(EngineHost, host), lambda held, outcome: self.settled.append((held.request.id, outcome))
         )
 
     def post(self, command: Callable[[Engine], object], then: Callable[[], object]) -> None:

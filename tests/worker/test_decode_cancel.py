@@ -56,7 +56,7 @@ async def crowd(scene: Scene, length: int) -> None:
 async def waits_for_room(scene: Scene) -> None:
     await crowd(scene, 130)
     await scene.router.start(scene.run, scene.engine_request, await scene.sender.offer(scene.run, scene.engine_request))
-    await eventually(lambda: scene.node.hub.waiting_arrivals == 1)
+    await eventually(lambda: scene.node.host.waiting_arrivals == 1)
 
 
 async def arrives(scene: Scene) -> None:
@@ -133,7 +133,7 @@ async def test_a_session_that_breaks_costs_one_lease_in_every_state(state: str) 
         await scene.router.leave()
         await eventually(lambda: not list(scene.node.decode.runs()))
         assert scene.node.decode.orphans == 0
-        assert not await scene.node.hub.loop.call(lambda engine: set(engine.sequences)), "it is decoded for nobody"
+        assert not await scene.node.host.loop.call(lambda engine: set(engine.sequences)), "it is decoded for nobody"
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -211,12 +211,12 @@ async def test_what_lies_behind_a_stop_text_is_not_cached_as_output(ends_by_itse
         ends = 2 if ends_by_itself else 1  # a cancel is answered, also of what has ended
         await router.until(lambda: router.of(run).words.count("ended") == ends)
         tokens = [*unpack(work.prompt), *alone(work)]
-        size = node.hub.block_size
+        size = node.host.block_size
 
         def cached(engine: Engine) -> int:
             return sum(bool(engine.pool.match([digest])) for digest in hash_blocks(root_hash(work.salt), tokens, size))
 
-        assert await node.hub.loop.call(cached) == 19 // size
+        assert await node.host.loop.call(cached) == 19 // size
 
 
 async def test_a_cancel_of_another_output_ends_nothing() -> None:
@@ -242,7 +242,7 @@ async def test_room_goes_by_priority_then_age_and_nobody_overtakes() -> None:
         for name, work in works.items():
             run = make_run(name)
             await router.start(run, work, None if name == "t/tokens" else await sender.offer(run, work))
-        await eventually(lambda: node.hub.waiting_arrivals == 4)
+        await eventually(lambda: node.host.waiting_arrivals == 4)
         node.device.seconds = 0.0
         await router.over(*map(make_run, works))
         order = [request for request, _ in router.order]
@@ -250,7 +250,7 @@ async def test_room_goes_by_priority_then_age_and_nobody_overtakes() -> None:
         assert order.index("t/tokens") > order.index("t/old")
         for name, work in works.items():
             assert router.of(make_run(name)).text(60) == alone(work)
-        assert node.hub.waiting_arrivals == 0
+        assert node.host.waiting_arrivals == 0
         await sender.audit()
 
 
@@ -262,8 +262,8 @@ async def test_room_that_comes_while_nothing_is_decoded_is_noticed() -> None:
         ticket = await node.offer(held, big)
         await eventually(lambda: node.engine.load().parked == 1)
         await router.start(run, work, await sender.offer(run, work))
-        await eventually(lambda: node.hub.waiting_arrivals == 1)
-        await node.hub.sender.release(wire.ReleaseRequest(ticket=ticket.id))
+        await eventually(lambda: node.host.waiting_arrivals == 1)
+        await node.host.sender.release(wire.ReleaseRequest(ticket=ticket.id))
         await router.word(run, "ended")
         assert router.of(run).text(60) == alone(work)
         await sender.audit()
@@ -271,7 +271,7 @@ async def test_room_that_comes_while_nothing_is_decoded_is_noticed() -> None:
 
 async def test_tickets_that_wait_are_renewed_until_they_are_opened() -> None:
     async with standing("waiting for room") as scene:
-        lease = scene.sender.hub.sender.office.leases()[0]
+        lease = scene.sender.host.sender.leases.all()[0]
         await scene.router.until(lambda: any(lease.ticket.id in beat.renew for beat in scene.router.beats))
         await scene.router.cancel(make_run("t/crowd"))
         await scene.router.word(scene.run, "scheduled")

@@ -29,7 +29,7 @@ async def test_a_ticket_whose_lease_is_over_is_told_and_the_next_attempt_goes_on
     async with Node("p", lease_ms=300) as sender, routed() as (node, router):
         run = make_run()
         ticket = await sender.offer(run, work)
-        await eventually(lambda: sender.hub.sender.expired == 1)
+        await eventually(lambda: sender.host.sender.expired == 1)
         await router.start(run, work, ticket)
         failure = (await router.word(run, "failed")).failure
         assert (failure.cause, failure.peer) == (wire.CAUSE_LEASE_OVER, sender.peer)
@@ -93,7 +93,7 @@ async def test_bytes_that_do_not_agree_with_their_sum_are_never_decoded() -> Non
         return Received(received.response, memoryview(changed))
 
     async with Node("p") as sender, routed() as (node, router):
-        node.hub.transport = Tampered(node.hub.transport, flip)
+        node.host.transport = Tampered(node.host.transport, flip)
         await router.start(run, work, await sender.offer(run, work))
         assert (await router.word(run, "failed")).failure.cause == wire.CAUSE_CORRUPT
         assert not router.of(run).tokens
@@ -108,7 +108,7 @@ async def test_a_bug_of_a_transport_ends_the_run_all_the_same() -> None:
         raise ZeroDivisionError("a bug")
 
     async with Node("p") as sender, routed() as (node, router):
-        node.hub.transport = Tampered(node.hub.transport, break_down)
+        node.host.transport = Tampered(node.host.transport, break_down)
         await router.start(run, work, await sender.offer(run, work))
         failure = (await router.word(run, "failed")).failure
         assert (failure.cause, failure.detail) == (wire.CAUSE_ENGINE, "ZeroDivisionError: a bug")

@@ -133,7 +133,7 @@ async def owners_are_known(node: Node, others: set[str]) -> bool:
         engine.check_integrity()
         return {*engine.sequences, *engine.transfers.arrivals}
 
-    ids = await node.hub.loop.call(alive)
+    ids = await node.host.loop.call(alive)
     return ids <= {name for *_, name in node.decode.runs()} | others
 
 

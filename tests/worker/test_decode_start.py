@@ -172,7 +172,7 @@ async def test_what_can_not_be_taken_up_is_refused_by_name() -> None:
             assert (refused.failure.cause, refused.failure.violation.field) == (cause, field)
         assert not list(node.decode.runs())
         for ticket in tickets:
-            await sender.hub.sender.release(wire.ReleaseRequest(ticket=ticket.id))
+            await sender.host.sender.release(wire.ReleaseRequest(ticket=ticket.id))
 
 
 async def test_more_than_may_wait_is_refused() -> None:

@@ -44,7 +44,7 @@ async def test_calls_are_refused_until_the_service_arrives_and_answered_from_the
             error = from_call(refused.value)
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, Reason.NO_WORKER)
             assert error.retry_after
-        late["Prefill"].arrive(partial(services.add_PrefillServicer_to_server, Prompts()))
+        late["Prefill"].attach(partial(services.add_PrefillServicer_to_server, Prompts()))
         assert [event.first.cached_tokens async for event in prefill.Prefill(request)] == [3]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await services.AuditStub(channel).Audit(wire.AuditRequest())

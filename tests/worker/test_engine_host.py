@@ -15,8 +15,8 @@ from tests.worker.harness import MODEL, eventually, make_work, worker
 
 async def test_the_load_is_what_the_engine_has_and_what_waits_before_it() -> None:
     async with worker(blocks=32) as place:
-        hub, loop = place.hub, place.hub.loop
-        idle = hub.load()
+        host, loop = place.host, place.host.loop
+        idle = host.load()
         assert (idle.total_blocks, idle.free_blocks, idle.cached_blocks, idle.leased_blocks) == (32, 32, 0, 0)
         assert (idle.running, idle.waiting, idle.queued_tokens) == (0, 0, 0)
         assert (idle.takes_prompts, idle.draining, idle.role) == (True, False, wire.ROLE_PREFILL)
@@ -27,19 +27,19 @@ async def test_the_load_is_what_the_engine_has_and_what_waits_before_it() -> Non
                 engine.add(to_request(f"r{number}", make_work(40, 4, seed=number), model=MODEL))
 
         loop.post(add)
-        looking = asyncio.create_task(hub.look())
+        looking = asyncio.create_task(host.sample_load())
         await asyncio.sleep(0)
         place.device.let(2)
         await looking
-        hub.waiting_arrivals, hub.waiting_prompts, hub.waiting_tokens = 2, 3, 50
-        busy = hub.load()
+        host.waiting_arrivals, host.waiting_prompts, host.waiting_tokens = 2, 3, 50
+        busy = host.load()
         assert busy.running + busy.waiting == 2 + 2 + 3
         assert 50 < busy.queued_tokens <= 50 + 80
-        looking = asyncio.create_task(hub.look())
+        looking = asyncio.create_task(host.sample_load())
         await asyncio.sleep(0)
         place.device.let(2)
         await looking
-        assert hub.load().free_blocks < 32
+        assert host.load().free_blocks < 32
         place.device.go_on()
         while await loop.call(lambda engine: engine.has_work):  # they are no runs: an audit would ask whose they are
             pass
@@ -47,43 +47,43 @@ async def test_the_load_is_what_the_engine_has_and_what_waits_before_it() -> Non
 
 async def test_a_look_is_taken_again_and_again_without_anyone_asking() -> None:
     async with worker() as place:
-        await place.hub.loop.call(lambda engine: engine.add(to_request("r", make_work(40, 1), model=MODEL)))
+        await place.host.loop.call(lambda engine: engine.add(to_request("r", make_work(40, 1), model=MODEL)))
         await place.written("r")
-        await eventually(lambda: place.hub.load().cached_blocks > 0)
-        assert place.hub.load().running == 0
+        await eventually(lambda: place.host.load().cached_blocks > 0)
+        assert place.host.load().running == 0
 
 
 async def test_a_beat_tells_a_running_step_from_none() -> None:
     async with worker() as place:
-        hub = place.hub
-        assert not hub.heartbeat().HasField("step_age_ms"), "idle"
-        assert not hub.pulse().HasField("load"), "a fetch needs none"
-        await hub.loop.call(lambda engine: engine.add(to_request("r", make_work(16, 3), model=MODEL)))
+        host = place.host
+        assert not host.heartbeat().HasField("step_age_ms"), "idle"
+        assert not host.step_heartbeat().HasField("load"), "a fetch needs none"
+        await host.loop.call(lambda engine: engine.add(to_request("r", make_work(16, 3), model=MODEL)))
         await place.written("r")
-        told = hub.heartbeat().step
+        told = host.heartbeat().step
         place.device.hold()
-        hub.loop.post(lambda engine: engine.add(to_request("s", make_work(16, 3, seed=1), model=MODEL)))
-        await eventually(lambda: hub.heartbeat().step_age_ms >= 5)
-        stuck = hub.heartbeat()
+        host.loop.post(lambda engine: engine.add(to_request("s", make_work(16, 3, seed=1), model=MODEL)))
+        await eventually(lambda: host.heartbeat().step_age_ms >= 5)
+        stuck = host.heartbeat()
         assert stuck.step == told, "no step ended meanwhile"
         assert stuck.load.total_blocks == 64
         place.device.go_on()
         await place.written("s")
-        assert hub.heartbeat().step > told
+        assert host.heartbeat().step > told
 
 
 async def test_listeners_hear_a_step_in_order_and_the_giver_last() -> None:
     async with worker() as place:
         heard: list[str] = []
-        place.hub.step_listeners[:0] = [lambda _: heard.append("first"), lambda _: heard.append("second")]
-        hears = place.hub.sender.on_step
+        place.host.step_listeners[:0] = [lambda _: heard.append("first"), lambda _: heard.append("second")]
+        hears = place.host.sender.on_step
 
         def sender(output: StepEvents) -> None:
             heard.append("sender")
             hears(output)
 
-        place.hub.sender.on_step = sender  # type: ignore[method-assign]
-        await place.hub.look()
+        place.host.sender.on_step = sender  # type: ignore[method-assign]
+        await place.host.sample_load()
         assert heard[:3] == ["first", "second", "sender"]
 
 

@@ -22,15 +22,15 @@ async def take(place: Place, receiver: Place, name: str) -> None:
     call = place.ask(work, request=f"t/{name}")
     ticket = await call.expect("ticket")
     await call.expect("first")
-    await receiver.take(ticket, to_request(name, work, model=MODEL))
+    await receiver.receive(ticket, to_request(name, work, model=MODEL))
     await receiver.written(name)
 
 
 async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> None:
     async with worker() as place, worker("d") as receiver:
         given, taken = Registry(process=False), Registry(process=False)
-        WorkerMetrics(given, place.hub)
-        WorkerMetrics(taken, receiver.hub)
+        WorkerMetrics(given, place.host)
+        WorkerMetrics(taken, receiver.host)
         await take(place, receiver, "a")
         await take(place, receiver, "b")
         found = values(given)
@@ -42,17 +42,17 @@ async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> Non
         assert found['prompt_tokens_total{source="external_kv_transfer"}'] == 30 + 2
         assert found['prompt_tokens_total{source="local_cache_hit"}'] == 28
         assert (found["generation_tokens_total"], found["handoff_seconds_count"]) == (6, 2)
-        assert found["handoff_bytes_sum"] == (8 + 1) * place.hub.shape.block_bytes
+        assert found["handoff_bytes_sum"] == (8 + 1) * place.host.shape.block_bytes
 
 
 async def test_a_handoff_that_comes_to_nothing_is_counted_by_its_cause() -> None:
     async with worker() as place, worker("d") as receiver:
         registry = Registry(process=False)
-        WorkerMetrics(registry, receiver.hub)
+        WorkerMetrics(registry, receiver.host)
         work = make_work(30, 4)
-        gone = wire.Ticket(id=b"unknown", sender=place.hub.peer, address=place.address, layout=place.hub.layout)
+        gone = wire.Ticket(id=b"unknown", sender=place.host.peer, address=place.address, layout=place.host.layout)
         with pytest.raises(HandoffFailed):
-            await receiver.take(gone, to_request("late", work, model=MODEL))
+            await receiver.receive(gone, to_request("late", work, model=MODEL))
         found = values(registry)
         assert found['handoff_failures_total{cause="lease_over"}'] == 1
         assert found["handoff_seconds_count"] == 0

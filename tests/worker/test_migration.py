@@ -88,7 +88,7 @@ async def test_one_that_nobody_fetches_goes_on() -> None:
         await old.start(RUN, work)
         await old.wrote(RUN, 2)
         await given(old)
-        await eventually(lambda: old.node.hub.sender.expired == 1)
+        await eventually(lambda: old.node.host.sender.expired == 1)
         [heard] = await old.over(RUN)
         assert heard.text(10) == alone(work)
         await old.node.audit()
@@ -116,7 +116,7 @@ async def test_its_lease_is_kept_by_the_beats_of_whoever_waits_for_room() -> Non
         await old.start(RUN, work)
         await old.wrote(RUN, 2)
         ticket = await given(old)
-        lease = old.node.hub.sender.office.find(ticket.id)
+        lease = old.node.host.sender.leases.find(ticket.id)
         assert lease is not None
         before = lease.timer.when()
         await old.say(heartbeat=wire.Heartbeat(renew=[ticket.id]))
@@ -151,7 +151,7 @@ async def test_a_run_that_has_not_begun_is_sent_elsewhere_and_leaves_its_ticket(
         work = make_work(30, 8, seed=3)
         ticket = await prefill.offer(waits, work)
         await old.start(waits, work, ticket)
-        await eventually(lambda: old.node.hub.waiting_arrivals == 1)
+        await eventually(lambda: old.node.host.waiting_arrivals == 1)
         await old.say(migrate=wire.Migrate(run=waits, output=0))
         assert (await old.word(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
         await new.start(waits, work, ticket)
@@ -190,7 +190,7 @@ async def test_a_new_owner_gets_it_back_where_it_runs() -> None:
         await other.say(adopt=wire.Adopt(run=mine, resume=[wire.ResumePosition(output=0, position=10)]))
         [heard] = await other.over(mine)
         assert heard.text(10) == alone(work)
-        assert not old.node.hub.sender.office.leases()
+        assert not old.node.host.sender.leases.all()
 
 
 @pytest.mark.parametrize("end", ["by itself", "cancelled"])
@@ -204,5 +204,5 @@ async def test_one_that_ends_while_it_is_given_leaves_nothing(end: str) -> None:
             await old.cancel(RUN)
         [heard] = await old.over(RUN)
         assert "ended" in heard.last
-        assert not old.node.hub.sender.office.leases()
+        assert not old.node.host.sender.leases.all()
         await old.node.audit()

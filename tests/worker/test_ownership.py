@@ -11,7 +11,7 @@ from tests.worker.decode_harness import Node, Router, alone, eventually, make_ru
 async def test_a_former_owner_takes_nothing_from_a_live_run_however_old_the_adoption_is() -> None:
     run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 25)
     async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
-        node.hub.epochs._keep_s = 0.0  # all that is not live is forgotten at once
+        node.host.epochs._keep_s = 0.0  # all that is not live is forgotten at once
         node.device.seconds = 0.02
         await old.start(run, work)
         await old.wrote(run, 3)

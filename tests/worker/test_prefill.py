@@ -35,12 +35,12 @@ async def test_a_ticket_then_the_first_token_then_the_cache_is_given(place: Plac
         call = place.ask(work)
         ticket = await ticket_of(call)
         first = await call.expect("first")
-        taken = await receiver.take(ticket, to_request("moved", work, model=MODEL))
+        taken = await receiver.receive(ticket, to_request("moved", work, model=MODEL))
         await call.ended()
         assert [first.tokens[0].token, *(await receiver.written("moved"))] == alone(work)
-        assert taken.received == 8 * place.hub.shape.block_bytes
-    assert (ticket.run.request, ticket.sender, ticket.address) == ("t/a", place.hub.peer, place.address)
-    assert (ticket.layout, ticket.salt, ticket.tokens) == (place.hub.layout, b"tenant", 30)
+        assert taken.received == 8 * place.host.shape.block_bytes
+    assert (ticket.run.request, ticket.sender, ticket.address) == ("t/a", place.host.peer, place.address)
+    assert (ticket.layout, ticket.salt, ticket.tokens) == (place.host.layout, b"tenant", 30)
     assert (list(ticket.outputs), ticket.lease_ms, len(ticket.id)) == ([0], 30_000, 16)
     assert (first.cached_tokens, first.tokens[0].HasField("finished")) == (0, False)
     assert first.prefill_us > 0
@@ -53,7 +53,7 @@ async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(place: Pl
     place.device.let(1)
     await ticket_of(call)
     assert not place.heard, "no token yet"
-    assert place.hub.sender.office.leases()
+    assert place.host.sender.leases.all()
     place.device.go_on()
     await call.expect("first")
     await call.break_off()
@@ -65,7 +65,7 @@ async def test_a_first_token_doesnt_wait_for_a_ticket_of_the_same_step(place: Pl
         call = place.ask(work)
         event = await call.next()
         assert event is not None
-        await receiver.take(await ticket_of(call), to_request("moved", work, model=MODEL))
+        await receiver.receive(await ticket_of(call), to_request("moved", work, model=MODEL))
         await call.ended()
         assert [event.first.tokens[0].token, *(await receiver.written("moved"))] == alone(work)
     await place.emptied()
@@ -88,7 +88,7 @@ async def test_what_earlier_attempts_wrote_is_gone_on_from(place: Place) -> None
         assert ticket.tokens == 24
         first = await call.expect("first")
         assert first.tokens[0].token == whole[4]
-        await receiver.take(ticket, to_request("moved", work, model=MODEL))
+        await receiver.receive(ticket, to_request("moved", work, model=MODEL))
         await call.ended()
         assert await receiver.written("moved") == whole[5:]
 
@@ -145,7 +145,7 @@ async def test_a_first_token_that_ends_the_sequence_closes_the_fetch_without_fai
         call = place.ask(work)
         place.device.let(1)
         ticket = await ticket_of(call)
-        taking = asyncio.create_task(receiver.take(ticket, to_request("moved", work, model=MODEL)))
+        taking = asyncio.create_task(receiver.receive(ticket, to_request("moved", work, model=MODEL)))
         if opened == "before":
             place.device.let(1)
             await place.opened()
@@ -157,7 +157,7 @@ async def test_a_first_token_that_ends_the_sequence_closes_the_fetch_without_fai
         assert end.reason == wire.OutputEnd.REASON_STOP
         if opened == "after":
             assert not (await place.audit()).leased_blocks
-            taking = asyncio.create_task(receiver.take(ticket, to_request("late", work, model=MODEL)))
+            taking = asyncio.create_task(receiver.receive(ticket, to_request("late", work, model=MODEL)))
         with pytest.raises(SequenceAlreadyFinished if opened == "before" else (SequenceAlreadyFinished, HandoffFailed)):
             await taking
         await receiver.emptied()
@@ -202,7 +202,7 @@ async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(place: Place, m
         ticket = await ticket_of(call)
         if moment == "sealed":
             await call.expect("first")
-        taking = asyncio.create_task(receiver.take(ticket, to_request("moved", work, model=MODEL)))
+        taking = asyncio.create_task(receiver.receive(ticket, to_request("moved", work, model=MODEL)))
         place.device.let(1)
         await place.opened()
         await call.break_off()
@@ -231,7 +231,7 @@ async def test_a_ticket_that_is_renewed_is_not() -> None:
         await call.expect("first")
         for _ in range(10):
             await asyncio.sleep(0.1)
-            assert place.hub.sender.office.renew(ticket.id)
+            assert place.host.sender.leases.renew(ticket.id)
         assert (await place.audit()).leases[0].ticket == ticket.id
         assert (await call.expect("failed")).failure.cause == wire.CAUSE_LEASE_OVER
         await place.emptied()
@@ -244,7 +244,7 @@ async def test_a_taker_that_lets_go_before_the_first_token_ends_the_work(place: 
     ticket = await ticket_of(call)
     release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, outcome=wire.ReleaseRequest.OUTCOME_ABANDONED)
     place.device.let(1)
-    await place.hub.sender.release(release)
+    await place.host.sender.release(release)
     place.device.go_on()
     assert (await call.expect("failed")).failure.cause == wire.CAUSE_PEER_LOST
     await call.ended()
@@ -279,7 +279,7 @@ async def test_a_deadline_ends_a_fetch_with_its_cause(place: Place) -> None:
     async with worker("d") as receiver:
         call = place.ask(work)
         ticket = await ticket_of(call)
-        taking = asyncio.create_task(receiver.take(ticket, to_request("moved", make_work(60), model=MODEL)))
+        taking = asyncio.create_task(receiver.receive(ticket, to_request("moved", make_work(60), model=MODEL)))
         place.device.let(1)
         assert (await call.expect("failed")).failure.cause == wire.CAUSE_DEADLINE
         place.device.go_on()
@@ -324,11 +324,11 @@ async def test_an_engine_that_crashes_fails_its_prompts(place: Place) -> None:
 
 
 async def test_what_is_not_for_this_worker_is_refused(place: Place) -> None:
-    other = wire.Peer(id=place.hub.peer.id, incarnation=place.hub.peer.incarnation + 1, protocol=1)
+    other = wire.Peer(id=place.host.peer.id, incarnation=place.host.peer.incarnation + 1, protocol=1)
     old = wire.Peer(id="router", incarnation=7, protocol=9)
     for router, meant, cause in (
         (ROUTER, other, wire.CAUSE_WRONG_PEER),
-        (old, place.hub.peer, wire.CAUSE_WRONG_PROTOCOL),
+        (old, place.host.peer, wire.CAUSE_WRONG_PROTOCOL),
     ):
         run = wire.Run(request="t/a", epoch=9, attempt=1)
         call = place.call(wire.PrefillRequest(run=run, router=router, worker=meant, engine_request=make_work()))
@@ -363,11 +363,11 @@ async def test_a_draining_worker_refuses_and_finishes_what_it_has(place: Place) 
     place.device.hold()
     call = place.ask(make_work(60, 1), handoff=False)
     await place.runs(1)
-    place.hub.draining = True
+    place.host.draining = True
     draining = asyncio.create_task(place.prefill.drain())
     assert (await place.ask(make_work()).expect("refused")).failure.cause == wire.CAUSE_DRAINING
-    assert not place.hub.load().takes_prompts
-    assert place.hub.load().draining
+    assert not place.host.load().takes_prompts
+    assert place.host.load().draining
     assert not draining.done()
     place.device.go_on()
     await call.expect("first")
@@ -400,13 +400,13 @@ async def test_prompts_wait_while_tickets_hold_more_than_half_of_the_pool() -> N
         urgent.priority = 10
         sooner = place.ask(urgent, handoff=False, request="t/urgent")
         await place.runs(4)
-        await place.hub.look()
-        load = place.hub.load()
+        await place.host.sample_load()
+        load = place.host.load()
         assert (load.takes_prompts, load.leased_blocks, load.waiting) == (True, 16, 2)
         assert load.queued_tokens == 60
         assert not [name for name in place.heard if "late" in name or "urgent" in name]
         place.device.hold()
-        await place.hub.sender.release(wire.ReleaseRequest(ticket=tickets[0].id))
+        await place.host.sender.release(wire.ReleaseRequest(ticket=tickets[0].id))
         place.device.go_on()
         for call in (sooner, waiting, holders[0]):
             await (call.ended() if call is holders[0] else call.expect("first"))
@@ -421,15 +421,15 @@ async def test_the_load_says_when_tickets_hold_more_than_half_of_the_pool() -> N
         call = place.ask(make_work(68))  # 17 of 32 blocks
         await ticket_of(call)
         await call.expect("first")
-        await place.hub.look()
-        load = place.hub.load()
+        await place.host.sample_load()
+        load = place.host.load()
         assert (load.leased_blocks, load.takes_prompts) == (17, False)
         audit = await place.audit()
         assert (audit.leased_blocks, audit.owned_blocks, audit.leases[0].blocks) == (17, 0, 17)
         await call.break_off()
         await place.emptied()
-        await place.hub.look()
-        assert place.hub.load().takes_prompts
+        await place.host.sample_load()
+        assert place.host.load().takes_prompts
 
 
 async def test_many_prompts_at_once_all_end_and_nothing_is_left() -> None:
@@ -444,7 +444,7 @@ async def test_many_prompts_at_once_all_end_and_nothing_is_left() -> None:
                 return
             first = await call.expect("first")
             name = f"moved-{number}"
-            await receiver.take(ticket, to_request(name, work, model=MODEL))
+            await receiver.receive(ticket, to_request(name, work, model=MODEL))
             await call.ended()
             assert [first.tokens[0].token, *(await receiver.written(name))] == alone(work)
 

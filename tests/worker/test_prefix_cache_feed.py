@@ -71,14 +71,14 @@ def test_every_listener_comes_to_know_exactly_what_is_cached(story: Sequence[tup
             pool.drop_cache()
         elif what == "look":
             news.note(pool.changed())
-            news.hear()
+            news.collect()
         elif what == "begin":
             listeners.append(Listener(news))
         elif what == "take" and listeners:
             listeners[number % len(listeners)].take()
         assert len(pool._changed) <= 2 * pool.num_blocks
     news.note(pool.changed())
-    news.hear()
+    news.collect()
     cached = {each[:8] for each in pool._block_of}
     for listener in [*listeners, Listener(news)]:
         listener.take()
@@ -92,7 +92,7 @@ def test_much_news_takes_several_beats_and_a_prefix_comes_before_what_follows_it
     monkeypatch.setattr(cache_news, "AT_ONCE", 3)
     news, digests = PrefixCacheFeed(), [digest(number) for number in range(8)]
     news.note(digests)
-    news.hear()
+    news.collect()
     news.begin("s")
     told = []
     while (part := news.take("s")) is not None:
@@ -107,9 +107,9 @@ def test_nothing_is_kept_for_a_session_that_ended() -> None:
     news.end("s")
     news.end("s")
     news.note([digest(1)])
-    news.hear()
+    news.collect()
     assert news.take("s") is None
-    assert not news._untold
+    assert not news._unsent
 
 
 def known_to(router: Router) -> set[bytes]:
@@ -120,7 +120,7 @@ def known_to(router: Router) -> set[bytes]:
 
 
 async def cached_at(node: Node) -> set[bytes]:
-    digests = await node.hub.loop.call(lambda engine: list(engine.pool._block_of))
+    digests = await node.host.loop.call(lambda engine: list(engine.pool._block_of))
     return {each[:8] for each in digests}
 
 
@@ -147,4 +147,4 @@ async def test_a_new_session_hears_everything_again() -> None:
             await eventually(lambda: known_to(second) == known_to(first))
         await eventually(lambda: node.decode.sessions == 1)
         await asyncio.sleep(0)
-        assert len(node.hub.cache._untold) == 1
+        assert len(node.host.cache._unsent) == 1

@@ -79,7 +79,7 @@ async def test_the_welcome_says_who_this_is() -> None:
         welcome = router.welcome
         assert welcome is not None
         assert (welcome.worker, welcome.role, welcome.model) == (node.peer, wire.ROLE_DECODE, "m")
-        assert welcome.layout == node.hub.layout
+        assert welcome.layout == node.host.layout
         assert node.decode.sessions == 1
 
 
@@ -207,10 +207,10 @@ async def test_a_router_that_reads_nothing_for_long_loses_its_session(monkeypatc
     serving = asyncio.create_task(session.serve(requests(), write, lambda *_: None))
     for _ in range(7):
         await asyncio.sleep(0)
-        session.tell(wire.WorkerMessage())
+        session.send(wire.WorkerMessage())
     with pytest.raises(Aborted):
         await serving
-    session.tell(wire.WorkerMessage())  # into the void
+    session.send(wire.WorkerMessage())  # into the void
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -276,7 +276,7 @@ async def test_a_drain_lets_what_runs_end_and_takes_nothing_up() -> None:
         await router.start(run, work)
         await router.wrote(run, 1)
         draining = asyncio.create_task(node.decode.drain())
-        await eventually(lambda: node.hub.draining)
+        await eventually(lambda: node.host.draining)
         await router.start(late, work)
         assert (await router.word(late, "refused")).failure.cause == wire.CAUSE_DRAINING
         await router.word(run, "ended")
@@ -305,5 +305,5 @@ async def test_a_crash_of_the_engine_fails_every_run() -> None:
         await router.start(make_run("t/late"), work)
         assert (await router.word(make_run("t/late"), "refused")).failure.cause == wire.CAUSE_ENGINE
         assert not list(node.decode.runs())
-        assert node.hub.waiting_arrivals == 0
+        assert node.host.waiting_arrivals == 0
         await sender.audit()

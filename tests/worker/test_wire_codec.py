@@ -10,7 +10,7 @@ from decant.engine.plan import TokenLogprobs
 from decant.engine.request import FinishReason, SamplingParams, StopParams
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack, unpack
-from decant.worker.wire_codec import RequestRejected, end_reason, to_request, token_logprobs, urgency
+from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_to_wire, queue_key, to_request
 
 
 def whole_work() -> wire.EngineRequest:
@@ -131,10 +131,10 @@ def test_tokens_survive_the_wire() -> None:
 
 
 def test_logprobs_go_over_in_order() -> None:
-    told = token_logprobs(4, TokenLogprobs(9, -0.5, 2, ((7, -0.25), (9, -0.5))))
+    told = logprobs_to_wire(4, TokenLogprobs(9, -0.5, 2, ((7, -0.25), (9, -0.5))))
     assert (told.entry, told.logprob, told.rank) == (4, -0.5, 2)
     assert (list(told.top_ids), list(told.top_logprobs)) == ([7, 9], [-0.25, -0.5])
-    assert not token_logprobs(0, TokenLogprobs(9, -0.5, 1)).top_ids
+    assert not logprobs_to_wire(0, TokenLogprobs(9, -0.5, 1)).top_ids
 
 
 def test_max_tokens_that_the_window_cut_end_with_the_window() -> None:
@@ -144,7 +144,7 @@ def test_max_tokens_that_the_window_cut_end_with_the_window() -> None:
 
 
 def test_priority_and_age_go_first() -> None:
-    plain = urgency(wire.EngineRequest(), 100.0)
-    assert urgency(wire.EngineRequest(), 101.0) > plain
-    assert urgency(wire.EngineRequest(priority=1), 100.0) < plain
-    assert urgency(wire.EngineRequest(age_ms=5000), 101.0) < plain
+    plain = queue_key(wire.EngineRequest(), 100.0)
+    assert queue_key(wire.EngineRequest(), 101.0) > plain
+    assert queue_key(wire.EngineRequest(priority=1), 100.0) < plain
+    assert queue_key(wire.EngineRequest(age_ms=5000), 101.0) < plain

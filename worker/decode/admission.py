@@ -26,77 +26,77 @@ Outcome = IncomingSequence | EngineError | None
 
 
 class DecodeAdmission:
-    """Runs on their way into a hub's engine. ``settle`` hears what became of each that was not withdrawn."""
+    """Runs on their way into a hub's engine. ``on_outcome`` hears what became of each that was not withdrawn."""
 
-    def __init__(self, hub: EngineHost, settle: Callable[[DecodeRun, Outcome], None]) -> None:
-        self._hub = hub
-        self._settle = settle
+    def __init__(self, host: EngineHost, on_outcome: Callable[[DecodeRun, Outcome], None]) -> None:
+        self._host = host
+        self._on_outcome = on_outcome
         self._waiting: list[DecodeRun] = []  # most urgent first
         self._retried: list[DecodeRun] = []  # those for whom the engine is being asked again
-        self._door = _AdmissionGate()
-        self._ended = False  # a sequence ended or parked since the last retry
+        self._gate = _AdmissionGate()
+        self._on_ended = False  # a sequence ended or parked since the last retry
         self._available = 0  # blocks, after the last step
 
-    def push(self, held: DecodeRun) -> None:
+    def push(self, run: DecodeRun) -> None:
         """Let a run in as soon as there is room."""
         if self._waiting or self._retried:
-            insort(self._waiting, held, key=_order)
+            insort(self._waiting, run, key=_order)
             self._count()
         else:
-            self._ask([held], again=False)
+            self._post([run], is_retry=False)
 
-    def withdraw(self, held: DecodeRun) -> bool:
+    def withdraw(self, run: DecodeRun) -> bool:
         """Take a waiting run out; False when the engine is being asked for it, or was."""
-        if held not in self._waiting:
+        if run not in self._waiting:
             return False
-        self._waiting.remove(held)
+        self._waiting.remove(run)
         self._count()
         return True
 
     def on_step(self, output: StepOutput) -> None:
         """Hear the engine: when room may have come, ask for those who wait."""
-        self._ended |= bool(output.ended or output.parked)
+        self._on_ended |= bool(output.ended or output.parked)
         room = output.available
-        if self._waiting and not self._retried and (self._ended or room != self._available):
+        if self._waiting and not self._retried and (self._on_ended or room != self._available):
             self._retry()
         self._available = room
 
     def _retry(self) -> None:
-        self._ended = False
+        self._on_ended = False
         self._retried, self._waiting = self._waiting, []
-        self._ask(self._retried, again=True)
+        self._post(self._retried, is_retry=True)
 
-    def _ask(self, runs: list[DecodeRun], *, again: bool) -> None:
-        asking = _AdmitCommand(runs, self._door, again)
-        self._hub.loop.post(asking, then=lambda: self._asked(asking))
+    def _post(self, runs: list[DecodeRun], *, is_retry: bool) -> None:
+        command = _AdmitCommand(runs, self._gate, is_retry)
+        self._host.loop.post(command, then=lambda: self._on_answer(command))
 
-    def _asked(self, asking: _AdmitCommand) -> None:
+    def _on_answer(self, command: _AdmitCommand) -> None:
         """Tell what came of it; who is left waits on."""
-        if asking.runs is self._retried:
+        if command.runs is self._retried:
             self._retried = []
-        for held, outcome in asking.outcomes:
-            self._settle(held, outcome)
-        for held in asking.left:
-            if not asking.ran:
-                self._settle(held, EngineStopped("the engine has stopped"))
-            elif held.ending is not None:
-                self._settle(held, OutOfBlocks(0, 0))
+        for run, outcome in command.outcomes:
+            self._on_outcome(run, outcome)
+        for run in command.left:
+            if not command.ran:
+                self._on_outcome(run, EngineStopped("the engine has stopped"))
+            elif run.ending is not None:
+                self._on_outcome(run, OutOfBlocks(0, 0))
             else:
-                insort(self._waiting, held, key=_order)
+                insort(self._waiting, run, key=_order)
         # What the engine did since it was asked, in the step that came with the answer, may have made room.
-        changed = self._ended or asking.available != self._available
+        changed = self._on_ended or command.available != self._available
         if self._waiting and not self._retried and changed:
             self._retry()
         self._count()
 
     def _count(self) -> None:
-        self._hub.waiting_arrivals = len(self._waiting) + len(self._retried)
+        self._host.waiting_arrivals = len(self._waiting) + len(self._retried)
 
 
 class _AdmissionGate:
     """Whether somebody found no room since all who waited were last asked for. The engine's thread alone knows."""
 
-    shut = False
+    is_closed = False
 
 
 class _AdmitCommand:
@@ -105,13 +105,13 @@ class _AdmitCommand:
     ``again``: they are all who wait. Others are turned away while the door is shut, or they would overtake.
     """
 
-    def __init__(self, runs: list[DecodeRun], door: _AdmissionGate, again: bool) -> None:
+    def __init__(self, runs: list[DecodeRun], gate: _AdmissionGate, is_retry: bool) -> None:
         self.outcomes: list[tuple[DecodeRun, Outcome]] = []
         self.available = -1  # blocks, when there was no room; never as many when nobody looked
         self.ran = False
         self.runs = runs
-        self._door = door
-        self._again = again
+        self._gate = gate
+        self._is_retry = is_retry
 
     @property
     def left(self) -> Sequence[DecodeRun]:
@@ -121,26 +121,26 @@ class _AdmitCommand:
     def __call__(self, engine: Engine) -> None:
         """On the engine's thread."""
         self.ran = True
-        if self._again or not self._door.shut:
-            self._door.shut = False
-            self._let_in(engine)
+        if self._is_retry or not self._gate.is_closed:
+            self._gate.is_closed = False
+            self._admit(engine)
 
-    def _let_in(self, engine: Engine) -> None:
-        for held in self.runs:
+    def _admit(self, engine: Engine) -> None:
+        for run in self.runs:
             try:
                 outcome: Outcome = None
-                if held.ticket is None:
-                    engine.add(held.request)
+                if run.ticket is None:
+                    engine.add(run.request)
                 else:
-                    outcome = engine.transfers.reserve(held.request)
+                    outcome = engine.transfers.reserve(run.request)
             except InvalidRequest as error:
                 outcome = error
             except OutOfBlocks:
-                self._door.shut = True
+                self._gate.is_closed = True
                 self.available = engine.pool.available
                 return
-            self.outcomes.append((held, outcome))
+            self.outcomes.append((run, outcome))
 
 
-def _order(held: DecodeRun) -> tuple[float, int]:
-    return held.order
+def _order(run: DecodeRun) -> tuple[float, int]:
+    return run.queue_key

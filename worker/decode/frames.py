@@ -14,7 +14,7 @@ from decant.engine.plan import TokenLogprobs
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
 from decant.worker.decode.runs import DecodeRun
-from decant.worker.wire_codec import token_logprobs
+from decant.worker.wire_codec import logprobs_to_wire
 
 MAX_TOKENS = 65_536
 """Most tokens in one frame; what is repeated of a long output comes in several."""
@@ -31,9 +31,9 @@ class Frame:
         self.tokens = array("I")
         self.logprobs: list[wire.TokenLogprobs] = []
 
-    def explain(self, logprobs: TokenLogprobs) -> None:
+    def add_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Log-probabilities of the token that was added last."""
-        self.logprobs.append(token_logprobs(len(self.tokens) - 1, logprobs))
+        self.logprobs.append(logprobs_to_wire(len(self.tokens) - 1, logprobs))
 
     def message(self, step: int) -> wire.WorkerMessage:
         """As it goes over the wire; filled in place, for a message that is put into another is copied."""
@@ -48,15 +48,15 @@ class Frame:
         return message
 
 
-def again(held: DecodeRun, start: int, step: int) -> Iterator[wire.WorkerMessage]:
+def replay_frames(run: DecodeRun, start: int, step: int) -> Iterator[wire.WorkerMessage]:
     """Frames with the output tokens of a run from index ``start`` on."""
-    for first in range(start, len(held.tokens), MAX_TOKENS):
+    for first in range(start, len(run.tokens), MAX_TOKENS):
         frame = Frame()
-        frame.tokens = held.tokens[first : first + MAX_TOKENS]
+        frame.tokens = run.tokens[first : first + MAX_TOKENS]
         count = len(frame.tokens)
-        frame.slots = array("I", [held.slot]) * count
-        position = held.request.prompt_len + first
+        frame.slots = array("I", [run.slot]) * count
+        position = run.request.prompt_len + first
         frame.positions = array("I", range(position, position + count))
-        explained = (index for index in range(first, first + count) if index in held.logprobs)
-        frame.logprobs.extend(token_logprobs(index - first, held.logprobs[index]) for index in explained)
+        explained = (index for index in range(first, first + count) if index in run.logprobs)
+        frame.logprobs.extend(logprobs_to_wire(index - first, run.logprobs[index]) for index in explained)
         yield frame.message(step)

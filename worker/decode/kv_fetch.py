@@ -14,30 +14,30 @@ from decant.worker.engine_host import EngineHost
 class KvFetches:
     """What a worker has under way with givers."""
 
-    def __init__(self, hub: EngineHost) -> None:
-        self._hub = hub
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
         self._tasks: set[asyncio.Task[TransferResult]] = set()
 
     def fetch(self, ticket: wire.Ticket, arrival: IncomingSequence) -> asyncio.Task[TransferResult]:
         """Pull a cache into the room that is reserved for it. Cancelling the task may leave the room to be freed."""
-        source = self._hub.transport.source(ticket.address)
-        task = asyncio.create_task(self._hub.receiver.take(source, ticket, arrival))
+        source = self._host.transport.source(ticket.address)
+        task = asyncio.create_task(self._host.receiver.receive(source, ticket, arrival))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def give_up(self, ticket: wire.Ticket) -> None:
+    def decline(self, ticket: wire.Ticket) -> None:
         """Nobody comes for this cache."""
-        self._hub.receiver.give_up(self._hub.transport.source(ticket.address), ticket)
+        self._host.receiver.decline(self._host.transport.source(ticket.address), ticket)
 
     async def close(self) -> None:
         """Wait for what is under way; fetches have to be cancelled before."""
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await self._hub.receiver.close()
+        await self._host.receiver.close()
 
 
-def why(error: BaseException, sender: wire.Peer) -> wire.Failure:
+def failure_from(error: BaseException, sender: wire.Peer) -> wire.Failure:
     """What became of a fetch, for the router."""
     if isinstance(error, SequenceAlreadyFinished):
         return wire.Failure(

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 
 from decant.engine.output import PromptLogprobs, Token
 from decant.protos import worker_pb2 as wire
-from decant.worker.decode.frames import Frame, again
+from decant.worker.decode.frames import Frame, replay_frames
 from decant.worker.decode.runs import DecodeRun
 from decant.worker.decode.session import RouterSession
-from decant.worker.wire_codec import token_logprobs
+from decant.worker.wire_codec import logprobs_to_wire
 
 
 def microseconds(seconds: float) -> int:
@@ -18,21 +18,21 @@ def microseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
 
 
-def scheduled(held: DecodeRun, cached_tokens: int) -> None:
+def scheduled(run: DecodeRun, cached_tokens: int) -> None:
     """It has its room and began."""
-    if held.session is not None:
-        waited = microseconds(asyncio.get_running_loop().time() - held.received)
-        message = wire.Scheduled(run=held.run, cached_tokens=cached_tokens, waited_us=waited)
-        held.session.tell(wire.WorkerMessage(scheduled=message))
+    if run.session is not None:
+        waited = microseconds(asyncio.get_running_loop().time() - run.received)
+        message = wire.Scheduled(run=run.ref, cached_tokens=cached_tokens, waited_us=waited)
+        run.session.send(wire.WorkerMessage(scheduled=message))
 
 
-def decode_started(held: DecodeRun, position: int) -> None:
+def decode_started(run: DecodeRun, position: int) -> None:
     """It is in the batch; its tokens from ``position`` on follow. Told once, to its first owner that is here."""
-    if held.session is not None and held.decode_started is not None:
-        message, held.decode_started = held.decode_started, None
-        message.run.CopyFrom(held.run)
-        message.slots.add(slot=held.slot, output=held.output, position=position)
-        held.session.tell(wire.WorkerMessage(decode_started=message))
+    if run.session is not None and run.decode_started is not None:
+        message, run.decode_started = run.decode_started, None
+        message.run.CopyFrom(run.ref)
+        message.slots.add(slot=run.slot, output=run.output, position=position)
+        run.session.send(wire.WorkerMessage(decode_started=message))
 
 
 def written(known: Mapping[str, DecodeRun], tokens: Iterable[Token], step: int) -> None:
@@ -40,72 +40,72 @@ def written(known: Mapping[str, DecodeRun], tokens: Iterable[Token], step: int) 
     frames: dict[RouterSession, Frame] = {}
     running = wire.RunStatus.PHASE_RUNNING
     for token in tokens:
-        held = known.get(token.id)
-        if held is None:
+        run = known.get(token.id)
+        if run is None:
             continue
-        if held.phase != running:
-            held.early.append(token)
+        if run.phase != running:
+            run.tokens_before_join.append(token)
             continue
-        held.note(token)
-        if not held.wrote:
-            _wrote_first(held)
-        if held.session is not None:
-            frame = frames.get(held.session)
+        run.note(token)
+        if not run.sent_first_token:
+            _on_first_token(run)
+        if run.session is not None:
+            frame = frames.get(run.session)
             if frame is None:
-                frame = frames[held.session] = Frame()
-            frame.slots.append(held.slot)
-            frame.positions.append(held.request.prompt_len + token.position)
+                frame = frames[run.session] = Frame()
+            frame.slots.append(run.slot)
+            frame.positions.append(run.request.prompt_len + token.position)
             frame.tokens.append(token.token)
             if token.logprobs is not None:
-                frame.explain(token.logprobs)
+                frame.add_logprobs(token.logprobs)
     for session, frame in frames.items():
-        session.tell(frame.message(step))
+        session.send(frame.message(step))
 
 
-def _wrote_first(held: DecodeRun) -> None:
+def _on_first_token(run: DecodeRun) -> None:
     """A token, the first that a frame brings."""
-    held.wrote = True
-    timeline = held.timeline
-    if held.ticket is None and timeline and timeline.scheduled is not None and timeline.first_token is not None:
+    run.sent_first_token = True
+    timeline = run.timeline
+    if run.ticket is None and timeline and timeline.scheduled is not None and timeline.first_token is not None:
         path = wire.DecodeStarted.FromTokens(prefill_us=microseconds(timeline.first_token - timeline.scheduled))
-        held.decode_started = wire.DecodeStarted(from_tokens=path)
-        decode_started(held, held.position - 1)
+        run.decode_started = wire.DecodeStarted(from_tokens=path)
+        decode_started(run, run.position - 1)
 
 
-def explained(held: DecodeRun, told: PromptLogprobs) -> None:
+def explained(run: DecodeRun, told: PromptLogprobs) -> None:
     """Log-probabilities of a part of its prompt; kept, for a later owner lacks them."""
-    entries = [token_logprobs(entry, logprobs) for entry, logprobs in enumerate(told.entries)]
-    message = wire.PromptLogprobs(run=held.run, first_position=told.position, logprobs=entries)
-    held.prompt_logprobs.append(message)
-    if held.session is not None:
-        held.session.tell(wire.WorkerMessage(prompt_logprobs=message))
+    entries = [logprobs_to_wire(entry, logprobs) for entry, logprobs in enumerate(told.entries)]
+    message = wire.PromptLogprobs(run=run.ref, first_position=told.position, logprobs=entries)
+    run.prompt_logprobs.append(message)
+    if run.session is not None:
+        run.session.send(wire.WorkerMessage(prompt_logprobs=message))
 
 
-def repeated(held: DecodeRun, next: Iterable[wire.ResumePosition], step: int) -> None:
+def repeated(run: DecodeRun, next: Iterable[wire.ResumePosition], step: int) -> None:
     """Its tokens from ``next`` on, once more."""
-    if held.session is None:
+    if run.session is None:
         return
     for wish in next:
-        if wish.output == held.output:
-            for frame in again(held, held.index_of(wish.position), step):
-                held.session.tell(frame)
+        if wish.output == run.output:
+            for frame in replay_frames(run, run.index_of(wish.position), step):
+                run.session.send(frame)
 
 
-def ended(held: DecodeRun) -> None:
+def ended(run: DecodeRun) -> None:
     """Its output is written."""
-    if held.session is not None and held.end is not None:
-        preemptions = held.timeline.preemptions if held.timeline else 0
-        message = wire.Ended(run=held.run, end=held.end, preemptions=preemptions)
-        held.session.tell(wire.WorkerMessage(ended=message))
+    if run.session is not None and run.end is not None:
+        preemptions = run.timeline.preemptions if run.timeline else 0
+        message = wire.Ended(run=run.ref, end=run.end, preemptions=preemptions)
+        run.session.send(wire.WorkerMessage(ended=message))
 
 
-def failed(held: DecodeRun, failure: wire.Failure) -> None:
+def failed(run: DecodeRun, failure: wire.Failure) -> None:
     """It ended here before its output did."""
-    if held.session is not None:
-        held.session.tell(wire.WorkerMessage(failed=wire.Failed(run=held.run, failure=failure)))
+    if run.session is not None:
+        run.session.send(wire.WorkerMessage(failed=wire.Failed(run=run.ref, failure=failure)))
 
 
-def refused(held: DecodeRun, failure: wire.Failure) -> None:
+def refused(run: DecodeRun, failure: wire.Failure) -> None:
     """It was never taken up."""
-    if held.session is not None:
-        held.session.tell(wire.WorkerMessage(refused=wire.Refused(run=held.run, failure=failure)))
+    if run.session is not None:
+        run.session.send(wire.WorkerMessage(refused=wire.Refused(run=run.ref, failure=failure)))

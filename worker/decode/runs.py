@@ -30,19 +30,19 @@ Key = tuple[str, int]
 """A request and an attempt at it. Adoption changes the epoch of a run, never this."""
 
 
-def key_of(run: wire.Run) -> Key:
+def key_of(ref: wire.Run) -> Key:
     """What a run is called here, whoever owns it."""
-    return run.request, run.attempt
+    return ref.request, ref.attempt
 
 
 @dataclass(slots=True, eq=False)
 class DecodeRun:
     """One run and its one output. ``tokens`` are that output's, what earlier attempts wrote included."""
 
-    run: wire.Run  # as its owner last named it
+    ref: wire.Run  # as its owner last named it
     request: Request  # for the engine, whose name of the sequence is ``request.id``
     stopping: wire.Stopping
-    order: tuple[float, int]  # among those that wait, most urgent first
+    queue_key: tuple[float, int]  # among those that wait, most urgent first
     received: float  # the event loop's clock, as all times here
     router: wire.Peer = field(default_factory=wire.Peer)  # the owner
     session: RouterSession | None = None  # of the owner; None: an orphan
@@ -53,26 +53,28 @@ class DecodeRun:
     prompt_logprobs: list[wire.PromptLogprobs] = field(default_factory=list)
     ticket: wire.Ticket | None = None
     offered: wire.Ticket | None = None  # by which it is being given away, or was
-    is_asked_for: bool = False  # to be given away as soon as it runs
+    migration_requested: bool = False  # to be given away as soon as it runs
     fetch: asyncio.Task[TransferResult] | None = None
-    early: list[Token] = field(default_factory=list)  # heard before the fetch said that the sequence is ours
-    early_end: SequenceFinished | None = None
+    tokens_before_join: list[Token] = field(
+        default_factory=list
+    )  # heard before the fetch said that the sequence is ours
+    end_before_join: SequenceFinished | None = None
     timeline: Timeline | None = None  # the engine's, once it began
-    wrote: bool = False  # a frame brought a token
+    sent_first_token: bool = False  # a frame brought a token
     decode_started: wire.DecodeStarted | None = None  # not told yet, for want of somebody to tell
     ending: wire.OutputEnd.Reason | None = None  # asked for; the engine has not let go of it yet
-    cut: int | None = None  # tokens that count, where fewer do than were written
+    truncated_at: int | None = None  # tokens that count, where fewer do than were written
     end: wire.OutputEnd | None = None
     is_retired: bool = False  # before its end: it is forgotten as soon as that was sent
     deadline: asyncio.TimerHandle | None = None
-    patience: asyncio.TimerHandle | None = None  # how long it is kept without a session
+    orphan_timer: asyncio.TimerHandle | None = None  # how long it is kept without a session
 
     def __post_init__(self) -> None:
         self.tokens.extend(self.request.token_ids[self.request.prompt_len :])
 
     @property
     def key(self) -> Key:
-        return key_of(self.run)
+        return key_of(self.ref)
 
     @property
     def output(self) -> int:
@@ -82,10 +84,10 @@ class DecodeRun:
     @property
     def kept(self) -> int | None:
         """Tokens of prompt and output that count, where that was said; what lies behind isn't cached."""
-        return None if self.cut is None else self.request.prompt_len + self.cut
+        return None if self.truncated_at is None else self.request.prompt_len + self.truncated_at
 
     @property
-    def written_before(self) -> int:
+    def prior_tokens(self) -> int:
         """Output tokens that came with the work."""
         return len(self.request.token_ids) - self.request.prompt_len
 
@@ -103,7 +105,7 @@ class DecodeRun:
         wanted = [self.index_of(wish.position) for wish in next if wish.output == self.output]
         position = self.request.prompt_len + (wanted[0] if wanted else len(self.tokens))
         slot = wire.Slot(slot=self.slot, output=self.output, position=position)
-        return wire.RunStatus(run=self.run, phase=self.phase, slots=[slot], ended=[self.end] if self.end else [])
+        return wire.RunStatus(run=self.ref, phase=self.phase, slots=[slot], ended=[self.end] if self.end else [])
 
     def note(self, token: Token) -> None:
         """Keep a token that a step wrote."""
@@ -113,17 +115,17 @@ class DecodeRun:
 
     def stop_clocks(self) -> None:
         """Neither deadline nor patience runs on."""
-        for timer in (self.deadline, self.patience):
+        for timer in (self.deadline, self.orphan_timer):
             if timer is not None:
                 timer.cancel()
-        self.deadline = self.patience = None
+        self.deadline = self.orphan_timer = None
 
 
 class RunTable:
     """All held runs by name and by sequence, and the marks that cancels of unknown runs left."""
 
     def __init__(self, epochs: Epochs) -> None:
-        self.marks: dict[Key, tuple[int, asyncio.TimerHandle]] = {}
+        self.cancel_tombstones: dict[Key, tuple[int, asyncio.TimerHandle]] = {}
         self.leaving: set[DecodeRun] = set()
         """Ended early, and the engine has not let go of them yet. An audit finds here those that are forgotten."""
         self._epochs = epochs
@@ -138,35 +140,35 @@ class RunTable:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def get(self, run: wire.Run) -> DecodeRun | None:
-        return self._runs.get(key_of(run))
+    def get(self, ref: wire.Run) -> DecodeRun | None:
+        return self._runs.get(key_of(ref))
 
     @property
     def by_sequence(self) -> dict[str, DecodeRun]:
         """Those of whom the engine may tell something, by the engine's name. To be read only."""
         return self._stepping
 
-    def holds(self, held: DecodeRun) -> bool:
+    def holds(self, run: DecodeRun) -> bool:
         """Whether it has not been forgotten."""
-        return self._runs.get(held.key) is held
+        return self._runs.get(run.key) is run
 
-    def add(self, held: DecodeRun) -> None:
+    def add(self, run: DecodeRun) -> None:
         self._empty.clear()
-        self._runs[held.key] = held
-        self._epochs.hold(held.run)
-        self._stepping[held.request.id] = held
+        self._runs[run.key] = run
+        self._epochs.hold(run.ref)
+        self._stepping[run.request.id] = run
 
-    def silence(self, held: DecodeRun) -> None:
+    def stop_events(self, run: DecodeRun) -> None:
         """Whatever the engine still tells of it is passed over."""
-        self._stepping.pop(held.request.id, None)
+        self._stepping.pop(run.request.id, None)
 
-    def remove(self, held: DecodeRun) -> None:
+    def remove(self, run: DecodeRun) -> None:
         """Forget it. May be said twice."""
-        held.stop_clocks()
-        self.silence(held)
-        if self._runs.get(held.key) is held:
-            del self._runs[held.key]
-            self._epochs.release(held.run)
+        run.stop_clocks()
+        self.stop_events(run)
+        if self._runs.get(run.key) is run:
+            del self._runs[run.key]
+            self._epochs.release(run.ref)
             if not self._runs:
                 self._empty.set()
 
@@ -174,19 +176,19 @@ class RunTable:
         """Wait until no run is left."""
         await self._empty.wait()
 
-    def mark(self, run: wire.Run, seconds: float) -> None:
+    def add_tombstone(self, ref: wire.Run, seconds: float) -> None:
         """A start of this run or of an earlier owner's that comes within ``seconds`` is refused."""
-        key = key_of(run)
-        if key in self.marks:
-            self.marks.pop(key)[1].cancel()
-        timer = asyncio.get_running_loop().call_later(seconds, self.marks.pop, key, None)
-        self.marks[key] = run.epoch, timer
+        key = key_of(ref)
+        if key in self.cancel_tombstones:
+            self.cancel_tombstones.pop(key)[1].cancel()
+        timer = asyncio.get_running_loop().call_later(seconds, self.cancel_tombstones.pop, key, None)
+        self.cancel_tombstones[key] = ref.epoch, timer
 
-    def is_marked(self, run: wire.Run) -> bool:
-        mark = self.marks.get(key_of(run))
-        return mark is not None and run.epoch <= mark[0]
+    def has_tombstone(self, ref: wire.Run) -> bool:
+        add_tombstone = self.cancel_tombstones.get(key_of(ref))
+        return add_tombstone is not None and ref.epoch <= add_tombstone[0]
 
-    def clear_marks(self) -> None:
-        for _, timer in self.marks.values():
+    def clear_tombstones(self) -> None:
+        for _, timer in self.cancel_tombstones.values():
             timer.cancel()
-        self.marks.clear()
+        self.cancel_tombstones.clear()

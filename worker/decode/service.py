@@ -34,9 +34,9 @@ _log = logs.get(__name__)
 class DecodeService(services.DecodeServicer):
     """The sessions of one worker."""
 
-    def __init__(self, hub: EngineHost) -> None:
-        self._hub = hub
-        self._decoding = DecodeRunManager(hub)
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+        self._decoding = DecodeRunManager(host)
         self._sessions: dict[str, RouterSession] = {}  # by the router's id
         self._drained = False
         self._commands: dict[str, Callable[[RouterSession, Any], None]] = {
@@ -58,7 +58,7 @@ class DecodeService(services.DecodeServicer):
         session = self._open(hello)
         try:
             self._welcome(session, hello)
-            await session.serve(requests, context.write, self._hear)
+            await session.serve(requests, context.write, self._handle)
         finally:
             self._leave(session)
 
@@ -66,8 +66,8 @@ class DecodeService(services.DecodeServicer):
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
         """Of every run that is held: the run, its output, its phase, the engine's name of its sequence."""
-        for held in dict.fromkeys((*self._decoding.runs, *self._decoding.runs.leaving)):
-            yield held.run, held.output, held.phase, held.request.id
+        for run in dict.fromkeys((*self._decoding.runs, *self._decoding.runs.leaving)):
+            yield run.ref, run.output, run.phase, run.request.id
 
     @property
     def sessions(self) -> int:
@@ -76,25 +76,25 @@ class DecodeService(services.DecodeServicer):
     @property
     def fetches_taking(self) -> int:
         """Fetches that are open."""
-        return sum(held.phase == wire.RunStatus.PHASE_ARRIVING for held in self._decoding.runs)
+        return sum(run.phase == wire.RunStatus.PHASE_ARRIVING for run in self._decoding.runs)
 
     @property
     def orphans(self) -> int:
         """Runs that go on and whose owner has no session."""
-        return sum(held.session is None and held.end is None for held in self._decoding.runs)
+        return sum(run.session is None and run.end is None for run in self._decoding.runs)
 
     @property
     def cancel_marks(self) -> int:
-        return len(self._decoding.runs.marks)
+        return len(self._decoding.runs.cancel_tombstones)
 
     @property
     def unretired(self) -> int:
         """Runs that ended and whose tokens are still kept."""
-        return sum(held.end is not None for held in self._decoding.runs)
+        return sum(run.end is not None for run in self._decoding.runs)
 
     async def drain(self) -> None:
         """Take up nothing new, wait until no run is left, then end the sessions."""
-        self._hub.draining = True
+        self._host.draining = True
         await self._decoding.runs.emptied()
         self._drained = True
         for session in self._sessions.values():
@@ -112,7 +112,7 @@ class DecodeService(services.DecodeServicer):
     def _check(self, hello: wire.Hello) -> None:
         if self._drained:
             raise _leaving()
-        if not same_incarnation(hello.worker, self._hub.peer):
+        if not same_incarnation(hello.worker, self._host.peer):
             raise FailedPrecondition(Reason.WRONG_PEER, f"this is another life than {hello.worker.incarnation:x}")
         if not is_compatible(hello.router.protocol):
             raise FailedPrecondition(Reason.WRONG_PROTOCOL, f"protocol {hello.router.protocol} is not spoken here")
@@ -121,53 +121,53 @@ class DecodeService(services.DecodeServicer):
 
     def _open(self, hello: wire.Hello) -> RouterSession:
         """In place of the router's older session: that one ends, and its runs have no owner for the moment."""
-        session = RouterSession(hello.router, self._beat)
+        session = RouterSession(hello.router, self._make_heartbeat)
         older = self._sessions.get(hello.router.id)
         self._sessions[hello.router.id] = session
-        self._hub.cache.begin(session)
+        self._host.cache.begin(session)
         if older is not None:
             older.end(Aborted(Reason.SUPERSEDED, "a newer session of this router is open"))
             self._decoding.detach(older)
         return session
 
     def _leave(self, session: RouterSession) -> None:
-        self._hub.cache.end(session)
+        self._host.cache.end(session)
         if self._sessions.get(session.router.id) is session:
             del self._sessions[session.router.id]
         self._decoding.detach(session)
 
     def _welcome(self, session: RouterSession, hello: wire.Hello) -> None:
         """Say what is held of what the router names, then bring each up to date."""
-        hub, decoding = self._hub, self._decoding
-        welcome = wire.Welcome(worker=hub.peer, role=hub.role, model=hub.model, layout=hub.layout)
+        host, decoding = self._host, self._decoding
+        welcome = wire.Welcome(worker=host.peer, role=host.role, model=host.model, layout=host.layout)
         found, refused = [], []
         for owned in hello.owned:
             if refusal := self._refusal(owned.run):
                 refused.append(refusal)
-            elif held := decoding.runs.get(owned.run):
-                welcome.runs.append(decoding.attach(held, session, owned.run, owned.resume))
-                found.append((held, owned.resume))
+            elif run := decoding.runs.get(owned.run):
+                welcome.runs.append(decoding.attach(run, session, owned.run, owned.resume))
+                found.append((run, owned.resume))
             else:
                 welcome.unknown_runs.append(owned.run)
-        welcome.orphans.extend(held.run for held in decoding.orphans_of(session.router))
-        session.tell(wire.WorkerMessage(welcome=welcome))
+        welcome.orphans.extend(run.ref for run in decoding.orphans_of(session.router))
+        session.send(wire.WorkerMessage(welcome=welcome))
         for refusal in refused:
-            session.tell(refusal)
-        for held, next in found:
-            decoding.catch_up(held, next)
-        _log.info("session opened", router=session.router.id, held=len(found), orphans=len(welcome.orphans))
+            session.send(refusal)
+        for run, next in found:
+            decoding.catch_up(run, next)
+        _log.info("session opened", router=session.router.id, run=len(found), orphans=len(welcome.orphans))
 
     # -- what a router says -------------------------------------------------------------------------------------
 
-    def _hear(self, session: RouterSession, message: wire.RouterMessage) -> None:
+    def _handle(self, session: RouterSession, message: wire.RouterMessage) -> None:
         kind = message.WhichOneof("message")
         if kind == "forget":
-            for run in message.forget.runs:
-                if self._owns(session, run):
-                    self._decoding.forget(run)
+            for ref in message.forget.runs:
+                if self._owns(session, ref):
+                    self._decoding.forget(ref)
         elif kind == "heartbeat":
             for ticket in message.heartbeat.renew:
-                self._hub.sender.office.hold(ticket)
+                self._host.sender.leases.renew_unopened(ticket)
         elif kind in self._commands:
             command = getattr(message, kind)
             if self._owns(session, command.run):
@@ -177,33 +177,33 @@ class DecodeService(services.DecodeServicer):
         else:
             raise InvalidArgument("message", "hello once, as the first", kind)
 
-    def _owns(self, session: RouterSession, run: wire.Run) -> bool:
+    def _owns(self, session: RouterSession, ref: wire.Run) -> bool:
         """Whether the sender owns the request; it is notified when not."""
-        refusal = self._refusal(run)
+        refusal = self._refusal(ref)
         if refusal is not None:
-            session.tell(refusal)
+            session.send(refusal)
         return refusal is None
 
-    def _refusal(self, run: wire.Run) -> wire.WorkerMessage | None:
+    def _refusal(self, ref: wire.Run) -> wire.WorkerMessage | None:
         """What a router is answered that doesn't own the request which it names."""
-        epochs = self._hub.epochs
-        if epochs.is_other_request(run):
-            return wire.WorkerMessage(refused=wire.Refused(run=run, failure=other_request()))
-        superseded = epochs.check(run)
+        epochs = self._host.epochs
+        if epochs.is_other_request(ref):
+            return wire.WorkerMessage(refused=wire.Refused(run=ref, failure=other_request()))
+        superseded = epochs.check(ref)
         return None if superseded is None else wire.WorkerMessage(superseded=superseded)
 
-    def _beat(self, session: RouterSession) -> wire.Heartbeat:
-        beat = self._hub.heartbeat()
-        beat.renew.extend(self._decoding.renewals_of(session))
-        news = self._hub.cache.take(session)
+    def _make_heartbeat(self, session: RouterSession) -> wire.Heartbeat:
+        heartbeat = self._host.heartbeat()
+        heartbeat.renew.extend(self._decoding.renewals_of(session))
+        news = self._host.cache.take(session)
         if news is not None:
-            beat.cache.CopyFrom(news)
+            heartbeat.cache.CopyFrom(news)
         routers = [each.router for each in self._sessions.values() if not each.is_lost]
         names = frozenset((router.id, router.incarnation) for router in routers)
         if names != session.routers_sent:
             session.routers_sent = names
-            beat.routers.extend(routers)
-        return beat
+            heartbeat.routers.extend(routers)
+        return heartbeat
 
 
 async def _hello(requests: AsyncIterator[wire.RouterMessage]) -> wire.Hello | None:

@@ -36,12 +36,12 @@ _log = logs.get(__name__)
 class RouterSession:
     """The worker's side. ``tell`` may be called at any time: after the end nothing of it is sent."""
 
-    def __init__(self, router: wire.Peer, beat: Callable[[RouterSession], wire.Heartbeat]) -> None:
+    def __init__(self, router: wire.Peer, make_heartbeat: Callable[[RouterSession], wire.Heartbeat]) -> None:
         self.router = router
         self.unknown = UnknownMessages(router.id)
         self.routers_sent: frozenset[tuple[str, int]] = frozenset()
         """Routers with a live session here, as this one was notified of last."""
-        self._beat = beat
+        self._make_heartbeat = make_heartbeat
         self._outgoing: asyncio.Queue[tuple[int, wire.WorkerMessage] | None] = (
             asyncio.Queue()
         )  # with the tick it came in
@@ -56,7 +56,7 @@ class RouterSession:
 
     # -- speaking -----------------------------------------------------------------------------------------------
 
-    def tell(self, message: wire.WorkerMessage) -> None:
+    def send(self, message: wire.WorkerMessage) -> None:
         """Send a message after all that were told before."""
         if self._over.is_set():
             return
@@ -88,11 +88,11 @@ class RouterSession:
         self,
         requests: AsyncIterator[wire.RouterMessage],
         write: Write,
-        hear: Callable[[RouterSession, wire.RouterMessage], None],
+        handle: Callable[[RouterSession, wire.RouterMessage], None],
     ) -> None:
         """Until either side is through, or raises what ``end`` or ``hear`` brought."""
         writing = asyncio.create_task(self._write(write))
-        parts = (self._over.wait(), self._read(requests, hear), self._beats())
+        parts = (self._over.wait(), self._read(requests, handle), self._send_heartbeats())
         jobs: list[asyncio.Task[object]] = [writing, *[asyncio.create_task(part) for part in parts]]
         try:
             await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
@@ -111,12 +111,12 @@ class RouterSession:
                 raise error
 
     async def _read(
-        self, requests: AsyncIterator[wire.RouterMessage], hear: Callable[[RouterSession, wire.RouterMessage], None]
+        self, requests: AsyncIterator[wire.RouterMessage], handle: Callable[[RouterSession, wire.RouterMessage], None]
     ) -> None:
         async for message in requests:
             self._silence.reset()
             if not message.HasField("heartbeat") or message.heartbeat.renew:
-                hear(self, message)
+                handle(self, message)
 
     async def _write(self, write: Write) -> None:
         try:
@@ -127,11 +127,11 @@ class RouterSession:
         except (grpc.aio.InternalError, grpc.aio.UsageError):
             return  # the router has gone
 
-    async def _beats(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """A beat says that this process lives; the step that runs is not asked."""
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            self.tell(wire.WorkerMessage(heartbeat=self._beat(self)))
+            self.send(wire.WorkerMessage(heartbeat=self._make_heartbeat(self)))
             self._silence.tick()
             self._watch()
             self._ticks += 1

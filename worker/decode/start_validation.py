@@ -9,57 +9,57 @@ from decant.engine.errors import EngineStopped
 from decant.protos import worker_pb2 as wire
 from decant.worker.decode.runs import DecodeRun, RunTable, key_of
 from decant.worker.engine_host import EngineHost
-from decant.worker.wire_codec import RequestRejected, to_request, urgency
+from decant.worker.wire_codec import RequestRejected, queue_key, to_request
 
 
 class StartValidator:
     """Who may come in. ``stopped`` is set once the engine has crashed."""
 
-    def __init__(self, hub: EngineHost, runs: RunTable) -> None:
+    def __init__(self, host: EngineHost, runs: RunTable) -> None:
         self.stopped: EngineStopped | None = None
-        self._hub = hub
+        self._host = host
         self._runs = runs
         self._numbers = count(1)
 
-    def take(self, start: wire.Start) -> DecodeRun:
+    def validate(self, start: wire.Start) -> DecodeRun:
         """The run, not yet among the others. Raises WorkRefused."""
         self._check_now(start)
         if start.HasField("ticket"):
             self._check_ticket(start)
         number, now = next(self._numbers), asyncio.get_running_loop().time()
-        run, work = start.run, start.engine_request
-        name = f"decode/{run.request}/{run.attempt}/{number}"  # never used twice: a late word is nobody else's
-        request = to_request(name, work, model=self._hub.model)
+        ref, work = start.run, start.engine_request
+        name = f"decode/{ref.request}/{ref.attempt}/{number}"  # never used twice: a late word is nobody else's
+        request = to_request(name, work, model=self._host.model)
         tokens = max(len(request.token_ids), request.prompt_len + (request.stop.max_tokens or 0))
-        if tokens > self._hub.window:
-            detail = f"{tokens} tokens in all; {self._hub.window} are served here"
+        if tokens > self._host.window:
+            detail = f"{tokens} tokens in all; {self._host.window} are served here"
             raise _refused(wire.CAUSE_NEVER_FITS, detail)
         # Copies: a part of a message keeps all of it alive, the prompt too.
-        held = DecodeRun(wire.Run(), request, wire.Stopping(), (urgency(work, now), number), now)
-        held.run.CopyFrom(run)
-        held.stopping.CopyFrom(work.stopping)
+        run = DecodeRun(wire.Run(), request, wire.Stopping(), (queue_key(work, now), number), now)
+        run.ref.CopyFrom(ref)
+        run.stopping.CopyFrom(work.stopping)
         if start.HasField("ticket"):
-            held.ticket = wire.Ticket()
-            held.ticket.CopyFrom(start.ticket)
-        return held
+            run.ticket = wire.Ticket()
+            run.ticket.CopyFrom(start.ticket)
+        return run
 
     def _check_now(self, start: wire.Start) -> None:
         """Whether this run, or any run, can be taken up now."""
-        most, work = self._hub.max_waiting, start.engine_request
-        if self._runs.is_marked(start.run):
+        most, work = self._host.max_waiting, start.engine_request
+        if self._runs.has_tombstone(start.run):
             raise _refused(wire.CAUSE_CANCELLED, "cancelled before it came")
         if self.stopped is not None:
             raise _refused(wire.CAUSE_ENGINE, str(self.stopped))
-        if self._hub.draining:
+        if self._host.draining:
             raise _refused(wire.CAUSE_DRAINING, "this worker is draining")
-        if sum(held.phase == wire.RunStatus.PHASE_WAITING for held in self._runs) >= most:
+        if sum(run.phase == wire.RunStatus.PHASE_WAITING for run in self._runs) >= most:
             raise _refused(wire.CAUSE_BUSY, f"at most {most} runs wait here")
         if work.HasField("remaining_ms") and not work.remaining_ms:
             raise _refused(wire.CAUSE_DEADLINE, "nothing is left of its time")
 
     def _check_ticket(self, start: wire.Start) -> None:
         """Whether the ticket is this run's, and its cache of use here."""
-        ticket, layout = start.ticket, self._hub.layout
+        ticket, layout = start.ticket, self._host.layout
         if key_of(ticket.run) != key_of(start.run):
             raise RequestRejected.because("ticket.run", "that of the start", key_of(ticket.run))
         if ticket.layout != layout:

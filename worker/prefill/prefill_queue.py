@@ -25,17 +25,17 @@ from decant.worker.epochs import Epochs
 class PrefillRun:
     """One prompt on its way through the engine. ``events`` are what its caller is still to be told; None: no more."""
 
-    run: wire.Run
+    ref: wire.Run
     request: Request  # for the engine, whose name of the sequence is ``request.id``
     stopping: wire.Stopping
     handoff: bool
     received: float  # time.monotonic
-    order: float  # the smallest goes first
-    entered: bool = False
+    queue_key: float  # the smallest goes first
+    is_admitted: bool = False
     begun: SequenceStarted | None = None
     ticket: wire.Ticket | None = None
     first: Token | None = None
-    told: bool = False  # the first token
+    sent_first_token: bool = False  # the first token
     deadline: asyncio.TimerHandle | None = None
     events: asyncio.Queue[wire.PrefillEvent | None] = field(default_factory=asyncio.Queue)
 
@@ -52,7 +52,7 @@ class PrefillRun:
     def phase(self) -> wire.RunStatus.Phase:
         return wire.RunStatus.PHASE_RUNNING if self.begun else wire.RunStatus.PHASE_WAITING
 
-    def tell(self, **event: object) -> None:
+    def send(self, **event: object) -> None:
         self.events.put_nowait(wire.PrefillEvent(**event))  # type: ignore[arg-type]
 
 
@@ -85,52 +85,52 @@ class PrefillQueue:
     @property
     def not_begun(self) -> int:
         """Those that wait, here or in the engine."""
-        return sum(prompt.begun is None for prompt in self._alive.values())
+        return sum(run.begun is None for run in self._alive.values())
 
     @property
     def full(self) -> bool:
         """Whether those that have entered hold, or will hold, more than half of the pool."""
-        held = sum(self._blocks(prompt) for prompt in self._alive.values() if prompt.entered)
+        held = sum(self._blocks(run) for run in self._alive.values() if run.is_admitted)
         return 2 * held > self._total_blocks
 
-    def add(self, prompt: PrefillRun) -> None:
+    def add(self, run: PrefillRun) -> None:
         """One more that waits."""
-        self._alive[prompt.id] = prompt
-        self._epochs.hold(prompt.run)
+        self._alive[run.id] = run
+        self._epochs.hold(run.ref)
         self._empty.clear()
-        insort(self.waiting, prompt, key=_order)
-        self.waiting_tokens += len(prompt.request.token_ids)
+        insort(self.waiting, run, key=_order)
+        self.waiting_tokens += len(run.request.token_ids)
 
     def admit(self) -> Iterator[PrefillRun]:
         """Those whose turn it is, most urgent first; they have entered when they are given."""
         while self.waiting and not self.full:
-            prompt = self.waiting[0]
-            self._leave_queue(prompt)
-            prompt.entered = True
-            yield prompt
+            run = self.waiting[0]
+            self._leave_queue(run)
+            run.is_admitted = True
+            yield run
 
-    def remove(self, prompt: PrefillRun) -> bool:
+    def remove(self, run: PrefillRun) -> bool:
         """Forget one that is over, whatever it was doing; False when that was said before."""
-        if self._alive.pop(prompt.id, None) is None:
+        if self._alive.pop(run.id, None) is None:
             return False
-        self._epochs.release(prompt.run)
-        if not prompt.entered:
-            self._leave_queue(prompt)
-        if prompt.deadline is not None:
-            prompt.deadline.cancel()
+        self._epochs.release(run.ref)
+        if not run.is_admitted:
+            self._leave_queue(run)
+        if run.deadline is not None:
+            run.deadline.cancel()
         if not self._alive:
             self._empty.set()
         return True
 
-    def _leave_queue(self, prompt: PrefillRun) -> None:
-        self.waiting.remove(prompt)
-        self.waiting_tokens -= len(prompt.request.token_ids)
+    def _leave_queue(self, run: PrefillRun) -> None:
+        self.waiting.remove(run)
+        self.waiting_tokens -= len(run.request.token_ids)
 
-    def _blocks(self, prompt: PrefillRun) -> int:
+    def _blocks(self, run: PrefillRun) -> int:
         """What it takes of the pool, without what it found there."""
-        blocks = -(-(len(prompt.request.token_ids) + 1) // self._block_size)
-        return blocks if prompt.begun is None else blocks - prompt.begun.cached // self._block_size
+        blocks = -(-(len(run.request.token_ids) + 1) // self._block_size)
+        return blocks if run.begun is None else blocks - run.begun.cached // self._block_size
 
 
-def _order(prompt: PrefillRun) -> float:
-    return prompt.order
+def _order(run: PrefillRun) -> float:
+    return run.queue_key

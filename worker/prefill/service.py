@@ -30,7 +30,7 @@ from decant.runtime import logs
 from decant.runtime.peer import is_compatible, same_incarnation
 from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.prefill_queue import PrefillQueue, PrefillRun
-from decant.worker.wire_codec import RequestRejected, end_reason, other_request, to_request, token_logprobs, urgency
+from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_to_wire, other_request, queue_key, to_request
 
 _log = logs.get(__name__)
 
@@ -40,19 +40,19 @@ _Told = TypeVar("_Told", SequenceStarted, PromptLogprobs, Token, SequenceFinishe
 class PrefillService(services.PrefillServicer):
     """Serves prompts over one hub. ``async with`` is not needed: what it holds goes with its calls and leases."""
 
-    def __init__(self, hub: EngineHost) -> None:
-        self._hub = hub
-        self._prompts = PrefillQueue(hub.block_size, hub.total_blocks, hub.epochs)
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+        self._prompts = PrefillQueue(host.block_size, host.total_blocks, host.epochs)
         self._numbers = itertools.count()
-        hub.step_listeners.append(self._on_step)
-        hub.crash_listeners.append(self._on_crash)
-        hub.epochs.listeners.append(self._on_new_owner)
-        hub.sender.office.listeners.append(self._on_lease_end)
+        host.step_listeners.append(self._on_step)
+        host.crash_listeners.append(self._on_crash)
+        host.epochs.listeners.append(self._on_new_owner)
+        host.sender.leases.listeners.append(self._on_lease_end)
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
         """Run, output, phase and the engine's name of all that is at work."""
-        for prompt in self._prompts:
-            yield prompt.run, prompt.output, prompt.phase, prompt.id
+        for run in self._prompts:
+            yield run.ref, run.output, run.phase, run.id
 
     async def drain(self) -> None:
         """Wait until nothing is at work."""
@@ -61,208 +61,208 @@ class PrefillService(services.PrefillServicer):
     async def Prefill(  # noqa: N802 - the name on the wire
         self, request: wire.PrefillRequest, _: grpc.aio.ServicerContext[wire.PrefillRequest, wire.PrefillEvent]
     ) -> AsyncIterator[wire.PrefillEvent]:
-        work, run = request.engine_request, request.run
-        with logs.bound(request_id=run.request, attempt=run.attempt, traceparent=work.traceparent):
+        work, ref = request.engine_request, request.run
+        with logs.bound(request_id=ref.request, attempt=ref.attempt, traceparent=work.traceparent):
             try:
-                prompt = self._accept(request)
+                run = self._accept(request)
             except RequestRejected as refused:
-                yield wire.PrefillEvent(refused=wire.Refused(run=run, failure=refused.failure))
+                yield wire.PrefillEvent(refused=wire.Refused(run=ref, failure=refused.failure))
                 return
             except _StaleOwner as error:
                 yield wire.PrefillEvent(superseded=error.superseded)
                 return
             try:
-                while (event := await prompt.events.get()) is not None:
+                while (event := await run.events.get()) is not None:
                     yield event
             finally:
-                self._part(prompt)
+                self._on_call_closed(run)
 
     # -- taking up -----------------------------------------------------------------------------------------------
 
     def _accept(self, request: wire.PrefillRequest) -> PrefillRun:
         """The call's place in the queue. Raises WorkRefused, _NotTheOwner."""
-        hub, work = self._hub, request.engine_request
+        host, work = self._host, request.engine_request
         self._check_addressed(request)
         name = f"prefill-{next(self._numbers)}:{request.run.request}"
-        asked = to_request(name, work, model=hub.model, park_after=request.handoff or _goes_on(work))
-        if len(asked.token_ids) > hub.window:
-            detail = f"{len(asked.token_ids)} tokens, and the window here is {hub.window}"
-            raise _cannot(wire.CAUSE_NEVER_FITS, detail)
-        if self._prompts.not_begun + hub.waiting_arrivals >= hub.max_waiting:
-            raise _cannot(wire.CAUSE_BUSY, f"{hub.max_waiting} runs wait already")
+        asked = to_request(name, work, model=host.model, park_after=request.handoff or _needs_park(work))
+        if len(asked.token_ids) > host.window:
+            detail = f"{len(asked.token_ids)} tokens, and the window here is {host.window}"
+            raise _rejected(wire.CAUSE_NEVER_FITS, detail)
+        if self._prompts.not_begun + host.waiting_arrivals >= host.max_waiting:
+            raise _rejected(wire.CAUSE_BUSY, f"{host.max_waiting} runs wait already")
         if work.HasField("remaining_ms") and not work.remaining_ms:
-            raise _cannot(wire.CAUSE_DEADLINE, "nothing is left of its time")
+            raise _rejected(wire.CAUSE_DEADLINE, "nothing is left of its time")
         now = time.monotonic()
-        prompt = PrefillRun(
-            run=request.run,
+        run = PrefillRun(
+            ref=request.run,
             request=asked,
             stopping=work.stopping,
             handoff=request.handoff,
             received=now,
-            order=urgency(work, now),
+            queue_key=queue_key(work, now),
         )
         if work.HasField("remaining_ms"):
             loop = asyncio.get_running_loop()
-            prompt.deadline = loop.call_later(work.remaining_ms / 1000, self._time_over, prompt)
-        self._prompts.add(prompt)
+            run.deadline = loop.call_later(work.remaining_ms / 1000, self._on_deadline, run)
+        self._prompts.add(run)
         self._admit()
-        return prompt
+        return run
 
     def _check_addressed(self, request: wire.PrefillRequest) -> None:
         """Raises WorkRefused where it can't be for this worker or not now, _NotTheOwner."""
         if not is_compatible(request.router.protocol):
-            raise _cannot(wire.CAUSE_WRONG_PROTOCOL, f"protocol {request.router.protocol} is not spoken here")
-        if not same_incarnation(request.worker, self._hub.peer):
-            raise _cannot(wire.CAUSE_WRONG_PEER, "another life of this worker is meant")
-        if self._hub.epochs.is_other_request(request.run):
+            raise _rejected(wire.CAUSE_WRONG_PROTOCOL, f"protocol {request.router.protocol} is not spoken here")
+        if not same_incarnation(request.worker, self._host.peer):
+            raise _rejected(wire.CAUSE_WRONG_PEER, "another life of this worker is meant")
+        if self._host.epochs.is_other_request(request.run):
             raise RequestRejected(other_request())
-        if (superseded := self._hub.epochs.check(request.run)) is not None:
+        if (superseded := self._host.epochs.check(request.run)) is not None:
             raise _StaleOwner(superseded)
-        if self._hub.draining:
-            raise _cannot(wire.CAUSE_DRAINING, "this worker is draining")
-        if not self._hub.loop.healthy:
-            raise _cannot(wire.CAUSE_ENGINE, "this worker's engine has ended")
+        if self._host.draining:
+            raise _rejected(wire.CAUSE_DRAINING, "this worker is draining")
+        if not self._host.loop.healthy:
+            raise _rejected(wire.CAUSE_ENGINE, "this worker's engine has ended")
 
     def _admit(self) -> None:
         """Give those to the engine whose turn it is."""
-        for prompt in self._prompts.admit():
-            self._enter(prompt)
-        self._hub.waiting_prompts = len(self._prompts.waiting)
-        self._hub.waiting_tokens = self._prompts.waiting_tokens
+        for run in self._prompts.admit():
+            self._add_to_engine(run)
+        self._host.waiting_prompts = len(self._prompts.waiting)
+        self._host.waiting_tokens = self._prompts.waiting_tokens
 
-    def _enter(self, prompt: PrefillRun) -> None:
+    def _add_to_engine(self, run: PrefillRun) -> None:
         """Its caller doesn't wait for the answer, which comes with a step: he may have to be told something sooner."""
         refusals: list[InvalidRequest] = []
 
         def add(engine: Engine) -> None:
             try:
-                engine.add(prompt.request)
+                engine.add(run.request)
             except InvalidRequest as error:
                 refusals.append(error)
 
         def answered() -> None:
             for error in refusals:
-                self._end(prompt, refused=wire.Refused(run=prompt.run, failure=RequestRejected.of(error).failure))
+                self._end(run, refused=wire.Refused(run=run.ref, failure=RequestRejected.of(error).failure))
 
-        self._hub.loop.post(add, then=answered)
+        self._host.loop.post(add, then=answered)
 
     # -- what the engine tells -----------------------------------------------------------------------------------
 
     def _on_step(self, output: StepOutput) -> None:
         if not self._prompts:
             return
-        for prompt, begun in self._ours(output.begun):
-            prompt.begun = begun
-        for prompt, told in self._ours(output.prompt_logprobs):
-            entries = [token_logprobs(entry, logprobs) for entry, logprobs in enumerate(told.entries)]
-            part = wire.PromptLogprobs(run=prompt.run, first_position=told.position, logprobs=entries)
-            prompt.tell(prompt_logprobs=part)
-        for prompt, token in self._ours(output.tokens):
-            prompt.first = token
+        for run, begun in self._live(output.begun):
+            run.begun = begun
+        for run, told in self._live(output.prompt_logprobs):
+            entries = [logprobs_to_wire(entry, logprobs) for entry, logprobs in enumerate(told.entries)]
+            part = wire.PromptLogprobs(run=run.ref, first_position=told.position, logprobs=entries)
+            run.send(prompt_logprobs=part)
+        for run, token in self._live(output.tokens):
+            run.first = token
         for id in output.parked:
             if parked := self._prompts.get(id):
-                self._parked(parked)
-        for prompt, ended in self._ours(output.ended):
-            self._ended(prompt, ended)
-        for prompt, _ in self._ours(output.begun):  # last: a client waits for a first token that came with this step
-            if prompt.handoff:
-                self._issue(prompt)
+                self._on_parked(parked)
+        for run, ended in self._live(output.ended):
+            self._on_ended(run, ended)
+        for run, _ in self._live(output.begun):  # last: a client waits for a first token that came with this step
+            if run.handoff:
+                self._issue_ticket(run)
         if output.begun:
             self._admit()  # what they found in the cache makes room for others
 
-    def _ours(self, told: Iterable[_Told]) -> Iterator[tuple[PrefillRun, _Told]]:
+    def _live(self, told: Iterable[_Told]) -> Iterator[tuple[PrefillRun, _Told]]:
         """What is told of prompts that are still at work here, with the prompt."""
         for one in told:
-            if prompt := self._prompts.get(one.id):
-                yield prompt, one
+            if run := self._prompts.get(one.id):
+                yield run, one
 
-    def _issue(self, prompt: PrefillRun) -> None:
+    def _issue_ticket(self, run: PrefillRun) -> None:
         """Its first chunk is computed: the taker is chosen now."""
         ticket = wire.Ticket(
-            run=prompt.run,
-            sender=self._hub.peer,
-            address=self._hub.address,
-            layout=self._hub.layout,
-            salt=prompt.request.salt,
-            tokens=len(prompt.request.token_ids),
-            outputs=[prompt.output],
+            run=run.ref,
+            sender=self._host.peer,
+            address=self._host.address,
+            layout=self._host.layout,
+            salt=run.request.salt,
+            tokens=len(run.request.token_ids),
+            outputs=[run.output],
         )
-        logprobs = partial(_first_logprobs, prompt)
-        prompt.ticket = self._hub.sender.issue(ticket, prompt.id, prompt.request.prompt_len, logprobs)
-        prompt.tell(ticket=prompt.ticket)
+        logprobs = partial(_first_logprobs, run)
+        run.ticket = self._host.sender.issue(ticket, run.id, run.request.prompt_len, logprobs)
+        run.send(ticket=run.ticket)
 
-    def _parked(self, prompt: PrefillRun) -> None:
-        prompt.tell(first=_first_tokens(prompt))
-        prompt.told = True
-        if not prompt.handoff:
-            self._end(prompt)
+    def _on_parked(self, run: PrefillRun) -> None:
+        run.send(first=_first_tokens(run))
+        run.sent_first_token = True
+        if not run.handoff:
+            self._end(run)
 
-    def _ended(self, prompt: PrefillRun, ended: SequenceFinished) -> None:
+    def _on_ended(self, run: PrefillRun, ended: SequenceFinished) -> None:
         """It ended by itself. Its ticket stays, for who opens it late is to hear that nothing is left."""
         if ended.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
-            self._fail(prompt, wire.Failure(cause=wire.CAUSE_ENGINE, detail=ended.detail or "ended by the engine"))
+            self._fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=ended.detail or "ended by the engine"))
             return
-        prompt.ticket = None
-        self._end(prompt, first=_first_tokens(prompt, ended))
+        run.ticket = None
+        self._end(run, first=_first_tokens(run, ended))
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _end(self, prompt: PrefillRun, failure: wire.Failure | None = None, **event: object) -> None:
+    def _end(self, run: PrefillRun, failure: wire.Failure | None = None, **event: object) -> None:
         """The one way out: frees what it holds, tells its caller the last event, and lets others enter.
 
         ``failure`` is what an open fetch is told.
         """
-        if not self._prompts.remove(prompt):
+        if not self._prompts.remove(run):
             return
-        self._free(prompt, failure)
+        self._free(run, failure)
         if event:
-            prompt.tell(**event)
-        prompt.events.put_nowait(None)
+            run.send(**event)
+        run.events.put_nowait(None)
         self._admit()
 
-    def _fail(self, prompt: PrefillRun, failure: wire.Failure) -> None:
-        self._end(prompt, failure, failed=wire.Failed(run=prompt.run, failure=failure))
+    def _fail(self, run: PrefillRun, failure: wire.Failure) -> None:
+        self._end(run, failure, failed=wire.Failed(run=run.ref, failure=failure))
 
-    def _free(self, prompt: PrefillRun, failure: wire.Failure | None) -> None:
-        if prompt.ticket is not None:
-            self._hub.sender.reclaim(prompt.ticket.id, failure or wire.Failure(cause=wire.CAUSE_RECLAIMED))
-        if prompt.entered:
-            self._hub.loop.post(lambda engine: engine.cancel(prompt.id))
+    def _free(self, run: PrefillRun, failure: wire.Failure | None) -> None:
+        if run.ticket is not None:
+            self._host.sender.reclaim(run.ticket.id, failure or wire.Failure(cause=wire.CAUSE_RECLAIMED))
+        if run.is_admitted:
+            self._host.loop.post(lambda engine: engine.cancel(run.id))
 
-    def _part(self, prompt: PrefillRun, **event: object) -> None:
+    def _on_call_closed(self, run: PrefillRun, **event: object) -> None:
         """Its caller goes, or is sent away: the work ends too, unless somebody fetches it."""
-        lease = self._hub.sender.office.find(prompt.ticket.id) if prompt.ticket else None
+        lease = self._host.sender.leases.find(run.ticket.id) if run.ticket else None
         if lease is None or not lease.opened:
-            self._end(prompt, wire.Failure(cause=wire.CAUSE_OWNER_LOST, detail="the call broke"), **event)
+            self._end(run, wire.Failure(cause=wire.CAUSE_OWNER_LOST, detail="the call broke"), **event)
         elif event:
-            prompt.tell(**event)
-            prompt.events.put_nowait(None)
+            run.send(**event)
+            run.events.put_nowait(None)
 
-    def _time_over(self, prompt: PrefillRun) -> None:
-        self._fail(prompt, wire.Failure(cause=wire.CAUSE_DEADLINE, detail="its time was over"))
+    def _on_deadline(self, run: PrefillRun) -> None:
+        self._fail(run, wire.Failure(cause=wire.CAUSE_DEADLINE, detail="its time was over"))
 
     def _on_lease_end(self, lease: Lease) -> None:
         """Its taker is done with the cache, or nobody renewed the ticket."""
-        prompt = self._prompts.get(lease.sequence)
-        if prompt is None:
+        run = self._prompts.get(lease.sequence)
+        if run is None:
             return
         if lease.failure is not None:
             _log.warning("lease over", request_id=lease.ticket.run.request, opened=lease.opened)
-            self._fail(prompt, lease.failure)
-        elif prompt.told:
-            self._end(prompt)
+            self._fail(run, lease.failure)
+        elif run.sent_first_token:
+            self._end(run)
         else:
             detail = "the taker let go before the first token"
-            self._fail(prompt, wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver))
+            self._fail(run, wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver))
 
-    def _on_new_owner(self, run: wire.Run) -> None:
-        for prompt in self._prompts:
-            if prompt.run.request == run.request and prompt.run.epoch < run.epoch:
-                self._part(prompt, superseded=wire.Superseded(run=prompt.run, epoch=run.epoch))
+    def _on_new_owner(self, ref: wire.Run) -> None:
+        for run in self._prompts:
+            if run.ref.request == ref.request and run.ref.epoch < ref.epoch:
+                self._on_call_closed(run, superseded=wire.Superseded(run=run.ref, epoch=ref.epoch))
 
     def _on_crash(self, stopped: EngineStopped) -> None:
-        for prompt in self._prompts:
-            self._fail(prompt, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(stopped)))
+        for run in self._prompts:
+            self._fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(stopped)))
 
 
 class _StaleOwner(Exception):
@@ -272,47 +272,47 @@ class _StaleOwner(Exception):
         self.superseded = superseded
 
 
-def _goes_on(work: wire.EngineRequest) -> bool:
+def _needs_park(work: wire.EngineRequest) -> bool:
     """Whether the engine, left alone, would write more than the one token that is wanted."""
     written = len(work.outputs[0].tokens) // 4 if work.outputs else 0
     return work.stopping.max_tokens > written + 1
 
 
-def _first_tokens(prompt: PrefillRun, ended: SequenceFinished | None = None) -> wire.FirstTokens:
-    begun, token = prompt.begun, prompt.first
+def _first_tokens(run: PrefillRun, ended: SequenceFinished | None = None) -> wire.FirstTokens:
+    begun, token = run.begun, run.first
     assert begun is not None
     assert token is not None
     timeline = begun.timeline
     assert timeline.scheduled is not None
     assert timeline.first_token is not None
     return wire.FirstTokens(
-        tokens=[_first(prompt, token, ended)],
-        cached_tokens=min(begun.cached, prompt.request.prompt_len),
-        queued_us=_microseconds(timeline.scheduled - prompt.received),
+        tokens=[_first(run, token, ended)],
+        cached_tokens=min(begun.cached, run.request.prompt_len),
+        queued_us=_microseconds(timeline.scheduled - run.received),
         prefill_us=_microseconds(timeline.first_token - timeline.scheduled),
     )
 
 
-def _first(prompt: PrefillRun, token: Token, ended: SequenceFinished | None) -> wire.FirstTokens.First:
-    first = wire.FirstTokens.First(output=prompt.output, token=token.token)
+def _first(run: PrefillRun, token: Token, ended: SequenceFinished | None) -> wire.FirstTokens.First:
+    first = wire.FirstTokens.First(output=run.output, token=token.token)
     if token.logprobs is not None:
-        first.logprobs.CopyFrom(token_logprobs(0, token.logprobs))
+        first.logprobs.CopyFrom(logprobs_to_wire(0, token.logprobs))
     if ended is not None:
-        first.finished.output = prompt.output
-        first.finished.reason = end_reason(ended.reason, prompt.stopping)
-        first.finished.end_position = prompt.request.prompt_len + token.position + 1
+        first.finished.output = run.output
+        first.finished.reason = end_reason(ended.reason, run.stopping)
+        first.finished.end_position = run.request.prompt_len + token.position + 1
     return first
 
 
-def _first_logprobs(prompt: PrefillRun) -> list[wire.TokenLogprobs]:
+def _first_logprobs(run: PrefillRun) -> list[wire.TokenLogprobs]:
     """Of the token that the seal speaks of."""
-    token = prompt.first
-    return [] if token is None or token.logprobs is None else [token_logprobs(token.position, token.logprobs)]
+    token = run.first
+    return [] if token is None or token.logprobs is None else [logprobs_to_wire(token.position, token.logprobs)]
 
 
 def _microseconds(seconds: float) -> int:
     return max(0, round(seconds * 1_000_000))
 
 
-def _cannot(cause: wire.Cause, detail: str) -> RequestRejected:
+def _rejected(cause: wire.Cause, detail: str) -> RequestRejected:
     return RequestRejected(wire.Failure(cause=cause, detail=detail))

@@ -68,8 +68,8 @@ class _Tables(NamedTuple):
 class AuditService(services.AuditServicer):
     """Answers for one hub and the services over it."""
 
-    def __init__(self, hub: EngineHost, prefill: HasRuns, decode: Decodes) -> None:
-        self._hub = hub
+    def __init__(self, host: EngineHost, prefill: HasRuns, decode: Decodes) -> None:
+        self._host = host
         self._prefill = prefill
         self._decode = decode
 
@@ -81,7 +81,7 @@ class AuditService(services.AuditServicer):
     async def audit(self) -> wire.AuditResponse:
         """The account now. Raises EngineStopped."""
         before = self._tables()
-        found = await self._hub.loop.call(_look)
+        found = await self._host.loop.call(_sample)
         after = self._tables()
         answer = self._account(before, after, found)
         answer.violations.extend([*found.violations, *_unaccounted(answer, found, {**before.runs, **after.runs})])
@@ -89,18 +89,18 @@ class AuditService(services.AuditServicer):
 
     def _tables(self) -> _Tables:
         rows = (*self._prefill.runs(), *self._decode.runs())
-        return _Tables({row[3]: row for row in rows}, self._hub.sender.office.leases())
+        return _Tables({row[3]: row for row in rows}, self._host.sender.leases.all())
 
     def _account(self, before: _Tables, after: _Tables, found: _Map) -> wire.AuditResponse:
-        hub, now = self._hub, asyncio.get_running_loop().time()
+        host, now = self._host, asyncio.get_running_loop().time()
         ticketed = {lease.sequence for lease in (*before.leases, *after.leases)}
         exported = {owner for owner in found.held if owner.startswith(lease_owner(""))}
         leased = found.blocks(*ticketed, *exported)
         answer = wire.AuditResponse(
-            worker=hub.peer,
-            role=hub.role,
-            block_bytes=hub.shape.block_bytes,
-            total_blocks=hub.total_blocks,
+            worker=host.peer,
+            role=host.role,
+            block_bytes=host.shape.block_bytes,
+            total_blocks=host.total_blocks,
             free_blocks=found.free,
             cached_blocks=found.cached,
             leased_blocks=len(leased),
@@ -127,7 +127,7 @@ class AuditService(services.AuditServicer):
         return answer
 
 
-def _look(engine: Engine) -> _Map:
+def _sample(engine: Engine) -> _Map:
     violations = []
     try:
         engine.check_integrity()

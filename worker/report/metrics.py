@@ -14,19 +14,19 @@ from decant.worker.engine_host import EngineHost
 class WorkerMetrics:
     """Hears one hub, from when it is made."""
 
-    def __init__(self, registry: Registry, hub: EngineHost) -> None:
+    def __init__(self, registry: Registry, host: EngineHost) -> None:
         self._metrics = metrics = EngineMetrics(
             registry, [_label(wire.Cause.Name(cause)) for cause in wire.Cause.values()]
         )
-        self._hub = hub
+        self._host = host
         self._preemptions = 0
         self._arriving: set[str] = set()  # sequences whose cache comes from elsewhere
-        metrics.running.set_function(lambda: hub.load().running)
-        metrics.waiting.set_function(lambda: hub.load().waiting)
-        metrics.cache_usage.set_function(lambda: hub.seen.held_blocks / hub.total_blocks)
-        hub.step_listeners.append(self._on_step)
-        hub.receiver.began.append(self._on_fetch)
-        hub.receiver.ended.append(self._on_fetched)
+        metrics.running.set_function(lambda: host.load().running)
+        metrics.waiting.set_function(lambda: host.load().waiting)
+        metrics.cache_usage.set_function(lambda: host.last_load.held_blocks / host.total_blocks)
+        host.step_listeners.append(self._on_step)
+        host.receiver.began.append(self._on_fetch)
+        host.receiver.ended.append(self._on_fetched)
 
     def _on_step(self, output: StepOutput) -> None:
         if output.tokens:
@@ -37,16 +37,16 @@ class WorkerMetrics:
             else:
                 self._metrics.prompt[PromptSource.CACHED].inc(begun.cached)
                 self._metrics.prompt[PromptSource.COMPUTED].inc(begun.tokens - begun.cached)
-        if self._hub.seen.preemptions > self._preemptions:
-            self._metrics.preemptions.inc(self._hub.seen.preemptions - self._preemptions)
-            self._preemptions = self._hub.seen.preemptions
+        if self._host.last_load.preemptions > self._preemptions:
+            self._metrics.preemptions.inc(self._host.last_load.preemptions - self._preemptions)
+            self._preemptions = self._host.last_load.preemptions
 
     def _on_fetch(self, arrival: IncomingSequence) -> None:
         self._arriving.add(arrival.id)
 
     def _on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
         if isinstance(outcome, TransferResult):
-            cached = arrival.cached_blocks * self._hub.block_size
+            cached = arrival.cached_blocks * self._host.block_size
             self._metrics.prompt[PromptSource.CACHED].inc(cached)
             self._metrics.prompt[PromptSource.HANDED_OVER].inc(len(arrival.sequence.request.token_ids) - cached)
             self._metrics.handoff_seconds.observe(outcome.owned - outcome.opened)

@@ -27,36 +27,36 @@ class PrefixCacheFeed:
 
     def __init__(self) -> None:
         self._cached: dict[BlockHash, None] = {}  # in the order in which they came: a prefix before what follows it
-        self._untold: dict[Hashable, dict[BlockHash, None]] = {}
+        self._unsent: dict[Hashable, dict[BlockHash, None]] = {}
         self._noted = deque[list[BlockHash]]()
 
     def note(self, changed: list[BlockHash]) -> None:
         """Keep what the pool tells until ``hear``. From any thread."""
         self._noted.append(changed)
 
-    def hear(self) -> None:
+    def collect(self) -> None:
         """What was noted is news from now on."""
         while self._noted:
             changed = self._noted.popleft()
             apply_changes(self._cached, changed)
-            for untold in self._untold.values():
-                apply_changes(untold, changed)
+            for unsent in self._unsent.values():
+                apply_changes(unsent, changed)
 
     def begin(self, session: Hashable) -> None:
         """A session is to be told everything, until ``end``."""
-        self._untold[session] = dict(self._cached)
+        self._unsent[session] = dict(self._cached)
 
     def end(self, session: Hashable) -> None:
         """It is told no more. May be said twice."""
-        self._untold.pop(session, None)
+        self._unsent.pop(session, None)
 
     def take(self, session: Hashable) -> wire.PrefixCacheUpdate | None:
         """What is told to it now, as much as fits a beat; None: nothing is new."""
-        untold = self._untold.get(session)
-        if not untold:
+        unsent = self._unsent.get(session)
+        if not unsent:
             return None
-        told = list(islice(untold, AT_ONCE))
-        apply_changes(untold, told)
+        told = list(islice(unsent, AT_ONCE))
+        apply_changes(unsent, told)
         published = b"".join(digest[:NAME_BYTES] for digest in told if digest in self._cached)
         dropped = b"".join(digest[:NAME_BYTES] for digest in told if digest not in self._cached)
         return wire.PrefixCacheUpdate(published=published, dropped=dropped)

@@ -33,7 +33,7 @@ class DeferredService(grpc.GenericRpcHandler):
     def add_to(self, server: grpc.aio.Server) -> None:
         server.add_generic_rpc_handlers((self,))
 
-    def arrive(self, add: Add) -> None:
+    def attach(self, add: Add) -> None:
         """From now on calls are answered by what ``add`` adds."""
         add(self)
 

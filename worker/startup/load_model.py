@@ -58,7 +58,7 @@ def load_model(settings: WorkerSettings) -> Device:
     if settings.threads is None and device.store.blocks.device.type == "cpu":
         threads = calibration.choose_threads(device, threads, torch.set_num_threads)
     device.costs = calibration.measure(device)
-    _tell(device.costs, threads=threads, token_budget=limits_of(settings, device).token_budget)
+    _log_measured(device.costs, threads=threads, token_budget=limits_of(settings, device).token_budget)
     return device
 
 
@@ -73,7 +73,7 @@ def _reporting(set_hook: Callable[[Any], Any], first: int, last: int) -> Iterato
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
-            return _reported(args[0], first, last)
+            return _with_progress(args[0], first, last)
         return factory(*args, **kwargs)
 
     before = set_hook(hook)
@@ -83,7 +83,7 @@ def _reporting(set_hook: Callable[[Any], Any], first: int, last: int) -> Iterato
         set_hook(before)
 
 
-def _reported(tensors: Collection[_T], first: int, last: int) -> Iterator[_T]:
+def _with_progress(tensors: Collection[_T], first: int, last: int) -> Iterator[_T]:
     next_at = time.monotonic() + _REPORT_S
     for index, tensor in enumerate(tensors):
         if time.monotonic() >= next_at:
@@ -111,7 +111,7 @@ def own_cores(quota: Path = _CPU_QUOTA) -> int:
     return max(1, min(cores, share // period))
 
 
-def _tell(costs: StepCostModel, **chosen: int) -> None:
+def _log_measured(costs: StepCostModel, **chosen: int) -> None:
     _log.info(
         "measured",
         **chosen,

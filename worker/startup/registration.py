@@ -43,7 +43,7 @@ class Registrar:
         self._every_s = every_s
         self._on_replaced = on_replaced
         self._registration: Registration[WorkerRegistration] | None = None
-        self._away = False
+        self._is_unavailable = False
         self._now = asyncio.Event()
         self._renewing = BackgroundTask("registration", self._renew_always)
 
@@ -52,7 +52,7 @@ class Registrar:
         try:
             await self._renew()
         except StoreUnavailable as error:
-            self._said(error)
+            self._log_availability(error)
         self._renewing.start()
         return self
 
@@ -83,14 +83,14 @@ class Registrar:
             try:
                 await self._renew()
             except (StoreUnavailable, StoreFault) as error:
-                self._said(error)
+                self._log_availability(error)
             except IncarnationReplaced as replaced:
                 _log.error("replaced", reason=str(replaced))
                 self._registration = None
                 self._on_replaced(replaced)
                 return
             else:
-                self._said(None)
+                self._log_availability(None)
 
     async def _renew(self) -> None:
         """Raises Replaced, StoreUnavailable, StoreFault."""
@@ -100,10 +100,10 @@ class Registrar:
         else:
             await self._registration.renew(self._load())
 
-    def _said(self, error: Exception | None) -> None:
+    def _log_availability(self, error: Exception | None) -> None:
         """That Redis went away, and that it came back, is logged once each."""
-        if error is not None and not self._away:
+        if error is not None and not self._is_unavailable:
             _log.warning("the directory is away; this worker serves on", reason=str(error))
-        elif error is None and self._away:
+        elif error is None and self._is_unavailable:
             _log.info("the directory is back")
-        self._away = error is not None
+        self._is_unavailable = error is not None
