@@ -2,7 +2,7 @@
 
     settings, logs -> models -> listening -> Redis, registered -> workers found -> ready -> SIGTERM -> drained -> ended
 
-`Process` makes the parts; what `start` begins, `close` ends in reverse: requests, their last write, the registration,
+`RouterProcess` makes the parts; what `start` begins, `close` ends in reverse: requests, their last write, the registration,
 the workers' sessions.
 """
 
@@ -85,7 +85,7 @@ def _refuse(error: object) -> int:
 
 
 async def _serve(settings: RouterSettings, models: Models, callers: Authenticator) -> bool:
-    """Whether every call ended by itself. Raises Refused, StoreFault."""
+    """Whether every call ended by itself. Raises SettingError, StoreFault."""
     async with Store(StoreSettings(settings.redis_url)) as store, AsyncExitStack() as stack:
         process = RouterProcess(settings, models, callers, store)
         stack.push_async_callback(process.close)
@@ -101,7 +101,7 @@ async def _serve(settings: RouterSettings, models: Models, callers: Authenticato
 
 
 def _check_advertised(settings: RouterSettings) -> None:
-    """Raises Refused for what is no address."""
+    """Raises SettingError for an invalid address."""
     if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():
         raise SettingError("advertise", "host:port", settings.advertise)
 

@@ -1,19 +1,20 @@
-"""What outlives a process: requests, journals, who is there. The only code that talks to Redis.
+"""The only code that talks to Redis: requests, journals, registrations, quotas.
 
-keys.py          every key, its type and its lifetime
-store.py         `Store`, the way in: connects and holds the parts below
-client.py        deadlines, reconnecting, scripts; one error for a Redis that is away
-scripts.py       the Lua in lua/: what must happen as one
-names.py         requests, lives of processes, states
-requests.py      accept, write, read, adopt a request; `owned.py` is what its owner holds of it
-stored.py        a request as Redis has it, checked
-journal.py       output tokens as bytes
-logprobs.py      logprobs as bytes
-directory.py     which workers and routers are there
-open.py          unfinished requests per router, and taking over those of a dead one
-era.py           tells an emptied Redis from an unknown id
-quota.py         per tenant: requests in flight, tokens a minute
-private_redis.py a Redis of one's own on one machine
+keys.py            every key, its type and its time to live
+store.py           `Store`: connects, and holds the parts below
+client.py          deadlines, reconnects, scripts; one error for an unavailable Redis
+scripts.py         the scripts in lua/, each one atomic step
+ids.py             ids of requests, incarnations of processes, request states
+requests.py        accept, write, read and adopt a request
+owned.py           a request as its owner holds it
+stored.py          a request as Redis has it, validated
+journal.py         output tokens as bytes
+logprobs.py        logprobs as bytes
+directory.py       registered workers and routers
+open_requests.py   each router's unfinished requests, and their takeover
+store_instance.py  tells an emptied Redis from an unknown id
+quota.py           requests in flight and tokens a minute, per tenant
+private_redis.py   a Redis for one machine
 
-Nothing here decides anything by this process's clock, and Redis is never on the path of a token.
+No decision depends on this process's clock, and no token waits for Redis.
 """

@@ -2,7 +2,7 @@
 
 Of the lives that come up under one id, the one that registered last is the present one, whoever renews later:
 
-    incarnation A   register ---- renew ---------------------- renew: Replaced     remove: nothing happens
+    incarnation A   register ---- renew ---------------------- renew: replaced     remove: nothing happens
     incarnation B                           register ---- renew ---------- renew ----------
 
 What is there is a list; that it changed is an entry in a stream on which readers wait.
@@ -116,7 +116,7 @@ class Directory(Generic[Facts]):
 
 
 class Registration(Generic[Facts]):
-    """One incarnation's place in the directory. Its process renews it every `Lifetimes.renew_every_s`."""
+    """One incarnation's place in the directory. Its process renews it every `Ttls.renew_every_s`."""
 
     def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
         self.facts = facts  # may be replaced before a renewal; the peer stays
@@ -126,7 +126,7 @@ class Registration(Generic[Facts]):
     async def renew(self, load: Load | None = None) -> None:
         """Also writes it again where Redis was emptied, or where it ran out.
 
-        Raises Replaced when a later incarnation is registered, StoreUnavailable.
+        Raises IncarnationReplaced when a later incarnation is registered, StoreUnavailable.
         """
         if not await self._directory.renew(self.facts, load, self._since):
             raise IncarnationReplaced(Incarnation.of(self.facts.peer))

@@ -1,14 +1,14 @@
 """Everything that the state store raises on purpose.
 
 StateError
-├── StoreUnavailable    Redis is away, or silent for longer than the deadline; ask again later
+├── StoreUnavailable    Redis is unavailable, or silent for longer than the deadline; ask again later
 ├── StoreFault          Redis answered with an error that waiting does not cure
 │   └── UnreadableRequest   what it holds of one request can't be read
 ├── Superseded          another router owns the request; the caller forgets it
-├── Replaced            another incarnation is registered under the caller's id
+├── IncarnationReplaced another incarnation is registered under the caller's id
 ├── AlreadyExists       the request id is taken by another payload
 ├── UnknownRequest      unknown, expired, or another tenant's
-├── NotYetKnown         unknown in a Redis that was emptied a moment ago; ask again later
+├── StoreRefilling      unknown in a Redis that was emptied a moment ago; ask again later
 ├── OwnerAlive          the request's owner is registered; nothing was taken from it
 ├── QuotaExceeded       a tenant has as much as it may have: quota, limit, value
 └── PrivateRedisFailed  a Redis of one's own did not start

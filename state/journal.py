@@ -67,7 +67,7 @@ class Journal:
     async def read(self, key: RequestKey, first: int, most: int) -> Part:
         """Up to `most` entries from entry `first` on, counted from 0; none where the journal has no more.
 
-        Raises UnknownRequest, NotYetKnown, StoreUnavailable.
+        Raises UnknownRequest, StoreRefilling, StoreUnavailable.
         """
         if first < 0 or most < 1:
             raise ValueError(f"journal: first from 0, most from 1, got {first}, {most}")

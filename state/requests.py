@@ -116,7 +116,7 @@ class Requests:
         return lost
 
     async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
-        """The request, with its journal from entry `first` on. Raises UnknownRequest, NotYetKnown, StoreUnavailable."""
+        """The request, with its journal from entry `first` on. Raises UnknownRequest, StoreRefilling, StoreUnavailable."""
         reply = await self._reads.run(scripts.REQUEST_READ.call(_names(key), first))
         if reply[0] == b"unknown":
             raise await self._era.unknown(key)
@@ -132,7 +132,7 @@ class Requests:
         One round trip, and one more by which it leaves the open set of the owner before.
 
         With `epoch`: only while this is the request's epoch, so of several one wins. What has ended is returned as it
-        is, and what the router owns already. Raises Superseded, UnknownRequest, NotYetKnown, StoreUnavailable.
+        is, and what the router owns already. Raises Superseded, UnknownRequest, StoreRefilling, StoreUnavailable.
         """
         reply = await self._with_open_entry(
             key, router, self._adopting(key, router, "" if epoch is None else epoch, "")
@@ -150,7 +150,7 @@ class Requests:
         """Make `router` the owner of what is CANCELLED by this same step; how it ended is for the new owner to write.
 
         What is returned shows the request as it was before. It leaves the open set of the owner before.
-        Raises UnknownRequest, NotYetKnown, StoreUnavailable.
+        Raises UnknownRequest, StoreRefilling, StoreUnavailable.
         """
         reply = await self._client.run(self._adopting(key, router, "", self._ended_ms))
         if reply[0] == b"unknown":

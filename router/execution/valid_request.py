@@ -17,7 +17,7 @@ from decant.state.journal import TOKEN_LIMIT
 class ValidRequest:
     """A request that can be run as it stands.
 
-    ``work`` is complete but for age, what is left of the deadline, and what earlier attempts wrote: those are filled
+    ``engine_request`` is complete but for age, what is left of the deadline, and what earlier attempts wrote: those are filled
     in when an attempt starts. ``payload`` is what the client sent, with its id.
     """
 
