@@ -2,7 +2,7 @@
 
     settings, logs -> models -> listening -> Redis, registered -> workers found -> ready -> SIGTERM -> drained -> ended
 
-`RouterProcess` makes the parts; what `start` begins, `close` ends in reverse: requests, their last write, the registration,
+`RouterProcess` makes the parts; `close` ends in reverse what `start` begins: requests, their last write, registration,
 the workers' sessions.
 """
 

@@ -116,7 +116,10 @@ class Requests:
         return lost
 
     async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
-        """The request, with its journal from entry `first` on. Raises UnknownRequest, StoreRefilling, StoreUnavailable."""
+        """The request, with its journal from entry `first` on.
+
+        Raises UnknownRequest, StoreRefilling, StoreUnavailable.
+        """
         reply = await self._reads.run(scripts.REQUEST_READ.call(_names(key), first))
         if reply[0] == b"unknown":
             raise await self._era.unknown(key)

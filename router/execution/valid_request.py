@@ -17,8 +17,8 @@ from decant.state.journal import TOKEN_LIMIT
 class ValidRequest:
     """A request that can be run as it stands.
 
-    ``engine_request`` is complete but for age, what is left of the deadline, and what earlier attempts wrote: those are filled
-    in when an attempt starts. ``payload`` is what the client sent, with its id.
+    ``engine_request`` lacks its age, the rest of the deadline and the tokens of earlier attempts: an attempt adds them
+    when it starts. ``payload`` is what the client sent, with its id.
     """
 
     key: RequestKey
