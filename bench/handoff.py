@@ -345,8 +345,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
     console.print(
         f"as it is read: a prompt {prompt[0]:.2f} s not fetched, {prompt[1]:.2f} s fetched: "
-        f"{slower['as_it_is_read']['giver']:.2f} times (goal {STEP_GOAL}); a step of the taker beside it "
-        f"{step[0]:.1f} and {step[1]:.1f} ms: {slower['as_it_is_read']['taker']:.2f} times (goal {STEP_GOAL})"
+        f"{slower['as_it_is_read']['sender']:.2f} times (goal {STEP_GOAL}); a step of the receiver beside it "
+        f"{step[0]:.1f} and {step[1]:.1f} ms: {slower['as_it_is_read']['receiver']:.2f} times (goal {STEP_GOAL})"
     )
 
 
@@ -362,8 +362,8 @@ def main() -> int:
     args = parser.parse_args()
     try:
         model = checkpoint(args.model)
-        if args.migrate:
-            files = certificates.PeerFiles(*(args.migrate / name for name in ("ca.crt", "tls.crt", "tls.key")))
+        if args.give:
+            files = certificates.PeerFiles(*(args.give / name for name in ("ca.crt", "tls.crt", "tls.key")))
             tls = ServerTls(tls_certificate=files.certificate, tls_key=files.key, tls_client_ca=files.ca)
             asyncio.run(migrate(model, args.mib, tls))
             return 0

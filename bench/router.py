@@ -50,7 +50,7 @@ GROWTH = 1.1
 STREAMS = 32
 FRAMES = (64, 256)
 IDLE = ("router", "prefill", "decode", "redis")
-PERSIST_SECONDS = 2.0
+SETTLE_SECONDS = 2.0
 """From the last request to what is called idle."""
 FLUSH_SECONDS = RouterSettings.model_fields["flush_ms"].default / 1000
 
@@ -203,7 +203,7 @@ class Bench:
 
     async def idle(self) -> None:
         """CPU of each process without requests."""
-        await asyncio.sleep(PERSIST_SECONDS)
+        await asyncio.sleep(SETTLE_SECONDS)
         before, began = self._scene.cpu(), time.monotonic()
         await asyncio.sleep(self._seconds)
         spent, seconds = self._scene.cpu(), time.monotonic() - began

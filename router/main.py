@@ -52,7 +52,7 @@ from decant.state.store import Store, StoreSettings
 
 PROGRAM = "decant router"
 VERSION = version("decant-llm")
-PERSIST_SECONDS = 10.0
+SETTLE_SECONDS = 10.0
 """For the workers that are there to be opened. A router without any becomes ready too."""
 RETRY_SECONDS = 0.5
 DRAIN_SHARE = 0.8
@@ -169,10 +169,10 @@ class RouterProcess:
         await self._run("takeover", takeover.run)
         await self._run("open entries", entries.run)
         try:
-            async with asyncio.timeout(PERSIST_SECONDS):
+            async with asyncio.timeout(SETTLE_SECONDS):
                 await self.pool.membership.settled()
         except TimeoutError:
-            _log.warning("not all workers could be reached", limit_seconds=PERSIST_SECONDS)
+            _log.warning("not all workers could be reached", limit_seconds=SETTLE_SECONDS)
 
     async def close(self) -> None:
         await self._ends.aclose()

@@ -41,7 +41,7 @@ def test_steps_are_watched_alone_and_beside_each_move(model: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
     assert len(result["bare_s"]) == len(result["handoff_s"]) == len(result["tls_s"]) == 2
-    for end in ("giver", "taker"):
+    for end in ("sender", "receiver"):
         assert set(result["all_at_once"][end]["step_ms"]) == {"alone", "bare", "handoff", "tls"}
     ratios = [result["ratio"], *(ratio for ends in result["step_slower"].values() for ratio in ends.values())]
     assert len(ratios) == 5

@@ -43,7 +43,7 @@ def watch():
 
 watching = threading.Thread(target=watch)
 watching.start()
-device = load(ModelConfig(sys.argv[1], dtype="float32", device="cpu", window=64, kv_bytes=1 << 20))
+device = load(ModelConfig(sys.argv[1], dtype="float32", device="cpu", context_length=64, kv_bytes=1 << 20))
 done.set()
 watching.join()
 print(json.dumps({"peak": max(seen) - before, "end": held() - before}))

@@ -304,7 +304,7 @@ async def test_of_those_that_fail_together_one_is_told_and_none_is_left_over() -
 
 PROCESS = """
 import asyncio, gc, sys
-from runtime import logs
+from decant.runtime import logs
 from decant.runtime.health import Readiness
 from decant.runtime.server_settings import ServerSettings
 from decant.runtime.settings_sources import load_or_exit
@@ -317,7 +317,7 @@ class Settings(ServerSettings, logs.LogSettings):
     pass
 
 async def stream(request, context):
-    from protos import inference_pb2 as pb
+    from decant.protos import inference_pb2 as pb
     yield pb.GenerateStreamResponse(seq=1)
     await asyncio.sleep(30 if request.prompt == "long" else 0.5)
     yield pb.GenerateStreamResponse(seq=2)

@@ -15,9 +15,9 @@ from tests.kernel_builds import BUILDS, why_not
 
 SCRIPT = """
 import sys
-from worker import cpu_build
+from decant.worker.startup import cpu_build
 cpu_build.choose(sys.argv[1])
-from engine import native
+from decant.engine.cpu import kernels as native
 cpu_build.check(sys.argv[1], native.kind())
 print(native.kind())
 """
