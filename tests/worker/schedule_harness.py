@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -227,7 +227,8 @@ class RouterClient:
 
         owned = [wire.Hello.Owned(run=run.ref, resume=[run.resume]) for run in runs]
         self.send(hello=wire.Hello(router=self.peer, worker=self._trial.node.host.peer, owned=owned))
-        self._task = asyncio.create_task(self._trial.node.decode.Session(incoming(), _Context(self, requests)))
+        context: Any = _Context(self, requests)
+        self._task = asyncio.create_task(self._trial.node.decode.Session(incoming(), context))
         await settle()
         if older is not None:
             with contextlib.suppress(ServiceError, asyncio.CancelledError):
@@ -546,7 +547,7 @@ class Trial:
         for router in self.routers.values():
             await router.leave()
         for name in [*self.target.engine.sequences, *self.target.engine.transfers.arrivals]:
-            self.target.host.loop.post(lambda engine, name=name: engine.cancel(name))
+            self.target.host.loop.post(partial(Engine.cancel, id=name))
         await asyncio.sleep(2 * LEASE_S)
         await self._until(lambda: not (self.node.decode.orphans or self.node.decode.unretired))
         await asyncio.sleep(2 * LEASE_S)
@@ -579,4 +580,5 @@ class Trial:
                 return
             self.act_round(0)
             await asyncio.sleep(0.05)
-        raise AssertionError({name: (run.end, run.owner) for name, run in self.runs.items() if not run.end})
+        unfinished = [name for name, run in self.runs.items() if not run.end]
+        raise AssertionError(f"{unfinished} have no end; the worker has {list(self.node.decode.runs())}")

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from decant.engine.plan import TokenLogprobs
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
-from decant.worker.decode.runs import DecodeRun
 from decant.worker.wire_codec import logprobs_to_wire
+
+if TYPE_CHECKING:
+    from decant.worker.decode.run import DecodeRun
 
 MAX_TOKENS = 65_536
 """Most tokens in one frame; what is repeated of a long output comes in several."""

@@ -12,7 +12,8 @@ from functools import partial
 
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
-from decant.worker.decode.runs import DecodeRun, RunTable
+from decant.worker.decode.run import DecodeRun
+from decant.worker.decode.run_table import RunTable
 from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import logprobs_to_wire
 

@@ -66,7 +66,7 @@ class DecodeService(services.DecodeServicer):
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
         """Of every run that is held: the run, its output, its phase, the engine's name of its sequence."""
-        for run in dict.fromkeys((*self._decoding.runs, *self._decoding.runs.leaving)):
+        for run in dict.fromkeys((*self._decoding.runs, *self._decoding.executor.executing)):
             yield run.ref, run.output, run.phase, run.request.id
 
     @property
@@ -127,14 +127,14 @@ class DecodeService(services.DecodeServicer):
         self._host.cache.begin(session)
         if older is not None:
             older.end(Aborted(Reason.SUPERSEDED, "a newer session of this router is open"))
-            self._decoding.detach(older)
+            self._decoding.ownership.detach(older)
         return session
 
     def _leave(self, session: RouterSession) -> None:
         self._host.cache.end(session)
         if self._sessions.get(session.router.id) is session:
             del self._sessions[session.router.id]
-        self._decoding.detach(session)
+        self._decoding.ownership.detach(session)
 
     def _welcome(self, session: RouterSession, hello: wire.Hello) -> None:
         """Say what is held of what the router names, then bring each up to date."""
@@ -145,16 +145,16 @@ class DecodeService(services.DecodeServicer):
             if refusal := self._refusal(owned.run):
                 refused.append(refusal)
             elif run := decoding.runs.get(owned.run):
-                welcome.runs.append(decoding.attach(run, session, owned.run, owned.resume))
+                welcome.runs.append(decoding.ownership.attach(run, session, owned.run, owned.resume))
                 found.append((run, owned.resume))
             else:
                 welcome.unknown_runs.append(owned.run)
-        welcome.orphans.extend(run.ref for run in decoding.orphans_of(session.router))
+        welcome.orphans.extend(run.ref for run in decoding.ownership.orphans_of(session.router))
         session.send(wire.WorkerMessage(welcome=welcome))
         for refusal in refused:
             session.send(refusal)
         for run, next in found:
-            decoding.catch_up(run, next)
+            decoding.ownership.catch_up(run, next)
         _log.info("session opened", router=session.router.id, run=len(found), orphans=len(welcome.orphans))
 
     # -- what a router says -------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class DecodeService(services.DecodeServicer):
 
     def _make_heartbeat(self, session: RouterSession) -> wire.Heartbeat:
         heartbeat = self._host.heartbeat()
-        heartbeat.renew.extend(self._decoding.renewals_of(session))
+        heartbeat.renew.extend(self._decoding.ownership.unopened_tickets_of(session))
         news = self._host.cache.take(session)
         if news is not None:
             heartbeat.cache.CopyFrom(news)

@@ -7,7 +7,8 @@ from itertools import count
 
 from decant.engine.errors import EngineStopped
 from decant.protos import worker_pb2 as wire
-from decant.worker.decode.runs import DecodeRun, RunTable, key_of
+from decant.worker.decode.run import DecodeRun, key_of
+from decant.worker.decode.run_table import RunTable
 from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import RequestRejected, queue_key, to_request
 
