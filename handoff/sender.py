@@ -27,7 +27,7 @@ from decant.handoff.codec import encode
 from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEngine
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.heartbeat import with_heartbeat_timeout
-from decant.handoff.leases import Lease, LeaseTable
+from decant.handoff.leases import COMMITTED_SECONDS, Lease, LeaseTable
 from decant.handoff.packing import FilledBlock, TransferLayout, pack
 from decant.protos import worker_pb2 as wire
 from decant.runtime import packed
@@ -37,6 +37,15 @@ from decant.runtime.peer import UnknownMessages
 
 LEASE_MS = 10_000
 """How long a ticket, or a fetch whose runs nobody acknowledges, keeps its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderTiming:
+    """Interval of heartbeats, silence after which a receiver is lost, and time to release after the commit."""
+
+    heartbeat_s: float = HEARTBEAT_SECONDS
+    silent_s: float = SILENT_SECONDS
+    committed_s: float = COMMITTED_SECONDS
 
 
 @dataclass(slots=True)
@@ -68,8 +77,12 @@ class KvSender:
         shape: TransferLayout,
         heartbeat: Callable[[], wire.Heartbeat],
         lease_ms: int = LEASE_MS,
+        *,
+        on_lease_end: Callable[[Lease], None] = lambda _: None,
+        timing: SenderTiming | None = None,
     ) -> None:
-        self.leases = LeaseTable(lease_ms, self._expire)
+        self._timing = timing or SenderTiming()
+        self.leases = LeaseTable(lease_ms, self._expire, on_lease_end, self._timing.committed_s)
         self.expired = 0
         self._loop = loop
         self._shape = shape
@@ -224,7 +237,7 @@ class KvSender:
                 yield state.final_message
                 return
             try:
-                async with asyncio.timeout_at(sent_at + HEARTBEAT_SECONDS):
+                async with asyncio.timeout_at(sent_at + self._timing.heartbeat_s):
                     await state.changed.wait()
             except TimeoutError:
                 yield encode(wire.FetchResponse(heartbeat=self._heartbeat()))
@@ -252,7 +265,7 @@ class KvSender:
         """Renew the lease by acknowledged runs, and by a heartbeat while the receiver has all that there is so far."""
         unknown = UnknownMessages(lease.receiver.id if lease.receiver else "")
         try:
-            async for message in with_heartbeat_timeout(incoming, "the receiver", SILENT_SECONDS):
+            async for message in with_heartbeat_timeout(incoming, "the receiver", self._timing.silent_s):
                 match message.WhichOneof("message"):
                     case "ack":
                         state.acknowledged = message.ack.kv_chunks

@@ -42,7 +42,7 @@ from decant.state.errors import StoreFault
 from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
 from decant.worker.decode.service import DecodeService
-from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
+from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.report.metrics import WorkerMetrics
@@ -51,8 +51,8 @@ from decant.worker.startup.deferred_service import DeferredService
 from decant.worker.startup.load_model import limits_of, load_model
 from decant.worker.startup.registration import Registrar
 
-LAST_WORDS_S = 0.25
-"""For the answers that a crash leaves behind to go out, before the server ends."""
+LAST_ANSWERS_S = 0.25
+"""After a crash of the engine, for the answers to its callers, before the server ends."""
 
 SWITCH_S = 0.0005
 """How soon the interpreter gives way to the other thread: the engine's waits for the event loop's at every call."""
@@ -169,8 +169,6 @@ class Worker:
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
         host = await self._make_host(engine, files, server)
         await _warm_up_engine(host)
-        host.crash_listeners.append(self._crashed)
-        WorkerMetrics(self.registry, host)
         prefill, decode = self._open(host)
         server.shutdown.ends_process = False
         self._parts = _Parts(host, prefill, decode, await self._register(host, files))
@@ -192,6 +190,7 @@ class Worker:
     def _open(self, host: EngineHost) -> tuple[PrefillService, DecodeService]:
         """Calls are answered from now on."""
         prefill, decode = PrefillService(host), DecodeService(host)
+        host.connect(_CrashHandler(self.readiness), WorkerMetrics(self.registry, host), prefill, decode.run_manager)
         self._stack.push_async_callback(decode.close)
         audit = AuditService(host, prefill, decode)
         self._late["Prefill"].attach(partial(services.add_PrefillServicer_to_server, prefill))
@@ -242,11 +241,31 @@ class Worker:
         await parts.decode.drain()
         await parts.registrar.leave()
 
-    def _crashed(self, stopped: EngineStopped) -> None:
-        """Not ready at once; the end follows when those who wait have been told."""
+
+class _CrashHandler(HostHandler):
+    """Ends the process after a crash of its engine: not ready at once, failed when the last answers are sent."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        self._readiness = readiness
+
+    def on_crash(self, stopped: EngineStopped) -> None:
         _log.error("engine crashed", reason=str(stopped), exc_info=stopped.__cause__)
-        self.readiness.draining()
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, self.readiness.failed, str(stopped))
+        self._readiness.draining()
+        asyncio.get_running_loop().call_later(LAST_ANSWERS_S, self._readiness.failed, str(stopped))
+
+
+class _WarmUpHandler(HostHandler):
+    """Waits for the end of the warm-up request; the result is its failure, if any."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def on_step(self, output: StepOutput) -> None:
+        for end in output.ended:
+            self.ended.set_result(end.detail if end.reason is FinishReason.FAILED else "")
+
+    def on_crash(self, stopped: EngineStopped) -> None:
+        self.ended.set_exception(stopped)
 
 
 def _check(settings: WorkerSettings) -> None:
@@ -259,23 +278,18 @@ def _check(settings: WorkerSettings) -> None:
 
 
 async def _warm_up_engine(host: EngineHost) -> None:
-    """The largest step and the smallest, before anyone waits for them: memory is laid out, and how long they take is
-    known. Raises EngineStopped, ModelRefused."""
-    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    """Run the largest step and the smallest, which allocates memory and measures their duration.
 
-    def collect(output: StepOutput) -> None:
-        for end in output.ended:
-            ended.set_result(end.detail if end.reason is FinishReason.FAILED else "")
+    Raises EngineStopped, ModelRefused.
+    """
+    handler = _WarmUpHandler()
 
     def begin(engine: Engine) -> None:
         prompt = (0,) * max(1, min(engine.scheduler.longest_chunk, host.window - 1))
         engine.add(Request("warm-up", prompt, stop=StopParams(2, ignore_eos=True), use_prefix_cache=False))
 
-    host.step_listeners.append(collect)
-    host.crash_listeners.append(ended.set_exception)
+    host.connect(handler)
     _log.info("first steps")
     await host.loop.call(begin)
-    if detail := await ended:
+    if detail := await handler.ended:
         raise ModelRefused(host.model, f"its first step failed: {detail}")
-    host.step_listeners.remove(collect)
-    host.crash_listeners.remove(ended.set_exception)

@@ -22,6 +22,7 @@ from decant.handoff.codec import Received, decode
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, message_sum
+from decant.handoff.sender import SenderTiming
 from decant.handoff.service import KvSourceService
 from decant.handoff.transport import FETCH, GrpcTransport, KvSource
 from decant.protos import worker_pb2 as wire
@@ -321,10 +322,10 @@ async def test_a_ticket_that_nobody_opens_ends_with_its_lease_and_renewals_keep_
 
 @pytest.mark.parametrize("is_silent", [False, True], ids=["closed connection", "silence"])
 async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease(
-    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+    is_silent: bool,
 ) -> None:
-    monkeypatch.setattr("decant.handoff.sender.SILENT_SECONDS", 0.3)
-    async with Worker("p", lease_ms=600_000) as sender, Worker("d") as receiver:
+    timing = SenderTiming(silent_s=0.3)
+    async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
         request = ask()
         ticket, arrival = await sender.offer(request), await receiver.room(request)
 
@@ -344,11 +345,9 @@ async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease
         await receiver.loop.call(lambda _: arrival.abort())
 
 
-async def test_the_blocks_of_a_receiver_that_dies_after_the_seal_are_free_long_before_the_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("decant.handoff.leases.COMMITTED_SECONDS", 0.1)
-    async with Worker("p", lease_ms=600_000) as sender, Worker("d") as receiver:
+async def test_the_blocks_of_a_receiver_that_dies_after_the_seal_are_free_long_before_the_lease() -> None:
+    timing = SenderTiming(committed_s=0.1)
+    async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
         request = ask()
         ticket, arrival = await sender.offer(request), await receiver.room(request)
 

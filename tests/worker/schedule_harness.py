@@ -131,6 +131,7 @@ class Node:
                 WorkerLimits(lease_ms=round(LEASE_S * 1000), max_waiting=4),
             )
         self.decode = DecodeService(self.host)
+        self.host.connect(self.decode.run_manager)
         nodes[name] = self
 
     @property

@@ -8,7 +8,7 @@ from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
 from decant.handoff.engine_protocol import StepEvents
 from decant.protos import worker_pb2 as wire
-from decant.worker.engine_host import layout_number
+from decant.worker.engine_host import HostHandler, layout_number
 from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, eventually, make_work, worker
 
@@ -72,10 +72,18 @@ async def test_a_beat_tells_a_running_step_from_none() -> None:
         assert host.heartbeat().step > told
 
 
-async def test_listeners_hear_a_step_in_order_and_the_giver_last() -> None:
+class Recorder(HostHandler):
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name, self._calls = name, calls
+
+    def on_step(self, _: object) -> None:
+        self._calls.append(self._name)
+
+
+async def test_handlers_get_a_step_in_their_order_and_the_sender_last() -> None:
     async with worker() as place:
         heard: list[str] = []
-        place.host.step_listeners[:0] = [lambda _: heard.append("first"), lambda _: heard.append("second")]
+        place.connect(Recorder("first", heard), Recorder("second", heard))
         hears = place.host.sender.on_step
 
         def sender(output: StepEvents) -> None:

@@ -20,9 +20,9 @@ def test_a_lower_epoch_is_superseded_and_told_the_highest() -> None:
     assert epochs.check(run(1, "t/b")) is None
 
 
-def test_who_listens_hears_of_a_new_owner_alone() -> None:
-    epochs, heard = Epochs(), list[wire.Run]()
-    epochs.listeners.append(heard.append)
+def test_a_new_owner_and_nothing_else_is_reported() -> None:
+    heard = list[wire.Run]()
+    epochs = Epochs(heard.append)
     for epoch in (1, 1, 3, 2, 3):
         epochs.check(run(epoch))
     assert heard == [run(3)]

@@ -14,8 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, from_call
-from decant.worker.decode import session as sessions
-from decant.worker.decode.session import RouterSession
+from decant.worker.decode.session import RouterSession, SessionLimits
 from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned, routed
 
 
@@ -187,14 +186,13 @@ async def test_a_silent_router_is_suspect_and_nothing_else() -> None:
             await eventually(lambda: any(line["event"] == "router is silent" for line in logs))
             await router.word(run, "ended")
             await router.say(heartbeat=wire.Heartbeat())
-            await eventually(lambda: any(line["event"] == "router is heard again" for line in logs))
+            await eventually(lambda: any(line["event"] == "router is no longer silent" for line in logs))
         assert router.of(run).text(8) == alone(work)
         await router.leave()
 
 
-async def test_a_router_that_reads_nothing_for_long_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_BEHIND", 5)
-    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat())
+async def test_a_router_that_reads_nothing_for_long_loses_its_session() -> None:
+    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat(), SessionLimits(max_unread=5))
     reading, stuck = asyncio.Event(), asyncio.Event()
 
     async def requests() -> AsyncIterator[wire.RouterMessage]:
@@ -215,11 +213,10 @@ async def test_a_router_that_reads_nothing_for_long_loses_its_session(monkeypatc
 
 @pytest.mark.parametrize("reads", [False, True])
 async def test_a_router_loses_its_session_by_the_age_of_what_it_leaves_unread(
-    reads: bool, monkeypatch: pytest.MonkeyPatch
+    reads: bool,
 ) -> None:
-    monkeypatch.setattr(sessions, "HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr(sessions, "MAX_UNREAD_SECONDS", 0.1)
-    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat())
+    limits = SessionLimits(heartbeat_s=0.01, max_unread_s=0.1)
+    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat(), limits)
     written, never = asyncio.Event(), asyncio.Event()
     count = 0
 
@@ -247,10 +244,12 @@ async def test_a_router_loses_its_session_by_the_age_of_what_it_leaves_unread(
         assert count == 1
 
 
-async def test_over_the_wire_too_a_router_that_reads_nothing_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_BEHIND", 50)
-    run, work = make_run(), make_work(8, 480)
-    async with Node("d", lease_ms=3000) as node, grpc.aio.insecure_channel(node.address) as channel:
+async def test_over_the_wire_too_a_router_that_reads_nothing_loses_its_session() -> None:
+    run, work, limits = make_run(), make_work(8, 480), SessionLimits(max_unread=50)
+    async with (
+        Node("d", lease_ms=3000, session_limits=limits) as node,
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
         call = services.DecodeStub(channel).Session()
         await call.write(hello(node))
         await call.write(wire.RouterMessage(start=wire.Start(run=run, engine_request=work)))

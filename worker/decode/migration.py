@@ -25,7 +25,6 @@ class MigrationSource:
         self._host = host
         self._runs = runs
         self._fail = fail
-        host.sender.leases.listeners.append(self._on_lease_end)
 
     def issue_ticket(self, run: DecodeRun) -> None:
         """Tell the owner of a running sequence the ticket for its cache; the same one until that ends."""
@@ -71,7 +70,7 @@ class MigrationSource:
             failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the run is over where it was given")
             self._host.sender.reclaim(lease.ticket.id, failure)
 
-    def _on_lease_end(self, lease: Lease) -> None:
+    def on_lease_end(self, lease: Lease) -> None:
         run = self._runs.by_sequence.get(lease.sequence)
         if run is None or run.offered is None or run.offered.id != lease.ticket.id:
             return

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from decant.engine.errors import EngineStopped
 from decant.engine.output import StepOutput
+from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
 from decant.worker.decode.execution import RunExecutor
 from decant.worker.decode.notifications import send_step_tokens
@@ -19,11 +20,11 @@ from decant.worker.decode.run import DecodeRun
 from decant.worker.decode.run_table import RunTable
 from decant.worker.decode.session import RouterSession
 from decant.worker.decode.start_validation import StartValidator
-from decant.worker.engine_host import EngineHost
+from decant.worker.engine_host import EngineHost, HostHandler
 from decant.worker.wire_codec import RequestRejected
 
 
-class DecodeRunManager:
+class DecodeRunManager(HostHandler):
     """Handles what sessions receive about runs. The sender of a message owns the request; the caller checked it."""
 
     def __init__(self, host: EngineHost) -> None:
@@ -32,9 +33,6 @@ class DecodeRunManager:
         self.ownership = RunOwnership(self.runs, self.executor)
         self._host = host
         self._validator = StartValidator(host, self.runs)
-        host.step_listeners.append(self._on_step)
-        host.crash_listeners.append(self._on_crash)
-        host.epochs.listeners.append(self.ownership.on_new_epoch)
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -129,9 +127,9 @@ class DecodeRunManager:
             session.send(wire.WorkerMessage(failed=wire.Failed(run=ref, failure=failure)))
         return run
 
-    # -- events of the engine -----------------------------------------------------------------------------------
+    # -- events of the host -------------------------------------------------------------------------------------
 
-    def _on_step(self, output: StepOutput) -> None:
+    def on_step(self, output: StepOutput) -> None:
         self.executor.step = output.step
         runs = self.runs.by_sequence
         for begun in output.begun:
@@ -149,10 +147,16 @@ class DecodeRunManager:
                 run.on_finished(ended)
         self.executor.admission.on_step(output)
 
-    def _on_crash(self, stopped: EngineStopped) -> None:
+    def on_crash(self, stopped: EngineStopped) -> None:
         self._validator.stopped = stopped
         for run in self.runs:
             self.executor.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(stopped)))
+
+    def on_new_owner(self, ref: wire.Run) -> None:
+        self.ownership.on_new_epoch(ref)
+
+    def on_lease_end(self, lease: Lease) -> None:
+        self.executor.migrations.on_lease_end(lease)
 
     async def close(self) -> None:
         """Drop all runs and wait until nothing of them is left in the engine."""

@@ -28,7 +28,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime import logs
 from decant.runtime.peer import is_compatible, same_incarnation
-from decant.worker.engine_host import EngineHost
+from decant.worker.engine_host import EngineHost, HostHandler
 from decant.worker.prefill.prefill_queue import PrefillQueue, PrefillRun
 from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_to_wire, other_request, queue_key, to_request
 
@@ -37,17 +37,13 @@ _log = logs.get(__name__)
 _Told = TypeVar("_Told", SequenceStarted, PromptLogprobs, Token, SequenceFinished)
 
 
-class PrefillService(services.PrefillServicer):
+class PrefillService(services.PrefillServicer, HostHandler):
     """Serves prompts over one hub. ``async with`` is not needed: what it holds goes with its calls and leases."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._prompts = PrefillQueue(host.block_size, host.total_blocks, host.epochs)
         self._numbers = itertools.count()
-        host.step_listeners.append(self._on_step)
-        host.crash_listeners.append(self._on_crash)
-        host.epochs.listeners.append(self._on_new_owner)
-        host.sender.leases.listeners.append(self._on_lease_end)
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
         """Run, output, phase and the engine's name of all that is at work."""
@@ -148,7 +144,7 @@ class PrefillService(services.PrefillServicer):
 
     # -- what the engine tells -----------------------------------------------------------------------------------
 
-    def _on_step(self, output: StepOutput) -> None:
+    def on_step(self, output: StepOutput) -> None:
         if not self._prompts:
             return
         for run, begun in self._live(output.begun):
@@ -241,7 +237,7 @@ class PrefillService(services.PrefillServicer):
     def _on_deadline(self, run: PrefillRun) -> None:
         self._fail(run, wire.Failure(cause=wire.CAUSE_DEADLINE, detail="its time was over"))
 
-    def _on_lease_end(self, lease: Lease) -> None:
+    def on_lease_end(self, lease: Lease) -> None:
         """Its taker is done with the cache, or nobody renewed the ticket."""
         run = self._prompts.get(lease.sequence)
         if run is None:
@@ -255,12 +251,12 @@ class PrefillService(services.PrefillServicer):
             detail = "the taker let go before the first token"
             self._fail(run, wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver))
 
-    def _on_new_owner(self, ref: wire.Run) -> None:
+    def on_new_owner(self, ref: wire.Run) -> None:
         for run in self._prompts:
             if run.ref.request == ref.request and run.ref.epoch < ref.epoch:
                 self._on_call_closed(run, superseded=wire.Superseded(run=run.ref, epoch=ref.epoch))
 
-    def _on_crash(self, stopped: EngineStopped) -> None:
+    def on_crash(self, stopped: EngineStopped) -> None:
         for run in self._prompts:
             self._fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(stopped)))
 
