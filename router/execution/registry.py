@@ -24,11 +24,6 @@ from decant.state.errors import StateError
 from decant.state.ids import RequestKey
 from decant.state.owned import StoredRequest
 
-PERSIST_SECONDS = 2.0
-"""For the store to learn an end that a call waits for."""
-LAST_WRITE_SECONDS = 5.0
-"""For the last writes of a drain while Redis is unavailable."""
-
 _log = logs.get(__name__)
 
 
@@ -192,11 +187,12 @@ class RequestRegistry:
             _log.warning("requests are left to other routers", requests=len(left), limit_seconds=seconds)
             for execution in left:
                 execution.leave_to_peers()
+        limit_s = self._router.timings.last_write_s
         try:
-            async with asyncio.timeout(LAST_WRITE_SECONDS):
+            async with asyncio.timeout(limit_s):
                 await self._router.journal_writer.idle()
         except TimeoutError:
-            _log.warning("ended requests could not be written", limit_seconds=LAST_WRITE_SECONDS)
+            _log.warning("ended requests could not be written", limit_seconds=limit_s)
 
     async def close(self) -> None:
         """End every request."""
@@ -260,7 +256,7 @@ async def _wait_persisted(execution: Execution, router: RouterServices) -> None:
     """Until the store knows the end, unless it is unavailable or slow."""
     if not router.journal_writer.is_unavailable:
         with suppress(TimeoutError):
-            async with asyncio.timeout(PERSIST_SECONDS):
+            async with asyncio.timeout(router.timings.persist_s):
                 await execution.persisted.wait()
 
 

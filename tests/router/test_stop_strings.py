@@ -18,7 +18,7 @@ from decant.router.execution.token_writer import TokenWriter
 from decant.router.execution.valid_request import ValidRequest
 from decant.router.text.output_text import new_output_text
 from decant.router.text.stop_strings import StopStrings
-from decant.router.workers.token_sink import WriteError
+from decant.router.workers.subscription import WriteError
 from decant.state.store import Store
 from tests.router.factories import tiny, valid
 from tests.router.fake_worker import answer, fleet
