@@ -24,10 +24,10 @@ from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.tokenizing import detokenize, tokenize
 from decant.router.api.usage import RequestMeter, meter_of
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known, validate
-from decant.router.execution.reader_lease import ReaderLease, wait_for_resume_point
 from decant.router.execution.registry import RequestRegistry
-from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.limits import check_id, check_size
+from decant.router.request.reader_lease import ReaderLease, wait_for_resume_point
+from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.timings import RouterTimings

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from decant.router.execution.token_stream import TokenStream
+from decant.router.request.token_stream import TokenStream
 from decant.router.timings import JournalTimings
 from decant.runtime import logs
 from decant.state.errors import StateError, StoreFault

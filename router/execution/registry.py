@@ -13,9 +13,9 @@ from decant.router.execution.adoption import Adoptions
 from decant.router.execution.execution import Execution
 from decant.router.execution.execution_table import ExecutionTable
 from decant.router.execution.services import RouterServices
-from decant.router.execution.stored import RequestSnapshot, finish_from_record
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.stored import RequestSnapshot, finish_from_record
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
 from decant.runtime import logs
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.journal_writer import JournalWriter
-from decant.router.execution.stored import RestoreRequest
+from decant.router.request.stored import RestoreRequest
 from decant.router.settings import RouterSettings
 from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool

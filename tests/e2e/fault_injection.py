@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import Finish
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.token_stream import Finish
+from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings
 from decant.runtime.packed import pack
 from decant.state.owned import StoredRequest

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Cancelled, Unavailable

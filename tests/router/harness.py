@@ -16,9 +16,9 @@ from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
 from decant.router.execution.services import RouterServices
-from decant.router.execution.stored import RestoreRequest
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.stored import RestoreRequest
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.text.output_text import OutputOptions
 from decant.router.timings import RouterTimings

@@ -21,8 +21,8 @@ from decant.engine.request import Request, StopParams
 from decant.engine.transfer import IncomingSequence
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.errors import Cancelled, DeadlineExceeded
 from decant.runtime.packed import pack

@@ -15,7 +15,7 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import (
@@ -631,7 +631,7 @@ async def test_a_bug_ends_the_stream_too(store: Store, monkeypatch: pytest.Monke
         def broken(*_: object) -> None:
             raise KeyError("a bug")
 
-        monkeypatch.setattr("decant.router.execution.placement_search.PromptSearch.choose", broken)
+        monkeypatch.setattr("decant.router.attempt.placement_search.PromptSearch.choose", broken)
         stream = await scene.answer(make_request())
         assert error_of(stream).reason is Reason.INTERNAL
         assert (await stored(store, scene)).state == FAILED

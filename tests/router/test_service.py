@@ -17,9 +17,9 @@ from decant.protos import inference_pb2_grpc
 from decant.router.api.auth import Authenticator, NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
-from decant.router.execution.reader_lease import ReaderLease
-from decant.router.execution.token_stream import TokenStream
 from decant.router.limits import limits
+from decant.router.request.reader_lease import ReaderLease
+from decant.router.request.token_stream import TokenStream
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.timings import RouterTimings

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import TokenStream
-from decant.router.execution.token_writer import TokenWriter
+from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_writer import TokenWriter
 from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription, WriteError

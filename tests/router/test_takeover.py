@@ -12,7 +12,7 @@ import pytest
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.reader_lease import ReaderLease
+from decant.router.request.reader_lease import ReaderLease
 from decant.router.timings import TakeoverTimings
 from decant.runtime.errors import Unavailable
 from decant.state.errors import StoreUnavailable

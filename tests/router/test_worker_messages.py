@@ -20,10 +20,10 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
-from decant.router.execution.failures import AttemptFailed, error_for
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.token_writer import TokenWriter
+from decant.router.attempt.failures import AttemptFailed, error_for
 from decant.router.placement.worker_load import WorkerLoad
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.token_writer import TokenWriter
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
 from decant.runtime.error_details import Reason

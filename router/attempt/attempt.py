@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.attempt_context import AttemptContext
-from decant.router.execution.decode_leg import DecodeLeg
-from decant.router.execution.failures import AttemptFailed, NoCapacity, NothingToFetch
-from decant.router.execution.leg import Leg
-from decant.router.execution.legs import Complete, Legs
-from decant.router.execution.migration import Migration
-from decant.router.execution.placement_search import CacheSearch, PromptSearch
-from decant.router.execution.prefill_leg import PrefillLeg
-from decant.router.execution.recorder import AttemptRecorder
-from decant.router.execution.token_stream import Finish
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.decode_leg import DecodeLeg
+from decant.router.attempt.failures import AttemptFailed, NoCapacity, NothingToFetch
+from decant.router.attempt.leg import Leg
+from decant.router.attempt.legs import Complete, Legs
+from decant.router.attempt.migration import Migration
+from decant.router.attempt.placement_search import CacheSearch, PromptSearch
+from decant.router.attempt.prefill_leg import PrefillLeg
+from decant.router.attempt.recorder import AttemptRecorder
+from decant.router.request.token_stream import Finish
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.state.ids import Incarnation

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from decant.protos import inference_pb2 as pb
-from decant.router.execution.token_stream import TokenStream
+from decant.router.request.token_stream import TokenStream
 from decant.router.timings import RouterTimings
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, OutOfRange, ServiceError

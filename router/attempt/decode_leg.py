@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.attempt_context import AttemptContext
-from decant.router.execution.failures import NothingToFetch, error_for
-from decant.router.execution.leg import Leg, LegOwner
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.failures import NothingToFetch, error_for
+from decant.router.attempt.leg import Leg, LegOwner
 from decant.router.placement.worker_load import LoadReservation
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.subscription import RunSubscription

@@ -6,11 +6,11 @@ called --> scheduled --> ticket, first tokens (in either order) --> over
 from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.attempt_context import AttemptContext
-from decant.router.execution.decode_leg import DecodeLeg
-from decant.router.execution.failures import NoCapacity, error_for
-from decant.router.execution.leg import Leg, LegOwner
-from decant.router.execution.recorder import AttemptRecorder
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.decode_leg import DecodeLeg
+from decant.router.attempt.failures import NoCapacity, error_for
+from decant.router.attempt.leg import Leg, LegOwner
+from decant.router.attempt.recorder import AttemptRecorder
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.prefill_call import PrefillCall
 from decant.router.workers.stream_io import StreamBroken

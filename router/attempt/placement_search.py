@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.attempt_context import AttemptContext
+from decant.router.attempt.context import AttemptContext
 from decant.router.placement.policy import (
     Placement,
     PlacementRequest,

@@ -6,11 +6,11 @@ the source drains: offer --> Start(ticket) at a target --> scheduled --> joined:
 from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.attempt_context import AttemptContext
-from decant.router.execution.decode_leg import DecodeLeg
-from decant.router.execution.failures import AttemptFailed, NoCapacity
-from decant.router.execution.legs import Legs
-from decant.router.execution.placement_search import choose_migration_target
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.decode_leg import DecodeLeg
+from decant.router.attempt.failures import AttemptFailed, NoCapacity
+from decant.router.attempt.legs import Legs
+from decant.router.attempt.placement_search import choose_migration_target
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.errors import ServiceError
 from decant.state.ids import Incarnation

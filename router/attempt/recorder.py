@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.attempt_context import AttemptContext
-from decant.router.execution.token_stream import AttemptTrace
+from decant.router.attempt.context import AttemptContext
+from decant.router.request.token_stream import AttemptTrace
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.state.ids import State

@@ -14,16 +14,16 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.attempt_context import AttemptContext
-from decant.router.execution.failures import (
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.failures import (
     RETRY_ELSEWHERE,
     AttemptFailed,
     NoCapacity,
     OwnedElsewhere,
     error_for,
 )
-from decant.router.execution.finish import finish_from_worker
-from decant.router.execution.token_stream import Finish
+from decant.router.request.finish import finish_from_worker
+from decant.router.request.token_stream import Finish
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.errors import DeadlineExceeded
