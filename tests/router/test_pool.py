@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from decant.protos import worker_pb2 as wire
-from decant.router.placement.prefix_index import PromptBlocks, block_hashes
+from decant.router.placement.prefix_index import PromptBlocks, reported_hashes
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
@@ -189,7 +189,7 @@ async def test_a_ticket_is_renewed_with_and_without_a_taker(store: Store) -> Non
 
 
 def names_of(prompt: tuple[int, ...]) -> bytes:
-    return block_hashes(pack(list(prompt)), b"", 16).tobytes()
+    return reported_hashes(pack(list(prompt)), b"", 16).tobytes()
 
 
 async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
