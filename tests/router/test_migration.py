@@ -21,8 +21,9 @@ from decant.engine.request import Request, StopParams
 from decant.engine.transfer import IncomingSequence
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
+from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.errors import Cancelled, DeadlineExceeded
 from decant.runtime.packed import pack
 from decant.state.store import Store
@@ -116,11 +117,13 @@ def asked(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) 
     return make_request(f"r{number}", tuple(tokens(length, number)), wanted, engine_request=work, **more)
 
 
+TIMINGS = RouterTimings(workers=WorkerTimings(forget_batch=1))
+
+
 @pytest.fixture(autouse=True)
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a drain is heard of at many instants of a short answer."""
     monkeypatch.setattr("decant.worker.decode.session.HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr("decant.router.workers.outgoing.RETIRED_AT_ONCE", 1)
 
 
 @asynccontextmanager
@@ -136,7 +139,9 @@ async def moving(store: Store, decode: str = "de", prefill: str = "", **terms: A
             there = worker(name, role=role, advertise=between.address, **given)
             places[name] = await stack.enter_async_context(there)
             between.target = places[name].address
-        made = await stack.enter_async_context(core(store, [registered(place) for place in places.values()]))
+        made = await stack.enter_async_context(
+            core(store, [registered(place) for place in places.values()], timings=TIMINGS)
+        )
         scene = Scene(made, places, proxies, servers)
         yield scene
         await scene.settled()
