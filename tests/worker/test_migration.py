@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ RUN = make_run()
 
 
 @asynccontextmanager
-async def pair(**terms: int) -> AsyncIterator[tuple[Router, Router]]:
+async def pair(**terms: Any) -> AsyncIterator[tuple[Router, Router]]:
     """A worker that gives and one that takes, each with a session of the same router."""
     async with (
         Node("d", **terms) as sender,
