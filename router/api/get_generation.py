@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.usage import RecordedMeter
-from decant.router.execution.stored import RequestSnapshot, finish_to_record
-from decant.router.execution.token_stream import TokenStream
+from decant.router.request.stored import RequestSnapshot, finish_to_record
+from decant.router.request.token_stream import TokenStream
 from decant.router.text.served_model import ServedModel
 from decant.runtime.error_details import to_status
 from decant.runtime.errors import Cancelled, ServiceError

@@ -24,12 +24,13 @@ from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.tokenizing import detokenize, tokenize
 from decant.router.api.usage import RequestMeter, meter_of
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known, validate
-from decant.router.execution.reader_lease import ReaderLease, wait_for_resume_point
 from decant.router.execution.registry import RequestRegistry
-from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.limits import check_id, check_size
+from decant.router.request.reader_lease import ReaderLease, wait_for_resume_point
+from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of
 from decant.router.text.served_model import Models, ServedModel
+from decant.router.timings import RouterTimings
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import Cancelled, InvalidArgument, NotFound, ServiceError
 from decant.runtime.interceptor import ClientDisconnected
@@ -68,11 +69,13 @@ class InferenceService:
         info: ServerInfoSource,
         metrics: RequestMetrics,
         authenticator: Authenticator,
+        unread_s: float = RouterTimings().unread_s,
     ) -> None:
         self.authenticator = authenticator
         self._models = models
         self._registry = registry
         self._info = info
+        self._unread_s = unread_s
         self._metrics = {id: metrics.of(id) for id in models.by_id}
 
     def service(self) -> Service:
@@ -125,7 +128,7 @@ class InferenceService:
     def _attached_reader(self, stream: TokenStream) -> Iterator[_ReaderResult]:
         """While a client reads a token stream. If the client leaves before the end, the stream is lost, unless the
         request's deadline is over or a newer client reads it."""
-        lease = ReaderLease(stream)
+        lease = ReaderLease(stream, self._unread_s)
         reader = _ReaderResult(lease, meter_of(stream, self._metrics[stream.request.engine_request.model]))
         outcome = _LEFT
         try:

@@ -23,7 +23,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.valid_request import ValidRequest
 from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
@@ -39,6 +38,7 @@ from decant.router.limits import (
     check_size,
     within,
 )
+from decant.router.request.valid_request import ValidRequest
 from decant.router.text.output_text import OutputOptions, new_output_text
 from decant.router.text.prompt import ContextLengthOf, check_vocabulary, context_length_of, prompt_of
 from decant.router.text.served_model import Models, ServedModel

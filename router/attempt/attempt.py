@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.attempt_context import AttemptContext
-from decant.router.execution.failures import AttemptFailed, NoCapacity, NothingToFetch
-from decant.router.execution.leg import DecodeLeg, Leg, PrefillLeg
-from decant.router.execution.legs import Complete, Legs
-from decant.router.execution.placement_search import CacheSearch, PromptSearch, choose_migration_target
-from decant.router.execution.recorder import AttemptRecorder
-from decant.router.execution.token_stream import Finish
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.decode_leg import DecodeLeg
+from decant.router.attempt.failures import AttemptFailed, NoCapacity, NothingToFetch
+from decant.router.attempt.leg import Leg
+from decant.router.attempt.legs import Complete, Legs
+from decant.router.attempt.migration import Migration
+from decant.router.attempt.placement_search import CacheSearch, PromptSearch
+from decant.router.attempt.prefill_leg import PrefillLeg
+from decant.router.attempt.recorder import AttemptRecorder
+from decant.router.request.token_stream import Finish
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
-from decant.runtime.errors import ServiceError
 from decant.state.ids import Incarnation
 
 
@@ -43,9 +45,7 @@ class Attempt:
         self._recorder = AttemptRecorder(context, pool)
         self._legs = Legs(context)
         self._prefill: PrefillLeg | None = None
-        self._decode: DecodeLeg | None = None
-        self._target: DecodeLeg | None = None  # of a migration
-        self._failed_targets: set[Incarnation] = set()
+        self._migration = Migration(context, pool, self._run, self._legs)
 
     async def run(self) -> Finish:
         """Until the output is complete. Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final
@@ -65,8 +65,9 @@ class Attempt:
         self._legs.check()  # the tokens of earlier attempts may be all
         decode = await self._begin()
         while True:
-            await self._legs.until(decode.has_offer, decode)
-            decode = await self._migrate(decode)
+            decode = await self._migration.run(decode)
+            self._recorder.assign_decode(decode.worker)
+            self._recorder.record()
 
     @property
     def workers(self) -> list[WorkerHandle]:
@@ -89,20 +90,6 @@ class Attempt:
             cancel.reason = wire.Cancel.REASON_STOP_TEXT
             cancel.end_position = writer.position
         self._legs.close(cancel)
-
-    # Called by its legs
-
-    def wake(self) -> None:
-        self._legs.wake()
-
-    def on_draining(self, leg: DecodeLeg) -> None:
-        excluded = self._context.excluded_workers | self._failed_targets
-        if leg is self._decode and self._target is None and self._pool.can_receive(leg.worker, excluded):
-            leg.request_offer()
-
-    def on_resumed(self, leg: DecodeLeg) -> None:
-        if leg is self._decode and self._target is None:
-            leg.withdraw_offer()  # it may have been lost with the session
 
     # The ways
 
@@ -149,32 +136,8 @@ class Attempt:
         await self._legs.until(decode.is_scheduled, decode, *others)
         self._recorder.on_decode_scheduled(decode.scheduled, decode.started_at, has_ticket=decode.has_ticket)
         await self._legs.until(decode.is_joined, decode)
-        self._recorder.on_decode_started(decode.started, decode.cached_tokens)
+        self._recorder.on_decode_started(decode.started, decode.scheduled)
         return decode
-
-    async def _migrate(self, source: DecodeLeg) -> DecodeLeg:
-        """To another worker, with the ticket that the draining one offers. Returns the leg that has the run then."""
-        target = self._start_target(source)
-        if target is None:
-            source.withdraw_offer()
-            return source
-        self._target = target
-        try:
-            await self._legs.until(target.is_scheduled, target, source)
-            await self._legs.until(target.is_joined, target)  # it may have everything, even if the source is lost now
-        except (AttemptFailed, NoCapacity, ServiceError):
-            if target.failure is None:
-                raise
-            self._drop_target(target)
-            source.withdraw_offer()
-            return source
-        finally:
-            self._target = None
-        source.retire()
-        self._decode = target
-        self._recorder.assign_decode(target.worker)
-        self._recorder.record()
-        return target
 
     # Their legs
 
@@ -197,21 +160,7 @@ class Attempt:
 
     def _decode_on(self, worker: WorkerHandle, opening: wire.Start | wire.Adopt) -> DecodeLeg:
         self._recorder.assign_decode(worker)
-        leg = self._decode = DecodeLeg(self._context, self._pool, worker, opening, self)
-        self._legs.add(leg)
-        return leg
-
-    def _start_target(self, source: DecodeLeg) -> DecodeLeg | None:
-        """None: no worker can go on with the run."""
-        ticket, source.offer = source.offer, None
-        assert ticket is not None
-        choice = choose_migration_target(self._context, self._pool, source.worker, self._failed_targets)
-        if choice is None:
-            return None
-        self._pool.tickets.renew(ticket, source.worker)
-        request = self._context.engine_request(len(self._context.stream.tokens))
-        opening = wire.Start(run=self._run, engine_request=request, ticket=ticket)
-        leg = DecodeLeg(self._context, self._pool, self._pool.worker(choice), opening, self)
+        leg = self._migration.source = DecodeLeg(self._context, self._pool, worker, opening, self._migration)
         self._legs.add(leg)
         return leg
 
@@ -226,15 +175,15 @@ class Attempt:
             engine_request=self._context.engine_request(self._num_tokens),
             handoff=self._context.needs_decode(self._num_tokens),
         )
-        leg = self._prefill = PrefillLeg(self._context, self._pool, worker, request, self._recorder, self)
+        leg = self._prefill = PrefillLeg(self._context, self._pool, worker, request, self._recorder, self._legs)
         self._legs.add(leg)
         return leg
 
     def _drop_refused(self, leg: Leg) -> None:
         """Its worker has no capacity: it holds nothing of the run."""
         leg.worker.load.mark_full()
-        if self._decode is not None:
-            self._drop_decode(self._decode)
+        if self._migration.source is not None:
+            self._drop_decode(self._migration.source)
         if leg is self._prefill:
             leg.close(None)
             self._prefill = None
@@ -242,21 +191,10 @@ class Attempt:
 
     def _drop_decode(self, leg: DecodeLeg) -> None:
         leg.close(wire.Cancel(run=self._run, reason=wire.Cancel.REASON_ATTEMPT))
-        self._decode = None
+        self._migration.source = None
         self._recorder.assign_decode(None)
         if self._prefill is not None:
             self._prefill.target = None
-
-    def _drop_target(self, leg: DecodeLeg) -> None:
-        """A migration's target failed: another one may do, at the next offer."""
-        leg.close(wire.Cancel(run=self._run, reason=wire.Cancel.REASON_ATTEMPT))
-        failure, worker = leg.failure, leg.worker
-        if isinstance(failure, NoCapacity):
-            worker.load.mark_full()
-            return
-        self._failed_targets.add(worker.incarnation)
-        if isinstance(failure, AttemptFailed) and failure.blamed == worker.incarnation:
-            worker.record_failure()
 
     async def _until_prompt_logprobs(self) -> None:
         """The prefill call is a stream of its own: it may be slower than the answer."""

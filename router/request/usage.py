@@ -6,7 +6,7 @@ Times are those of this router's event loop; workers report durations.
 from __future__ import annotations
 
 from decant.protos import inference_pb2 as pb
-from decant.router.execution.token_stream import TokenStream
+from decant.router.request.token_stream import TokenStream
 
 
 def usage_of(stream: TokenStream) -> pb.Usage:

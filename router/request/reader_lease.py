@@ -15,13 +15,10 @@ from types import TracebackType
 from typing import Self
 
 from decant.protos import inference_pb2 as pb
-from decant.router.execution.token_stream import TokenStream
+from decant.router.request.token_stream import TokenStream
+from decant.router.timings import RouterTimings
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, OutOfRange, ServiceError
-
-UNREAD_SECONDS = 60.0
-"""How long a message may wait for its client once the request has ended."""
-
 
 Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 """Sends a message; it has been serialized when this returns."""
@@ -47,16 +44,17 @@ async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
 
 class ReaderLease:
     """The right to read a stream while the block runs. A newer call ends it, and so does a client that reads nothing
-    for UNREAD_SECONDS after the end: the stream would stay in memory while that client is connected.
+    for ``unread_s`` after the end: the stream would stay in memory while that client is connected.
 
     The block then raises Aborted(SUPERSEDED) or Aborted(SLOW_READER), unless the call itself was cancelled too.
     """
 
-    def __init__(self, stream: TokenStream) -> None:
+    def __init__(self, stream: TokenStream, unread_s: float = RouterTimings().unread_s) -> None:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
         self._stream = stream
+        self._unread_s = unread_s
         self._task = task
         self._now = loop.time
         self._call_later = loop.call_later
@@ -87,12 +85,12 @@ class ReaderLease:
         now, since = self._now(), self._sending_since
         if self._stream.end is not None:
             self._ended_since = self._ended_since or now
-            if since is not None and now - max(since, self._ended_since) >= UNREAD_SECONDS:
-                words = f"the request has ended, and no message was taken for {UNREAD_SECONDS:g} s"
+            if since is not None and now - max(since, self._ended_since) >= self._unread_s:
+                words = f"the request has ended, and no message was taken for {self._unread_s:g} s"
                 resume = ResumePoint(0, len(self._stream.tokens))
                 self._stop(Aborted(Reason.SLOW_READER, words, resume=resume))
                 return
-        self._timer = self._call_later(UNREAD_SECONDS / 4, self._check)
+        self._timer = self._call_later(self._unread_s / 4, self._check)
 
     def _stop(self, error: Aborted) -> None:
         if self._error is None:

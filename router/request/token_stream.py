@@ -13,7 +13,7 @@ from typing import Protocol
 
 from decant.protos import inference_pb2 as pb
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.valid_request import ValidRequest
 from decant.runtime.errors import ServiceError
 from decant.state.logprobs import Logprobs
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.request.token_stream import Finish, TokenStream
 from decant.runtime.errors import DeadlineExceeded
 
 

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.workers.token_sink import WriteError
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.workers.subscription import WriteError
 from decant.state.logprobs import Logprobs
 
 

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
-from decant.runtime.error_details import Reason, from_status
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.usage import receipt_of, usage_of
+from decant.router.request.valid_request import ValidRequest
+from decant.router.workers.pool import WorkerPool
+from decant.runtime.error_details import Reason, from_status, to_status
 from decant.runtime.errors import (
     RETRY_AFTER_SECONDS,
     Cancelled,
@@ -25,8 +29,8 @@ from decant.runtime.errors import (
     from_fault,
 )
 from decant.state.errors import StateError, StoreRefilling, UnknownRequest, UnreadableRequest
-from decant.state.ids import RequestKey, State
-from decant.state.owned import StoredRequest
+from decant.state.ids import Incarnation, RequestKey, State
+from decant.state.owned import OwnedRequest, StoredRequest
 
 RestoreRequest = Callable[[StoredRequest], Awaitable[ValidRequest]]
 """Validates a stored request again, as it was accepted. Raises ServiceError where its model is not served any more."""
@@ -109,3 +113,56 @@ def finish_from_record(found: StoredRequest) -> Finish | ServiceError | None:
     finished = found.record.finished[0]
     match = finished.WhichOneof("stop_match")
     return Finish(finished.finish_reason, **({match: getattr(finished, match)} if match else {}))
+
+
+LONGEST_DEADLINE = timedelta(days=3650)
+"""What is stored of one that is longer."""
+
+
+def new_record(request: ValidRequest, router: Incarnation, epoch: int) -> OwnedRequest:
+    """Of a request that `router` accepts now."""
+    now = datetime.now(UTC)
+    record = RequestRecord(
+        model=request.engine_request.model,
+        seed=request.engine_request.sampling.seed,
+        prompt_tokens=request.prompt_tokens,
+    )
+    remaining_s = request.deadline.remaining()
+    if remaining_s is not None:
+        record.deadline.FromDatetime(now + min(timedelta(seconds=min(remaining_s, 1e9)), LONGEST_DEADLINE))
+    owned = OwnedRequest.begin(request.key, router, request.payload, record, now)
+    owned.epoch = epoch
+    return owned
+
+
+def recorded_decode_worker(stored: StoredRequest) -> Incarnation | None:
+    """Where the last attempt is decoded, as far as is recorded."""
+    attempts = stored.record.attempts
+    if not attempts or attempts[-1].attempt != stored.attempt or not attempts[-1].HasField("decode_worker"):
+        return None
+    return Incarnation.of(attempts[-1].decode_worker)
+
+
+def recorded_layout(stored: StoredRequest, pool: WorkerPool) -> int:
+    """Layout of the last attempt's workers; 0 where they don't give equal bits, or where no attempt is recorded though
+    there are tokens. Without attempt and tokens it is the layout of all workers, if they have one."""
+    attempts = stored.record.attempts
+    if attempts:
+        return attempts[-1].layout
+    return 0 if stored.entries else pool.layout_of(stored.record.model)
+
+
+def record_end(owned: OwnedRequest, stream: TokenStream, end: Finish | ServiceError) -> None:
+    """Usage, receipt, and how the request ended. All tokens are recorded before."""
+    record = owned.record
+    if stream.certain_tokens is None:  # later readers get the tokens of this router
+        record.ClearField("certain_seq")
+    record.cached_tokens = stream.cached_tokens
+    record.usage.CopyFrom(usage_of(stream))
+    record.receipt.CopyFrom(receipt_of(stream, asyncio.get_running_loop().time()))
+    state, finished = finish_to_record(end)
+    if finished is not None:
+        record.finished.append(finished)
+    if isinstance(end, ServiceError):
+        record.error.CopyFrom(to_status(end.fault))
+    owned.transition(state, datetime.now(UTC))

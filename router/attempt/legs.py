@@ -8,12 +8,13 @@ from contextlib import suppress
 from typing import TypeVar
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.attempt_context import AttemptContext
-from decant.router.execution.failures import NoWorker
-from decant.router.execution.finish import finish_from_tokens
-from decant.router.execution.leg import Leg, PrefillLeg
-from decant.router.execution.placement_search import Search
-from decant.router.execution.token_stream import Finish
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.failures import NoWorker
+from decant.router.attempt.leg import Leg
+from decant.router.attempt.placement_search import Search
+from decant.router.attempt.prefill_leg import PrefillLeg
+from decant.router.request.finish import finish_from_tokens
+from decant.router.request.token_stream import Finish
 from decant.router.workers.waiting_line import Waiter
 
 _T = TypeVar("_T")

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.wait_prediction import Wait
-from decant.router.execution.request_record import new_record, recorded_decode_worker, recorded_layout
-from decant.router.execution.stored import stream_from_store
-from decant.router.execution.token_stream import TokenStream
-from decant.router.execution.token_writer import TokenWriter
-from decant.router.execution.valid_request import ValidRequest
 from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.request.stored import new_record, recorded_decode_worker, recorded_layout, stream_from_store
+from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_writer import TokenWriter
+from decant.router.request.valid_request import ValidRequest
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.packed import pack

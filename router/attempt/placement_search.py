@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.attempt_context import AttemptContext
+from decant.router.attempt.context import AttemptContext
 from decant.router.placement.policy import (
     Placement,
     PlacementRequest,
@@ -19,11 +19,6 @@ from decant.router.workers.waiting_line import Kind, WaitsFor
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.priority import queue_key
 from decant.state.ids import Incarnation
-
-NO_WORKER_PATIENCE_S = 5.0
-"""While no worker of the model answers."""
-NO_CAPACITY_PATIENCE_S = 60.0
-"""While those that answer are full."""
 
 _T = TypeVar("_T")
 
@@ -40,8 +35,8 @@ class Search(ABC, Generic[_T]):
         self.kind = self._kind()
 
     def patience_s(self) -> float:
-        """How long waiting is worth it, as workers stand now."""
-        return NO_CAPACITY_PATIENCE_S if self._pool.has_usable(self._context.model) else NO_WORKER_PATIENCE_S
+        """How long to wait, as workers stand now."""
+        return self._pool.patience_s(self._context.model)
 
     @abstractmethod
     def choose(self) -> _T | None:

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.attempt_context import AttemptContext
-from decant.router.execution.token_stream import AttemptTrace
+from decant.router.attempt.context import AttemptContext
+from decant.router.request.token_stream import AttemptTrace
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.state.ids import State
@@ -90,13 +90,13 @@ class AttemptRecorder:
         if message is not None and self._is_first_output:
             self._context.stream.cached_tokens = message.cached_tokens
 
-    def on_decode_started(self, message: wire.DecodeStarted | None, cached_tokens: int) -> None:
-        """The decode worker had ``cached_tokens`` of the sequence in its prefix cache."""
+    def on_decode_started(self, message: wire.DecodeStarted | None, scheduled: wire.Scheduled | None) -> None:
         self.advance(Generation.STATE_DECODING)
         trace = self._trace
         trace.decode_began_at = self._now()
         if message is None:
             return
+        cached_tokens = 0 if scheduled is None else scheduled.cached_tokens
         if message.WhichOneof("path") == "handoff":
             handoff = message.handoff
             trace.handoff_s = handoff.handoff_us / 1e6

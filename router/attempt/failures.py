@@ -23,7 +23,7 @@ from decant.runtime.peer import enum_name
 from decant.state.ids import Incarnation
 
 if TYPE_CHECKING:
-    from decant.router.execution.leg import Leg
+    from decant.router.attempt.leg import Leg
 
 RETRY_ELSEWHERE = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
 """The same attempt goes to another worker, or to this one later."""
