@@ -1,11 +1,11 @@
-"""A worker's process, of either role, from its settings to its end.
+"""A worker's process, of either role.
 
-listen ── load and measure the model ── engine, hub, services ── one warm-up ── register ── ready
-   (a thread: the loop turns, and calls are refused by name)                                  │
-end <── leave the directory <── runs are gone, sessions end <── draining <────────────── SIGTERM
-end with 1 <── an engine that crashed, another life under this name
+listen ── load and measure the model ── engine, host, services ── warm-up ── register ── ready
+   (in a thread; calls are refused meanwhile)                                               │
+end <── deregister <── no runs, sessions end <── draining <────────────────────────────── SIGTERM
+exit status 1 <── the engine crashed, or another incarnation registered
 
-SIGTERM while it loads or warms up ends the process at once: no other process knows of it yet.
+SIGTERM during loading or warm-up ends the process at once: no other process knows it yet.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LAST_ANSWERS_S = 0.25
 """After a crash of the engine, for the answers to its callers, before the server ends."""
 
 SWITCH_S = 0.0005
-"""How soon the interpreter gives way to the other thread: the engine's waits for the event loop's at every call."""
+"""Interpreter switch interval: the engine's thread waits for the event loop's at every call."""
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
@@ -66,7 +66,7 @@ _log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerRole:
-    """What a role is: how its processes are called and what they are told."""
+    """A role with its program name and its settings."""
 
     role: wire.Role
     program: str
@@ -74,7 +74,7 @@ class WorkerRole:
 
 
 def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
-    """Runs one worker to its end: 0 in order, 1 after a failure, 2 for settings or a model that can't be served."""
+    """Run a worker. The exit status: 0 in order, 1 after a failure, 2 for invalid settings or an unusable model."""
     given = sys.argv[1:] if arguments is None else arguments
     settings = load_or_exit(kind.settings, given, program=kind.program)
     logs.start(kind.program, settings)
@@ -92,16 +92,16 @@ def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDev
     return 0 if orderly else 1
 
 
-def _refused(kind: WorkerRole, words: str) -> int:
-    print(f"{kind.program}: {words}", file=sys.stderr)
+def _refused(kind: WorkerRole, reason: str) -> int:
+    print(f"{kind.program}: {reason}", file=sys.stderr)
     return 2
 
 
 async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice) -> bool:
-    """Serves until asked to end; returns whether every call ended by itself.
+    """Serve until the end; returns whether every call ended by itself.
 
-    Raises Refused, InvalidConfig, ModelRefused, ModelUnreadable and StoreFault for what can't be honoured, and
-    EngineStopped when the very first step fails.
+    Raises SettingError, InvalidConfig, ModelRefused, ModelUnreadable, StoreFault, and EngineStopped if the warm-up
+    fails.
     """
     sys.setswitchinterval(SWITCH_S)
     _check(settings)
@@ -118,14 +118,14 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
             drain=worker.drain,
         )
         if not worker.is_announced:
-            # Asked to end while the model loads: the thread that loads, or runs the first step, cannot be interrupted.
+            # The end came while the model was loading: its thread cannot be interrupted.
             shutdown.end_process(0 if orderly else 1)
         return orderly
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a drain has to do with."""
+    """The parts that a drain concerns."""
 
     host: EngineHost
     prefill: PrefillService
@@ -134,7 +134,7 @@ class _Parts:
 
 
 class Worker:
-    """One worker's parts, put together while it warms up. ``stack`` ends them, the last one first."""
+    """Builds the parts of one worker during warm-up; ``stack`` closes them in reverse order."""
 
     def __init__(
         self, settings: WorkerSettings, role: wire.Role, load_device: LoadDevice, stack: AsyncExitStack
@@ -142,26 +142,25 @@ class Worker:
         self.readiness = Readiness()
         self.registry = Registry()
         self.is_announced = False
-        """Whether others may know of it: it has begun to register."""
+        """Whether other processes may know the worker: it has begun to register."""
         self._settings = settings
         self._role = role
         self._load_device = load_device
         self._stack = stack
-        self._parts: _Parts | None = None  # once there are any
-        self._late = {
+        self._parts: _Parts | None = None  # None until warm-up
+        self._deferred = {
             name: DeferredService(descriptor) for name, descriptor in wire.DESCRIPTOR.services_by_name.items()
         }
 
     def services(self) -> list[Service]:
-        """None of their methods is an entrance that closes in a drain: a prompt that comes then is refused in the
-        protocol's own words, and routers may come back to runs that are still here."""
+        """No method is refused during a drain: a prompt is answered with Refused, and routers may reconnect to runs."""
         descriptors = wire.DESCRIPTOR.services_by_name
-        return [Service(descriptors[name], late.add_to) for name, late in self._late.items()]
+        return [Service(descriptors[name], service.add_to) for name, service in self._deferred.items()]
 
-    # -- beginning -----------------------------------------------------------------------------------------------
+    # -- start ---------------------------------------------------------------------------------------------------
 
     async def warm_up(self, server: Server) -> None:
-        """From a server that listens to a worker that is registered and can serve."""
+        """From a listening server to a registered worker."""
         settings = self._settings
         server.shutdown.ends_process = True
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
@@ -188,15 +187,15 @@ class Worker:
         return await self._stack.enter_async_context(host)
 
     def _open(self, host: EngineHost) -> tuple[PrefillService, DecodeService]:
-        """Calls are answered from now on."""
+        """Calls are served from now on."""
         prefill, decode = PrefillService(host), DecodeService(host)
         host.connect(_CrashHandler(self.readiness), WorkerMetrics(self.registry, host), prefill, decode.run_manager)
         self._stack.push_async_callback(decode.close)
         audit = AuditService(host, prefill, decode)
-        self._late["Prefill"].attach(partial(services.add_PrefillServicer_to_server, prefill))
-        self._late["Decode"].attach(partial(services.add_DecodeServicer_to_server, decode))
-        self._late["KvSource"].attach(KvSourceService(host.sender).add_to)
-        self._late["Audit"].attach(partial(services.add_AuditServicer_to_server, audit))
+        self._deferred["Prefill"].attach(partial(services.add_PrefillServicer_to_server, prefill))
+        self._deferred["Decode"].attach(partial(services.add_DecodeServicer_to_server, decode))
+        self._deferred["KvSource"].attach(KvSourceService(host.sender).add_to)
+        self._deferred["Audit"].attach(partial(services.add_AuditServicer_to_server, audit))
         return prefill, decode
 
     async def _register(self, host: EngineHost, files: ModelFiles) -> Registrar:
@@ -227,16 +226,16 @@ class Worker:
         )
         return await self._stack.enter_async_context(registrar)
 
-    # -- ending --------------------------------------------------------------------------------------------------
+    # -- end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Nothing new; what is here goes on to its end; then nobody looks here any more."""
+        """Refuse new runs, wait for the end of those that run, then deregister."""
         parts = self._parts
         if parts is None:
-            return  # it was asked to end before it had begun
+            return  # warm-up was not complete
         parts.host.draining = True
         parts.registrar.renew_now()
-        # The router renews the tickets of prompts over its session: those end last.
+        # Sessions end last: over them routers renew the tickets of prompts.
         await parts.prefill.drain()
         await parts.decode.drain()
         await parts.registrar.leave()
@@ -269,7 +268,7 @@ class _WarmUpHandler(HostHandler):
 
 
 def _check(settings: WorkerSettings) -> None:
-    """What can be refused before the model is loaded. Raises Refused, InvalidConfig."""
+    """Checks that need no model. Raises SettingError, InvalidConfig."""
     Limits(settings.token_budget or settings.max_running, settings.max_running)
     if settings.advertise is None and settings.host in EVERY_ADDRESS:
         raise SettingError("advertise", "needed where host is every address", "nothing")

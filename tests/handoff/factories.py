@@ -119,21 +119,21 @@ Tamper = Callable[[wire.FetchResponse], list[wire.FetchResponse]]
 
 
 class Wire:
-    """``KvSource`` in one process: a giver behind messages that are serialised, and tampered with on request."""
+    """``KvSource`` in one process: a sender behind messages that are serialised, and tampered with on request."""
 
     def __init__(self, sender: KvSender, tamper: Tamper = lambda message: [message]) -> None:
-        self._giver = sender
+        self._sender = sender
         self._tamper = tamper
         self.released: list[wire.ReleaseRequest] = []
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
-        async for message in self._giver.fetch(requests):
+        async for message in self._sender.fetch(requests):
             for response in self._tamper(wire.FetchResponse.FromString(message)):
                 yield decode(response.SerializeToString())
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         self.released.append(request)
-        await self._giver.release(request)
+        await self._sender.release(request)
 
 
 async def alone(request: Request) -> list[int]:

@@ -1,4 +1,4 @@
-"""Workers with torch-free engines behind real gRPC servers, and a router that does what a test says."""
+"""Workers with torch-free engines behind real gRPC servers, and a router that a test drives."""
 
 from __future__ import annotations
 

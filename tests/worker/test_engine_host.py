@@ -13,7 +13,7 @@ from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, eventually, make_work, worker
 
 
-async def test_the_load_is_what_the_engine_has_and_what_waits_before_it() -> None:
+async def test_the_load_counts_the_engine_and_the_queues_before_it() -> None:
     async with worker(blocks=32) as place:
         host, loop = place.host, place.host.loop
         idle = host.load()
@@ -45,7 +45,7 @@ async def test_the_load_is_what_the_engine_has_and_what_waits_before_it() -> Non
             pass
 
 
-async def test_a_look_is_taken_again_and_again_without_anyone_asking() -> None:
+async def test_the_load_is_sampled_periodically() -> None:
     async with worker() as place:
         await place.host.loop.call(lambda engine: engine.add(to_request("r", make_work(40, 1), model=MODEL)))
         await place.written("r")
@@ -53,7 +53,7 @@ async def test_a_look_is_taken_again_and_again_without_anyone_asking() -> None:
         assert place.host.load().running == 0
 
 
-async def test_a_beat_tells_a_running_step_from_none() -> None:
+async def test_a_heartbeat_distinguishes_a_running_step_from_none() -> None:
     async with worker() as place:
         host = place.host
         assert not host.heartbeat().HasField("step_age_ms"), "idle"

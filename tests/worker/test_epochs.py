@@ -10,7 +10,7 @@ def run(epoch: int, request: str = "t/a") -> wire.Run:
     return wire.Run(request=request, epoch=epoch, attempt=1)
 
 
-def test_a_lower_epoch_is_superseded_and_told_the_highest() -> None:
+def test_a_lower_epoch_is_superseded_with_the_highest() -> None:
     epochs = Epochs()
     assert epochs.check(run(2)) is None
     assert epochs.check(run(2)) is None
@@ -74,7 +74,7 @@ def test_a_live_request_has_one_payload() -> None:
     assert not epochs.is_other_request(named(b"two"))
 
 
-def test_an_epoch_is_forgotten_when_nobody_names_its_request_for_long() -> None:
+def test_an_epoch_is_forgotten_when_its_request_is_not_named_for_long() -> None:
     now = 0.0
     epochs = Epochs(keep_s=10, clock=lambda: now)
     epochs.check(run(5))

@@ -45,7 +45,7 @@ async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> Non
         assert found["handoff_bytes_sum"] == (8 + 1) * place.host.shape.block_bytes
 
 
-async def test_a_handoff_that_comes_to_nothing_is_counted_by_its_cause() -> None:
+async def test_a_failed_handoff_is_counted_by_its_cause() -> None:
     async with worker() as place, worker("d") as receiver:
         registry = Registry(process=False)
         receiver.connect(WorkerMetrics(registry, receiver.host))

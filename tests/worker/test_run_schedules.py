@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from tests.router.virtual_time import run, settle
-from tests.worker.schedule_harness import Trial
+from tests.worker.schedule_actions import Actions
+from tests.worker.schedule_trial import Trial
 
 UNSHRUNK = (Phase.reuse, Phase.generate, Phase.explicit)
 
 COMMON = ("start", "fetch", "step", "deliver", "round", "round", "wait")
 MESSAGES = ("cancel", "forget", "resend", "repeat", "adopt", "replace", "migrate", "receive", "receive")
-FAULTS = ("break", "open", "stall", "cut")
+FAULTS = ("leave", "open", "stall", "cut")
 ENDS = ("drain", "crash")
 
 
@@ -35,8 +36,9 @@ def quiet_log() -> Iterator[None]:
 async def play(actions: list[tuple[str, int]]) -> None:
     trial = Trial()
     await trial.begin()
+    perform = Actions(trial)
     for name, value in actions:
-        result = getattr(trial, f"act_{name}")(value)
+        result = getattr(perform, name)(value)
         if inspect.isawaitable(result):
             await result
         if value % 3:  # else the next action comes at the same instant
@@ -71,7 +73,7 @@ def test_runs_end_once_and_leave_nothing_when_the_worker_drains_or_its_engine_cr
 
 @settings(max_examples=100, phases=UNSHRUNK, deadline=None)
 @given(
-    st.integers(0, 255), st.integers(0, 40), st.sampled_from([*MESSAGES, "break", "cut", "stall"]), st.integers(0, 255)
+    st.integers(0, 255), st.integers(0, 40), st.sampled_from([*MESSAGES, "leave", "cut", "stall"]), st.integers(0, 255)
 )
 def test_a_fetched_run_survives_one_event_at_any_instant(size: int, instant: int, event: str, value: int) -> None:
     """Every instant between the Start and the end, in half steps of each engine."""

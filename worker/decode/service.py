@@ -116,7 +116,7 @@ class DecodeService(services.DecodeServicer):
         if not same_incarnation(hello.worker, self._host.peer):
             raise FailedPrecondition(Reason.WRONG_PEER, f"another incarnation than {hello.worker.incarnation:x}")
         if not is_compatible(hello.router.protocol):
-            raise FailedPrecondition(Reason.WRONG_PROTOCOL, f"protocol {hello.router.protocol} is not spoken here")
+            raise FailedPrecondition(Reason.WRONG_PROTOCOL, f"protocol {hello.router.protocol} is not supported")
         if not hello.router.id:
             raise InvalidArgument("hello.router.id", "not empty", "")
 
