@@ -85,7 +85,7 @@ class RouterClient:
             with contextlib.suppress(ServiceError, asyncio.CancelledError):
                 await older
         if self._task.done() and isinstance(self._task.exception(), Unavailable):
-            assert not list(self._node.decode.runs()), "a drained worker has runs"
+            assert not list(self._node.decode.run_manager.runs), "a drained worker has runs"
             for run in runs:
                 run.end = run.end or "unknown"
 
