@@ -62,8 +62,10 @@ def test_an_open_loop_has_the_keys_of_vllm_and_forced_lengths(address: str) -> N
     assert run["p50_ttft_ms"] <= run["p99_ttft_ms"] <= run["max_e2el_ms"]
 
 
-def test_a_closed_loop_has_as_many_requests_at_a_time_as_clients(address: str) -> None:
-    run = measured(address, "--concurrency", "1", *SMALL)
+def test_a_closed_loop_has_as_many_requests_at_a_time_as_clients(address: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    run = measured(address, "--concurrency", "1", "--html", str(report), *SMALL)
+    assert run["sentence"] in report.read_text()
     assert run["max_concurrency"] == 1
     # one after another: the latencies add up
     assert run["duration"] * 1e3 >= 12 * run["mean_e2el_ms"] * 0.999
