@@ -26,7 +26,7 @@ class Axis:
     def step(self) -> float:
         """Distance of the ticks: 1, 2 or 5 times a power of ten."""
         rough = max(self.end, 1e-9) / _TICKS
-        power = 10 ** math.floor(math.log10(rough))
+        power = 10.0 ** math.floor(math.log10(rough))
         return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
 
     @property
