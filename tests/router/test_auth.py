@@ -17,7 +17,7 @@ from decant.runtime.errors import NotFound, PermissionDenied, Unauthenticated
 from decant.runtime.settings import InvalidSettings
 from decant.state.quota import TenantLimits
 from tests.router.factories import AT_LENGTH, model, tiny, write
-from tests.router.test_service import all_of, asked, refused, scene
+from tests.router.service_harness import all_of, asked, refused, scene
 
 SECRET = "correct horse"
 OTHER = "battery staple"

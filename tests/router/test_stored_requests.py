@@ -21,9 +21,9 @@ from decant.state import keys
 from decant.state.errors import StateError, UnreadableRequest
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
+from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
 from tests.router.fake_worker import answer, fleet
 from tests.router.harness import core, ended, make_request, until
-from tests.router.test_resume_and_takeover import KEY, PROMPT, left_behind, watching
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 DEAD = Incarnation("gone", 1)

@@ -19,9 +19,9 @@ from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation, RequestKey, State
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
+from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
 from tests.router.fake_worker import MODEL, answer, fleet
 from tests.router.harness import core, ended, make_request, tokens_of, until, written
-from tests.router.test_resume_and_takeover import KEY, PROMPT, left_behind, watching
 from tests.state.factories import router_facts
 from tests.worker.decode_harness import eventually
 
