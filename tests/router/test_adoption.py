@@ -59,7 +59,7 @@ async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
             assert [entry.token for entry in found.entries] == second.tokens
 
 
-async def test_what_no_worker_has_any_more_goes_on_from_what_is_written(store: Store) -> None:
+async def test_a_request_without_a_worker_continues_from_its_stored_tokens(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
         workers[1].script.pause_at = 3
         first = await one.dispatcher.begin(make_request())
@@ -95,7 +95,7 @@ async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
             assert isinstance((await ended(first)).end, Cancelled), "and not superseded: nobody else reads it"
 
 
-async def test_who_learns_from_the_store_that_it_was_cancelled_elsewhere_says_so(store: Store) -> None:
+async def test_a_cancel_at_another_router_ends_the_stream_as_cancelled(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
         stream = await scene.dispatcher.begin(make_request())
@@ -107,7 +107,7 @@ async def test_who_learns_from_the_store_that_it_was_cancelled_elsewhere_says_so
 
 
 @pytest.mark.parametrize(("epoch", "reason"), [(2, Reason.OWNER_CHANGED), (1, Reason.SUPERSEDED)])
-async def test_while_the_store_is_away_the_epoch_says_whether_a_client_may_resume(
+async def test_without_redis_the_epoch_decides_whether_a_client_may_resume(
     store: Store, monkeypatch: pytest.MonkeyPatch, epoch: int, reason: Reason
 ) -> None:
     """Only a client's stream begins an epoch that runs already at a worker; a greater epoch is a takeover's."""

@@ -117,7 +117,7 @@ async def test_a_conversation_without_messages_is_refused(both):
     assert refused.value.field == "messages.messages"
 
 
-async def test_a_templates_own_refusal_is_told_in_its_words(both):
+async def test_a_templates_own_error_message_reaches_the_client(both):
     ours, _ = both("mistral")
     messages = [pb.Message(role="assistant", content="x")]
     with pytest.raises(InvalidArgument) as refused:

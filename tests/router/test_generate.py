@@ -178,7 +178,7 @@ async def test_the_calls_deadline_is_the_requests_own():
         assert (await s.stream()).request.deadline.remaining() is None
 
 
-async def test_a_request_that_dispatch_ends_by_its_deadline_says_so():
+async def test_a_request_that_ends_by_its_deadline_gets_deadline_exceeded():
     async with scene() as s:
         s.dispatcher.plan = writes(5, end=DeadlineExceeded())
         error = await refused(s.stub.Generate(asked()))

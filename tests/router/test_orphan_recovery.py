@@ -22,7 +22,7 @@ from tests.router.harness import (
 )
 
 
-async def test_what_a_router_left_behind_is_gone_on_with_once(store: Store) -> None:
+async def test_a_dead_routers_request_continues_at_one_router(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2))
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         async with watching(store, one), watching(store, two):
@@ -37,7 +37,7 @@ async def test_what_a_router_left_behind_is_gone_on_with_once(store: Store) -> N
         assert await store.open.of(Incarnation("gone", 1)) == set()
 
 
-async def test_what_is_taken_over_and_read_by_nobody_ends_with_its_grace(store: Store) -> None:
+async def test_a_taken_over_request_without_a_reader_ends_after_its_grace(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2))
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=100) as scene:
         workers[1].script.pause_at = 3
@@ -47,7 +47,7 @@ async def test_what_is_taken_over_and_read_by_nobody_ends_with_its_grace(store: 
         assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
 
 
-async def test_nobody_is_gone_until_those_that_live_had_the_time_to_say_so(
+async def test_no_router_counts_as_dead_before_live_routers_had_time_to_register(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Routers write their requests to an emptied Redis before they are registered there again."""

@@ -110,7 +110,7 @@ async def test_its_deadline_ends_it_in_every_state(store: Store, phase: str) -> 
         assert [entry.token for entry in found.entries] == stream.tokens
 
 
-async def test_a_lost_stream_has_a_grace_unless_nobody_could_come_back(store: Store) -> None:
+async def test_a_lost_stream_has_a_grace_unless_its_id_was_generated(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as scene:
         workers[1].script.pause_at = 2
         stream = await scene.dispatcher.begin(make_request())

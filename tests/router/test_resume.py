@@ -115,7 +115,7 @@ async def test_a_stream_that_is_resumed_within_its_grace_is_not_cancelled(store:
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
-async def test_a_detached_request_goes_on_without_a_reader(store: Store) -> None:
+async def test_a_detached_request_continues_without_a_reader(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0) as scene:
         workers[1].script.pause_at = 2
         stream = await scene.dispatcher.begin(make_request(detach_ms=60_000))
@@ -152,7 +152,7 @@ async def test_a_cancel_may_be_repeated_at_any_time(store: Store, from_store: bo
         assert await scene.dispatcher.cancel(done.request.key) == ended_run()
 
 
-async def test_how_a_request_stands_is_told_here_and_from_the_store(store: Store) -> None:
+async def test_get_returns_a_request_from_memory_and_from_the_store(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
         stream = await scene.dispatcher.begin(make_request())
@@ -174,7 +174,7 @@ async def test_how_a_request_stands_is_told_here_and_from_the_store(store: Store
         assert [each.state for each in stored.record.transitions] == [1, 2, 3, 4, 5]
 
 
-async def test_what_nobody_knows_is_not_found(server: PrivateRedis, bare: object) -> None:
+async def test_an_unknown_request_is_not_found(server: PrivateRedis, bare: object) -> None:
     workers: list[FakeWorker] = []
     async with make_store(server.url, refill_s=0.0) as store, core(store, workers) as scene:
         for ask in (scene.dispatcher.resume, scene.dispatcher.get, scene.dispatcher.cancel):

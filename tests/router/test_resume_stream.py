@@ -116,7 +116,7 @@ async def test_a_client_that_reads_slowly_keeps_its_stream():
         assert stream.reader is reader
 
 
-async def test_a_tail_that_is_uncertain_is_refused_and_gone_on_with_from_what_is_certain():
+async def test_an_uncertain_tail_is_refused_and_resumes_from_the_certain_tokens():
     async with scene() as s:
         s.stub.GenerateStream(asked(request_id="r"))
         stream = await s.stream()
@@ -169,7 +169,7 @@ async def test_a_seq_that_was_never_sent_is_out_of_range():
 
 
 @pytest.mark.parametrize("call", ["ResumeStream", "GetGeneration"])
-async def test_what_nobody_knows_can_not_be_come_back_to(call):
+async def test_an_unknown_request_cannot_be_resumed(call):
     async with scene() as s:
 
         def asks(id: str) -> Any:
@@ -182,7 +182,7 @@ async def test_what_nobody_knows_can_not_be_come_back_to(call):
         assert isinstance(await refused(asks("")), InvalidArgument)
 
 
-async def test_a_generation_tells_what_is_written_so_far():
+async def test_a_generation_has_the_output_so_far():
     async with scene() as s:
         options = pb.ResponseOptions(token_ids=True, logprobs=1)
         call = s.stub.GenerateStream(asked(request_id="r", response=options))
@@ -202,7 +202,7 @@ async def test_a_generation_tells_what_is_written_so_far():
         assert not told.HasField("error")
 
 
-async def test_a_generation_that_failed_tells_its_error_and_what_was_written():
+async def test_a_failed_generation_has_its_error_and_output():
     async with scene() as s:
         s.dispatcher.plan = writes(70, 71, end=DeadlineExceeded())
         await refused(all_of(s.stub.GenerateStream(asked(request_id="r"))))
@@ -232,7 +232,7 @@ async def test_what_has_ended_by_itself_is_not_cancelled():
         assert await cancelled(s) == CANCEL.STATUS_ALREADY_FINISHED
 
 
-async def test_what_nobody_knows_is_unknown():
+async def test_a_cancel_of_an_unknown_request_returns_unknown():
     async with scene() as s:
         assert await cancelled(s) == CANCEL.STATUS_UNKNOWN_REQUEST
         assert isinstance(await refused(cancelled(s, "")), InvalidArgument)

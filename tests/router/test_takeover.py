@@ -236,7 +236,7 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
         assert await store.open.of(Incarnation.of(scene.router.peer)) == set()
 
 
-async def test_an_adoption_whose_answer_is_lost_is_gone_on_with(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_adoption_whose_reply_is_lost_is_completed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await left_behind(store, *answer(PROMPT, 2))
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3

@@ -65,7 +65,7 @@ async def test_what_can_not_fit_the_context_is_refused_before_it_is_tokenized(mo
         assert (error.field, error.value) == ("token_ids", "65")
 
 
-async def test_work_on_words_is_one_of_its_tenants_calls():
+async def test_tokenize_and_detokenize_count_as_calls_of_the_tenant():
     async with scene() as s:
         await s.stub.Tokenize(pb.TokenizeRequest(text="x"))
         await s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5]))
@@ -109,7 +109,7 @@ async def test_what_a_newer_client_asks_is_refused_by_its_number_everywhere(meth
         assert error.field.endswith(".1000")
 
 
-async def test_models_are_told_as_they_are_served():
+async def test_list_models_and_get_model_describe_the_served_models():
     async with scene(Models([tiny(), model(id="open", max_context_length=None)])) as s:
         listed = (await s.stub.ListModels(pb.ListModelsRequest())).models
         assert [found.id for found in listed] == ["tiny-python", "open"]
@@ -123,7 +123,7 @@ async def test_models_are_told_as_they_are_served():
         assert isinstance(await refused(s.stub.GetModel(pb.GetModelRequest(model="no"))), NotFound)
 
 
-async def test_a_server_tells_what_it_is_and_what_it_refuses():
+async def test_server_info_has_limits_and_unimplemented_fields():
     async with scene() as s:
         info = await s.stub.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.version, info.router_id, info.default_model) == ("1.2.3", "router-a", "tiny-python")

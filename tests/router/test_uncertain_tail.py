@@ -32,7 +32,7 @@ async def begun_behind(stream: TokenStream, after_seq: int) -> None:
         await wait_for_resume_point(stream, after_seq)
 
 
-async def test_a_tail_that_comes_out_the_same_again_is_gone_on_with(store: Store) -> None:
+async def test_an_equal_tail_is_resumed(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
@@ -130,7 +130,7 @@ async def test_what_was_uncertain_to_one_router_is_to_the_next(store: Store) -> 
         await ended(stream)
 
 
-async def test_a_routers_own_next_attempt_goes_on_from_what_it_has_shown(store: Store) -> None:
+async def test_the_next_attempt_continues_from_the_tokens_already_sent(store: Store) -> None:
     """The tokens that were shown are the next worker's input, whatever it promises."""
     async with fleet(P, D, ("e", wire.ROLE_DECODE)) as workers:
         for worker in workers:
@@ -143,7 +143,7 @@ async def test_a_routers_own_next_attempt_goes_on_from_what_it_has_shown(store: 
             await begun_behind(stream, 4)
 
 
-async def test_who_waits_for_a_tail_hears_how_the_request_ended(store: Store) -> None:
+async def test_a_reader_that_waits_for_a_tail_gets_the_requests_end(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
@@ -155,7 +155,7 @@ async def test_who_waits_for_a_tail_hears_how_the_request_ended(store: Store) ->
             await waiting
 
 
-async def test_nobody_has_more_than_was_ever_written(store: Store) -> None:
+async def test_a_resume_point_after_the_last_token_is_refused(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await scene.answer(make_request())
         with pytest.raises(OutOfRange):

@@ -114,7 +114,7 @@ def name_of(chain: tuple[FieldDescriptor, ...]) -> str:
 
 
 @pytest.mark.parametrize("chain", FIELDS, ids=name_of)
-async def test_no_field_is_passed_over(chain):
+async def test_no_field_is_ignored(chain):
     name = f"{chain[-1].containing_type.name}.{chain[-1].name}"
     base = await outcome(plain())
     assert base == await outcome(plain())
@@ -143,7 +143,7 @@ async def test_what_is_refused_by_name_is_on_the_list_and_what_is_on_it_is_refus
     assert refused == listed
 
 
-async def test_a_refusal_says_what_to_do():
+async def test_a_refusal_has_advice():
     chat = pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message(role="user", content="hi")]))
     for request, message in (
         (chat, "tiny-python has no chat template: send a text"),
@@ -291,7 +291,7 @@ async def test_a_request_without_any_input_is_refused():
 
 @pytest.mark.parametrize(("tokens", "fits"), [(15, True), (16, False), (17, False)])
 @pytest.mark.parametrize("whose", ["model", "workers"])
-async def test_a_prompt_that_leaves_no_room_is_refused(tokens, fits, whose):
+async def test_a_prompt_that_fills_the_context_is_refused(tokens, fits, whose):
     limited = {"workers_context_length": 16} if whose == "workers" else {"served": model(max_context_length=16)}
     asked = valid(token_ids=pb.TokenIds(ids=[3] * tokens), **limited)
     if fits:
@@ -303,7 +303,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused(tokens, fits, whose):
     assert "15" in refused.value.limit
 
 
-async def test_workers_that_serve_more_than_the_model_was_made_for_are_believed():
+async def test_the_workers_context_length_overrides_the_models():
     """Its rotary scaling may reach further than the positions that its configuration names."""
     made = await valid(
         served=model(max_context_length=16), workers_context_length=64, token_ids=pb.TokenIds(ids=[3] * 40)
@@ -311,7 +311,7 @@ async def test_workers_that_serve_more_than_the_model_was_made_for_are_believed(
     assert made.engine_request.stopping.max_tokens == 24
 
 
-async def test_without_a_window_or_workers_who_name_one_nothing_is_known():
+async def test_without_workers_the_context_length_may_be_unknown():
     with pytest.raises(Unavailable) as refused:
         await valid(served=model(max_context_length=None))
     assert refused.value.reason is Reason.NO_WORKER
@@ -327,7 +327,7 @@ async def test_without_a_window_or_workers_who_name_one_nothing_is_known():
     min_tokens=st.integers(0, 30),
 )
 @settings(max_examples=300, deadline=None)
-async def test_prompt_and_output_always_fit_the_window(prompt, limit, max_tokens, min_tokens):
+async def test_prompt_and_output_always_fit_the_context(prompt, limit, max_tokens, min_tokens):
     stopping = Stopping(max_tokens=max_tokens, min_tokens=min_tokens)
     try:
         made = await valid(token_ids=pb.TokenIds(ids=[3] * prompt), stopping=stopping, workers_context_length=limit)
@@ -348,7 +348,7 @@ async def test_a_prompt_has_its_special_tokens_and_tokens_are_taken_as_they_are(
     assert unpacked((await valid(token_ids=pb.TokenIds(ids=ids))).engine_request.prompt) == ids
 
 
-async def test_a_tokenizer_with_more_words_than_the_model_has_rows_is_held_to_them():
+async def test_token_ids_beyond_the_models_embeddings_are_refused():
     with pytest.raises(InvalidArgument) as refused:
         await valid(prompt="return None", served=model(vocab_size=50))
     assert refused.value.field == "prompt"
@@ -389,7 +389,7 @@ async def test_an_empty_id_is_made_up_and_a_given_one_is_kept():
     assert (given.key.id, given.id_generated, given.payload.request_id) == ("mine", False, "mine")
 
 
-async def test_what_is_wanted_is_what_was_asked_for():
+async def test_output_options_follow_the_request():
     assert (await valid()).output_options == OutputOptions()
     asked = pb.ResponseOptions(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
     made = await valid(response=asked)
@@ -413,7 +413,7 @@ def test_salts_differ_by_tenant_and_by_the_clients_own():
     assert salt_of("a", "b") == salt_of("a", "b")
 
 
-def test_limits_are_told_as_they_are_held():
+def test_reported_limits_are_those_that_are_enforced():
     told = limits(max_queued_requests=5, resume_grace_ms=6, result_ttl_ms=7)
     assert (told.max_queued_requests, told.resume_grace_ms, told.result_ttl_ms) == (5, 6, 7)
     assert told.max_logprobs == MAX_LOGPROBS

@@ -137,7 +137,7 @@ def equal_request(owner: int) -> OwnedRequest:
     return make_request(owner=router(owner), shown=ResponseOptions(prompt_logprobs=0))
 
 
-async def test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_request(store: Store) -> None:
+async def test_a_request_that_failed_without_a_token_is_replaced_by_an_equal_one(store: Store) -> None:
     old = await failed(store)
     assert (await store.requests.read(KEY)).state == FAILED
     with pytest.raises(AlreadyExists):
@@ -180,7 +180,7 @@ async def test_of_many_that_begin_a_failed_one_anew_one_does_and_the_others_find
     assert [n for n in range(2, 12) if await store.open.of(router(n))] == [asking.index(winner) + 2]
 
 
-async def test_one_that_follows_a_failure_of_which_redis_has_not_heard_is_the_greater(store: Store) -> None:
+async def test_a_request_after_an_unrecorded_failure_has_the_greater_epoch(store: Store) -> None:
     old = await failed(store)
     await store._client.execute("FLUSHALL")
     again = equal_request(1)
@@ -295,7 +295,7 @@ async def test_every_key_that_is_not_the_era_has_a_lifetime(store: Store, bare: 
 # -- owners ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_newest_stream_owns_the_request_and_the_older_owner_is_told(store: Store) -> None:
+async def test_the_newest_stream_owns_the_request_and_the_previous_owner_is_superseded(store: Store) -> None:
     old = make_request(tokens=[1, 2])
     await store.requests.accept(old)
     await store.requests.write(old)
@@ -418,7 +418,7 @@ async def test_an_orphan_is_adopted_only_when_its_owner_is_gone(store: Store, ba
     assert (await store.requests.adopt_orphan(KEY, router(2))).owner == router(2)
 
 
-async def test_an_adoption_that_is_asked_for_again_changes_nothing(store: Store) -> None:
+async def test_a_repeated_adoption_changes_nothing(store: Store) -> None:
     await store.requests.accept(make_request())
     for epoch in (1, 1, None):
         found = await store.requests.adopt(KEY, router(2), epoch)
