@@ -56,7 +56,7 @@ class OrphanRecovery:
         while True:
             try:
                 await self._watch()
-            except StateError:  # the registration logs that the store is away
+            except StateError:  # the registration logs that the store is unavailable
                 await asyncio.sleep(self._timings.retry_s)
 
     async def _watch(self) -> None:
