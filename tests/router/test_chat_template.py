@@ -22,8 +22,7 @@ from decant.router.text.served_model import ServedModel, served
 from decant.runtime.errors import InvalidArgument
 from decant.runtime.model_files import ModelUnreadable, find
 from tests.router.chat_templates import BARE, LIKE
-from tests.router.factories import valid
-from tests.router.test_validation import unpacked
+from tests.router.factories import unpacked, valid
 from tests.router.tokenizers_made import byte_level, folder
 
 HELLO = [pb.Message(role="user", content="hello")]
