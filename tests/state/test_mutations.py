@@ -25,6 +25,7 @@ from tests.state import (
     test_keep_the_greater,
     test_outage,
     test_private_redis,
+    test_request_owners,
     test_requests,
 )
 from tests.state import test_open_requests as test_open
@@ -55,9 +56,9 @@ class Fault:
 
 
 ANEW = test_requests.test_a_request_that_failed_without_a_token_is_replaced_by_an_equal_one
-CANCELLING = test_requests.test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment
-REUSED = partial(test_requests.test_an_id_belongs_to_the_payload_that_was_stored_first, epoch=2)
-STREAM = test_requests.test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request
+CANCELLING = test_request_owners.test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment
+REUSED = partial(test_request_owners.test_an_id_belongs_to_the_payload_that_was_stored_first, epoch=2)
+STREAM = test_request_owners.test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request
 UNHEARD = test_requests.test_a_request_after_an_unrecorded_failure_has_the_greater_epoch
 MENDED = test_requests.test_logprobs_that_lost_their_end_are_mended
 
@@ -110,13 +111,13 @@ FAULTS = [
         scripts.REQUEST_ADOPT,
         "tonumber(ARGV[3]) ~= epoch",
         "false",
-        test_requests.test_of_many_that_race_for_one_epoch_one_wins,
+        test_request_owners.test_of_many_that_race_for_one_epoch_one_wins,
     ),
     Fault(
         scripts.REQUEST_ADOPT,
         "and owner ~= ARGV[1]",
         "",
-        test_requests.test_a_repeated_adoption_changes_nothing,
+        test_request_owners.test_a_repeated_adoption_changes_nothing,
     ),
     Fault(
         scripts.OPEN_ADD,
@@ -163,7 +164,10 @@ FAULTS = [
     ),
     Fault(scripts.DIRECTORY_LIST, "'-inf', now)", "'-inf', 0)", test_directory.test_who_does_not_renew_is_gone),
     Fault(
-        scripts.DIRECTORY_ALIVE, "> now_ms()", "", test_requests.test_an_orphan_is_adopted_only_when_its_owner_is_gone
+        scripts.DIRECTORY_ALIVE,
+        "> now_ms()",
+        "",
+        test_request_owners.test_an_orphan_is_adopted_only_when_its_owner_is_gone,
     ),
     Fault(scripts.ERA, "'HSETNX'", "'HSET'", test_era_and_quota.test_an_era_is_begun_once_and_ends_with_the_data),
     Fault(
