@@ -144,7 +144,7 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
         assert stream.logprobs.entries() == [logprobs_from_wire(token, 1) for token in stream.tokens]
 
 
-async def test_a_token_without_the_logprobs_that_were_asked_for_is_never_shown(session: WorkerSession) -> None:
+async def test_a_token_without_requested_logprobs_is_never_sent(session: WorkerSession) -> None:
     stream, events = follow(session, "r", 0, logprobs=1)
     session.on_message(wire.WorkerMessage(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
     assert not stream.tokens
@@ -285,7 +285,7 @@ def messages(seed: int, runs: list[wire.Run], count: int) -> Iterator[wire.Worke
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 32))
-def test_whatever_a_worker_says_its_session_reads_it_or_breaks_in_order(seed: int) -> None:
+def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
     """ValueError is what the session's reader takes for a broken session, after which its runs move elsewhere."""
 
     async def scene() -> None:
@@ -301,7 +301,7 @@ def test_whatever_a_worker_says_its_session_reads_it_or_breaks_in_order(seed: in
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_a_worker_says_the_router_goes_on(store: Store, seed: int) -> None:
+async def test_the_router_survives_any_message_of_a_worker(store: Store, seed: int) -> None:
     async with fleet(D, D2) as workers, core(store, workers, resume_grace_ms=0) as scene:
         for worker in workers:
             worker.script.pause_at = 2
