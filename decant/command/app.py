@@ -12,6 +12,7 @@ import typer
 from decant.client.channel import Tls
 from decant.client.options import Options, Prompt
 from decant.command import deployments
+from decant.command.bench import bench
 from decant.command.deployments import Deployment
 from decant.command.errors import CommandFailed, one_line_errors
 from decant.command.plan import plan
@@ -226,6 +227,7 @@ def demo() -> None:
 
 
 app.command()(plan)
+app.command()(bench)
 
 
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}

@@ -1,9 +1,9 @@
-"""The public gRPC service: requests in, messages out. Decides nothing itself.
+"""The public gRPC service.
 
     GenerateStream --validate--> ValidRequest --begin--> TokenStream --ResponseWriter--> messages, then OK or an error
     ResumeStream ---------------- id ---------resume------^  |
                                                              |
-          the client leaves before the end ------------------'--> stream_lost
+          the client leaves before the end ------------------'--> on_disconnect
 
 Nothing is sent before the first token, not even metadata: until then a client's gRPC library may retry elsewhere.
 """
@@ -86,7 +86,7 @@ class InferenceService:
             admission_methods=frozenset({"Generate", "GenerateStream"}),
         )
 
-    # ------------------------------------------------------------------------------------------ generating
+    # Generation
 
     @authenticated
     async def GenerateStream(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> None:  # noqa: N802
@@ -108,7 +108,7 @@ class InferenceService:
     async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> TokenStream:
         tenant, deadline = call.tenant, Deadline.of(call.context)
         model = tenant.models.find(request.model).id
-        # Before any other work: under overload a router would spend most of its time on requests that it then refuses.
+        # Before any other work: an overloaded router must refuse a request cheaply.
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
         await self._registry.check_wait(key, model, request.priority, deadline)
@@ -145,7 +145,7 @@ class InferenceService:
                 self._registry.on_disconnect(stream)
             reader.meter.close(outcome)
 
-    # ------------------------------------------------------------------------------------------ resuming
+    # Accepted requests, by id
 
     @authenticated
     async def GetGeneration(self, request: pb.GetGenerationRequest, call: AuthenticatedCall) -> pb.Generation:  # noqa: N802
@@ -163,7 +163,7 @@ class InferenceService:
         status = _CANCELLED if isinstance(end, Cancelled) else _ALREADY_FINISHED
         return pb.CancelGenerationResponse(status=status)
 
-    # ------------------------------------------------------------------------------------------ tokenizer, models
+    # Tokenizer, models, server
 
     @authenticated
     async def Tokenize(self, request: pb.TokenizeRequest, call: AuthenticatedCall) -> pb.TokenizeResponse:  # noqa: N802
@@ -195,7 +195,7 @@ class InferenceService:
         return self._model_proto(call.tenant.models.find(request.model))
 
     def _model_proto(self, model: ServedModel) -> pb.Model:
-        """Lengths are 0 where only workers could tell, and there are none."""
+        """Lengths are 0 where the model does not define them and no worker serves it."""
         length = context_length_of(model, self._registry.max_context_length) or 0
         return pb.Model(
             id=model.id,

@@ -3,8 +3,7 @@
     first call    ---deltas-------X ABORTED (SUPERSEDED)
     second call             '-----deltas---------------> finished
 
-A call waits for the stream, or for a client that reads nothing, so it is ended by cancelling its task: reading itself
-has nothing to check.
+A call is ended by cancelling its task, because it may wait for tokens or for a client that does not read.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
     """Wait until a client that has ``after_seq`` tokens can go on here.
 
-    Raises OutOfRange where no client was sent as many, Aborted(TAIL_UNCERTAIN) where its last ones may differ from
-    those here, and the stream's error where that ended before it had as many.
+    Raises OutOfRange if no client was sent as many, Aborted(TAIL_UNCERTAIN) if its last tokens may differ from those
+    here, and the stream's error if it ended with fewer tokens.
     """
     await stream.wait_until_caught_up(after_seq)
     certain = stream.certain_tokens
@@ -43,8 +42,8 @@ async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
 
 
 class ReaderLease:
-    """The right to read a stream while the block runs. A newer call ends it, and so does a client that reads nothing
-    for ``unread_s`` after the end: the stream would stay in memory while that client is connected.
+    """The right to read a stream while the block runs. It ends with a newer call, or when the client has taken no
+    message for ``unread_s`` after the end: an unread stream occupies memory.
 
     The block then raises Aborted(SUPERSEDED) or Aborted(SLOW_READER), unless the call itself was cancelled too.
     """

@@ -81,7 +81,7 @@ class TokenStream:
     end: Finish | ServiceError | None = None
     last_token_at: float | None = None  # the event loop's clock
     reader: SupersedableReader | None = None
-    first_sent_at: float | None = None  # to whichever reader, by the event loop's clock
+    first_sent_at: float | None = None  # to any reader, by the event loop's clock
     second_sent_at: float | None = None
     recorded: RequestRecord | None = None
     """Of a replayed request: its usage and receipt."""

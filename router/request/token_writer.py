@@ -6,7 +6,7 @@
     message        | x1 |               another token for a known position: an error, never sent
 
 The token that completes a stop string is the last. The search for stop strings is here because it must not depend on a
-reader. This is the path of every token: it makes no call that it could avoid.
+reader. This is the path of every token: it avoids calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from decant.state.logprobs import Logprobs
 
 
 class StopListener(Protocol):
-    """Is notified when a token completes a stop string: the attempt that runs."""
+    """The running attempt."""
 
     def on_stop_string(self) -> None: ...
 

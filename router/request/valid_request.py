@@ -15,11 +15,8 @@ from decant.state.journal import TOKEN_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """A request that can be run as it stands.
-
-    ``engine_request`` lacks its age, the rest of the deadline and the tokens of earlier attempts: an attempt adds them
-    when it starts. ``payload`` is what the client sent, with its id.
-    """
+    """``payload`` is the client's message with its id. An attempt adds to ``engine_request``: age, remaining time, and
+    the tokens of earlier attempts."""
 
     key: RequestKey
     payload: pb.GenerateRequest
@@ -30,12 +27,12 @@ class ValidRequest:
     id_generated: bool
     accepted_at: float  # the event loop's clock
     detach_ms: int | None = None
-    """How long it goes on when nobody reads it; None: for the router's grace."""
+    """How long it runs without a reader; None: the router's grace."""
     eos_token_ids: frozenset[int] = frozenset()
-    """Those that end its output: none where it ignores them."""
+    """Tokens that end its output; none with ``ignore_eos``."""
     session: str = ""
-    """Whose prefix is likely this one's too, as the client hints; empty: nobody's."""
+    """Requests of one session likely share a prefix; empty: none."""
     vocab_size: int = TOKEN_LIMIT
     """Ids of its output's tokens are below this."""
     new_output_text: Callable[[], OutputText] | None = None
-    """The output's text before its first token, for whoever looks for stop texts; None: there are none."""
+    """Makes the text in which stop strings are searched; None: there are none."""
