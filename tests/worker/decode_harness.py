@@ -1,4 +1,4 @@
-"""Workers with torch-free engines behind real gRPC servers, and a router that does what a test says."""
+"""Workers with torch-free engines behind real gRPC servers, and a router that a test drives."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from decant.runtime.errors import ServiceError
 from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.packed import pack, unpack
 from decant.worker.decode.service import DecodeService
+from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.wire_codec import to_request
 
@@ -57,7 +58,17 @@ class Device(FakeDevice):
 class Node:
     """One worker: its engine, its hub, its services on a port. ``async with`` opens and audits it."""
 
-    def __init__(self, name: str, *, blocks: int = 128, running: int = 8, budget: int = 16, **terms: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        blocks: int = 128,
+        running: int = 8,
+        budget: int = 16,
+        session_limits: SessionLimits | None = None,
+        **terms: int,
+    ) -> None:
+        self._session_limits = session_limits
         self.device = Device(blocks)
         self.engine = Engine(
             self.device,
@@ -73,7 +84,8 @@ class Node:
         self.host = EngineHost(self.engine, identity, self._transport, WorkerLimits(**{"lease_ms": 10_000, **terms}))
 
     async def __aenter__(self) -> Self:
-        self.decode = DecodeService(self.host)
+        self.decode = DecodeService(self.host, self._session_limits)
+        self.host.connect(self.decode.run_manager)
         services.add_DecodeServicer_to_server(self.decode, self._server)
         KvSourceService(self.host.sender).add_to(self._server)
         await self.host.__aenter__()

@@ -30,7 +30,7 @@ MOVES = (
 
 
 class Schedule:
-    """One router and one worker that is too small for what it is given, and a giver beside it."""
+    """One router and one worker that is too small for what it is given, and a sender beside it."""
 
     def __init__(self, seed: int, sender: Node, node: Node) -> None:
         self.rng = random.Random(seed)

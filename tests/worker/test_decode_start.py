@@ -8,7 +8,7 @@ from decant.protos import worker_pb2 as wire
 from tests.worker.decode_harness import Node, Router, alone, make_run, make_work, routed
 
 
-async def test_the_text_from_tokens_is_that_of_one_engine() -> None:
+async def test_a_run_from_tokens_generates_the_text_of_one_engine() -> None:
     run, work = make_run(), make_work(30, 12)
     async with routed() as (node, router):
         await router.start(run, work)
@@ -24,13 +24,13 @@ async def test_the_text_from_tokens_is_that_of_one_engine() -> None:
         await router.forget(run)
 
 
-async def test_the_text_from_a_ticket_is_that_of_one_engine_and_the_sealed_tokens_are_repeated() -> None:
+async def test_a_run_from_a_ticket_generates_the_text_of_one_engine_and_repeats_committed_tokens() -> None:
     run, work = make_run(), make_work(30, 12)
     async with Node("p") as sender, routed() as (node, router):
         await router.start(run, work, await sender.offer(run, work))
         [heard] = await router.over(run)
         assert heard.text(30) == alone(work)
-        assert min(heard.tokens) == 30  # the first of them was written by the giver
+        assert min(heard.tokens) == 30  # the first of them was written by the sender
         assert heard.words == ["scheduled", "decode_started", "ended"]
         handoff = heard.last["decode_started"].handoff
         assert handoff.bytes == 8 * sender.device.block_bytes
@@ -39,7 +39,7 @@ async def test_the_text_from_a_ticket_is_that_of_one_engine_and_the_sealed_token
         await sender.audit()
 
 
-async def test_what_earlier_attempts_wrote_goes_on_from_there() -> None:
+async def test_output_of_earlier_attempts_is_continued() -> None:
     work = make_work(20, 12)
     text = alone(work)
     for attempt, from_ticket in enumerate((False, True), start=1):
@@ -107,7 +107,7 @@ async def test_a_start_that_comes_twice_begins_nothing() -> None:
         assert heard.text(30) == alone(work)
 
 
-async def test_a_prefix_that_is_here_is_told_and_not_computed_again() -> None:
+async def test_a_cached_prefix_is_reported_and_not_computed_again() -> None:
     work = make_work(32, 2)
     async with Node("p") as sender, routed() as (_, router):
         for attempt in (1, 2, 3):
@@ -141,7 +141,7 @@ async def test_preemptions_are_counted_and_change_no_text() -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------
 
 
-async def test_what_can_not_be_taken_up_is_refused_by_name() -> None:
+async def test_an_unacceptable_start_is_refused_with_its_cause() -> None:
     async with Node("p") as sender, routed(blocks=16, max_waiting=3) as (node, router):
         other = make_work()
         other.model = "another"
@@ -188,7 +188,7 @@ async def test_more_than_may_wait_is_refused() -> None:
         assert {heard.last["refused"].failure.cause for heard in heards[3:]} == {wire.CAUSE_BUSY}
 
 
-async def test_a_lower_epoch_is_superseded_and_a_higher_one_begins_anew() -> None:
+async def test_a_lower_epoch_is_superseded_and_a_higher_one_starts_a_new_run() -> None:
     work = make_work(8, 60)
     async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
         node.device.seconds = 0.005

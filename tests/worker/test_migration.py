@@ -1,10 +1,11 @@
-"""A live sequence is given away: both workers write one text, and whatever the taker does, nothing is lost or left."""
+"""A live sequence migrates: both workers generate one text, and whatever the receiver does, nothing is lost or left."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ RUN = make_run()
 
 
 @asynccontextmanager
-async def pair(**terms: int) -> AsyncIterator[tuple[Router, Router]]:
+async def pair(**terms: Any) -> AsyncIterator[tuple[Router, Router]]:
     """A worker that gives and one that takes, each with a session of the same router."""
     async with (
         Node("d", **terms) as sender,
@@ -38,13 +39,13 @@ async def given(old: Router, run: wire.Run = RUN) -> wire.Ticket:
 
 
 def with_written(work: wire.EngineRequest, old: Router, prompt: int) -> wire.EngineRequest:
-    """The work as a router says it to the taker, with what it has heard."""
+    """The work as a router says it to the receiver, with what it has heard."""
     text = old.of(RUN).text(prompt)
     return make_work(prompt, work.stopping.max_tokens, seed=work.sampling.seed, written=text)
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_both_write_one_text_wherever_it_is_given(seed: int) -> None:
+async def test_source_and_target_generate_one_text_wherever_the_run_migrates(seed: int) -> None:
     rng = random.Random(seed)
     prompt, wanted = rng.randint(1, 60), 200
     work = make_work(prompt, wanted, seed=seed)
@@ -69,7 +70,7 @@ async def test_both_write_one_text_wherever_it_is_given(seed: int) -> None:
         await new.node.audit()
 
 
-async def test_it_is_given_with_its_logprobs() -> None:
+async def test_a_run_migrates_with_its_logprobs() -> None:
     work = make_work(10, 40, logprobs=2)
     async with pair() as (old, new):
         await old.start(RUN, work)
@@ -82,7 +83,7 @@ async def test_it_is_given_with_its_logprobs() -> None:
         assert all(old.of(RUN).logprobs[place] == heard.logprobs[place] for place in old.of(RUN).logprobs)
 
 
-async def test_one_that_nobody_fetches_goes_on() -> None:
+async def test_a_run_whose_ticket_is_not_used_continues() -> None:
     work = make_work(10, 60)
     async with pair(lease_ms=100) as (old, _):
         await old.start(RUN, work)
@@ -110,7 +111,7 @@ async def test_the_ticket_is_the_same_until_it_is_withdrawn() -> None:
         assert heard.text(10) == alone(work)
 
 
-async def test_its_lease_is_kept_by_the_beats_of_whoever_waits_for_room() -> None:
+async def test_the_lease_is_renewed_by_heartbeats_while_the_target_waits_for_blocks() -> None:
     work = make_work(10, 400)
     async with pair(lease_ms=1000) as (old, _):
         await old.start(RUN, work)
@@ -125,8 +126,8 @@ async def test_its_lease_is_kept_by_the_beats_of_whoever_waits_for_room() -> Non
         await old.over(RUN)
 
 
-async def test_after_the_seal_a_taker_that_does_not_keep_it_fails_it() -> None:
-    """The seal is the giver's last word, whoever loses it."""
+async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
+    """The seal is the sender's last word, whoever loses it."""
     work = make_work(10, 300)
     async with pair() as (old, new):
         await old.start(RUN, work)
@@ -141,7 +142,7 @@ async def test_after_the_seal_a_taker_that_does_not_keep_it_fails_it() -> None:
         await new.node.audit()
 
 
-async def test_a_run_that_has_not_begun_is_sent_elsewhere_and_leaves_its_ticket() -> None:
+async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket() -> None:
     """From tokens, or waiting for room: its cache is there for whoever is asked next."""
     async with Node("p") as prefill, pair(running=1) as (old, new):
         first, waits = make_run("t/first"), make_run("t/waits")
@@ -162,7 +163,7 @@ async def test_a_run_that_has_not_begun_is_sent_elsewhere_and_leaves_its_ticket(
         await prefill.audit()
 
 
-async def test_one_that_is_arriving_is_given_when_it_has_joined() -> None:
+async def test_an_arriving_run_is_offered_when_it_has_joined() -> None:
     work = make_work(60, 100)
     async with Node("p") as prefill, pair() as (old, new):
         prefill.device.seconds = 0.02
@@ -179,8 +180,8 @@ async def test_one_that_is_arriving_is_given_when_it_has_joined() -> None:
         await prefill.audit()
 
 
-async def test_a_new_owner_gets_it_back_where_it_runs() -> None:
-    """He knows of no taker: whoever takes it for the earlier owner takes nothing."""
+async def test_adoption_withdraws_the_offer_of_an_earlier_owner() -> None:
+    """He knows of no receiver: whoever takes it for the earlier owner takes nothing."""
     work = make_work(10, 200)
     async with pair() as (old, _), Router(old.node, "another") as other:
         await old.start(RUN, work)
@@ -194,7 +195,7 @@ async def test_a_new_owner_gets_it_back_where_it_runs() -> None:
 
 
 @pytest.mark.parametrize("end", ["by itself", "cancelled"])
-async def test_one_that_ends_while_it_is_given_leaves_nothing(end: str) -> None:
+async def test_a_run_that_ends_during_a_migration_leaves_nothing(end: str) -> None:
     work = make_work(10, 20)
     async with pair() as (old, _):
         await old.start(RUN, work)

@@ -58,7 +58,7 @@ steps = st.lists(
 
 
 @given(steps)
-def test_every_listener_comes_to_know_exactly_what_is_cached(story: Sequence[tuple[str, int]]) -> None:
+def test_every_session_gets_exactly_the_cached_blocks(story: Sequence[tuple[str, int]]) -> None:
     pool, news = BlockPool(6, 4), PrefixCacheFeed()
     holdings: list[BlockTable] = []
     listeners: list[Listener] = []
@@ -87,7 +87,7 @@ def test_every_listener_comes_to_know_exactly_what_is_cached(story: Sequence[tup
         assert not listener.take(), "nothing is told twice"
 
 
-def test_much_news_takes_several_beats_and_a_prefix_comes_before_what_follows_it(
+def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continuations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cache_news, "AT_ONCE", 3)
@@ -125,7 +125,7 @@ async def cached_at(node: Node) -> set[bytes]:
     return {each[:8] for each in digests}
 
 
-async def test_a_session_hears_of_what_is_published_and_of_what_goes() -> None:
+async def test_a_session_gets_published_and_evicted_blocks() -> None:
     async with routed(blocks=16) as (node, router):
         work = make_work(10 * BLOCK, 1)
         await router.start(make_run(), work)
@@ -140,7 +140,7 @@ async def test_a_session_hears_of_what_is_published_and_of_what_goes() -> None:
         assert any(beat.cache.dropped for beat in router.beats)
 
 
-async def test_a_new_session_hears_everything_again() -> None:
+async def test_a_new_session_gets_all_blocks_again() -> None:
     async with routed() as (node, first):
         await first.start(make_run(), make_work(10 * BLOCK, 1))
         await eventually(lambda: len(known_to(first)) == 10)
