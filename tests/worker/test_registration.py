@@ -105,15 +105,15 @@ async def test_an_outage_is_said_once_and_the_worker_is_there_again_after_it(ser
             scene = Scene(store)
             async with scene.registrar:
                 server.stop()
-                await eventually(lambda: bool(events(lines, "away")))
+                await eventually(lambda: bool(events(lines, "is unavailable")))
                 await asyncio.sleep(10 * EVERY_S)
                 with server:
                     scene.load = Load(running=7)
                     async with Store(StoreSettings(url, deadline_s=10)) as looking:
                         await present(looking, 7)
-                    await eventually(lambda: bool(events(lines, "back")))
+                    await eventually(lambda: bool(events(lines, "available again")))
                     await scene.registrar.leave()
-    assert len(events(lines, "away")) == 1
+    assert len(events(lines, "is unavailable")) == 1
     assert not scene.replaced.is_set()
 
 
