@@ -53,7 +53,7 @@ class SessionObserver(Protocol):
 
 
 class SessionDependent(Protocol):
-    """Depends on a worker without a run in its session."""
+    """Depends on a worker, without a run in its session."""
 
     def on_session_lost(self) -> None:
         """The session broke and did not come back in time."""
@@ -71,7 +71,7 @@ class RunListener(Protocol):
         """After a break, or once the run is adopted: reports that were lost are implied."""
 
     def on_offer(self, ticket: wire.Ticket) -> None:
-        """For a worker that goes on with the run."""
+        """For the target of a migration."""
 
     def on_draining(self) -> None:
         """The worker drains; repeated with each of its heartbeats."""

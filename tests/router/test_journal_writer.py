@@ -23,8 +23,7 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.router.fake_worker import answer, fleet
-from tests.router.harness import PATIENCE, core, ended, make_request, tokens_of, until, written
-from tests.router.test_registry import pass_on
+from tests.router.harness import PATIENCE, core, ended, make_request, pass_on, tokens_of, until, written
 from tests.state.factories import make_store
 from tests.state.ports import free_port
 

@@ -14,7 +14,7 @@ SHORT = tuple(range(1, 31))
 LONG = tuple(range(1, 201))
 
 
-async def test_a_short_prompt_takes_the_short_way_and_its_account_says_so(store: Store) -> None:
+async def test_a_short_prompt_is_computed_locally_and_its_receipt_shows_it(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as scene:
         stream = await scene.answer(make_request(prompt=SHORT))
         assert tokens_of(stream) == answer(list(SHORT), 5)

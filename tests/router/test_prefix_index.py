@@ -46,7 +46,7 @@ def test_the_hash_of_a_block_is_that_of_the_protocol() -> None:
     assert list(reported_hashes(pack([1, 2, 3, 4]), b"s", 2)) == [0xBDA8A3AA5B7C1DF9, 0xF56AE48234592E45]
 
 
-def test_what_a_worker_told_is_found_up_to_the_first_block_that_it_lacks() -> None:
+def test_reported_blocks_match_up_to_the_first_missing_one() -> None:
     prefix = PromptBlocks(work())
     names = prefix.hashes(BLOCK)
     cache = WorkerPrefixCache()
@@ -64,7 +64,7 @@ def test_one_token_is_always_computed() -> None:
     assert prefix.cached_tokens(cache, BLOCK) == 4 * BLOCK
 
 
-def test_who_wants_no_hits_gets_none_and_who_shares_nothing_names_nothing() -> None:
+def test_requests_with_prompt_logprobs_or_bypass_get_no_cache_hits() -> None:
     explained, bypassing = PromptBlocks(work(prompt_logprobs=0)), PromptBlocks(work(bypass_prefix_cache=True))
     cache = WorkerPrefixCache()
     cache.apply_heartbeat(told(PromptBlocks(work()).hashes(BLOCK)))
@@ -80,7 +80,7 @@ async def test_a_long_prompt_is_hashed_aside_to_the_same_names() -> None:
     assert list(prefix.hashes(16)) == list(reported_hashes(long.prompt, long.salt, 16))
 
 
-def test_what_is_sent_counts_at_once_and_what_never_comes_up_is_forgotten() -> None:
+def test_expected_blocks_count_at_once_and_are_forgotten_unless_reported() -> None:
     known, prefix = view(), PromptBlocks(work())
     sent = known.reserve(prefix, 20, computed=True)
     assert known.cached_tokens(prefix) == 16
@@ -109,7 +109,7 @@ def test_of_two_that_sent_the_same_the_last_one_decides() -> None:
     assert known.cached_tokens(prefix) == 0
 
 
-def test_what_is_cached_is_neither_work_nor_room() -> None:
+def test_cached_tokens_count_neither_as_work_nor_as_used_blocks() -> None:
     known, prefix = view(), PromptBlocks(work(100))
     known.apply_heartbeat(told(prefix.hashes(BLOCK)[:20]))
     known.reserve(prefix, 100, computed=True)
@@ -137,7 +137,7 @@ events = st.one_of(
 
 
 @given(st.lists(events, max_size=30))
-def test_when_all_that_was_sent_is_over_what_was_told_is_left(
+def test_only_reported_blocks_remain_after_all_requests_ended(
     story: list[tuple[str, list[int], list[int]]],
 ) -> None:
     cache, held, here = WorkerPrefixCache(), set[int](), []

@@ -254,7 +254,7 @@ async def test_the_welcome_reports_an_end_during_a_break() -> None:
         assert run.kinds.count(wire.Ended) == 1
 
 
-async def test_a_session_that_does_not_come_back_loses_its_runs_once() -> None:
+async def test_a_session_that_does_not_reconnect_loses_its_runs_once() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 2
         run = make_run()
