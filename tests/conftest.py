@@ -58,7 +58,7 @@ for kind in (_server.Server, _channel.Channel):
 def pytest_runtest_teardown() -> Iterator[None]:
     """A test fails if a server runs, or a channel is open, when its event loop is closed: nothing can stop it then.
 
-    gRPC writes a call to such a server to freed memory (the process crashes later, in another test), and a garbage
+    gRPC writes a call to such a server to freed memory, which may crash the process in a later test, and a garbage
     collection that finds the server may never return.
     """
     yield
