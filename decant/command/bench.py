@@ -1,4 +1,4 @@
-"""`decant bench`: its options; `decant.bench` measures."""
+"""`decant bench`: its options and subcommands; `decant.bench` measures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from typing import Annotated, Any
 
 import typer
 
+from decant.command.bench_batching import batching
 from decant.command.errors import CommandFailed, one_line_errors
+from decant.command.files import write_report
+
+bench = typer.Typer()
+bench.command()(batching)
 
 
-def bench(  # noqa: PLR0913 - a command's options are its parameters
+@bench.callback(invoke_without_command=True)
+def measure(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
     address: Annotated[
         str | None, typer.Option(help="host:port of routers, separated by commas; unset: those on this machine.")
@@ -65,6 +71,8 @@ def bench(  # noqa: PLR0913 - a command's options are its parameters
     Random prompts with forced output lengths, in an open loop (--rate), a closed loop (--concurrency) or all at once.
     JSON has the keys of `vllm bench serve`. Ends with 1 if every request failed.
     """
+    if ctx.invoked_subcommand is not None:
+        return
     from rich.console import Console
 
     from decant.bench import benchmark, report
@@ -83,20 +91,13 @@ def bench(  # noqa: PLR0913 - a command's options are its parameters
         except InvalidBenchmark as error:
             raise CommandFailed(str(error), status=2) from None
         if html is not None:
-            _write(html, to_html(result, options.slos))
+            write_report(html, to_html(result, options.slos))
         if as_json:
             print(report.to_json(result))
         else:
             report.show(result, new_console())
         if not any(run["completed"] for run in result.runs):
             raise SystemExit(1)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandFailed(f"--html: {file}: {error.strerror}") from None
 
 
 def _options(given: dict[str, Any]) -> Any:
