@@ -1,13 +1,14 @@
 """Backend: how a model is computed on one kind of device. ``model.load`` makes one; nothing else asks for the device.
 
 ``prepare`` rewrites the model once; the other methods serve each step. ``TorchBackend`` is the plain path, on any
-device that torch knows. ``engine.cpu`` has the backend for CPUs.
+device that torch knows. ``engine.cpu`` has the backend for CPUs, ``engine.cuda`` the one for CUDA with triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -107,4 +108,8 @@ def make_backend(device: torch.device) -> Backend:
         from decant.engine.cpu.backend import make_cpu_backend
 
         return make_cpu_backend()
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from decant.engine.cuda.backend import CudaBackend
+
+        return CudaBackend(device)
     return TorchBackend(device)
