@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -53,6 +54,10 @@ def _register(aio: Any, init: Any, *args: Any, **options: Any) -> None:
     AIO.add(aio)
 
 
+# At debug level a server that never ran logs itself while it is deallocated. pytest keeps the log records, and the
+# object in the record is freed memory then: the process crashes in a later garbage collection.
+logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)
+
 for kind in (_server.Server, _channel.Channel):
     kind.__init__ = partialmethod(_register, kind.__init__)  # type: ignore[method-assign, assignment]
 
@@ -61,10 +66,14 @@ for kind in (_server.Server, _channel.Channel):
 def pytest_runtest_teardown() -> Iterator[None]:
     """A test fails if a server runs, or a channel is open, when its event loop is closed: nothing can stop it then.
 
-    gRPC writes a call to such a server to freed memory (the process crashes later, in another test), and a garbage
+    gRPC writes a call to such a server to freed memory, which may crash the process in a later test, and a garbage
     collection that finds the server may never return.
+
+    It also fails if it leaves another log level to later tests.
     """
     yield
+    level, logging.root.level = logging.root.level, logging.WARNING
+    assert level == logging.WARNING, f"the root logger's level is left at {logging.getLevelName(level)}"
     unclosed = [aio for aio in AIO if aio._loop.is_closed() and _is_open(aio)]
     for aio in unclosed:
         AIO.discard(aio)

@@ -73,7 +73,7 @@ class HostHandler:
         """A request has a new owner, which names this attempt, under a higher epoch."""
 
     def on_lease_end(self, lease: Lease) -> None:
-        """A ticket has ended; ``lease.failure`` tells why, unless the receiver released it."""
+        """A ticket has ended; ``lease.failure`` gives the reason, unless the receiver released it."""
 
     def on_fetch(self, arrival: IncomingSequence) -> None:
         """A fetch begins."""

@@ -32,7 +32,7 @@ _ENDS = {
 
 
 class RequestRejected(Exception):
-    """A request that this worker cannot serve; ``failure`` tells why."""
+    """A request that this worker cannot serve; ``failure`` gives the reason."""
 
     def __init__(self, failure: wire.Failure) -> None:
         super().__init__(f"{wire.Cause.Name(failure.cause)}: {failure.detail}")

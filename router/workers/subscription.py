@@ -49,7 +49,7 @@ class SessionObserver(Protocol):
     def opened(self, session: WorkerSession) -> None:
         """The worker takes new work. Its next heartbeats list its whole prefix cache."""
 
-    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None: ...
+    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None: ...
 
 
 class SessionDependent(Protocol):

@@ -115,7 +115,7 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
 
 
 async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
-    """The sender is told meanwhile; only the receiver's end waits for that."""
+    """The sender is notified meanwhile; only the end of the receiver waits for that."""
     heard = asyncio.Event()
 
     class Deaf(Wire):
@@ -135,7 +135,7 @@ async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
         heard.set()
         async with asyncio.timeout(20):
             await closing
-        assert [told.outcome for told in source.released] == [wire.ReleaseRequest.OUTCOME_OWNED]
+        assert [release.outcome for release in source.released] == [wire.ReleaseRequest.OUTCOME_OWNED]
         await sender.emptied()
 
 

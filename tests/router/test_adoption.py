@@ -92,7 +92,7 @@ async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
             await until(lambda: two.store_is_done)
             assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
             workers[1].go.set()
-            assert isinstance((await ended(first)).end, Cancelled), "and not superseded: nobody else reads it"
+            assert isinstance((await ended(first)).end, Cancelled), "and not superseded: it has no other reader"
 
 
 async def test_a_cancel_at_another_router_ends_the_stream_as_cancelled(store: Store) -> None:
@@ -213,7 +213,7 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
 
 
 async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_read_again(store: Store) -> None:
-    """The worker that goes on with the tokens has told them, and tells them once."""
+    """The worker that continues sends each token once."""
     async with fleet(P, D) as workers, core(store, workers) as one:
         workers[1].script.pause_at = 3
         first = await one.dispatcher.begin(make_request(shown=SHOWN))

@@ -133,8 +133,8 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
         await written(stream, 2)
         await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
         facts = RouterRegistration(peer=new_peer("me"), address="x:1")
-        told: list[str] = []
-        replaced = lambda: told.append("replaced")  # noqa: E731
+        calls: list[str] = []
+        replaced = lambda: calls.append("replaced")  # noqa: E731
         membership = RouterRegistrar(store, facts, scene.router.journal_writer.resync_all, replaced)
         async with BackgroundTask("renewing", partial(membership.run, 0.02)):
             await until(lambda: membership._instance and not scene.owned("r").needs_write)
@@ -149,7 +149,7 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
                         break
             assert found.state == Generation.STATE_DECODING
             await store.routers.register(RouterRegistration(peer=new_peer("me"), address="x:2"))
-            await until(lambda: told)
+            await until(lambda: calls)
         await membership.close()
         (present,) = (await store.routers.listing()).present
         assert present.facts.address == "x:2"

@@ -185,7 +185,7 @@ async def test_a_ticket_is_renewed_with_and_without_a_decode_worker(store: Store
         decode.go.set()
         prefill.go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
-        assert not decode.renewed, "only the giver is told"
+        assert not decode.renewed, "only at the sender"
 
 
 def names_of(prompt: tuple[int, ...]) -> bytes:

@@ -68,8 +68,8 @@ async def test_an_echo_without_text_is_refused():
 
 
 def explained(writer: TokenWriter, first: int, end: int) -> None:
-    told = [wire.TokenLogprobs(logprob=-position, rank=1) for position in range(first, end)]
-    writer.add_prompt_logprobs(wire.PromptLogprobs(first_position=first, logprobs=told))
+    entries = [wire.TokenLogprobs(logprob=-position, rank=1) for position in range(first, end)]
+    writer.add_prompt_logprobs(wire.PromptLogprobs(first_position=first, logprobs=entries))
 
 
 async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():

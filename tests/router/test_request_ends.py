@@ -44,7 +44,7 @@ from tests.router.harness import (
 PROMPT = [1, 2, 3]
 
 
-PHASES = ["waiting for room", "prefilling", "waiting for a taker", "handing off", "decoding"]
+PHASES = ["waiting for room", "prefilling", "waiting for a receiver", "handing off", "decoding"]
 
 
 def hold(workers: list[FakeWorker], phase: str) -> None:
@@ -55,7 +55,7 @@ def hold(workers: list[FakeWorker], phase: str) -> None:
             prefill.script.refuse = [wire.CAUSE_BUSY] * 10_000
         case "prefilling":
             prefill.script.prefill_pause = True
-        case "waiting for a taker":
+        case "waiting for a receiver":
             decode.script.refuse = [wire.CAUSE_BUSY] * 10_000
         case "handing off":
             prefill.script.first_pause = True
@@ -68,7 +68,7 @@ async def is_in(stream: TokenStream, workers: list[FakeWorker], phase: str) -> N
     match phase:
         case "waiting for room" | "prefilling":
             await until(lambda: prefill.prefills)
-        case "waiting for a taker":
+        case "waiting for a receiver":
             await until(lambda: decode.starts)
         case "handing off":
             await until(lambda: stream.path.scheduled_at and decode.runs)

@@ -48,7 +48,7 @@ async def test_what_failed_before_its_first_token_is_tried_again_under_its_id(st
         if from_store:
             await until(lambda: scene.store_is_done)
         for stream in ((await scene.dispatcher.get(KEY)).stream, await scene.dispatcher.resume(KEY)):
-            assert isinstance(stream.end, Unavailable), "until somebody asks for it again, it has failed"
+            assert isinstance(stream.end, Unavailable), "it has failed until a client requests it again"
         new = await scene.answer(make_request())
         assert new is not old
         assert tokens_of(new) == answer(PROMPT, 5)

@@ -188,28 +188,28 @@ async def test_a_generation_has_the_output_so_far():
         call = s.stub.GenerateStream(asked(request_id="r", response=options))
         stream = await s.stream()
         write(stream, 70, 71)
-        told = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
-        assert (told.last_seq, list(told.result.outputs[0].token_ids)) == (2, [70, 71])
-        assert not told.HasField("expire_time")
-        assert not told.result.outputs[0].HasField("finished")
+        generation = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
+        assert (generation.last_seq, list(generation.result.outputs[0].token_ids)) == (2, [70, 71])
+        assert not generation.HasField("expire_time")
+        assert not generation.result.outputs[0].HasField("finished")
         write(stream, 1, end=STOPPED)
         text = "".join([message.delta.text async for message in call])
-        told = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
-        assert told.result.outputs[0].text == text
-        assert told.result.outputs[0].finished.eos_token_id == 1
-        assert told.result.usage.completion_tokens == 3
-        assert told.HasField("expire_time")
-        assert not told.HasField("error")
+        generation = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
+        assert generation.result.outputs[0].text == text
+        assert generation.result.outputs[0].finished.eos_token_id == 1
+        assert generation.result.usage.completion_tokens == 3
+        assert generation.HasField("expire_time")
+        assert not generation.HasField("error")
 
 
 async def test_a_failed_generation_has_its_error_and_output():
     async with scene() as s:
         s.dispatcher.plan = writes(70, 71, end=DeadlineExceeded())
         await refused(all_of(s.stub.GenerateStream(asked(request_id="r"))))
-        told = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
-        assert told.error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
-        assert told.result.outputs[0].finished.finish_reason == pb.FINISH_REASON_TIME_LIMIT
-        assert told.result.outputs[0].text
+        generation = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
+        assert generation.error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert generation.result.outputs[0].finished.finish_reason == pb.FINISH_REASON_TIME_LIMIT
+        assert generation.result.outputs[0].text
 
 
 async def cancelled(s: Scene, id: str = "r") -> Any:

@@ -85,10 +85,10 @@ class Running:
             while True:
                 raw = await self.stdout.readline()
                 assert raw, f"the router ended before {event!r}: {self.lines}"
-                told: dict[str, object] = json.loads(raw)
-                self.lines.append(told)
-                if told["event"] == event:
-                    return told
+                line: dict[str, object] = json.loads(raw)
+                self.lines.append(line)
+                if line["event"] == event:
+                    return line
 
 
 @asynccontextmanager

@@ -39,7 +39,7 @@ async def test_an_equal_tail_is_resumed(store: Store) -> None:
         stream = await scene.dispatcher.resume(KEY)
         waiting = asyncio.create_task(begun_behind(stream, 4))
         await until(lambda: len(stream.tokens) == 3)
-        assert not waiting.done(), "he has token 4 already, and lacks what comes after it"
+        assert not waiting.done(), "the reader has token 4 already, and waits for the next"
         workers[1].go.set()
         await waiting
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
@@ -63,7 +63,7 @@ async def test_of_one_that_was_just_accepted_the_tail_is_what_all_workers_write(
 async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certain(
     store: Store, layout: int | None
 ) -> None:
-    """Nobody knows where it ran; it ran where equal bits aren't promised; it ran on another kind of worker."""
+    """Unknown where it ran; it ran where equal bits aren't promised; it ran on another kind of worker."""
     await left_behind(store, *answer(PROMPT, 2), layout=layout)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3

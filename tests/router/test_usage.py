@@ -170,7 +170,7 @@ async def test_the_log_line_has_tenant_and_times_but_no_text(clock, stream, regi
     with capture_logs() as lines:
         taken.close("FINISH_REASON_LENGTH")
     (line,) = lines
-    told = {"event": "request ended", "request_id": "r", "user": "ada", "attempts": 3, "completion_tokens": 2}
-    assert told.items() <= line.items()
+    expected = {"event": "request ended", "request_id": "r", "user": "ada", "attempts": 3, "completion_tokens": 2}
+    assert expected.items() <= line.items()
     assert (line["ttft_ms"], line["e2e_ms"], line["outcome"]) == (1000, 1000, "FINISH_REASON_LENGTH")
     assert "secret" not in repr(line)

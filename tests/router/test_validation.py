@@ -259,9 +259,9 @@ def test_salts_differ_by_tenant_and_by_the_clients_own():
 
 
 def test_reported_limits_are_those_that_are_enforced():
-    told = limits(max_queued_requests=5, resume_grace_ms=6, result_ttl_ms=7)
-    assert (told.max_queued_requests, told.resume_grace_ms, told.result_ttl_ms) == (5, 6, 7)
-    assert told.max_logprobs == MAX_LOGPROBS
-    assert told.max_outputs == 1
-    assert (told.max_stop_texts, told.max_stop_text_bytes) == (MAX_STOP_TEXTS, MAX_STOP_TEXT_BYTES)
-    assert told.max_detach_ttl_ms == MAX_DETACH_TTL_MS
+    values = limits(max_queued_requests=5, resume_grace_ms=6, result_ttl_ms=7)
+    assert (values.max_queued_requests, values.resume_grace_ms, values.result_ttl_ms) == (5, 6, 7)
+    assert values.max_logprobs == MAX_LOGPROBS
+    assert values.max_outputs == 1
+    assert (values.max_stop_texts, values.max_stop_text_bytes) == (MAX_STOP_TEXTS, MAX_STOP_TEXT_BYTES)
+    assert values.max_detach_ttl_ms == MAX_DETACH_TTL_MS

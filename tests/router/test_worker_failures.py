@@ -210,7 +210,7 @@ async def test_a_break_of_the_session_is_no_failure_when_it_comes_back(store: St
         stream = await scene.dispatcher.begin(make_request(max_tokens=8))
         await written(stream, 3)
         workers[1].break_session()
-        workers[1].go.set()  # writes while nobody hears it
+        workers[1].go.set()  # decodes while no router is connected
         assert tokens_of(await ended(stream)) == answer(PROMPT, 8)
         assert stream.path.attempts == 1
         (owned,) = workers[1].hellos[-1].owned

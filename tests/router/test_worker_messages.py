@@ -50,7 +50,7 @@ class Views:
     def opened(self, session: WorkerSession) -> None:
         self.load.reset()
 
-    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
+    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         self.load.apply_heartbeat(beat)
 
 

@@ -103,7 +103,7 @@ class Place(HostHandler):
         self.prefill = PrefillService(self.host)
         self.decode = DecodeService(self.host, session_limits)
         self.auditor = AuditService(self.host, self.prefill, self.decode)
-        self.heard: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, asyncio.Event] = {}
         self.connect()
         services.add_PrefillServicer_to_server(self.prefill, server)
@@ -118,7 +118,7 @@ class Place(HostHandler):
         events: list[Token | SequenceFinished] = [*output.tokens, *output.ended]
         for event in events:
             if isinstance(event, Token):
-                self.heard.setdefault(event.id, []).append(event.token)
+                self.outputs.setdefault(event.id, []).append(event.token)
             else:
                 self.ends.setdefault(event.id, asyncio.Event()).set()
 
@@ -126,7 +126,7 @@ class Place(HostHandler):
         """What the engine wrote under a name, once it has ended."""
         async with asyncio.timeout(PATIENCE_S):
             await self.ends.setdefault(id, asyncio.Event()).wait()
-        return self.heard.get(id, [])
+        return self.outputs.get(id, [])
 
     def call(self, request: wire.PrefillRequest) -> Call:
         return Call(services.PrefillStub(self.channel).Prefill(request))

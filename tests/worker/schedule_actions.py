@@ -144,7 +144,7 @@ class Actions:
         await self.trial.routers["ab"[value % 2]].leave()
 
     async def open(self, value: int) -> None:
-        """A new session; its hello may leave runs out, which then belong to nobody."""
+        """A new session; its hello may leave runs out, which are then orphans."""
         router = self.trial.routers["ab"[value % 2]]
         mine = [run for run in self.trial.runs.values() if run.owner == router.name and run.end is None]
         named = mine if value % 3 else mine[::2]

@@ -291,6 +291,6 @@ async def test_cancels_at_any_moment_of_an_arrival_leave_nothing() -> None:
             await router.start(run, work, await sender.offer(run, work))
             await asyncio.sleep(0.002 * (n % 12))
             await router.cancel(run)
-        assert {heard.over for heard in await router.over(*runs)} == {"ended"}
+        assert {record.over for record in await router.over(*runs)} == {"ended"}
         await node.audit()
         await sender.audit()

@@ -35,8 +35,8 @@ async def test_an_expired_ticket_is_reported_and_the_next_attempt_succeeds() -> 
         assert (failure.cause, failure.peer) == (wire.CAUSE_LEASE_OVER, sender.peer)
         again = make_run(attempt=2)
         await router.start(again, work)
-        [heard] = await router.over(again)
-        assert heard.text(30) == alone(work)
+        [record] = await router.over(again)
+        assert record.text(30) == alone(work)
         await node.audit()
 
 
@@ -120,8 +120,8 @@ async def test_a_worker_can_fetch_from_itself() -> None:
     run, work = make_run(), make_work(30, 8)
     async with routed() as (node, router):
         await router.start(run, work, await node.offer(run, work))
-        [heard] = await router.over(run)
-        assert heard.text(30) == alone(work)
+        [record] = await router.over(run)
+        assert record.text(30) == alone(work)
         await node.audit()
 
 
@@ -132,9 +132,9 @@ async def test_committed_tokens_precede_the_first_step_when_many_runs_join_at_on
         tickets = await asyncio.gather(*(sender.offer(run, work) for run, work in zip(runs, works, strict=True)))
         for run, work, ticket in zip(runs, works, tickets, strict=True):
             await router.start(run, work, ticket)
-        for heard, work in zip(await router.over(*runs), works, strict=True):
-            assert heard.words == ["scheduled", "decode_started", "ended"]
-            assert heard.text(20) == alone(work)
-            assert heard.last["ended"].end.end_position == 20 + len(heard.tokens)
+        for record, work in zip(await router.over(*runs), works, strict=True):
+            assert record.words == ["scheduled", "decode_started", "ended"]
+            assert record.text(20) == alone(work)
+            assert record.last["ended"].end.end_position == 20 + len(record.tokens)
         await node.audit()
         await sender.audit()

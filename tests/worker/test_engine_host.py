@@ -82,17 +82,17 @@ class Recorder(HostHandler):
 
 async def test_handlers_get_a_step_in_their_order_and_the_sender_last() -> None:
     async with worker() as place:
-        heard: list[str] = []
-        place.connect(Recorder("first", heard), Recorder("second", heard))
+        calls: list[str] = []
+        place.connect(Recorder("first", calls), Recorder("second", calls))
         hears = place.host.sender.on_step
 
         def sender(output: StepEvents) -> None:
-            heard.append("sender")
+            calls.append("sender")
             hears(output)
 
         place.host.sender.on_step = sender  # type: ignore[method-assign]
         await place.host.sample_load()
-        assert heard[:3] == ["first", "second", "sender"]
+        assert calls[:3] == ["first", "second", "sender"]
 
 
 def test_layouts_are_equal_as_numbers_when_they_are_equal() -> None:

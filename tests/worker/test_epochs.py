@@ -21,11 +21,11 @@ def test_a_lower_epoch_is_superseded_with_the_highest() -> None:
 
 
 def test_a_new_owner_and_nothing_else_is_reported() -> None:
-    heard = list[wire.Run]()
-    epochs = Epochs(heard.append)
+    calls = list[wire.Run]()
+    epochs = Epochs(calls.append)
     for epoch in (1, 1, 3, 2, 3):
         epochs.check(run(epoch))
-    assert heard == [run(3)]
+    assert calls == [run(3)]
 
 
 def test_the_epoch_of_a_live_request_is_kept_however_long_it_is_not_named() -> None:

@@ -30,16 +30,16 @@ async def pair(**terms: Any) -> AsyncIterator[tuple[Router, Router]]:
 
 async def given(old: Router, run: wire.Run = RUN) -> wire.Ticket:
     """What one more ``Give`` is answered with."""
-    heard = old.of(run)
-    before = heard.words.count("ticket")
+    record = old.of(run)
+    before = record.words.count("ticket")
     await old.say(migrate=wire.Migrate(run=run, output=0))
-    await old.until(lambda: heard.words.count("ticket") > before)
-    ticket: wire.Ticket = heard.last["ticket"]
+    await old.until(lambda: record.words.count("ticket") > before)
+    ticket: wire.Ticket = record.last["ticket"]
     return ticket
 
 
 def with_written(work: wire.EngineRequest, old: Router, prompt: int) -> wire.EngineRequest:
-    """The work as a router says it to the receiver, with what it has heard."""
+    """The request as a router sends it to the receiver, with the tokens so far."""
     text = old.of(RUN).text(prompt)
     return make_work(prompt, work.stopping.max_tokens, seed=work.sampling.seed, written=text)
 
@@ -59,10 +59,10 @@ async def test_source_and_target_generate_one_text_wherever_the_run_migrates(see
         ticket = await given(old)
         device.seconds = 0.001
         await new.start(RUN, with_written(work, old, prompt), ticket)
-        [heard] = await new.over(RUN)
-        assert "decode_started" in heard.words
-        told = old.of(RUN).tokens | heard.tokens
-        assert [told[place] for place in sorted(told)] == alone(work)
+        [record] = await new.over(RUN)
+        assert "decode_started" in record.words
+        tokens = old.of(RUN).tokens | record.tokens
+        assert [tokens[place] for place in sorted(tokens)] == alone(work)
         assert "ended" not in old.of(RUN).last
         await old.forget(RUN)
         await eventually(lambda: not list(old.node.decode.runs()))
@@ -77,10 +77,10 @@ async def test_a_run_migrates_with_its_logprobs() -> None:
         await old.wrote(RUN, 5)
         ticket = await given(old)
         await new.start(RUN, work, ticket)  # of a router that lacks all of it
-        [heard] = await new.over(RUN)
-        assert heard.text(10) == alone(work)
-        assert sorted(heard.logprobs) == sorted(heard.tokens)
-        assert all(old.of(RUN).logprobs[place] == heard.logprobs[place] for place in old.of(RUN).logprobs)
+        [record] = await new.over(RUN)
+        assert record.text(10) == alone(work)
+        assert sorted(record.logprobs) == sorted(record.tokens)
+        assert all(old.of(RUN).logprobs[place] == record.logprobs[place] for place in old.of(RUN).logprobs)
 
 
 async def test_a_run_whose_ticket_is_not_used_continues() -> None:
@@ -90,8 +90,8 @@ async def test_a_run_whose_ticket_is_not_used_continues() -> None:
         await old.wrote(RUN, 2)
         await given(old)
         await eventually(lambda: old.node.host.sender.expired == 1)
-        [heard] = await old.over(RUN)
-        assert heard.text(10) == alone(work)
+        [record] = await old.over(RUN)
+        assert record.text(10) == alone(work)
         await old.node.audit()
 
 
@@ -107,8 +107,8 @@ async def test_the_ticket_is_the_same_until_it_is_withdrawn() -> None:
         assert second.id != first.id
         await new.start(RUN, work, first)
         assert (await new.word(RUN, "failed")).failure.cause == wire.CAUSE_LEASE_OVER
-        [heard] = await old.over(RUN)
-        assert heard.text(10) == alone(work)
+        [record] = await old.over(RUN)
+        assert record.text(10) == alone(work)
 
 
 async def test_the_lease_is_renewed_by_heartbeats_while_the_target_waits_for_blocks() -> None:
@@ -127,7 +127,7 @@ async def test_the_lease_is_renewed_by_heartbeats_while_the_target_waits_for_blo
 
 
 async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
-    """The seal is the sender's last word, whoever loses it."""
+    """The commit is the sender's last message, even if it is lost."""
     work = make_work(10, 300)
     async with pair() as (old, new):
         await old.start(RUN, work)
@@ -156,8 +156,8 @@ async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket() -> Non
         await old.say(migrate=wire.Migrate(run=waits, output=0))
         assert (await old.word(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
         await new.start(waits, work, ticket)
-        [heard] = await new.over(waits)
-        assert heard.text(30) == alone(work)
+        [record] = await new.over(waits)
+        assert record.text(30) == alone(work)
         await old.cancel(first)
         await old.over(first)
         await prefill.audit()
@@ -172,16 +172,16 @@ async def test_an_arriving_run_is_offered_when_it_has_joined() -> None:
         ticket = await given(old)
         assert "decode_started" in old.of(RUN).words
         await new.start(RUN, with_written(work, old, 60), ticket)
-        [heard] = await new.over(RUN)
-        told = old.of(RUN).tokens | heard.tokens
-        assert [told[place] for place in sorted(told)] == alone(work)
+        [record] = await new.over(RUN)
+        tokens = old.of(RUN).tokens | record.tokens
+        assert [tokens[place] for place in sorted(tokens)] == alone(work)
         await old.forget(RUN)
         await old.node.audit()
         await prefill.audit()
 
 
 async def test_adoption_withdraws_the_offer_of_an_earlier_owner() -> None:
-    """He knows of no receiver: whoever takes it for the earlier owner takes nothing."""
+    """An earlier owner knows no receiver, and can fetch nothing."""
     work = make_work(10, 200)
     async with pair() as (old, _), Router(old.node, "another") as other:
         await old.start(RUN, work)
@@ -189,8 +189,8 @@ async def test_adoption_withdraws_the_offer_of_an_earlier_owner() -> None:
         await given(old)
         mine = make_run(epoch=2)
         await other.say(adopt=wire.Adopt(run=mine, resume=[wire.ResumePosition(output=0, position=10)]))
-        [heard] = await other.over(mine)
-        assert heard.text(10) == alone(work)
+        [record] = await other.over(mine)
+        assert record.text(10) == alone(work)
         assert not old.node.host.sender.leases.all()
 
 
@@ -203,7 +203,7 @@ async def test_a_run_that_ends_during_a_migration_leaves_nothing(end: str) -> No
         await given(old)
         if end == "cancelled":
             await old.cancel(RUN)
-        [heard] = await old.over(RUN)
-        assert "ended" in heard.last
+        [record] = await old.over(RUN)
+        assert "ended" in record.last
         assert not old.node.host.sender.leases.all()
         await old.node.audit()

@@ -52,7 +52,7 @@ async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(place: Pl
     call = place.ask(make_work(50))  # four steps of 16 tokens
     place.device.let(1)
     await ticket_of(call)
-    assert not place.heard, "no token yet"
+    assert not place.outputs, "no token yet"
     assert place.host.sender.leases.all()
     place.device.go_on()
     await call.expect("first")
@@ -404,13 +404,13 @@ async def test_prompts_wait_while_tickets_keep_more_than_half_of_the_pool() -> N
         load = place.host.load()
         assert (load.takes_prompts, load.leased_blocks, load.waiting) == (True, 16, 2)
         assert load.queued_tokens == 60
-        assert not [name for name in place.heard if "late" in name or "urgent" in name]
+        assert not [name for name in place.outputs if "late" in name or "urgent" in name]
         place.device.hold()
         await place.host.sender.release(wire.ReleaseRequest(ticket=tickets[0].id))
         place.device.go_on()
         for call in (sooner, waiting, holders[0]):
             await (call.ended() if call is holders[0] else call.expect("first"))
-        order = [name for name in place.heard if "late" in name or "urgent" in name]
+        order = [name for name in place.outputs if "late" in name or "urgent" in name]
         assert "urgent" in order[0]
         await holders[1].break_off()
         await place.emptied()

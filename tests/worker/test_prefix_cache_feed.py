@@ -30,15 +30,15 @@ class Listener:
         news.begin(self)
 
     def take(self) -> bool:
-        told = self._news.take(self)
-        if told is not None:
-            listen(self.known, told)
-        return told is not None
+        update = self._news.take(self)
+        if update is not None:
+            listen(self.known, update)
+        return update is not None
 
 
-def listen(known: set[bytes], told: wire.PrefixCacheUpdate) -> None:
-    published, dropped = split(told.published), split(told.dropped)
-    assert not known.intersection(published), "told twice"
+def listen(known: set[bytes], update: wire.PrefixCacheUpdate) -> None:
+    published, dropped = split(update.published), split(update.dropped)
+    assert not known.intersection(published), "published twice"
     assert known.issuperset(dropped), "dropped, and never published"
     known.update(published)
     known.difference_update(dropped)
@@ -84,7 +84,7 @@ def test_every_session_gets_exactly_the_cached_blocks(story: Sequence[tuple[str,
     for listener in [*listeners, Listener(news)]:
         listener.take()
         assert listener.known == cached
-        assert not listener.take(), "nothing is told twice"
+        assert not listener.take(), "nothing is published twice"
 
 
 def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continuations(
@@ -95,11 +95,11 @@ def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continua
     news.note(digests)
     news.collect()
     news.begin("s")
-    told = []
+    published = []
     while (part := news.take("s")) is not None:
         assert len(part.published) <= 3 * 8
-        told += split(part.published)
-    assert told == [each[:8] for each in digests]
+        published += split(part.published)
+    assert published == [each[:8] for each in digests]
 
 
 def test_nothing_is_kept_for_a_session_that_ended() -> None:

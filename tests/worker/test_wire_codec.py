@@ -131,9 +131,9 @@ def test_tokens_survive_the_wire() -> None:
 
 
 def test_logprobs_go_over_in_order() -> None:
-    told = logprobs_to_wire(4, TokenLogprobs(9, -0.5, 2, ((7, -0.25), (9, -0.5))))
-    assert (told.entry, told.logprob, told.rank) == (4, -0.5, 2)
-    assert (list(told.top_ids), list(told.top_logprobs)) == ([7, 9], [-0.25, -0.5])
+    message = logprobs_to_wire(4, TokenLogprobs(9, -0.5, 2, ((7, -0.25), (9, -0.5))))
+    assert (message.entry, message.logprob, message.rank) == (4, -0.5, 2)
+    assert (list(message.top_ids), list(message.top_logprobs)) == ([7, 9], [-0.25, -0.5])
     assert not logprobs_to_wire(0, TokenLogprobs(9, -0.5, 1)).top_ids
 
 

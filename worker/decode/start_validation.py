@@ -1,4 +1,4 @@
-"""Validation of a Start: it becomes a run, or RequestRejected tells why not."""
+"""Validation of a Start: it becomes a run, or RequestRejected gives the reason."""
 
 from __future__ import annotations
 
