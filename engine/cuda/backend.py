@@ -1,7 +1,7 @@
 """The CUDA backend: the only module of ``engine.cuda`` that the rest of the engine uses.
 
-Linear layers, norms and sampling are torch's; attention is a Triton kernel where a trial at load passes. It has not
-run on a device yet: only triton's interpreter has checked it, on CPU tensors.
+Used on request only (``ModelConfig.cuda_kernels``): the kernels have never run on a GPU, only in triton's interpreter
+on CPU tensors. Attention is a Triton kernel where a trial at load passes; the rest is torch's.
 """
 
 from __future__ import annotations

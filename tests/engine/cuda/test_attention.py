@@ -162,11 +162,11 @@ def test_attention_agrees_with_float64(case: Case) -> None:
         assert (result.double() - expected).norm() <= TOLERANCE[case.dtype] * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["grouped", "sliding", "sinks"])
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(name: str) -> None:
-    scene = Scene(CASES[name])
+@pytest.mark.parametrize("view", [AttentionWindow(), AttentionWindow(Kind.SLIDING, 24)], ids=["full", "sliding"])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(view: AttentionWindow) -> None:
+    scene = Scene(Case(heads=2, kv_heads=1, view=view, sinks=True))
     together = scene.run(range(5))
-    for chosen in ((0,), (1,), (4,), (4, 1), (2, 0, 3)):
+    for chosen in ((0,), (4,), (4, 1), (2, 0, 3)):
         for index, result in scene.run(chosen).items():
             assert torch.equal(result, together[index])
 

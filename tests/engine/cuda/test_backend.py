@@ -16,6 +16,7 @@ from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.backend import CudaBackend
 from decant.engine.engine import Engine
+from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.model import backend as model_backend
 from decant.engine.model import model as model_module
@@ -42,7 +43,7 @@ def test_a_model_generates_what_transformers_generates(
 ) -> None:
     """Prompts in chunks beside decodes, with sliding windows, softcap and sinks."""
     monkeypatch.setattr(attention, "SPLIT", 32)
-    monkeypatch.setattr(model_module, "make_backend", InterpretedBackend)
+    monkeypatch.setattr(model_module, "make_backend", lambda device, _: InterpretedBackend(device))
     calls: list[AttentionCall] = []
     attend = TritonAttention.attend
 
@@ -91,13 +92,18 @@ def test_a_kernel_that_fails_its_trial_is_replaced_by_torch(
     assert made
 
 
-@pytest.mark.parametrize("has_triton", [True, False])
-def test_a_cuda_device_gets_the_backend_where_triton_is_installed(
-    has_triton: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_backend, "find_spec", lambda name: object() if has_triton else None)
-    backend = model_backend.make_backend(torch.device("cuda"))
-    assert isinstance(backend, CudaBackend) == has_triton
+def test_a_cuda_device_gets_the_kernels_on_request_only() -> None:
+    cuda = torch.device("cuda")
+    assert type(model_backend.make_backend(cuda)) is model_backend.TorchBackend
+    assert isinstance(model_backend.make_backend(cuda, "triton"), CudaBackend)
+
+
+def test_kernels_that_can_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidConfig, match="cuda_kernels: none on the device cpu"):
+        model_backend.make_backend(torch.device("cpu"), "triton")
+    monkeypatch.setattr(model_backend, "find_spec", lambda name: None)
+    with pytest.raises(InvalidConfig, match="cuda_kernels: none without the package triton"):
+        model_backend.make_backend(torch.device("cuda"), "triton")
 
 
 def test_a_kernel_that_agrees_passes_its_trial() -> None:
