@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import accumulate
 from random import Random
@@ -11,6 +12,21 @@ def random_arrivals(count: int, rate: float, burstiness: float, seed: int) -> li
     """`count` arrivals with gamma-distributed gaps of mean 1 / rate. A burstiness of 1 is a Poisson process; less comes
     in bursts, more is more regular: the coefficient of variation of the gaps is 1 / sqrt(burstiness)."""
     return list(accumulate(_gaps(count, rate, burstiness, Random(seed))))
+
+
+def ramp_arrivals(count: int, rates: tuple[float, float], burstiness: float, seed: int) -> list[float]:
+    """`count` arrivals whose rate changes linearly in time between two rates; beyond the second, it stays.
+
+    The arrivals of rate 1 on a stretched time axis: up to each second as many are expected as the area under the rate.
+    """
+    begin, end = rates
+    seconds = 2 * count / (begin + end)
+    return [
+        seconds + (area - count) / end
+        if area > count
+        else 2 * area / (begin + math.sqrt(begin * begin + 2 * (end - begin) * area / seconds))
+        for area in random_arrivals(count, 1.0, burstiness, seed)
+    ]
 
 
 def _gaps(count: int, rate: float, burstiness: float, rng: Random) -> Iterator[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decant.bench import verdict
-from decant.bench.arrivals import random_arrivals
+from decant.bench.arrivals import ramp_arrivals, random_arrivals
 from decant.bench.errors import InvalidBenchmark
 from decant.bench.figures import details, summarise
 from decant.bench.lengths import Lengths, Uniform, parse_lengths
@@ -22,6 +21,8 @@ from decant.bench.workload import (
     ANYSCALE,
     BenchRequest,
     SharedPrefix,
+    Turns,
+    prompts,
     random_requests,
     read_sharegpt,
     read_trace,
@@ -41,6 +42,8 @@ class BenchOptions:
 
     dataset       a file of JSON lines, or of ShareGPT's conversations (.json)
     trace         send at the arrival times of the dataset
+    multi_turn    all turns of each conversation of the dataset; then `requests` counts conversations
+    ramp_to       the rate changes from `rate` to it during the run
     sweep         search the highest rate that keeps the objectives, from `rate` on
     """
 
@@ -48,11 +51,13 @@ class BenchOptions:
     workload: str = "random"
     dataset: Path | None = None
     trace: bool = False
+    multi_turn: bool = False
     prompt_tokens: str = "128"
     output_tokens: str = "64"
     prefix: SharedPrefix = field(default_factory=SharedPrefix)
     requests: int = 64
     rate: float | None = None
+    ramp_to: float | None = None
     burstiness: float = 1.0
     concurrency: int | None = None
     sweep: bool = False
@@ -89,6 +94,12 @@ def check(options: BenchOptions) -> None:
         raise InvalidBenchmark("--rate, --concurrency", "one of them", "both")
     if options.sweep and (options.rate is None or not options.slos):
         raise InvalidBenchmark("--sweep", "with --rate, where it begins, and --slo", "without")
+    if options.ramp_to is not None and (options.rate is None or options.sweep):
+        raise InvalidBenchmark("--ramp-to", "with --rate, where it begins, and without --sweep", options.ramp_to)
+    if options.multi_turn and (options.dataset is None or options.dataset.suffix != ".json"):
+        raise InvalidBenchmark(
+            "--multi-turn", "with --dataset and conversations of ShareGPT (.json)", str(options.dataset)
+        )
     if options.trace and (options.dataset is None or options.dataset.suffix == ".json"):
         raise InvalidBenchmark("--trace", "with --dataset and a file of JSON lines", str(options.dataset))
     if options.trace and (options.rate is not None or options.concurrency is not None):
@@ -171,8 +182,9 @@ class _Benchmark:
         """One run, as a document."""
         options, requests = self._options, self._source.take(rate)
         name = f"{rate:.3g} requests/s" if rate else f"{options.concurrency or len(requests)} at a time"
-        load = self._load(name, len(requests))
-        self._notify(name, None, len(requests))
+        count = sum(request.turns for request in requests)
+        load = self._load(name, count)
+        self._notify(name, None, count)
         if options.concurrency is not None:
             records = await load.closed(requests, options.concurrency)
         else:
@@ -181,8 +193,9 @@ class _Benchmark:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "backend": "decant",
             "model_id": self._model.id,
-            "num_prompts": len(requests),
+            "num_prompts": count,
             "request_rate": float("inf") if rate is None else rate,
+            "ramp_to": options.ramp_to,
             "burstiness": options.burstiness,
             "max_concurrency": options.concurrency,
             **summarise(records, options.slos),
@@ -190,9 +203,12 @@ class _Benchmark:
         }
 
     def _arrivals(self, requests: Sequence[BenchRequest], rate: float | None) -> Sequence[float]:
+        options = self._options
+        if rate is not None and options.ramp_to is not None:
+            return ramp_arrivals(len(requests), (rate, options.ramp_to), options.burstiness, options.seed)
         if rate is not None:
-            return random_arrivals(len(requests), rate, self._options.burstiness, self._options.seed)
-        return [request.arrival_s if self._options.trace else 0.0 for request in requests]
+            return random_arrivals(len(requests), rate, options.burstiness, options.seed)
+        return [request.arrival_s if options.trace else 0.0 for request in requests]
 
     def _load(self, name: str, count: int) -> Load:
         return Load(
@@ -206,9 +222,26 @@ async def _requests(client: AsyncClient, model: pb.Model, options: BenchOptions)
         return _random(model, options)
     if path.suffix != ".json":
         return read_trace(path, model.vocab_size or None, model.max_context_length or None)[: options.requests]
-    pairs = read_sharegpt(path)[: options.requests]
-    answers = await asyncio.gather(*(client.tokenize(answer, model=options.model) for _, answer in pairs))
-    return [BenchRequest(question, one.count) for (question, _), one in zip(pairs, answers, strict=True)]
+    conversations = read_sharegpt(path)[: options.requests]
+    made = [await _conversation(client, model, options, turns) for turns in conversations]
+    if not any(made):
+        limit = f"a first question and answer of at most {model.max_context_length:,} tokens (context length)"
+        raise InvalidBenchmark("--dataset", limit, "none")
+    return [one for one in made if one is not None]
+
+
+async def _conversation(
+    client: AsyncClient, model: pb.Model, options: BenchOptions, turns: Turns
+) -> BenchRequest | None:
+    """Turns up to the first that is longer than the context; None if the first turn is."""
+    requests = []
+    chosen = turns if options.multi_turn else turns[:1]
+    for prompt, (_, answer) in zip(prompts(chosen), chosen, strict=True):
+        lengths = [(await client.tokenize(text, model=options.model)).count for text in (prompt, answer)]
+        if model.max_context_length and sum(lengths) > model.max_context_length:
+            break
+        requests.append(BenchRequest(prompt, lengths[1]))
+    return replace(requests[0], follow_ups=requests[1:]) if requests else None
 
 
 def _random(model: pb.Model, options: BenchOptions) -> list[BenchRequest]:

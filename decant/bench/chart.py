@@ -56,9 +56,13 @@ class Chart:
         """Points joined in their order, with a line in the legend."""
         at = " ".join(f"{self._x(x):.1f},{self._y(y):.1f}" for x, y in points)
         self._shapes.append(f'<polyline points="{at}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        self.points(points, colour)
+        self._entry(label, colour)
+
+    def points(self, points: Points, colour: str) -> None:
+        """Points alone, without a line in the legend."""
         for x, y in points:
             self._shapes.append(f'<circle cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="3" fill="{colour}"/>')
-        self._entry(label, colour)
 
     def bar(self, x: tuple[float, float], y: tuple[float, float], colour: str) -> None:
         """A bar over a range of x, from the lower to the upper y."""

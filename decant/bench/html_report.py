@@ -39,6 +39,8 @@ def to_html(result: Result, slos: Mapping[str, float]) -> str:
             _tradeoff(runs),
             *charts,
         ]
+    if runs[-1]["ramp_to"]:
+        charts.insert(0, _ramp(runs[-1]))
     charts.append(_timeline(runs[-1]))
     title = f"decant bench: {runs[0]['model_id']}, {runs[0]['date']}"
     return page(title, result.sentence, charts, [_table(runs)])
@@ -47,6 +49,8 @@ def to_html(result: Result, slos: Mapping[str, float]) -> str:
 def _label(run: _Run) -> str:
     if run["max_concurrency"]:
         return f"{run['max_concurrency']} clients"
+    if run["ramp_to"]:
+        return f"{run['request_rate']:.3g} to {run['ramp_to']:.3g}/s"
     return "at once" if math.isinf(run["request_rate"]) else f"{run['request_rate']:.3g}/s"
 
 
@@ -101,6 +105,15 @@ def _gaps(run: _Run) -> Chart:
     chart = Chart(f"Inter-token latency, {_label(run)}", Axis("ms", end), Axis("% of the gaps", max(share)))
     for index, value in enumerate(share):
         chart.bar((index * end / BINS, (index + 1) * end / BINS), (0, value), COLOURS[0])
+    return chart
+
+
+def _ramp(run: _Run) -> Chart:
+    """TTFT of each request by its send, while the rate changes."""
+    points = [(sent, (first - sent) * 1e3) for sent, first, _ in run["spans"]]
+    x = Axis(f"seconds ({_label(run)})", max((at for at, _ in points), default=1.0))
+    chart = Chart("TTFT while the rate changes", x, Axis("ms", max((value for _, value in points), default=1.0)))
+    chart.points(points, COLOURS[0])
     return chart
 
 

@@ -36,19 +36,31 @@ class Load:
             tasks = []
             for request, arrival in sorted(zip(requests, arrivals, strict=True), key=lambda pair: pair[1]):
                 await asyncio.sleep(began + arrival - time.monotonic())
-                tasks.append(group.create_task(self._send(request, began + arrival)))
-        return [task.result() for task in tasks]
+                tasks.append(group.create_task(self._converse(request, began + arrival)))
+        return [record for task in tasks for record in task.result()]
 
     async def closed(self, requests: Sequence[BenchRequest], clients: int) -> list[Record]:
         """Send the requests from `clients` clients."""
         waiting = iter(requests)
 
         async def client() -> list[Record]:
-            return [await self._send(request, time.monotonic()) for request in waiting]
+            records: list[Record] = []
+            for request in waiting:
+                records += await self._converse(request, time.monotonic())
+            return records
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(client()) for _ in range(clients)]
         return [record for task in tasks for record in task.result()]
+
+    async def _converse(self, request: BenchRequest, due: float) -> list[Record]:
+        """One record a turn. After a turn that fails no other is sent."""
+        records = [await self._send(request, due)]
+        for follow_up in request.follow_ups:
+            if records[-1].error:
+                break
+            records.append(await self._send(follow_up, time.monotonic()))
+        return records
 
     async def _send(self, request: BenchRequest, due: float) -> Record:
         record = Record(due, time.monotonic())

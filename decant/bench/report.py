@@ -25,7 +25,12 @@ def to_json(result: Result) -> str:
     """The document of the one run, or {"runs": [...]} of a sweep, both with "sentence". An infinite rate is "inf"."""
     runs = [{**run, "request_rate": _rate(run["request_rate"])} for run in result.runs]
     document = runs[0] if len(runs) == 1 else {"runs": runs}
-    return json.dumps({**document, "sentence": result.sentence}, allow_nan=False)
+    return dump({**document, "sentence": result.sentence})
+
+
+def dump(document: Mapping[str, Any]) -> str:
+    """One line of JSON."""
+    return json.dumps(document, allow_nan=False)
 
 
 def _rate(rate: float) -> float | str:

@@ -56,4 +56,6 @@ def _load(run: Mapping[str, Any]) -> str:
     if run.get("max_concurrency"):
         return f"{run['max_concurrency']} clients ({run['request_throughput']:.3g} requests/s)"
     rate = _rate(run)
+    if run.get("ramp_to"):
+        return f"{rate:.3g} to {run['ramp_to']:.3g} requests/s"
     return "all requests at once" if rate == float("inf") else f"{rate:.3g} requests/s"

@@ -19,11 +19,19 @@ ANYSCALE = (Uniform(512, 512), Exponential(128, 1536))
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A prompt, its forced output length, and its arrival in seconds of a trace (0 where there is none)."""
+    """A prompt, its forced output length, and its arrival in seconds of a trace (0 where there is none).
+
+    `follow_ups`: the next turns of the conversation, each sent when the one before has ended.
+    """
 
     prompt: Sequence[int] | str
     output_len: int
     arrival_s: float = 0.0
+    follow_ups: Sequence[BenchRequest] = ()
+
+    @property
+    def turns(self) -> int:
+        return 1 + len(self.follow_ups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +70,47 @@ def read_trace(path: Path, vocab_size: int | None, context_length: int | None) -
     return [BenchRequest(item.prompt_token_ids, item.output_len, item.arrival_s) for item in items]
 
 
-def read_sharegpt(path: Path) -> list[tuple[str, str]]:
-    """First question and answer of each conversation of a file in ShareGPT's format; conversations that do not begin
-    with both are left out. Raises InvalidBenchmark."""
+Turns = list[tuple[str, str]]
+"""Questions and answers of a conversation, in turn."""
+
+
+def read_sharegpt(path: Path) -> list[Turns]:
+    """The conversations of a file in ShareGPT's format, up to where question and answer stop alternating; those that do
+    not begin with both are left out. Raises InvalidBenchmark."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidBenchmark("--dataset", f"a JSON list of conversations ({error})", path) from None
     if not isinstance(document, list):
         raise InvalidBenchmark("--dataset", "a JSON list of conversations", type(document).__name__)
-    pairs = [pair for entry in document if (pair := _first_turns(entry))]
-    if not pairs:
+    conversations = [turns for entry in document if (turns := _turns(entry))]
+    if not conversations:
         raise InvalidBenchmark("--dataset", "conversations that begin with a question and an answer", "none")
-    return pairs
+    return conversations
 
 
-def _first_turns(entry: Any) -> tuple[str, str] | None:
-    turns = entry.get("conversations") if isinstance(entry, dict) else None
-    if not isinstance(turns, list) or len(turns) < 2 or not all(isinstance(turn, dict) for turn in turns[:2]):
-        return None
-    roles = [turn.get("from") for turn in turns[:2]]
-    question, answer = (turn.get("value") for turn in turns[:2])
-    is_pair = roles[0] in ("human", "user") and roles[1] in ("gpt", "assistant")
-    if not is_pair or not isinstance(question, str) or not isinstance(answer, str) or not question or not answer:
-        return None
-    return question, answer
+def _turns(entry: Any) -> Turns:
+    messages = entry.get("conversations") if isinstance(entry, dict) else None
+    if not isinstance(messages, list):
+        return []
+    turns: Turns = []
+    for question, answer in zip(messages[::2], messages[1::2], strict=False):
+        pair = _text(question, ("human", "user")), _text(answer, ("gpt", "assistant"))
+        if not all(pair):
+            break
+        turns.append(pair)
+    return turns
+
+
+def _text(message: Any, roles: tuple[str, ...]) -> str:
+    """The text of a message of one of these roles; empty for any other."""
+    if not isinstance(message, dict) or message.get("from") not in roles:
+        return ""
+    value = message.get("value")
+    return value if isinstance(value, str) else ""
+
+
+def prompts(turns: Turns) -> list[str]:
+    """The prompt of each turn: all earlier questions and answers of the file, and the turn's question."""
+    lines = [text for turn in turns for text in turn]
+    return ["\n".join(lines[: 2 * index + 1]) for index in range(len(turns))]

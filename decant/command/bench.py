@@ -14,11 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from decant.command.bench_batching import batching
+from decant.command.bench_interference import interference
 from decant.command.errors import CommandFailed, one_line_errors
 from decant.command.files import write_report
 
 bench = typer.Typer()
 bench.command()(batching)
+bench.command()(interference)
 
 
 @bench.callback(invoke_without_command=True)
@@ -42,13 +44,21 @@ def measure(  # noqa: PLR0913 - a command's options are its parameters
         Path | None, typer.Option(help="Requests of a file: JSON lines, or conversations of ShareGPT (.json).")
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Send at the arrival times of the dataset.")] = False,
+    multi_turn: Annotated[
+        bool, typer.Option("--multi-turn", help="Send all turns of each conversation, one after the other.")
+    ] = False,
     prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths: a number, a range, or exp:MEAN:LONGEST.")] = "128",
     output_tokens: Annotated[str, typer.Option(help="Output lengths, which are forced.")] = "64",
     prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a shared prefix before each prompt.")] = 0,
     prefixes: Annotated[int, typer.Option(min=1, help="Number of shared prefixes.")] = 1,
-    requests: Annotated[int, typer.Option(min=1, help="Number of requests of a run.")] = 64,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Number of requests of a run; with --multi-turn of conversations.")
+    ] = 64,
     rate: Annotated[
         float | None, typer.Option(help="Requests per second, at random times; unset: all at once.")
+    ] = None,
+    ramp_to: Annotated[
+        float | None, typer.Option(help="Rate at the end of the run, which changes linearly from --rate.")
     ] = None,
     burstiness: Annotated[
         float, typer.Option(help="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts.")
@@ -105,9 +115,9 @@ def _options(given: dict[str, Any]) -> Any:
     from decant.bench.errors import InvalidBenchmark
     from decant.bench.workload import SharedPrefix
 
-    for name in ("rate", "burstiness"):
+    for name in ("rate", "ramp_to", "burstiness"):
         if given[name] is not None and not 0 < given[name] < float("inf"):
-            raise InvalidBenchmark(f"--{name}", "above 0", given[name])
+            raise InvalidBenchmark(f"--{name.replace('_', '-')}", "above 0", given[name])
     if given["up"] and given["address"]:
         raise InvalidBenchmark("--up, --address", "one of them", "both")
     same = [field.name for field in fields(BenchOptions) if field.name not in ("model", "prefix", "slos")]

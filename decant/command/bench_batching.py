@@ -40,6 +40,7 @@ def batching(  # noqa: PLR0913 - a command's options are its parameters
     from decant.bench.batching import experiment, report
     from decant.bench.batching.html_report import to_html
     from decant.bench.errors import InvalidBenchmark
+    from decant.bench.report import dump
     from decant.command.status import new_console
     from decant.runtime.cores import usable_cores
 
@@ -62,7 +63,7 @@ def batching(  # noqa: PLR0913 - a command's options are its parameters
         if html is not None:
             write_report(html, to_html(document))
         if as_json:
-            print(report.to_json(document))
+            print(dump(document))
         else:
             report.show(document, new_console())
 

@@ -31,6 +31,8 @@ from decant.bench.batching.experiment import BatchingOptions, parse_caps
 from decant.bench.batching.html_report import assign_slots, to_html
 from decant.bench.batching.queues import Queue
 from decant.bench.errors import InvalidBenchmark
+from decant.bench.machine_load import busy
+from decant.bench.report import dump
 from decant.engine.plan import Device
 
 PUBLISHED = {32: (16, 2.0, 1.9), 128: (12, 3.0, 2.6), 512: (8, 7.0, 4.2), 1536: (4, 23.4, 6.6)}
@@ -191,7 +193,7 @@ def document() -> dict[str, Any]:
 
 
 def test_the_document_has_every_queue_contender_and_ratio(document: dict[str, Any]) -> None:
-    assert json.loads(report.to_json(document)) == document
+    assert json.loads(dump(document)) == document
     assert [one["batch_size"] for one in document["batch_sizes"]] == list(curve.SIZES)
     assert len(document["queues"]) == 4
     for queue in document["queues"]:
@@ -209,7 +211,7 @@ def test_tables_say_how_static_batches_were_measured(document: dict[str, Any]) -
     assert "5 of 8 are measured, the others are scaled from these by their steps" in text
     assert "Load average 9.0 on 2 cores" in text
     assert document["sentence"] in text
-    assert not report.busy({"load_average": 1.0, "cores": 2})
+    assert not busy({"load_average": 1.0, "cores": 2})
 
 
 def test_the_html_report_has_a_timeline_of_slots_with_padding(document: dict[str, Any]) -> None:

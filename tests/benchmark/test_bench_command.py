@@ -98,6 +98,33 @@ def test_conversations_of_a_file_are_sent_as_text(address: str, tmp_path: Path) 
     assert run["output_lens"][0] == run["output_lens"][1] > 2
 
 
+def test_all_turns_of_a_conversation_are_sent_one_after_the_other(address: str, tmp_path: Path) -> None:
+    file = tmp_path / "sharegpt.json"
+    turns = [
+        ("human", "def add(a, b):" * 4),
+        ("gpt", "    return a + b"),
+        ("human", "def sub(a, b):"),
+        ("gpt", "x - y"),
+    ]
+    document = {"conversations": [{"from": role, "value": value} for role, value in turns]}
+    file.write_text(json.dumps([document, document]))
+    run = measured(address, "--dataset", str(file), "--multi-turn", "--warm-up", "0")
+    assert (run["num_prompts"], run["completed"]) == (4, 4)
+    first, second, _, _ = run["input_lens"]
+    assert second > first
+    # The second turn finds the first question in the prefix cache.
+    assert run["total_cached_tokens"] >= 2 * (first // 16 * 16)
+    # Each conversation is alone in its order: its second turn is sent after its first has ended.
+    assert run["spans"][1][0] >= run["spans"][0][2]
+    assert run["spans"][3][0] >= run["spans"][2][2]
+
+
+def test_a_ramp_names_both_rates(address: str) -> None:
+    run = measured(address, "--rate", "20", "--ramp-to", "60", "--slo", "ttft=60s", *SMALL)
+    assert (run["completed"], run["ramp_to"]) == (12, 60.0)
+    assert run["sentence"] == "keeps TTFT p99 under 60000 ms at 20 to 60 requests/s"
+
+
 def test_a_sweep_ends_with_the_answer(address: str) -> None:
     run = measured(address, "--rate", "20", "--sweep", "--slo", "ttft=1ms", *SMALL)
     assert run["sentence"].startswith("does not keep TTFT p99 under 1 ms at 20 requests/s")

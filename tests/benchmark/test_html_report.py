@@ -29,7 +29,7 @@ def run(rate: float) -> dict[str, object]:
         )
         for n in range(20)
     ]
-    about = {"model_id": "<m>", "date": "2026", "request_rate": rate, "max_concurrency": None}
+    about = {"model_id": "<m>", "date": "2026", "request_rate": rate, "max_concurrency": None, "ramp_to": None}
     return {**about, **summarise(records, SLOS), **details(records)}
 
 
@@ -87,8 +87,16 @@ def test_an_objective_is_drawn_where_the_chart_reaches_it() -> None:
     assert "objective 500 ms" in texts(charts(1.0, 30.0)[0])
 
 
+def test_a_ramp_has_the_ttft_of_each_request_by_its_send() -> None:
+    page = to_html(Result([{**run(2.0), "ramp_to": 8.0}], "a"), SLOS)
+    chart = ElementTree.fromstring(re.findall(r"<svg.*?</svg>", page, re.DOTALL)[0])
+    assert texts(chart)[0] == "TTFT while the rate changes"
+    assert "seconds (2 to 8/s)" in texts(chart)
+    assert len(list(chart.iter(f"{SVG}circle"))) == 20
+
+
 def test_a_run_without_a_success_has_charts_too() -> None:
     failed = Record(0.0, 0.0, error="NO_WORKER")
-    about = {"model_id": "m", "date": "2026", "request_rate": float("inf"), "max_concurrency": None}
+    about = {"model_id": "m", "date": "2026", "request_rate": float("inf"), "max_concurrency": None, "ramp_to": None}
     page = to_html(Result([{**about, **summarise([failed], {}), **details([failed])}], "none"), {})
     assert page.count("<svg") == 3

@@ -11,12 +11,20 @@ from typing import Any
 
 import pytest
 
-from decant.bench.arrivals import random_arrivals
+from decant.bench.arrivals import ramp_arrivals, random_arrivals
 from decant.bench.benchmark import BenchOptions, RequestSource, check, parse_slos
 from decant.bench.errors import InvalidBenchmark
 from decant.bench.lengths import Exponential, Uniform, parse_lengths
 from decant.bench.sweep import HALVINGS, MAX_DOUBLINGS, sweep
-from decant.bench.workload import ANYSCALE, BenchRequest, SharedPrefix, random_requests, read_sharegpt, read_trace
+from decant.bench.workload import (
+    ANYSCALE,
+    BenchRequest,
+    SharedPrefix,
+    prompts,
+    random_requests,
+    read_sharegpt,
+    read_trace,
+)
 from decant.protos import inference_pb2 as pb
 
 
@@ -37,6 +45,33 @@ def test_a_burstiness_of_one_is_a_poisson_process() -> None:
             counts[int(arrival)] += 1
     assert fmean(counts) == pytest.approx(10.0, rel=0.02)
     assert pstdev(counts) ** 2 == pytest.approx(10.0, rel=0.06)
+
+
+@pytest.mark.parametrize("rates", [(2.0, 18.0), (18.0, 2.0), (10.0, 10.0)])
+def test_a_ramp_has_the_area_under_its_rate_as_arrivals(rates: tuple[float, float]) -> None:
+    """In each tenth of the ramp the count is Poisson: mean and variance are the integral of the rate."""
+    count, parts, runs = 400, 10, 150
+    begin, end = rates
+    seconds = 2 * count / (begin + end)
+    counts = [[0] * parts for _ in range(runs)]
+    for seed in range(runs):
+        for at in ramp_arrivals(count, rates, 1.0, seed):
+            if at < seconds:
+                counts[seed][int(at / seconds * parts)] += 1
+    for part in range(parts - 2):
+        middle = begin + (end - begin) * (part + 0.5) / parts
+        expected = middle * seconds / parts
+        found = [one[part] for one in counts]
+        assert fmean(found) == pytest.approx(expected, rel=0.1)
+        assert pstdev(found) ** 2 == pytest.approx(expected, rel=0.4)
+
+
+def test_a_ramp_ends_at_its_second_rate_and_keeps_it() -> None:
+    """Regular arrivals (a large burstiness): the gaps are those of both rates."""
+    arrivals = ramp_arrivals(2000, (5.0, 20.0), 1e6, seed=1)
+    assert arrivals[1] - arrivals[0] == pytest.approx(1 / 5, rel=0.02)
+    assert arrivals[-1] - arrivals[-2] == pytest.approx(1 / 20, rel=0.02)
+    assert arrivals[-1] == pytest.approx(2000 / 12.5, rel=0.01)
 
 
 def test_lengths_have_their_form() -> None:
@@ -82,17 +117,25 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
         read_trace(file, 10, 4)
 
 
-def test_sharegpt_gives_first_question_and_answer(tmp_path: Path) -> None:
+def test_sharegpt_gives_questions_and_answers_while_they_alternate(tmp_path: Path) -> None:
     def turns(*pairs: tuple[str, str]) -> dict[str, Any]:
         return {"conversations": [{"from": role, "value": value} for role, value in pairs]}
 
     file = tmp_path / "sharegpt.json"
     kept = turns(("human", "q"), ("gpt", "a"), ("human", "r"))
     file.write_text(json.dumps([kept, turns(("gpt", "a"), ("human", "q")), turns(("human", "q")), {}, 3]))
-    assert read_sharegpt(file) == [("q", "a")]
+    assert read_sharegpt(file) == [[("q", "a")]]
+    longer = turns(("user", "q"), ("assistant", "a"), ("human", "r"), ("gpt", "b"), ("gpt", "c"), ("human", "s"))
+    empty = turns(("human", "q"), ("gpt", "a"), ("human", ""), ("gpt", "b"))
+    file.write_text(json.dumps([longer, empty]))
+    assert read_sharegpt(file) == [[("q", "a"), ("r", "b")], [("q", "a")]]
     file.write_text("[]")
     with pytest.raises(InvalidBenchmark, match="begin with a question and an answer, got none"):
         read_sharegpt(file)
+
+
+def test_the_prompt_of_a_turn_is_the_conversation_before_it() -> None:
+    assert prompts([("q", "a"), ("r", "b"), ("s", "c")]) == ["q", "q\na\nr", "q\na\nr\nb\ns"]
 
 
 def test_objectives_are_parsed_in_seconds() -> None:
@@ -113,6 +156,13 @@ def test_objectives_are_parsed_in_seconds() -> None:
         ({"trace": True, "dataset": Path("x.jsonl"), "rate": 1.0}, "--trace: no --rate"),
         ({"workload": "anyscale", "dataset": Path("x.jsonl")}, "--dataset: no --workload"),
         ({"prompt_tokens": "0"}, "--prompt-tokens"),
+        ({"ramp_to": 4.0}, "--ramp-to: with --rate"),
+        (
+            {"ramp_to": 4.0, "rate": 1.0, "sweep": True, "slos": {"ttft": 1.0}},
+            "--ramp-to: with --rate, where it begins",
+        ),
+        ({"multi_turn": True}, "--multi-turn: with --dataset"),
+        ({"multi_turn": True, "dataset": Path("x.jsonl")}, "--multi-turn: with --dataset"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:

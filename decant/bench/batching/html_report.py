@@ -9,6 +9,7 @@ from decant.bench.batching import report
 from decant.bench.batching.contenders import PAGED, RESERVING, STATIC_ALL, STATIC_BATCH
 from decant.bench.chart import COLOURS, Axis, Chart
 from decant.bench.html_page import page, table
+from decant.bench.machine_load import busy
 
 _Document = Mapping[str, Any]
 
@@ -30,7 +31,7 @@ def to_html(document: _Document) -> str:
     heading = "Continuous, paged, against static batches"
     tables.append(table(heading, report.RATIO_COLUMNS, report.ratio_rows(document), note=report.RATIOS))
     title = f"decant bench batching: {document['model_id']}, {document['date']}"
-    return page(title, document["sentence"], charts, tables, note=report.busy(document))
+    return page(title, document["sentence"], charts, tables, note=busy(document))
 
 
 _STATIC = (("over_all", "padded to the longest of all"), ("over_batch", "padded to their batch"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -11,6 +10,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from decant.bench.machine_load import busy
 
 _Document = Mapping[str, Any]
 
@@ -28,10 +29,6 @@ RATIO_COLUMNS = (
     *("over longest of all: tokens/s", "per step", "slots", "of 1,000"),
     *("over own batch: tokens/s", "per step", "slots", "of 1,000"),
 )
-
-
-def to_json(document: _Document) -> str:
-    return json.dumps(document, allow_nan=False)
 
 
 def show(document: _Document, console: Console) -> None:
@@ -58,14 +55,6 @@ def title(queue: _Document) -> str:
         f"{queue['name']}: {queue['requests']} requests, prompts of {queue['prompt_tokens']} tokens, KV memory for "
         f"{queue['kv_tokens']:,}, static batches of {queue['batch_size']}"
     )
-
-
-def busy(document: _Document) -> str:
-    """A warning if other processes ran meanwhile."""
-    load, cores = document["load_average"], document["cores"]
-    if load <= cores + 0.5:
-        return ""
-    return f"Load average {load:.1f} on {cores} cores: other processes ran meanwhile, so times are too long."
 
 
 _Cell = Callable[[Mapping[str, Any]], str]

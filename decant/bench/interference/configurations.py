@@ -1,0 +1,82 @@
+"""The deployments to compare: worker counts and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from decant.bench.errors import InvalidBenchmark
+
+MAX_STEP_MS = 60_000
+"""Step time that no step reaches: the token budget alone limits a chunk."""
+MAX_RUNNING = 256
+
+SPLIT, UNCHUNKED, BY_TIME = "split", "mixed, unchunked", "mixed, chunks by predicted time"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One deployment. `chunk`: tokens of a step; None where steps are not limited by tokens."""
+
+    name: str
+    prefill: int
+    decode: int
+    variables: Mapping[str, str] = field(default_factory=dict)
+    chunk: int | None = None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether workers compute prompts and decode."""
+        return not self.prefill
+
+
+@dataclass(frozen=True)
+class InterferenceOptions:
+    """running, prompt_tokens  answers that run, and the prompt that arrives beside them
+    chunks                   tokens per step of the mixed deployments with chunks
+    prefill, decode          workers of the split; mixed deployments have one worker with all cores
+    """
+
+    running: int = 8
+    prompt_tokens: int = 1500
+    chunks: Sequence[int] = (64, 128, 256, 512, 1024, 2048)
+    prefill: int = 1
+    decode: int = 1
+    trials: int = 3
+    timeout: float = 600.0
+    seed: int = 0
+
+
+def parse_chunks(text: str) -> tuple[int, ...]:
+    """ "64,256" as numbers in ascending order. Raises InvalidBenchmark."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) >= 1 for word in words):
+        raise InvalidBenchmark("--chunks", "whole numbers from 1, separated by commas", text)
+    return tuple(sorted({int(word) for word in words}))
+
+
+def configurations(options: InterferenceOptions) -> list[Configuration]:
+    """Unchunked, each chunk size below the whole prompt, chunks by time, and the split. Raises InvalidBenchmark."""
+    whole = options.prompt_tokens + options.running
+    least = options.running + 1
+    if options.chunks[0] < least:
+        raise InvalidBenchmark("--chunks", f"at least {least} for {options.running} running answers", options.chunks[0])
+    chunks = [chunk for chunk in options.chunks if chunk < whole]
+    return [
+        _mixed(UNCHUNKED, max(whole, MAX_RUNNING), None),
+        *(_mixed(f"mixed, chunks of {chunk:,}", chunk, chunk) for chunk in chunks),
+        Configuration(BY_TIME, 0, 1),
+        # Shorter prompts, those of the running answers, are computed where they decode.
+        Configuration(
+            SPLIT, options.prefill, options.decode, {"DECANT_HANDOFF_MIN_TOKENS": str(options.prompt_tokens // 2)}
+        ),
+    ]
+
+
+def _mixed(name: str, token_budget: int, chunk: int | None) -> Configuration:
+    variables = {
+        "DECANT_TOKEN_BUDGET": str(token_budget),
+        "DECANT_MAX_RUNNING": str(min(MAX_RUNNING, token_budget)),
+        "DECANT_STEP_MS": str(MAX_STEP_MS),
+    }
+    return Configuration(name, 0, 1, variables, chunk)

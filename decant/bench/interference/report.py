@@ -1,0 +1,80 @@
+"""The experiment as a table, and its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from decant.bench.machine_load import busy
+
+_Document = Mapping[str, Any]
+
+COLUMNS = (
+    ("longest gap, ms", "longest_gap_ms", "{:,.1f}"),
+    ("worst of all trials", "worst_gap_ms", "{:,.1f}"),
+    ("median gap, ms", "median_gap_ms", "{:,.1f}"),
+    ("median before", "median_gap_before_ms", "{:,.1f}"),
+    ("TTFT of the prompt, ms", "ttft_ms", "{:,.0f}"),
+    ("tokens/s", "output_throughput", "{:,.1f}"),
+    ("tokens/s before", "output_throughput_before", "{:,.1f}"),
+)
+"""Title, key and format."""
+
+EXPLANATION = (
+    "Gaps and tokens/s are those of the running answers, from the send of the prompt to its second token; medians of "
+    "the trials. Each deployment has the same cores."
+)
+
+
+def title(document: _Document) -> str:
+    return (
+        f"{document['running']} running answers, a prompt of {document['prompt_tokens']:,} tokens, "
+        f"{document['trials']} trials, {document['cores']} cores"
+    )
+
+
+def cells(row: _Document) -> tuple[str, ...]:
+    """A row of the table, from the figures of a configuration."""
+    return row["name"], *(form.format(row[key]) for _, key, form in COLUMNS)
+
+
+def show(document: _Document, console: Console) -> None:
+    """Table and answer."""
+    table = Table(title=title(document), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("", *(name for name, _, _ in COLUMNS)):
+        table.add_column(column, justify="right" if column else "left")
+    for row in document["configurations"]:
+        table.add_row(*cells(row))
+    console.print(table)
+    console.print(EXPLANATION)
+    if warning := busy(document):
+        console.print(warning)
+    console.print(document["sentence"])
+
+
+class PartProgress:
+    """One bar over deployments and trials. Nothing without a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        self._progress = Progress(*columns, TimeElapsedColumn(), console=console)
+        self._progress.disable = not console.is_terminal
+        self._task = self._progress.add_task("")
+
+    def notify(self, what: str, done: int, parts: int) -> None:
+        """As `experiment.Notify`."""
+        self._progress.update(self._task, description=what, completed=done, total=parts)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()

@@ -1,0 +1,14 @@
+"""Whether other processes ran beside a benchmark of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def busy(document: Mapping[str, Any]) -> str:
+    """A warning for a document with "load_average" and "cores", if the load is above the cores; else empty."""
+    load, cores = document["load_average"], document["cores"]
+    if load <= cores + 0.5:
+        return ""
+    return f"Load average {load:.1f} on {cores} cores: other processes ran meanwhile, so times are too long."
