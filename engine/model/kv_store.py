@@ -27,7 +27,7 @@ class KvStore:
             size = num_blocks * layout.block_bytes
             raise InvalidConfig("kv_bytes", f"what {device} can allocate beside the weights", size) from None
         self.blocks = self._memory[:num_blocks]
-        self.blank = num_blocks  # a block of zeros without owner that is never written: pads block tables
+        self.blank = num_blocks  # zeros that are never written: pads block tables, and is the pool's null block
         layers = range(len(layout.layers))
         self._layers = [self._split(index) for index in layers]
         self._descriptors = np.array([self._descriptor(index) for index in layers], np.int64)
@@ -50,7 +50,7 @@ class KvStore:
         spec, size, keys = self.layout.layers[layer], self.layout.block_size, self.layout.offsets[layer]
         values = keys + size * spec.kv_heads * spec.key_dim
         place = self._memory.data_ptr(), self.layout.block_elements, size, keys, values
-        return *place, spec.kv_heads, spec.key_dim, spec.value_dim, self.num_blocks
+        return *place, spec.kv_heads, spec.key_dim, spec.value_dim, self.num_blocks + 1
 
     def _split(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One layer's part of all blocks, and its keys and values, as views of the store."""

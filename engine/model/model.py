@@ -11,7 +11,7 @@ from decant.engine.checkpoint import checkpoint
 from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_whole
-from decant.engine.kv_layout import KvLayout
+from decant.engine.kv_layout import KvLayout, Window, widest
 from decant.engine.model import rope
 from decant.engine.model.attention.paged import TILE
 from decant.engine.model.backend import PARTS, Backend, make_backend
@@ -88,6 +88,10 @@ class ModelDevice:
         return self.store.layout.block_size
 
     @property
+    def window(self) -> Window:
+        return self.store.layout.window
+
+    @property
     def block_bytes(self) -> int:
         return self.store.block_bytes
 
@@ -128,7 +132,7 @@ def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: 
     progress(60)
     views, specs = learn_attention(model, source.name, context_length)
     progress(70)
-    layout = KvLayout(specs, config.block_size, dtype.itemsize)
+    layout = KvLayout(specs, config.block_size, dtype.itemsize, widest(views))
     if config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
     subject = Subject(model, source.name, context_length, backend)

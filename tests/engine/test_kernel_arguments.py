@@ -23,9 +23,9 @@ from decant.engine.cpu.backend import flatten
 from decant.engine.cpu.fused_ops import RmsNorm
 from decant.engine.cpu.gemm import PackedWeight
 from decant.engine.cpu.kernels import KERNELS
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
 from decant.engine.model.attention import AttentionCall
-from decant.engine.model.attention.masks import AttentionWindow, Kind
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.backend import make_backend
 from decant.engine.model.kv_store import KvStore
@@ -281,7 +281,7 @@ def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> N
         from decant.engine.cpu.attention import NativeAttention
         from decant.engine.model.attention.masks import AttentionWindow
         from decant.engine.model.step_batch import flatten
-        from decant.engine.kv_layout import KvLayout, LayerSpec
+        from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
         from decant.engine.model.kv_store import KvStore
         from decant.engine.plan import Row
         from decant.engine.cpu.gemm import PackedWeight

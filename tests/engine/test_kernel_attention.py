@@ -11,9 +11,9 @@ import torch
 
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.kernels import KERNELS
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
 from decant.engine.model.attention import AttentionBackend, AttentionCall
-from decant.engine.model.attention.masks import AttentionWindow, Kind
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import FlatBatch, flatten

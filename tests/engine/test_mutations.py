@@ -172,11 +172,11 @@ def spend_one_token_too_many(patch: Patch) -> None:
 def fill_by_time_alone(patch: Patch) -> None:
     """Where seconds are known, tokens are not counted."""
 
-    def spend(budget: _Budget, sequence: EngineSequence) -> Row:
+    def spend(budget: _Budget, sequence: EngineSequence, slots: int | None = None) -> Row:
         limits = budget._limits
         if budget._predictor.costs != StepCostModel():
             budget._limits = replace(limits, token_budget=10**6)
-        row = original(budget, sequence)
+        row = original(budget, sequence, slots)
         budget._limits = limits
         return row
 
@@ -185,8 +185,8 @@ def fill_by_time_alone(patch: Patch) -> None:
 
 
 def go_on_behind_one_that_was_cut(patch: Patch) -> None:
-    def spend(budget: _Budget, sequence: EngineSequence) -> Row:
-        row = original(budget, sequence)
+    def spend(budget: _Budget, sequence: EngineSequence, slots: int | None = None) -> Row:
+        row = original(budget, sequence, slots)
         budget._over = False
         return row
 
