@@ -22,6 +22,8 @@ INSTALLER ?= uv
 AT_ONCE ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(AT_ONCE) --dist worksteal
 PYTHON ?=
+# Many container images forbid bytecode; each process would compile torch and transformers again (6 s).
+export PYTHONDONTWRITEBYTECODE :=
 CUDA_PACKAGES := triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
     cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
 

@@ -19,9 +19,9 @@ import grpc
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
-from decant.router.execution.token_stream import TokenStream
-from decant.router.execution.token_writer import TokenWriter
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_writer import TokenWriter
+from decant.router.request.valid_request import ValidRequest
 from decant.router.text.output_text import OutputOptions
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription

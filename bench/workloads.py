@@ -1,50 +1,24 @@
-"""Requests and their arrival times: seeded generators, and the workload file.
+"""Requests and their arrival times from seeded generators, written as the file of ``decant.bench.workload_file``.
 
-    python -m bench.workloads --workload exponential --vocab-size 151936 --out FILE.jsonl
-
-One JSON object per line: {"id", "prompt_token_ids", "output_len", "arrival_s"}. Lengths are forced; arrival is in
-seconds after the start.
+python -m bench.workloads --workload exponential --vocab-size 151936 --out FILE.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
 from bench.options import positive
+from decant.bench.workload_file import InvalidWorkload, Item, check, read, write
+
+__all__ = ["GENERATORS", "InvalidWorkload", "Item", "check", "exponential", "long_prompts", "mixed", "read", "write"]
 
 LONGEST_OUTPUT = 256
 """Outputs of ``exponential`` above this are drawn again."""
-
-
-class Item(NamedTuple):
-    """One request of a workload."""
-
-    id: str
-    prompt_token_ids: list[int]
-    output_len: int
-    arrival_s: float
-
-
-class InvalidWorkload(ValueError):
-    """An invalid workload line (counted from 1): its field, the limit and the value."""
-
-    def __init__(self, line: int, field: str, limit: str, value: object) -> None:
-        text = repr(value)
-        super().__init__(f"line {line}: {field}: {limit}, got {text if len(text) <= 80 else text[:77] + '...'}")
-        self.line = line
-        self.field = field
-        self.limit = limit
-        self.value = value
-
-
-# -- generators ---------------------------------------------------------------------------------------------------
 
 
 def exponential(vocab_size: int, seed: int = 0, *, count: int = 64, prompt: int = 128, mean: float = 64) -> list[Item]:
@@ -81,69 +55,6 @@ def _output_len(rng: Random, mean: float) -> int:
 
 def _item(rng: Random, vocab_size: int, id: str, prompt: int, output: int, arrival: float) -> Item:
     return Item(id, [rng.randrange(vocab_size) for _ in range(prompt)], output, arrival)
-
-
-# -- files --------------------------------------------------------------------------------------------------------
-
-
-def write(items: Iterable[Item], path: Path) -> None:
-    """Write one line per item."""
-    path.write_text("".join(json.dumps(item._asdict(), separators=(",", ":")) + "\n" for item in items))
-
-
-def read(path: Path) -> list[Item]:
-    """The items of a file in order; blank lines are skipped. Raises InvalidWorkload."""
-    items: list[Item] = []
-    seen: set[str] = set()
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if line.strip():
-            items.append(_parse(number, line))
-            _require(items[-1].id not in seen, number, "id", "different on every line", items[-1].id)
-            seen.add(items[-1].id)
-    _require(bool(items), 1, "file", "at least one request", "none")
-    return items
-
-
-def check(items: Iterable[Item], vocab_size: int | None, window: int | None) -> None:
-    """Check all items against the vocabulary and context length. Raises InvalidWorkload; lines count from 1."""
-    for number, item in enumerate(items, start=1):
-        length, worst = len(item.prompt_token_ids) + item.output_len, max(item.prompt_token_ids)
-        if vocab_size is not None:
-            _require(worst < vocab_size, number, "prompt_token_ids", f"token ids below {vocab_size}", worst)
-        if window is not None:
-            _require(length <= window, number, "output_len", f"at most {window} tokens with the prompt", length)
-
-
-def _parse(number: int, line: str) -> Item:
-    try:
-        raw = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidWorkload(number, "line", f"a JSON object ({error.msg})", line) from None
-    _require(isinstance(raw, dict), number, "line", "a JSON object", raw)
-    for field in Item._fields:
-        _require(field in raw, number, field, "present", "nothing")
-    for field in raw:
-        _require(field in Item._fields, number, field, f"one of {', '.join(Item._fields)}", field)
-    item = Item(**raw)
-    _require(isinstance(item.id, str) and bool(item.id), number, "id", "a string that is not empty", item.id)
-    tokens = item.prompt_token_ids
-    _require(isinstance(tokens, list) and bool(tokens), number, "prompt_token_ids", "a list that is not empty", tokens)
-    for token in tokens:
-        _require(_whole(token) and token >= 0, number, "prompt_token_ids", "whole numbers from 0", token)
-    written, arrival = item.output_len, item.arrival_s
-    _require(_whole(written) and written >= 1, number, "output_len", "a whole number from 1", written)
-    timed = (_whole(arrival) or isinstance(arrival, float)) and math.isfinite(arrival) and arrival >= 0
-    _require(timed, number, "arrival_s", "a number of seconds from 0", arrival)
-    return item
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require(holds: bool, line: int, field: str, limit: str, value: object) -> None:
-    if not holds:
-        raise InvalidWorkload(line, field, limit, value)
 
 
 def main() -> None:

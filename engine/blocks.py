@@ -16,36 +16,14 @@ With a sliding or chunked window a table frees the blocks that no later query se
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from decant.engine.block_hashes import BlockHash
 from decant.engine.errors import OutOfBlocks
 from decant.engine.kv_layout import FULL, Window
-
-BlockHash = bytes
-"""Chained digest of a block's tokens, all tokens before them, and a salt (16 bytes)."""
-
-
-def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[BlockHash]:
-    """Digests of the full blocks of ``size`` tokens, each chained to the previous one and the first to ``parent``.
-
-    Two prefixes are equal exactly when their last digests are.
-    """
-    words = array("Q", tokens)
-    data, stride = words.tobytes(), words.itemsize * size
-    digests = []
-    for end in range(stride, len(data) + 1, stride):
-        parent = hashlib.blake2b(data[end - stride : end], key=parent, digest_size=16).digest()
-        digests.append(parent)
-    return digests
-
-
-def root_hash(salt: bytes) -> BlockHash:
-    """Start of a hash chain: chains of different salts never match."""
-    return hashlib.blake2b(salt, digest_size=16, person=b"decant-kv").digest()
 
 
 def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from decant.engine import inspection
-from decant.engine.blocks import BlockPool, hash_blocks, root_hash
+from decant.engine.block_hashes import hash_blocks, root_hash
+from decant.engine.blocks import BlockPool
 from decant.engine.costs import StepTimePredictor
 from decant.engine.errors import InvalidConfig, InvalidRequest, OutOfBlocks, UnknownSequence
 from decant.engine.exports import KvTransfers

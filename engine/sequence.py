@@ -6,7 +6,8 @@ import sys
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from decant.engine.blocks import BlockHash, BlockTable, hash_blocks, root_hash
+from decant.engine.block_hashes import BlockHash, hash_blocks, root_hash
+from decant.engine.blocks import BlockTable
 from decant.engine.request import Request
 from decant.engine.sampler_state import SamplerState
 

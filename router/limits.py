@@ -1,4 +1,4 @@
-"""What one request may ask of this router, beyond what its model allows."""
+"""Limits of one request, in addition to those of its model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
 
 
 def check_sampling(params: pb.SamplingParams) -> None:
-    """Raises InvalidArgument for a field that is set and out of range; `n`, `seed` and the bias aside."""
+    """Raises InvalidArgument for a value out of range. Does not check `n`, `seed` and the logit bias."""
     for name, (low, high) in _RANGES.items():
         within(f"sampling.{name}", getattr(params, name), low, high)
     for name, high in _ABOVE_ZERO.items():
@@ -40,14 +40,14 @@ def check_sampling(params: pb.SamplingParams) -> None:
 
 
 def check_size(request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> None:
-    """Raises InvalidArgument for what takes long to look at. So it comes before everything else."""
+    """Raises InvalidArgument for a message that is too large. Comes first: other checks are slow on a large one."""
     at_most(request.DESCRIPTOR.name, request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
     if not isinstance(request, pb.DetokenizeRequest):
         at_most("messages.messages", len(request.messages.messages), MAX_MESSAGES, "messages")
 
 
 def check_id(request_id: str) -> None:
-    """Raises InvalidArgument for an id that no request may have."""
+    """Raises InvalidArgument for an id that is too long."""
     at_most("request_id", len(request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
 
 
@@ -64,7 +64,7 @@ def at_most(field: str, count: int, limit: int, what: str) -> None:
 
 
 def limits(*, max_queued_requests: int, resume_grace_ms: int, result_ttl_ms: int) -> pb.Limits:
-    """As clients are told. What stays 0 belongs to fields that are refused."""
+    """The limits that clients see. Limits of unimplemented fields are 0."""
     return pb.Limits(
         max_request_bytes=MAX_REQUEST_BYTES,
         max_request_id_bytes=MAX_REQUEST_ID_BYTES,

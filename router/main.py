@@ -33,6 +33,7 @@ from decant.router.recovery.restore import make_request_restorer
 from decant.router.recovery.takeover import OrphanRecovery
 from decant.router.settings import RouterSettings
 from decant.router.text.served_model import Models, load
+from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime import logs, shutdown
 from decant.runtime.admission import Admission
@@ -52,9 +53,6 @@ from decant.state.store import Store, StoreSettings
 
 PROGRAM = "decant router"
 VERSION = version("decant-llm")
-SETTLE_SECONDS = 10.0
-"""For the workers that are there to be opened. A router without any becomes ready too."""
-RETRY_SECONDS = 0.5
 DRAIN_SHARE = 0.8
 """Of a drain's time, for requests to end by themselves; the rest is for telling those that did not."""
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -114,14 +112,21 @@ def _reached_at(host: str) -> str:
 class RouterProcess:
     """The parts of a router, on one event loop."""
 
-    def __init__(self, settings: RouterSettings, models: Models, callers: Authenticator, store: Store) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        models: Models,
+        callers: Authenticator,
+        store: Store,
+        timings: RouterTimings = RouterTimings(),
+    ) -> None:
         self.readiness = Readiness()
         self.registry = Registry()
         self.peer = new_peer(settings.id or default_id("router"))
         _check_advertised(settings)
         hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
-        self.pool = WorkerPool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens)
-        self.journal_writer = JournalWriter(store.requests, settings.flush_ms)
+        self.pool = WorkerPool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens, timings.workers)
+        self.journal_writer = JournalWriter(store.requests, settings.flush_ms, timings.journal)
         self.quota_leases = QuotaLeases(store.quotas, callers.limits)
         admission = Admission(settings.max_active, settings.queue_limit)
         restore = make_request_restorer(models, self.pool.max_context_length)
@@ -135,6 +140,7 @@ class RouterProcess:
             quota_leases=self.quota_leases,
             restore=restore,
             ended_s=Ttls().ended_s,
+            timings=timings,
         )
         self.dispatcher = RequestRegistry(router)
         metrics = RequestMetrics(self.registry)
@@ -144,9 +150,11 @@ class RouterProcess:
             for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
                 ready = metrics.ready_workers.labels(model, wire.Role.Name(role).removeprefix("ROLE_").lower())
                 ready.set_function(partial(self._ready_workers, model, role))
-        service = InferenceService(models, self.dispatcher, self._server_info(settings), metrics, callers)
+        info = self._server_info(settings)
+        service = InferenceService(models, self.dispatcher, info, metrics, callers, timings.unread_s)
         self.service = service.service()
         self._settings = settings
+        self._timings = timings
         self._store = store
         self._ends = AsyncExitStack()
 
@@ -157,10 +165,11 @@ class RouterProcess:
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
         membership = RouterRegistrar(self._store, facts, self.journal_writer.resync_all, replaced, self.dispatcher.load)
+        incarnation, timings = Incarnation.of(self.peer), self._timings
         takeover = OrphanRecovery(
-            self._store, self.dispatcher, Incarnation.of(self.peer), self.pool.is_connected, Ttls()
+            self._store, self.dispatcher, incarnation, self.pool.is_connected, Ttls(), timings.takeover
         )
-        entries = OpenEntries(self._store, Incarnation.of(self.peer))
+        entries = OpenEntries(self._store, incarnation, timings.sweep_every_s)
         await self._run("sessions", self.pool.membership.run, self.pool.membership.close)
         await self._run("registration", partial(membership.run, Ttls().renew_every_s), membership.close)
         await self._run("writing", self.journal_writer.run, self.journal_writer.close)
@@ -169,16 +178,16 @@ class RouterProcess:
         await self._run("takeover", takeover.run)
         await self._run("open entries", entries.run)
         try:
-            async with asyncio.timeout(SETTLE_SECONDS):
+            async with asyncio.timeout(timings.settle_s):
                 await self.pool.membership.settled()
         except TimeoutError:
-            _log.warning("not all workers could be reached", limit_seconds=SETTLE_SECONDS)
+            _log.warning("not all workers could be reached", limit_seconds=timings.settle_s)
 
     async def close(self) -> None:
         await self._ends.aclose()
 
     async def _reach_store(self) -> None:
-        told = False
+        is_logged = False
         while True:
             try:
                 await self._store.ping()
@@ -186,10 +195,10 @@ class RouterProcess:
             except StoreFault:
                 raise
             except StoreUnavailable as error:
-                if not told:
+                if not is_logged:
                     _log.warning("waiting for the state store", error=str(error))
-                told = True
-            await asyncio.sleep(RETRY_SECONDS)
+                is_logged = True
+            await asyncio.sleep(self._timings.store_retry_s)
 
     async def _run(
         self, name: str, run: Callable[[], Coroutine[Any, Any, None]], *closes: Callable[[], Awaitable[None]]

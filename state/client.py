@@ -1,7 +1,7 @@
-"""One way to ask Redis: within a deadline, reconnecting, scripts loaded when it lacks them.
+"""Client of Redis with deadlines and reconnection. Loads missing scripts.
 
-A Redis that is away, starting, or a replica that may not be written is one error, StoreUnavailable. Asking twice is
-right for every command of this package, so a connection that broke is tried again once, at once.
+A Redis that is unreachable, starting, or a read-only replica raises StoreUnavailable. Every command of this package may
+be repeated, so a broken connection is retried once, at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from redis.backoff import NoBackoff
 from decant.state.errors import StateError, StoreFault, StoreUnavailable
 from decant.state.scripts import Argument, Command
 
-# What Redis answers: bytes, an integer, None, or a list of these. The scripts say what theirs holds.
+# bytes, an integer, None, or a list of these; see each script
 Reply: TypeAlias = Any
 
-_AWAY = (
+_UNAVAILABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
     exceptions.ReadOnlyError,
@@ -30,15 +30,18 @@ _AWAY = (
     exceptions.OutOfMemoryError,
     OSError,  # TimeoutError is one
 )
-_AWAY_WORDS = ("BUSY ", "MISCONF ", "NOREPLICAS ")  # errors without a class: nothing can be written for now
-_REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)  # ConnectionErrors that waiting won't cure
+_UNAVAILABLE_PREFIXES = ("BUSY ", "MISCONF ", "NOREPLICAS ")  # errors without a class: writes are impossible for now
+_REFUSED = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+)  # ConnectionErrors that no retry cures
 
 
 class Client:
-    """A pool of connections to one Redis. Connects when first asked; `close` ends it."""
+    """A pool of connections to one Redis. Connects at first use; `close` ends it."""
 
     def __init__(self, url: str, deadline_s: float, max_connections: int) -> None:
-        """`deadline_s` bounds every call, waiting for a free connection included. Raises ValueError for the URL."""
+        """`deadline_s`: of a call, including the wait for a connection. Raises ValueError for an invalid URL."""
         self._deadline_s = deadline_s
         self._pool = BlockingConnectionPool.from_url(
             url,
@@ -61,9 +64,9 @@ class Client:
         return reply
 
     async def run_all(self, commands: Sequence[Command]) -> list[Reply]:
-        """Several commands in one round trip, in this order, others' between them.
+        """Several commands in one round trip, in order, not atomic.
 
-        Raises StoreUnavailable, StoreFault; some may have happened.
+        Raises StoreUnavailable, StoreFault; some commands may have run.
         """
         replies = await self.try_all(commands)
         for reply in replies:
@@ -72,15 +75,15 @@ class Client:
         return replies
 
     async def try_all(self, commands: Sequence[Command], deadlines: float = 1.0) -> list[Reply]:
-        """`run_all` with an error in the place of each reply that is one: StoreFault, StoreUnavailable.
+        """As `run_all`, with StoreFault or StoreUnavailable as the reply of a command that failed.
 
-        `deadlines`: how many deadlines this may take, for more bytes than usual. Raises StoreUnavailable where no
-        reply came, StoreFault where the connection was refused; some commands may have happened.
+        `deadlines`: multiplies the deadline, for large commands. Raises StoreUnavailable without any reply, StoreFault
+        if the connection is refused; some commands may have run.
         """
         return await self._within(deadlines * self._deadline_s, commands) if commands else []
 
     async def wait_for_entry(self, stream: str, after: bytes, timeout_s: float) -> None:
-        """Until the stream has an entry after that one, or the time is over. Holds a connection meanwhile."""
+        """Wait until the stream has an entry after that one, or for `timeout_s`. Occupies a connection."""
         block_ms = max(1, round(timeout_s * 1000))
         command = Command(("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, after))
         (reply,) = await self._within(timeout_s + self._deadline_s, [command])
@@ -99,8 +102,11 @@ class Client:
                     await self._load(commands)
                     replies = await self._send(commands)
         except (exceptions.RedisError, OSError) as error:
-            raise _told(error, deadline_s) from error
-        return [_told(reply, deadline_s) if isinstance(reply, exceptions.RedisError) else reply for reply in replies]
+            raise _translate_error(error, deadline_s) from error
+        return [
+            _translate_error(reply, deadline_s) if isinstance(reply, exceptions.RedisError) else reply
+            for reply in replies
+        ]
 
     async def _send(self, commands: Sequence[Command]) -> list[Reply]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -109,14 +115,14 @@ class Client:
         return await pipeline.execute(raise_on_error=False)
 
     async def _load(self, commands: Sequence[Command]) -> None:
-        """All of them again: which of them Redis lacks isn't worth finding out."""
+        """Load all scripts of these commands, missing or not."""
         texts = {command.script.text for command in commands if command.script}
         await self._send([Command(("SCRIPT", "LOAD", text)) for text in texts])
 
 
-def _told(error: Exception, deadline_s: float) -> StoreUnavailable | StoreFault:
-    """What an error of Redis, or of the way to it, means to our callers."""
+def _translate_error(error: Exception, deadline_s: float) -> StoreUnavailable | StoreFault:
+    """The error of this package for one of redis-py."""
     refused = isinstance(error, _REFUSED) or isinstance(error.__cause__, _REFUSED)  # wrapped while connecting
-    if (isinstance(error, _AWAY) or str(error).startswith(_AWAY_WORDS)) and not refused:
+    if (isinstance(error, _UNAVAILABLE) or str(error).startswith(_UNAVAILABLE_PREFIXES)) and not refused:
         return StoreUnavailable(str(error) or f"no answer within {deadline_s:g} s")
     return StoreFault(str(error))

@@ -1,11 +1,11 @@
-"""Which workers and routers are there. A registration is renewed, or runs out by the clock of Redis.
+"""Directory of workers and routers. A registration expires unless it is renewed, by the clock of Redis.
 
-Of the lives that come up under one id, the one that registered last is the present one, whoever renews later:
+Of several incarnations of one id, the one that registered last is the present one:
 
-    incarnation A   register ---- renew ---------------------- renew: replaced     remove: nothing happens
+    incarnation A   register ---- renew ---------------------- renew: replaced     remove: no effect
     incarnation B                           register ---- renew ---------- renew ----------
 
-What is there is a list; that it changed is an entry in a stream on which readers wait.
+Readers list the registrations, and wait on a stream for changes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class DirectoryEntry(Generic[Facts]):
 
 @dataclass(frozen=True)
 class Listing(Generic[Facts]):
-    """All that were registered at one instant."""
+    """The registrations at one instant."""
 
-    version: bytes  # another one where somebody came, went or changed; a load alone is no change
-    next_end_s: float | None  # until the first of these runs out unless renewed; None: nobody is there
+    version: bytes  # changes with registrations, not with load alone
+    next_end_s: float | None  # until the first of these expires unless renewed; None: there are none
     present: tuple[DirectoryEntry[Facts], ...]
 
 
@@ -55,12 +55,12 @@ class Directory(Generic[Facts]):
         self._lasts = (round(ttls.registration_s * 1000), round(ttls.directory_s * 1000))
 
     async def register(self, facts: Facts, load: Load | None = None) -> Registration[Facts]:
-        """Become the present incarnation of `facts.peer.id`, once when a process starts. Raises StoreUnavailable."""
+        """Become the present incarnation of `facts.peer.id`. Once per process. Raises StoreUnavailable."""
         since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._words(facts, load)))
         return Registration(self, facts, since)
 
     async def listing(self) -> Listing[Facts]:
-        """Registrations that can't be read are passed over. Raises StoreUnavailable."""
+        """Skips unreadable registrations. Raises StoreUnavailable."""
         reply = await self._client.run(scripts.DIRECTORY_LIST.call(self._names))
         version, next_end_ms, *rest = reply
         parsed = map(self._parsed, rest[::3], rest[1::3], rest[2::3])
@@ -68,10 +68,7 @@ class Directory(Generic[Facts]):
         return Listing(version, next_end_ms / 1000 if next_end_ms >= 0 else None, present)
 
     async def change(self, seen: Listing[Facts], timeout_s: float) -> Listing[Facts]:
-        """Wait until the directory is another than `seen`, at most `timeout_s`.
-
-        Raises StoreUnavailable at once when Redis goes away.
-        """
+        """Wait at most `timeout_s` for a listing that differs from `seen`. Raises StoreUnavailable at once."""
         clock = asyncio.get_running_loop().time
         ends = clock() + timeout_s
         listing = seen
@@ -82,21 +79,21 @@ class Directory(Generic[Facts]):
         return listing
 
     async def alive(self, incarnation: Incarnation) -> bool:
-        """Whether this very incarnation is registered. Raises StoreUnavailable."""
+        """Whether this incarnation is registered. Raises StoreUnavailable."""
         call = scripts.DIRECTORY_ALIVE.call(self._names[:2], incarnation.id, incarnation.hex)
         return bool(await self._client.run(call))
 
     async def renew(self, facts: Facts, load: Load | None, since: int) -> bool:
-        """False: a later incarnation is registered. For `Registration`."""
+        """False if a later incarnation is registered. For `Registration`."""
         words = self._words(facts, load)
         return bool(await self._client.run(scripts.DIRECTORY_RENEW.call(self._names, *words, since)))
 
     async def remove(self, incarnation: Incarnation) -> None:
-        """Nothing happens where another incarnation is registered. For `Registration`."""
+        """No effect if another incarnation is registered. For `Registration`."""
         await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, incarnation.id, incarnation.hex))
 
     def _parsed(self, packed: bytes | None, load: bytes | None, ends_ms: int) -> DirectoryEntry[Facts] | None:
-        """None for a registration that can't be read: it concerns no other one."""
+        """None if it is unreadable."""
         facts = self._facts()
         try:
             facts.ParseFromString(packed or b"")
@@ -116,23 +113,20 @@ class Directory(Generic[Facts]):
 
 
 class Registration(Generic[Facts]):
-    """One incarnation's place in the directory. Its process renews it every `Ttls.renew_every_s`."""
+    """Of one incarnation. Its process renews it every `Ttls.renew_every_s`."""
 
     def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
-        self.facts = facts  # may be replaced before a renewal; the peer stays
+        self.facts = facts  # the owner may replace it, except for the peer
         self._directory = directory
-        self._since = since  # microseconds by the clock of Redis: orders the lives of one id
+        self._since = since  # microseconds by the clock of Redis: orders the incarnations of one id
 
     async def renew(self, load: Load | None = None) -> None:
-        """Also writes it again where Redis was emptied, or where it ran out.
-
-        Raises IncarnationReplaced when a later incarnation is registered, StoreUnavailable.
-        """
+        """Writes it again if it expired or Redis was emptied. Raises IncarnationReplaced, StoreUnavailable."""
         if not await self._directory.renew(self.facts, load, self._since):
             raise IncarnationReplaced(Incarnation.of(self.facts.peer))
 
     async def remove(self) -> None:
-        """Leave. A later incarnation's registration stays. Raises StoreUnavailable."""
+        """A later incarnation's registration stays. Raises StoreUnavailable."""
         await self._directory.remove(Incarnation.of(self.facts.peer))
 
 

@@ -1,17 +1,17 @@
-"""Everything that the state store raises on purpose.
+"""Errors of the state store.
 
 StateError
-├── StoreUnavailable    Redis is unavailable, or silent for longer than the deadline; ask again later
-├── StoreFault          Redis answered with an error that waiting does not cure
-│   └── UnreadableRequest   what it holds of one request can't be read
-├── Superseded          another router owns the request; the caller forgets it
+├── StoreUnavailable    Redis is unreachable, or exceeds the deadline; retry later
+├── StoreFault          Redis answered with an error that a retry does not cure
+│   └── UnreadableRequest   the stored data of one request is invalid
+├── Superseded          another router owns the request
 ├── IncarnationReplaced another incarnation is registered under the caller's id
-├── AlreadyExists       the request id is taken by another payload
+├── AlreadyExists       the request id has another payload
 ├── UnknownRequest      unknown, expired, or another tenant's
-├── StoreRefilling      unknown in a Redis that was emptied a moment ago; ask again later
-├── OwnerAlive          the request's owner is registered; nothing was taken from it
-├── QuotaExceeded       a tenant has as much as it may have: quota, limit, value
-└── PrivateRedisFailed  a Redis of one's own did not start
+├── StoreRefilling      unknown, and Redis was emptied a moment ago; retry later
+├── OwnerAlive          the request's owner is registered, and keeps it
+├── QuotaExceeded       a tenant has reached a limit
+└── PrivateRedisFailed  a private Redis did not start
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from decant.state.ids import Incarnation, RequestKey, State
 
 
 class StateError(Exception):
-    """Base of all errors that state/ raises on purpose."""
+    """Base of the errors of `state`."""
 
 
 class StoreUnavailable(StateError):
-    """Redis is away, or did not answer within the deadline. What was asked may or may not have happened.
-
-    Every write of this package can be repeated, so the caller does.
-    """
+    """Redis is unreachable, or exceeds the deadline. The command may have run: every write of this package can be
+    repeated."""
 
 
 class StoreFault(StateError):
-    """Redis answered with an error: a wrong password, keys of another program, a Redis too old."""
+    """Redis answered with an error: wrong password, keys of another program, old version."""
 
 
 class UnreadableRequest(StoreFault):
-    """What Redis holds of a request is nothing that an owner writes. Other requests are not concerned."""
+    """The stored data of one request is invalid. Other requests are not affected."""
 
     def __init__(self, key: RequestKey, why: str) -> None:
         super().__init__(f"request {key} can't be read: {why}")
@@ -43,9 +41,9 @@ class UnreadableRequest(StoreFault):
 
 
 class Superseded(StateError):
-    """A write by a router that no longer owns the request, or for an attempt that is over. Nothing was written.
+    """The router no longer owns the request, or the attempt is over. Nothing was written.
 
-    `stream_epoch`: the last epoch that began with a client's stream on another router; 0: none did.
+    `stream_epoch`: the last epoch that a client's stream on another router started; 0: none.
     """
 
     def __init__(self, key: RequestKey, epoch: int, owner: Incarnation, state: State, stream_epoch: int = 0) -> None:
@@ -58,7 +56,7 @@ class Superseded(StateError):
 
 
 class IncarnationReplaced(StateError):
-    """Another incarnation has registered under this id since; this one is over."""
+    """Another incarnation has registered under this id."""
 
     def __init__(self, incarnation: Incarnation) -> None:
         super().__init__(f"{incarnation}: another incarnation is registered under this id")
@@ -66,7 +64,7 @@ class IncarnationReplaced(StateError):
 
 
 class AlreadyExists(StateError):
-    """The id of a request is taken by one with another payload."""
+    """The request id has another payload."""
 
     def __init__(self, key: RequestKey) -> None:
         super().__init__(f"request {key} exists with another payload")
@@ -74,7 +72,7 @@ class AlreadyExists(StateError):
 
 
 class UnknownRequest(StateError):
-    """Nothing of that tenant has this id, or not any more."""
+    """The tenant has no request with this id, or it expired."""
 
     def __init__(self, key: RequestKey) -> None:
         super().__init__(f"request {key} is unknown")
@@ -82,7 +80,7 @@ class UnknownRequest(StateError):
 
 
 class StoreRefilling(StateError):
-    """Redis was emptied, and the request's owner may not have written it again yet."""
+    """Redis was emptied, and the request's owner may still write it again."""
 
     def __init__(self, key: RequestKey, retry_after_s: float) -> None:
         super().__init__(f"request {key} is not known yet: the store was emptied, ask again in {retry_after_s:.1f} s")
@@ -91,7 +89,7 @@ class StoreRefilling(StateError):
 
 
 class OwnerAlive(StateError):
-    """A takeover was refused: the other router is registered."""
+    """No takeover: the other router is registered."""
 
     def __init__(self, owner: Incarnation) -> None:
         super().__init__(f"{owner} is alive and keeps its requests")
@@ -99,7 +97,7 @@ class OwnerAlive(StateError):
 
 
 class QuotaExceeded(StateError):
-    """A tenant's quota has no room for this request. Nothing was booked."""
+    """The request exceeds a tenant's quota. Nothing was acquired."""
 
     def __init__(self, quota: str, limit: int, value: int, retry_after_s: float) -> None:
         super().__init__(f"{quota}: the limit is {limit}, this would make {value}")
@@ -110,4 +108,4 @@ class QuotaExceeded(StateError):
 
 
 class PrivateRedisFailed(StateError):
-    """No redis-server was found, or it ended or stayed silent while it was started."""
+    """redis-server is missing, or it exited or did not answer during start."""

@@ -1,4 +1,4 @@
-"""Names of things in the store: requests, lives of processes, states."""
+"""Identities in the store: requests, incarnations of processes, states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import quote, unquote
 from decant.protos import worker_pb2
 from decant.protos.inference_pb2 import Generation
 
-State = Generation.State  # the numbers are those in Redis, and ordered: a later state has a greater one
+State = Generation.State  # stored as numbers; a later state has a greater one
 ENDED = frozenset({Generation.STATE_SUCCEEDED, Generation.STATE_FAILED, Generation.STATE_CANCELLED})
 
 _FOLLOWS = {
@@ -19,7 +19,7 @@ _FOLLOWS = {
 
 
 def is_valid_transition(new: State, old: State, *, new_attempt: bool) -> bool:
-    """Whether a request in state `old` may go to `new`; a new attempt begins QUEUED, and only it does."""
+    """Whether a request may go from `old` to `new`. Only a new attempt starts, QUEUED."""
     if old in ENDED:
         return False
     if new_attempt:
@@ -28,13 +28,13 @@ def is_valid_transition(new: State, old: State, *, new_attempt: bool) -> bool:
 
 
 class RequestKey(NamedTuple):
-    """A request's name: ids are unique for their tenant only."""
+    """Ids are unique per tenant."""
 
     tenant: str
     id: str
 
     def __str__(self) -> str:
-        """`tenant/id` with all else quoted, so that no two keys read alike and none breaks a hash tag."""
+        """`tenant/id`, both quoted: unambiguous, and safe in a hash tag."""
         return f"{quote(self.tenant, safe='')}/{quote(self.id, safe='')}"
 
     @classmethod
@@ -44,13 +44,13 @@ class RequestKey(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """One incarnation of one process. A restarted one has another incarnation: it is another peer."""
+    """One run of one process. After a restart it is another peer."""
 
     id: str
     incarnation: int  # 64 bits, drawn when the process starts
 
     def __str__(self) -> str:
-        """Sixteen hexadecimal digits first: an id may hold anything."""
+        """The 16 digits come first, because an id may contain a slash."""
         return f"{self.hex}/{self.id}"
 
     @property

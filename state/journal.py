@@ -1,12 +1,11 @@
-"""The journal of a request: what it has written, one entry for each output token, in its owner's order.
+"""The journal of a request: one entry for each output token, in order.
 
 An entry is four bytes, little-endian: the token's id in the low 24 bits, the output's index in the high 8. With one
-output the journal is its token ids. Redis keeps it as one string, so a flush is one append, which the script makes
-only at the length that it was meant for:
+output the journal is its token ids. Redis keeps it as one string: a flush is one append, at the expected length only:
 
     stored   | t0 | t1 | t2 |
-    written            | t2 | t3 | t4 |     base 2: t2 is there already, t3 and t4 are appended
-    written                           | t5 |  base 5 on three entries: refused, the owner sends from 3
+    written            | t2 | t3 | t4 |     base 2: t2 is known, t3 and t4 are appended
+    written                           | t5 |  base 5 after three entries: refused, the owner writes again from 3
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ class Part:
 
 
 class Journal:
-    """Reads journals; they are written together with their request."""
+    """Reads journals; `Requests.flush` writes them."""
 
     def __init__(self, client: Client, era: StoreInstance) -> None:
         self._client = client
         self._era = era
 
     async def read(self, key: RequestKey, first: int, most: int) -> Part:
-        """Up to `most` entries from entry `first` on, counted from 0; none where the journal has no more.
+        """Up to `most` entries from entry `first` on, counted from 0.
 
         Raises UnknownRequest, StoreRefilling, StoreUnavailable.
         """

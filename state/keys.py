@@ -1,4 +1,4 @@
-"""Every key in Redis, its type and its lifetime. No other file writes a key's name.
+"""All keys in Redis, with type and lifetime.
 
 key                                   type    holds                                              lifetime
 decant:{tenant/id}:request            hash    epoch, attempt, state: integers                    open_s from the last
@@ -6,11 +6,11 @@ decant:{tenant/id}:request            hash    epoch, attempt, state: integers   
                                               record: RequestRecord                              the end
                                               payload: GenerateRequest as accepted
                                               digest: SHA-256 of payload
-                                              prompt_logprobs: where asked for, see logprobs.py
+                                              prompt_logprobs: if requested, see logprobs.py
                                               stream_epoch: the last epoch that a client's new
-                                              stream began, if one did
+                                              stream started
 decant:{tenant/id}:journal            string  entries, 4 bytes each, see journal.py              as the request's
-decant:{tenant/id}:logprobs           string  one for each entry, where asked for                as the request's
+decant:{tenant/id}:logprobs           string  one for each entry, if requested                   as the request's
 decant:{workers|routers}:peers        hash    i:<id> incarnation; s:<id> first registered, in    directory_s from the
                                               microseconds; f:<id> Worker-/RouterRegistration;   last renewal
                                               l:<id> Load
@@ -25,8 +25,7 @@ decant:{quota/tenant}:full_at         string  when the tenant's minute is full a
                                               microseconds
 decant:{era}                          hash    id: random, 16 hexadecimal digits; began: in ms    until Redis is emptied
 
-All times are by the clock of Redis. The keys of one script share a hash tag, which also keeps all of a
-request on one node of a cluster, and all that says who is alive and who owns what on another.
+All times are by the clock of Redis. The keys of one script share a hash tag, so that they are on one node of a cluster.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ OWNERS = "decant:{routers}:owners"
 
 @dataclass(frozen=True)
 class Ttls:
-    """Seconds for which things are kept."""
+    """Lifetimes in seconds, from the last write or renewal."""
 
-    open_s: float = 24 * 3600.0  # an unfinished request of which nobody writes
+    open_s: float = 24 * 3600.0  # an unfinished request
     ended_s: float = 3600.0  # a result
-    registration_s: float = 5.0  # a worker or router that doesn't renew
-    directory_s: float = 24 * 3600.0  # an index that nobody renews
-    quota_lease_s: float = 30.0  # a tenant's request in flight that nobody renews
-    refill_s: float = 10.0  # after Redis was emptied: owners write theirs again
+    registration_s: float = 5.0  # a worker or router
+    directory_s: float = 24 * 3600.0  # an index
+    quota_lease_s: float = 30.0  # a tenant's request in flight
+    refill_s: float = 10.0  # after Redis was emptied: owners write their requests again
 
     @property
     def renew_every_s(self) -> float:

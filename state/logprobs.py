@@ -1,9 +1,9 @@
-"""Logprobs as bytes: one entry for each token, all entries of one request equally long.
+"""Logprobs as bytes: one entry for each token, all entries of one request equally long. Little-endian.
 
-    | logprob f4 | rank u4 | id u4, logprob f4 of the likeliest | ... as many alternatives as were asked for |
+    | logprob f4 | rank u4 | id u4, logprob f4 of the likeliest token | ... of each alternative requested |
 
-Little-endian. Those of the output lie beside the journal and are appended together with it, by the same rule; those of
-the prompt are written once. An alternative that is lacking, as in a vocabulary of fewer tokens, has the id NONE.
+Those of the output are appended together with the journal, by the same rule; those of the prompt are written once. A
+missing alternative (the vocabulary is smaller) has the id NONE.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ _ID_LIMIT = 1 << 24
 
 
 def entry_bytes(alternatives: int) -> int:
-    """How long one entry is."""
+    """Size of one entry."""
     return 8 * (1 + alternatives)
 
 
 class Logprobs:
     """Logprobs of consecutive tokens in one packed buffer.
 
-    Values are copied out of the messages that bring them: a protobuf sub-message that is kept would keep the whole
-    message it arrived in.
+    Values are copied: a protobuf sub-message would keep the whole message in memory.
     """
 
     __slots__ = ("_alternatives", "_data", "_layout")
 
     def __init__(self, alternatives: int = 0, data: bytes = b"") -> None:
-        """`data`: packed entries. Raises ValueError when it ends within an entry, and for too many alternatives."""
+        """`data`: packed entries. Raises ValueError for an incomplete entry or too many alternatives."""
         if alternatives > MOST_ALTERNATIVES:
             raise ValueError(f"logprobs: at most {MOST_ALTERNATIVES} alternatives, got {alternatives}")
         size = entry_bytes(alternatives)
@@ -57,30 +56,30 @@ class Logprobs:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def append(self, found: TokenLogprobs) -> None:
-        """Copy one token's values; alternatives beyond those that were asked for are left out.
+    def append(self, token: TokenLogprobs) -> None:
+        """Copy one token's values; surplus alternatives are dropped.
 
-        Raises ValueError for alternatives whose ids and logprobs differ in number, and for an id that no token has.
+        Raises ValueError if ids and logprobs differ in number, or an id is out of range.
         """
-        self._data += self._layout.pack(found.logprob, found.rank, *self._top(found))
+        self._data += self._layout.pack(token.logprob, token.rank, *self._top(token))
 
-    def extend(self, found: Iterable[TokenLogprobs]) -> None:
-        """Copy several tokens' values up to the first that `append` refuses. Raises ValueError for that one."""
-        for one in found:
-            self.append(one)
+    def extend(self, tokens: Iterable[TokenLogprobs]) -> None:
+        """Copy tokens up to the first that `append` refuses. Raises ValueError for that one."""
+        for token in tokens:
+            self.append(token)
 
     def entries(self, first: int = 0, end: int | None = None) -> list[TokenLogprobs]:
-        """New messages with the values of entries `first` to `end`."""
+        """Entries `first` to `end` as messages."""
         size = self._layout.size
         data = self._data[first * size : None if end is None else end * size]
-        return [_one(numbers) for numbers in self._layout.iter_unpack(data)]
+        return [_message(numbers) for numbers in self._layout.iter_unpack(data)]
 
     def packed(self, first: int = 0) -> bytes:
         """The bytes of entry `first` and on."""
         return bytes(self._data[first * self._layout.size :])
 
-    def _top(self, found: TokenLogprobs) -> list[float]:
-        ids, values = found.top_ids, found.top_logprobs
+    def _top(self, token: TokenLogprobs) -> list[float]:
+        ids, values = token.top_ids, token.top_logprobs
         if len(ids) != len(values):
             raise ValueError(f"logprobs: as many top_ids as top_logprobs, got {len(ids)} and {len(values)}")
         top: list[float] = []
@@ -91,7 +90,7 @@ class Logprobs:
         return top + [NONE, 0.0] * (self._alternatives - len(top) // 2)
 
 
-def _one(numbers: Sequence[float]) -> TokenLogprobs:
+def _message(numbers: Sequence[float]) -> TokenLogprobs:
     logprob, rank, *top = numbers
     kept = [(int(id), value) for id, value in zip(top[::2], top[1::2], strict=True) if id != NONE]
     return TokenLogprobs(

@@ -1,8 +1,8 @@
-"""Per router the requests that it hasn't ended, so that those of a dead one are found, each by one router.
+"""Open sets: per router, its unfinished requests. Others find the requests of a dead router there.
 
-A request leaves the open set of its owner when it ends, and that of the owner before when it is taken over. An entry
-promises nothing: where Redis was away just then one is left over, until `Requests.leftovers` finds it. Whoever takes
-entries over asks for each request by `Requests.adopt_orphan`.
+A request leaves the open set of its owner when it ends, and that of the previous owner when it is taken over. An entry
+may be stale, if Redis was unavailable then: `Requests.leftovers` finds it. A router that takes entries over calls
+`Requests.adopt_orphan` for each request.
 """
 
 from __future__ import annotations
@@ -36,38 +36,34 @@ class OpenRequests:
         return scripts.OPEN_ADD.call(names, str(router), self._open_ms, *map(str, requests))
 
     def adding_all(self, requests: Iterable[OwnedRequest]) -> list[Command]:
-        """Commands that enter all of these under their owners."""
+        """Commands that add these to the open sets of their owners."""
         return [self.adding(router, batch) for router, batch in _batches(requests)]
 
     async def add(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
-        """Enter requests, those that are there already too. Raises StoreUnavailable."""
+        """May be repeated. Raises StoreUnavailable."""
         await self._client.run_all([self.adding(router, batch) for batch in cut(requests)])
 
     async def remove(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
-        """Said again, nothing changes. Raises StoreUnavailable."""
+        """May be repeated. Raises StoreUnavailable."""
         await self._client.run_all([_removing(router, batch) for batch in cut(requests)])
 
     async def remove_all(self, requests: Iterable[OwnedRequest]) -> None:
-        """Strike all of these off under their owners. Raises StoreUnavailable."""
+        """Remove these from the open sets of their owners. Raises StoreUnavailable."""
         await self._client.run_all([_removing(router, batch) for router, batch in _batches(requests)])
 
     async def of(self, router: Incarnation) -> set[RequestKey]:
-        """Members that can't be read are passed over. Raises StoreUnavailable."""
+        """Skips unreadable members. Raises StoreUnavailable."""
         return set(_readable(RequestKey.parse, await self._client.execute("SMEMBERS", keys.open_set(router))))
 
     async def orphaned(self) -> set[Incarnation]:
-        """Routers that have entries and are not registered; names that can't be read are passed over.
-
-        Raises StoreUnavailable.
-        """
+        """Routers with entries that are not registered. Skips unreadable names. Raises StoreUnavailable."""
         names = [keys.OWNERS, keys.expiry("routers"), keys.peers("routers")]
         return set(_readable(Incarnation.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
 
     async def take(self, dead: Incarnation, router: Incarnation, most: int = BATCH) -> list[RequestKey]:
-        """Move up to `most` entries of a router that isn't registered to `router`; of several takers one gets each.
+        """Move up to `most` entries of the dead router to `router`. Of several routers one gets each entry.
 
-        Not to be repeated blindly: what was taken by a call whose answer was lost is in `of(router)`.
-        Raises OwnerAlive, StoreUnavailable.
+        If the reply is lost, the entries are in `of(router)`. Raises OwnerAlive, StoreUnavailable.
         """
         names = [keys.expiry("routers"), keys.peers("routers"), keys.OWNERS, keys.open_set(dead), keys.open_set(router)]
         reply = await self._client.run(
@@ -79,7 +75,7 @@ class OpenRequests:
 
 
 def _readable(parse: Callable[[str], Name], members: Iterable[bytes]) -> Iterator[Name]:
-    """What no router writes concerns no other member: it is left where it is."""
+    """An unreadable member stays in the store, and does not affect others."""
     for member in members:
         with suppress(ValueError):
             yield parse(member.decode())
@@ -90,7 +86,7 @@ def _removing(router: Incarnation, requests: Sequence[RequestKey]) -> Command:
 
 
 def cut(requests: Sequence[RequestKey]) -> Iterator[Sequence[RequestKey]]:
-    """Parts of at most BATCH."""
+    """Slices of at most BATCH."""
     for start in range(0, len(requests), BATCH):
         yield requests[start : start + BATCH]
 

@@ -1,4 +1,4 @@
-"""A request in the hands of the one router that owns it, and the form in which others find it."""
+"""A request at the router that owns it, and as read from the store."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class StoredRequest:
     attempt: int
     state: State
     owner: Incarnation
-    stream_epoch: int  # the last epoch that began with a client's stream on another router; 0: none
+    stream_epoch: int  # the last epoch that a client's stream on another router started; 0: none
     record: RequestRecord
     payload: GenerateRequest
-    entries: list[Entry]  # of the journal, from the first that was asked for
+    entries: list[Entry]  # from the requested first one on
     length: int  # entries in the whole journal
-    expires_in_s: float  # until it is forgotten, if nobody writes of it
-    logprobs: Logprobs = field(default_factory=Logprobs)  # one for each of `entries`, where they were asked for
+    expires_in_s: float  # without another write
+    logprobs: Logprobs = field(default_factory=Logprobs)  # one for each of `entries`, if requested
     prompt_logprobs: Logprobs = field(default_factory=Logprobs)  # of the second token and on; all or none
 
     @property
@@ -40,11 +40,11 @@ class StoredRequest:
 
 
 WRITE_BYTES = 1024
-"""Of a write that brings nothing but a few entries: its names, numbers and record."""
+"""Size of a write without entries: names, numbers and record."""
 
 
 class LogprobsOptions(NamedTuple):
-    """How many alternatives to each token a request wants to see; None: no logprobs."""
+    """Number of alternatives for each token; None: no logprobs."""
 
     output: int | None
     prompt: int | None
@@ -68,10 +68,9 @@ class LogprobsOptions(NamedTuple):
 
 
 class OwnedRequest:
-    """All that a router must hold of a request to write it to an empty Redis. Its only writer is its owner.
+    """All that a router needs to write a request to an empty Redis. Its only writer is its owner.
 
-    The record is the owner's to change; the rest changes through the methods. Nothing here talks to Redis:
-    `Requests.flush` does, whenever the owner likes.
+    The owner changes the record directly, the rest through methods. `Requests.flush` writes the changes to Redis.
     """
 
     def __init__(self, key: RequestKey, owner: Incarnation, payload: GenerateRequest, record: RequestRecord) -> None:
@@ -81,14 +80,14 @@ class OwnedRequest:
         self.epoch = 1
         self.attempt = 1
         self.state: State = Generation.STATE_QUEUED
-        # Equal requests are equal bytes on any router.
+        # equal requests have equal bytes on all routers
         self.payload = payload.SerializeToString(deterministic=True)
         self.digest = hashlib.sha256(self.payload).digest()
         self.synced_entries = 0  # entries that Redis is known to have
         self.synced_state: tuple[int, State] | None = None  # the attempt and state that Redis is known to have
         self.logprobs_options = LogprobsOptions.of(payload)
         self.is_listed = True  # Redis may have it among the open requests of its owner
-        self.prompt_logprobs_unsynced = False  # the prompt's logprobs are here, and Redis isn't known to have them
+        self.prompt_logprobs_unsynced = False  # Redis is not known to have them
         self._journal = bytearray()
         self._logprobs = bytearray()
         self._prompt_logprobs = b""
@@ -99,7 +98,7 @@ class OwnedRequest:
     ) -> OwnedRequest:
         """A new request, QUEUED in its first attempt. `at` (UTC) becomes its create_time.
 
-        One that follows a failed one of its id has a greater epoch: raise it before anyone hears of the request.
+        If it replaces a failed one, the caller sets a greater epoch before it uses the request.
         """
         request = cls(key, owner, payload, record)
         record.create_time.FromDatetime(at)
@@ -108,9 +107,9 @@ class OwnedRequest:
 
     @classmethod
     def adopted(cls, found: StoredRequest) -> OwnedRequest:
-        """A request that its owner, just now become it, goes on with. Raises ValueError for one that has ended."""
+        """A request that its new owner continues. Raises ValueError for an ended one."""
         if found.ended or found.length != len(found.entries):
-            raise ValueError(f"{found.key}: only a whole, unfinished request is gone on with")
+            raise ValueError(f"{found.key}: only a whole, unfinished request can be continued")
         request = cls(found.key, found.owner, found.payload, found.record)
         request.epoch, request.attempt, request.state = found.epoch, found.attempt, found.state
         request.append(found.entries, found.logprobs.packed())
@@ -120,7 +119,7 @@ class OwnedRequest:
 
     @property
     def length(self) -> int:
-        """Entries written so far."""
+        """Number of entries."""
         return len(self._journal) // ENTRY_BYTES
 
     @property
@@ -129,15 +128,12 @@ class OwnedRequest:
 
     @property
     def needs_write(self) -> bool:
-        """Whether Redis has to be told anything of it: its entries, attempt and state, or that it is open no more.
-
-        A change of the record alone doesn't count.
-        """
+        """Whether Redis lacks entries, attempt or state, or still lists it as open. The record alone does not count."""
         return self.is_unsynced or (self.ended and self.is_listed)
 
     @property
     def is_unsynced(self) -> bool:
-        """Whether Redis isn't known to have its entries, attempt and state."""
+        """Whether Redis may lack entries, attempt or state."""
         return (
             self.synced_entries < self.length
             or self.synced_state != (self.attempt, self.state)
@@ -146,13 +142,13 @@ class OwnedRequest:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether the prompt's logprobs are here, if they were asked for."""
+        """Whether they are complete, or not requested."""
         return self.logprobs_options.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
 
     def append(self, entries: Iterable[Entry], packed_logprobs: bytes = b"") -> None:
-        """`packed_logprobs`: as `Logprobs.packed`, one for each of these entries where they were asked for.
+        """`packed_logprobs`: as `Logprobs.packed`, one for each of these entries, if requested.
 
-        Raises ValueError for another number of them, after the end, and for what an entry can't hold.
+        Raises ValueError for another number of logprobs, after the end, and for a token out of range.
         """
         if self.ended:
             raise ValueError(f"{self.key}: nothing is written after the end")
@@ -167,40 +163,40 @@ class OwnedRequest:
         self._journal += packed
 
     def add_prompt_logprobs(self, packed_logprobs: bytes) -> None:
-        """All of the prompt's logprobs, as `Logprobs.packed`, once, where they were asked for."""
+        """All of the prompt's logprobs, as `Logprobs.packed`. Ignored if not requested."""
         if self.logprobs_options.prompt is not None:
             self._prompt_logprobs = packed_logprobs
             self.prompt_logprobs_unsynced = bool(self._prompt_logprobs)
 
     @property
     def write_bytes(self) -> int:
-        """About how long its next write is."""
+        """Approximate size of its next write."""
         whole = 0 if self.synced_state else len(self.payload)
         entries = self.length - (self.synced_entries if self.synced_state else 0)
-        explained = len(self._prompt_logprobs) if self.prompt_logprobs_unsynced or not self.synced_state else 0
-        return whole + entries * (ENTRY_BYTES + self.logprobs_options.entry_bytes) + explained + WRITE_BYTES
+        prompt_bytes = len(self._prompt_logprobs) if self.prompt_logprobs_unsynced or not self.synced_state else 0
+        return whole + entries * (ENTRY_BYTES + self.logprobs_options.entry_bytes) + prompt_bytes + WRITE_BYTES
 
     def packed(self, first: int) -> bytes:
         """The journal's bytes from entry `first` on."""
         return bytes(self._journal[first * ENTRY_BYTES :])
 
     def packed_logprobs(self, first: int) -> bytes:
-        """Those of entry `first` and on."""
+        """Those of entry `first` and later ones."""
         return bytes(self._logprobs[first * self.logprobs_options.entry_bytes :])
 
     def packed_prompt_logprobs(self) -> bytes:
-        """What Redis isn't known to have of them."""
+        """Those that Redis may lack."""
         return self._prompt_logprobs if self.prompt_logprobs_unsynced or not self.synced_state else b""
 
     def entries(self, first: int = 0) -> list[Entry]:
         return journal.unpack(self._journal[first * ENTRY_BYTES :])
 
     def transition(self, state: State, at: datetime) -> None:
-        """The next state of this attempt, entered at `at` (UTC). Raises ValueError where it can't follow."""
+        """Enter the next state of this attempt at `at` (UTC). Raises ValueError for an invalid transition."""
         self._enter(state, at, new_attempt=False)
 
     def start_attempt(self, at: datetime) -> None:
-        """The next attempt: QUEUED again, with all that is written. Raises ValueError after the end."""
+        """The next attempt: QUEUED again, with its tokens. Raises ValueError after the end."""
         self._enter(Generation.STATE_QUEUED, at, new_attempt=True)
 
     def _enter(self, state: State, at: datetime, *, new_attempt: bool) -> None:

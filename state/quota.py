@@ -1,7 +1,7 @@
-"""What a tenant may have at once and in a minute. A booking is a lease: it ends with its router, not later.
+"""Quotas of tenants: requests in flight, and tokens per minute. Leases expire when their router dies.
 
-The minute is a bucket of `tokens_per_minute` that fills evenly. A booking charges what the request may use, its
-release what it did use. A full bucket admits any request, also one larger than itself.
+The tokens are a bucket of `tokens_per_minute` that fills evenly. A lease charges the request's maximum, its release the
+tokens used. A full bucket admits any request, even one larger than the bucket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from decant.state.ids import RequestKey
 from decant.state.keys import Ttls
 from decant.state.scripts import Command
 
-RETRY_IN_FLIGHT_S = 1.0  # when one of a tenant's requests will end is not known
+RETRY_IN_FLIGHT_S = 1.0  # it is unknown when one of the tenant's requests ends
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TenantLimits:
 
 
 class QuotaUsage(NamedTuple):
-    """What a request used in the end, of prompt and output."""
+    """Tokens that a request used, prompt and output."""
 
     key: RequestKey
     tokens: int
@@ -50,12 +50,12 @@ class Quotas:
         self._lease_ms = round(ttls.quota_lease_s * 1000)
 
     async def acquire(self, key: RequestKey, tokens: int, limits: TenantLimits) -> bool:
-        """Book a request and the tokens that it may use; for one that is booked already only the lease is renewed.
+        """Acquire a lease for a request of at most ``tokens``, or renew it. Returns whether it is new.
 
-        Returns whether it was not booked before. Raises QuotaExceeded, StoreUnavailable.
+        Raises QuotaExceeded, StoreUnavailable.
         """
-        asked = (key.id, tokens, self._lease_ms, _or_none(limits.in_flight), _or_none(limits.tokens_per_minute))
-        reply = await self._client.run(scripts.QUOTA_ACQUIRE.call(list(keys.quota(key.tenant)), *asked))
+        args = (key.id, tokens, self._lease_ms, _or_none(limits.in_flight), _or_none(limits.tokens_per_minute))
+        reply = await self._client.run(scripts.QUOTA_ACQUIRE.call(list(keys.quota(key.tenant)), *args))
         if reply[0] == b"in_flight":
             raise QuotaExceeded("in_flight", limits.in_flight or 0, reply[1] + 1, RETRY_IN_FLIGHT_S)
         if reply[0] == b"tokens":
@@ -64,25 +64,22 @@ class Quotas:
         return bool(reply[1])
 
     async def renew(self, requests: Iterable[RequestKey]) -> None:
-        """Keep bookings alive, for all tenants in one round trip: every `renew_every_s`.
-
-        Raises StoreUnavailable.
-        """
+        """Renew leases in one round trip; call it every `renew_every_s`. Raises StoreUnavailable."""
         by_tenant = defaultdict[str, list[str]](list)
         for key in requests:
             by_tenant[key.tenant].append(key.id)
         await self._client.run_all([self._renewing(tenant, ids) for tenant, ids in by_tenant.items()])
 
     async def release(self, key: RequestKey, tokens: int, limits: TenantLimits) -> None:
-        """End a booking and charge `tokens`, what was used. Said again, nothing happens. Raises StoreUnavailable."""
+        """Release a lease and charge the tokens used. May be repeated. Raises StoreUnavailable."""
         await self.release_all([QuotaUsage(key, tokens, limits)])
 
     async def release_all(self, ended: Iterable[QuotaUsage]) -> None:
-        """`release` for each of these, in one round trip. Raises StoreUnavailable."""
+        """`release` of several in one round trip. Raises StoreUnavailable."""
         await self._client.run_all([_releasing(*used) for used in ended])
 
     async def in_flight(self, tenant: str) -> int:
-        """Bookings of a tenant, those whose lease just ran out perhaps included. Raises StoreUnavailable."""
+        """Leases of a tenant; may include some that have just expired. Raises StoreUnavailable."""
         count: int = await self._client.execute("ZCARD", keys.quota(tenant)[0])
         return count
 
@@ -92,8 +89,8 @@ class Quotas:
 
 
 def _releasing(key: RequestKey, tokens: int, limits: TenantLimits) -> Command:
-    said = (key.id, tokens, _or_none(limits.tokens_per_minute))
-    return scripts.QUOTA_RELEASE.call(list(keys.quota(key.tenant)), *said)
+    args = (key.id, tokens, _or_none(limits.tokens_per_minute))
+    return scripts.QUOTA_RELEASE.call(list(keys.quota(key.tenant)), *args)
 
 
 def _or_none(limit: int | None) -> int | str:

@@ -1,14 +1,13 @@
-"""Requests: accepted by one router, written by their owner, read by any, adopted when the owner is gone.
+"""Requests: accepted by one router, written by their owner, read by any router, adopted when the owner is gone.
 
-The owner's writes say (epoch, attempt, state, length of the journal before it). Redis keeps the greater, in
-lua/request_write.lua:
+A write has (epoch, attempt, state, base length of the journal). Redis compares it in lua/request_write.lua:
 
-    mine greater     a new attempt goes on with the journal; a new epoch is written whole
-    equal            the later state; entries that the journal lacks are appended at its end
-    smaller          Superseded, nothing is written
+    greater than stored   a new attempt continues the journal; a new epoch is written whole
+    equal                 the later state is kept; missing entries are appended
+    smaller               Superseded, nothing is written
 
-So a write may be repeated, come late or never: the last one stands for all before it. What an owner holds
-(`OwnedRequest`) is enough to write a request to a Redis that was emptied, and `flush` does that by itself.
+So a write may be repeated, delayed or lost: the last one includes all before it. An `OwnedRequest` is enough to write a
+request to an emptied Redis; `flush` does so by itself.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from decant.state.store_instance import StoreInstance
 from decant.state.stored import parse
 
 BATCH_BYTES = 256 << 10
-"""Of writes in one round trip; a single larger one has a deadline that is as much longer."""
+"""Of one round trip. A single larger write gets a longer deadline."""
 BATCH_WRITES = 100
 
 Displaced = Superseded | AlreadyExists
 """A request that this router no longer owns, or whose id another payload has."""
 Lost = Displaced | StoreFault
-"""Why a request isn't written, where writing it again at once won't help."""
+"""Why a request is not written, and an immediate retry will not help."""
 
 
 class Requests:
@@ -65,11 +64,10 @@ class Requests:
         self._ended_ms = round(ttls.ended_s * 1000)
 
     async def accept(self, request: OwnedRequest) -> StoredRequest | None:
-        """Take the request's id, in one round trip. None: it is new, and its owner may dispatch it.
+        """Store a new request, in one round trip. Returns None, or the request with this id and an equal payload.
 
-        So it is where an equal request failed before it wrote anything: this one begins anew, in a greater epoch. Else
-        what has the id with the same payload, perhaps of this same router: attach to it, or replay it.
-        Raises AlreadyExists for an id with another payload, StoreUnavailable.
+        An equal request that failed without a token is replaced, in a greater epoch. Raises AlreadyExists for an id
+        with another payload, StoreUnavailable.
         """
         record = request.record.SerializeToString()
         accept = scripts.REQUEST_ACCEPT.call(
@@ -96,12 +94,11 @@ class Requests:
             raise error
 
     async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, Lost]:
-        """Write all that these hold and Redis lacks: one command for each request, in round trips of limited size.
+        """Write the changes of these requests: one command for each, in round trips of limited size.
 
-        Those that Redis has lost in part or whole are written a second time, and all that are over leave their open
-        sets in one more round trip. Returns those that are owned in another epoch by now, by whom, whose id another
-        payload has, or whose write Redis refused with an error. Raises StoreUnavailable: what was answered by then
-        counts as written, write the rest later.
+        Requests that Redis lost are written again in full; ended ones leave their open sets in one more round trip.
+        Returns the requests that are not written, with the reason. Raises StoreUnavailable: requests that were
+        answered before count as written.
         """
         lost: dict[OwnedRequest, Lost] = {}
         behind = await self._write_batches(requests, lost)
@@ -116,7 +113,7 @@ class Requests:
         return lost
 
     async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
-        """The request, with its journal from entry `first` on.
+        """With the journal from entry `first` on.
 
         Raises UnknownRequest, StoreRefilling, StoreUnavailable.
         """
@@ -126,16 +123,14 @@ class Requests:
         return parse(key, reply[1])
 
     async def exists(self, key: RequestKey) -> bool:
-        """Whether anything is stored of a request. Cheaper than `read`. Raises StoreUnavailable."""
+        """Whether a request is stored. Cheaper than `read`. Raises StoreUnavailable."""
         return bool(await self._reads.execute("EXISTS", keys.request(key)))
 
     async def adopt(self, key: RequestKey, router: Incarnation, epoch: int | None = None) -> StoredRequest:
-        """Make `router` the owner in place of any other: its client's newest stream is there.
+        """Make `router` the owner, because the client's newest stream is there. Two round trips.
 
-        One round trip, and one more by which it leaves the open set of the owner before.
-
-        With `epoch`: only while this is the request's epoch, so of several one wins. What has ended is returned as it
-        is, and what the router owns already. Raises Superseded, UnknownRequest, StoreRefilling, StoreUnavailable.
+        With `epoch`: only if this is the request's epoch, so one of several routers wins. No effect on a request that
+        has ended or that the router owns. Raises Superseded, UnknownRequest, StoreRefilling, StoreUnavailable.
         """
         reply = await self._with_open_entry(
             key, router, self._adopting(key, router, "" if epoch is None else epoch, "")
@@ -150,10 +145,9 @@ class Requests:
         raise _superseded(key, reply)
 
     async def cancel(self, key: RequestKey, router: Incarnation) -> StoredRequest:
-        """Make `router` the owner of what is CANCELLED by this same step; how it ended is for the new owner to write.
+        """Make `router` the owner and the request CANCELLED, in one step. Returns the request as it was before.
 
-        What is returned shows the request as it was before. It leaves the open set of the owner before.
-        Raises UnknownRequest, StoreRefilling, StoreUnavailable.
+        The new owner writes the record of the end. Raises UnknownRequest, StoreRefilling, StoreUnavailable.
         """
         reply = await self._client.run(self._adopting(key, router, "", self._ended_ms))
         if reply[0] == b"unknown":
@@ -163,9 +157,9 @@ class Requests:
         return found
 
     async def leftovers(self, router: Incarnation) -> set[RequestKey]:
-        """Entries of a router's open set whose request has ended, has expired or belongs to another router.
+        """Entries of a router's open set whose request has ended, expired, or another owner.
 
-        An entry may be there a moment before its request: only one that is left over twice, some time apart, is wrong.
+        An entry may be written a moment before its request: only one that is found twice is stale.
         Raises StoreUnavailable.
         """
         left = set[RequestKey]()
@@ -182,7 +176,7 @@ class Requests:
         return left
 
     async def adopt_orphan(self, key: RequestKey, router: Incarnation) -> StoredRequest:
-        """Make `router` the owner if the present one isn't registered.
+        """Make `router` the owner if the present owner is not registered.
 
         Raises OwnerAlive, and all that `adopt` raises: Superseded when another router was faster.
         """
@@ -200,16 +194,12 @@ class Requests:
         return scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, epoch, ended_ms)
 
     async def _with_open_entry(self, key: RequestKey, router: Incarnation, command: Command) -> Reply:
-        """The open entry first: one without its request is dropped by whoever takes over, a request without an
-        entry would be found by nobody."""
+        """The open entry first: a stale entry is removed later, but no router finds a request without an entry."""
         replies = await self._client.run_all([self._open.adding(router, [key]), command])
         return replies[1]
 
     async def _leave_open_set(self, found: StoredRequest, owner_before: bytes) -> None:
-        """The owner from which the request was taken over has it open no more, whether or not it learns so.
-
-        The takeover stands where this fails; `leftovers` finds the entry then.
-        """
+        """Remove it from the open set of the previous owner. If this fails, `leftovers` finds the entry."""
         before = Incarnation.parse(owner_before.decode())
         if before != found.owner:
             with suppress(StateError):
@@ -223,25 +213,27 @@ class Requests:
     async def _write_batches(
         self, requests: Iterable[OwnedRequest], lost: dict[OwnedRequest, Lost]
     ) -> list[OwnedRequest]:
-        """Small writes first: a large one that takes long holds up no other. As `_write_all`."""
+        """Small writes first, so that a slow large one delays no other. Otherwise as `_write_all`."""
         behind: list[OwnedRequest] = []
         for batch in _batches(sorted(requests, key=lambda request: request.write_bytes)):
             behind += await self._write_all(batch, lost)
         return behind
 
     async def _write_all(self, requests: Sequence[OwnedRequest], lost: dict[OwnedRequest, Lost]) -> list[OwnedRequest]:
-        """One round trip. Adds those that are superseded or refused to `lost`, returns those to be written whole."""
-        said = [(request.attempt, request.state, request.prompt_logprobs_unsynced) for request in requests]
-        entering = self._open.adding_all(each for each in requests if each.is_listed and not each.synced_state)
+        """One round trip. Adds superseded and refused requests to `lost`; returns those to be written whole."""
+        sent = [(request.attempt, request.state, request.prompt_logprobs_unsynced) for request in requests]
+        adding = self._open.adding_all(each for each in requests if each.is_listed and not each.synced_state)
         size = sum(request.write_bytes for request in requests)
-        commands = [*entering, *map(self._writing, requests)]
+        commands = [*adding, *map(self._writing, requests)]
         replies = await self._client.try_all(commands, max(1.0, size / BATCH_BYTES))
         behind = []
-        for request, (attempt, state, explained), reply in zip(requests, said, replies[len(entering) :], strict=True):
+        for request, (attempt, state, has_prompt_logprobs), reply in zip(
+            requests, sent, replies[len(adding) :], strict=True
+        ):
             match reply:
                 case [b"written", length]:
                     request.synced_entries, request.synced_state = max(request.synced_entries, length), (attempt, state)
-                    request.prompt_logprobs_unsynced &= not explained
+                    request.prompt_logprobs_unsynced &= not has_prompt_logprobs
                 case [b"superseded", *_]:
                     lost[request] = _superseded(request.key, reply)
                 case [b"differs"]:
@@ -253,15 +245,15 @@ class Requests:
                 case _:
                     behind.append(request)
         for place, error in enumerate(replies):
-            if isinstance(error, StoreUnavailable) or (place < len(entering) and isinstance(error, StoreFault)):
+            if isinstance(error, StoreUnavailable) or (place < len(adding) and isinstance(error, StoreFault)):
                 raise error
         return behind
 
     def _writing(self, request: OwnedRequest) -> Command:
-        """What Redis isn't known to have; all of it when it is not known to have the request."""
+        """The changes, or the whole request if Redis may lack it."""
         whole = [] if request.synced_state else [request.digest, request.payload]
         base = request.synced_entries if request.synced_state else 0
-        explained = [
+        logprobs = [
             request.logprobs_options.entry_bytes,
             request.packed_logprobs(base),
             request.packed_prompt_logprobs(),
@@ -272,13 +264,13 @@ class Requests:
             *(request.epoch, request.attempt, request.state),
             *(base, request.packed(base), request.record.SerializeToString()),
             *(self._open_ms, self._ended_ms),
-            *(explained if request.logprobs_options.any else ()),
+            *(logprobs if request.logprobs_options.any else ()),
             *whole,
         )
 
 
 def _batches(requests: Iterable[OwnedRequest]) -> Iterator[list[OwnedRequest]]:
-    """In this order; each of limited bytes, or of one request."""
+    """In order; each of limited size, or of one request."""
     batch: list[OwnedRequest] = []
     size = 0
     for request in requests:
@@ -300,17 +292,17 @@ def _names(key: RequestKey) -> list[str]:
 
 
 def _own_names(request: OwnedRequest) -> list[str]:
-    """Without the key that a request doesn't need."""
+    """Without the key of logprobs, if the request has none."""
     return _names(request.key)[: 3 if request.logprobs_options.any else 2]
 
 
 def _is_elsewhere(request: OwnedRequest, error: Lost) -> bool:
-    """Whether the request that has the id is another router's, or another request."""
+    """Whether another router owns the request, or its id has another payload."""
     return isinstance(error, AlreadyExists) or (isinstance(error, Superseded) and error.owner != request.owner)
 
 
 def _superseded(key: RequestKey, reply: list[Reply]) -> Superseded | UnreadableRequest:
-    """UnreadableRequest where the owner or state that Redis names is nothing that a router writes."""
+    """UnreadableRequest if the stored owner or state is invalid."""
     try:
         return Superseded(key, reply[1], Incarnation.parse(reply[2].decode()), reply[3], reply[4])
     except (ValueError, AttributeError, IndexError) as error:

@@ -1,4 +1,4 @@
-"""The Lua that runs inside Redis, one file a script in lua/. Each runs as one: no other command comes between."""
+"""Lua scripts that run in Redis, one file each in lua/. Each is atomic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMMON = (_FOLDER / "common.lua").read_text()
 
 @dataclass(frozen=True)
 class Script:
-    """A script by its file's name; Redis knows it by the SHA-1 of its text."""
+    """Redis identifies it by the SHA-1 of its text."""
 
     name: str
     text: str = field(repr=False)
@@ -28,7 +28,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Command:
-    """One command to Redis, and the script that it wants loaded, if any."""
+    """One command to Redis, and its script, if any."""
 
     words: tuple[Argument, ...]
     script: Script | None = None

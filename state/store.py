@@ -1,4 +1,4 @@
-"""The way in: one `Store` for a process, its parts by what they are about."""
+"""Entry of the package: one `Store` per process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class BadUrl(ValueError):
-    """A URL under which there can't be a Redis: what it must be, and the part that is not, which is no password."""
+    """An invalid URL of Redis. ``value`` never contains a password."""
 
     def __init__(self, limit: str, value: str) -> None:
         super().__init__(f"url: {limit}, got {value}")
@@ -55,10 +55,10 @@ class StoreSettings:
 
 
 class Store:
-    """Redis as this package uses it. Connects when first used, and again whenever Redis comes back.
+    """Connects at first use, and reconnects. Belongs to the event loop that uses it first.
 
-    Belongs to the event loop that uses it first. Registrations and quotas, writes of requests, and reads of requests
-    have connections of their own: however many clients ask how requests stand, routers and workers stay registered.
+    Registrations and quotas, writes of requests, and reads of requests have separate connections: a load of reads never
+    delays a registration.
     """
 
     def __init__(self, settings: StoreSettings) -> None:

@@ -1,6 +1,6 @@
-"""The incarnation of what Redis holds. It begins when a router finds none: at first use, or after Redis was emptied.
+"""Identity of the data in Redis. A router creates it at first use, or after Redis was emptied.
 
-Owners that see another era than before write theirs again. Until they had the time, an unknown id is not yet known.
+Owners that see another identity write their requests again. Until then an unknown id may still appear.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from decant.state.keys import Ttls
 
 @dataclass(frozen=True)
 class EraNow:
-    id: str  # random; another one is another era
+    id: str  # random
     age_s: float
-    refill_left_s: float  # 0: owners have written theirs again, what is unknown now does not exist
+    refill_left_s: float  # 0: owners have written their requests again; an unknown one does not exist
 
 
 class StoreInstance:
@@ -28,7 +28,7 @@ class StoreInstance:
         self._refill_s = ttls.refill_s
 
     async def current(self) -> EraNow:
-        """The present era, which begins with this call where there is none. Raises StoreUnavailable."""
+        """Creates the identity if there is none. Raises StoreUnavailable."""
         id_, age_ms = await self._client.run(scripts.ERA.call([keys.ERA], secrets.token_hex(8)))
         age_s = max(0, age_ms) / 1000
         return EraNow(id_.decode(), age_s, max(0.0, self._refill_s - age_s))

@@ -1,4 +1,4 @@
-"""What Redis holds of a request, read and checked: a record that can't be read concerns its own request alone."""
+"""Parses and checks a request as Redis has it. Invalid data affects that request only."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _NUMBER_LIMIT = 1 << 31
 
 
 def parse(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
-    """A snapshot as lua/common.lua makes it. Raises UnreadableRequest for anything that no owner writes."""
+    """`snapshot` is from lua/common.lua. Raises UnreadableRequest for invalid data."""
     try:
-        found = _parsed(key, snapshot)
-        _check(found)
+        stored = _parse(key, snapshot)
+        _check(stored)
     except (DecodeError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise UnreadableRequest(key, str(error)) from error
-    return found
+    return stored
 
 
-def _parsed(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
+def _parse(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
     epoch, attempt, state, owner, stream_epoch, record, packed_payload, ttl_ms, length, packed, *more = snapshot
     payload = GenerateRequest.FromString(packed_payload)
     entries = journal.unpack(packed)
-    asked = LogprobsOptions.of(payload)
+    options = LogprobsOptions.of(payload)
     prompt_logprobs, output_logprobs = more or (b"", b"")
-    if len(output_logprobs) != length * asked.entry_bytes:
-        raise ValueError(f"logprobs are lacking for some of its {length} tokens")
-    shown = output_logprobs[(length - len(entries)) * asked.entry_bytes :]
+    if len(output_logprobs) != length * options.entry_bytes:
+        raise ValueError(f"logprobs are missing for some of its {length} tokens")
+    logprobs = output_logprobs[(length - len(entries)) * options.entry_bytes :]
     return StoredRequest(
         key=key,
         epoch=epoch,
@@ -48,19 +48,19 @@ def _parsed(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
         entries=entries,
         length=length,
         expires_in_s=ttl_ms / 1000,
-        logprobs=Logprobs(asked.output or 0, shown),
-        prompt_logprobs=Logprobs(asked.prompt or 0, prompt_logprobs),
+        logprobs=Logprobs(options.output or 0, logprobs),
+        prompt_logprobs=Logprobs(options.prompt or 0, prompt_logprobs),
     )
 
 
-def _check(found: StoredRequest) -> None:
-    """Raises ValueError, and what protobuf raises for a time that is none."""
-    if found.state not in Generation.State.values() or found.state == Generation.STATE_UNSPECIFIED:
-        raise ValueError(f"state: one of {Generation.State.keys()}, got {found.state}")
-    for name, number in (("epoch", found.epoch), ("attempt", found.attempt)):
+def _check(stored: StoredRequest) -> None:
+    """Raises ValueError, and protobuf's errors for an invalid time."""
+    if stored.state not in Generation.State.values() or stored.state == Generation.STATE_UNSPECIFIED:
+        raise ValueError(f"state: one of {Generation.State.keys()}, got {stored.state}")
+    for name, number in (("epoch", stored.epoch), ("attempt", stored.attempt)):
         if not 1 <= number < _NUMBER_LIMIT:
             raise ValueError(f"{name}: from 1, below {_NUMBER_LIMIT}, got {number}")
-    found.record.create_time.ToDatetime()
-    found.record.deadline.ToDatetime()
-    for finished in found.record.finished:
+    stored.record.create_time.ToDatetime()
+    stored.record.deadline.ToDatetime()
+    for finished in stored.record.finished:
         FinishReason.Name(finished.finish_reason)

@@ -12,8 +12,10 @@ import typer
 from decant.client.channel import Tls
 from decant.client.options import Options, Prompt
 from decant.command import deployments
+from decant.command.bench import bench
 from decant.command.deployments import Deployment
 from decant.command.errors import CommandFailed, one_line_errors
+from decant.command.plan import plan
 from decant.command.waiting import Waiting
 
 app = typer.Typer(
@@ -222,6 +224,10 @@ def demo() -> None:
 
     with one_line_errors():
         showing.run()
+
+
+app.command()(plan)
+app.command()(bench)
 
 
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}

@@ -14,8 +14,8 @@ from __future__ import annotations
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.api.usage import RequestMeter
-from decant.router.execution.reader_lease import Write
-from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.request.reader_lease import Write
+from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.text.detokenizer import TokenTable
 from decant.router.text.output_text import new_output_text
 from decant.router.text.served_model import ServedModel

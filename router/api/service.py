@@ -1,9 +1,9 @@
-"""The public gRPC service: requests in, messages out. Decides nothing itself.
+"""The public gRPC service.
 
     GenerateStream --validate--> ValidRequest --begin--> TokenStream --ResponseWriter--> messages, then OK or an error
     ResumeStream ---------------- id ---------resume------^  |
                                                              |
-          the client leaves before the end ------------------'--> stream_lost
+          the client leaves before the end ------------------'--> on_disconnect
 
 Nothing is sent before the first token, not even metadata: until then a client's gRPC library may retry elsewhere.
 """
@@ -24,12 +24,13 @@ from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.tokenizing import detokenize, tokenize
 from decant.router.api.usage import RequestMeter, meter_of
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known, validate
-from decant.router.execution.reader_lease import ReaderLease, wait_for_resume_point
 from decant.router.execution.registry import RequestRegistry
-from decant.router.execution.token_stream import Finish, TokenStream
 from decant.router.limits import check_id, check_size
+from decant.router.request.reader_lease import ReaderLease, wait_for_resume_point
+from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of
 from decant.router.text.served_model import Models, ServedModel
+from decant.router.timings import RouterTimings
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import Cancelled, InvalidArgument, NotFound, ServiceError
 from decant.runtime.interceptor import ClientDisconnected
@@ -68,11 +69,13 @@ class InferenceService:
         info: ServerInfoSource,
         metrics: RequestMetrics,
         authenticator: Authenticator,
+        unread_s: float = RouterTimings().unread_s,
     ) -> None:
         self.authenticator = authenticator
         self._models = models
         self._registry = registry
         self._info = info
+        self._unread_s = unread_s
         self._metrics = {id: metrics.of(id) for id in models.by_id}
 
     def service(self) -> Service:
@@ -83,7 +86,7 @@ class InferenceService:
             admission_methods=frozenset({"Generate", "GenerateStream"}),
         )
 
-    # ------------------------------------------------------------------------------------------ generating
+    # Generation
 
     @authenticated
     async def GenerateStream(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> None:  # noqa: N802
@@ -105,7 +108,7 @@ class InferenceService:
     async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> TokenStream:
         tenant, deadline = call.tenant, Deadline.of(call.context)
         model = tenant.models.find(request.model).id
-        # Before any other work: under overload a router would spend most of its time on requests that it then refuses.
+        # Before any other work: an overloaded router must refuse a request cheaply.
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
         await self._registry.check_wait(key, model, request.priority, deadline)
@@ -125,7 +128,7 @@ class InferenceService:
     def _attached_reader(self, stream: TokenStream) -> Iterator[_ReaderResult]:
         """While a client reads a token stream. If the client leaves before the end, the stream is lost, unless the
         request's deadline is over or a newer client reads it."""
-        lease = ReaderLease(stream)
+        lease = ReaderLease(stream, self._unread_s)
         reader = _ReaderResult(lease, meter_of(stream, self._metrics[stream.request.engine_request.model]))
         outcome = _LEFT
         try:
@@ -142,7 +145,7 @@ class InferenceService:
                 self._registry.on_disconnect(stream)
             reader.meter.close(outcome)
 
-    # ------------------------------------------------------------------------------------------ resuming
+    # Accepted requests, by id
 
     @authenticated
     async def GetGeneration(self, request: pb.GetGenerationRequest, call: AuthenticatedCall) -> pb.Generation:  # noqa: N802
@@ -160,7 +163,7 @@ class InferenceService:
         status = _CANCELLED if isinstance(end, Cancelled) else _ALREADY_FINISHED
         return pb.CancelGenerationResponse(status=status)
 
-    # ------------------------------------------------------------------------------------------ tokenizer, models
+    # Tokenizer, models, server
 
     @authenticated
     async def Tokenize(self, request: pb.TokenizeRequest, call: AuthenticatedCall) -> pb.TokenizeResponse:  # noqa: N802
@@ -192,7 +195,7 @@ class InferenceService:
         return self._model_proto(call.tenant.models.find(request.model))
 
     def _model_proto(self, model: ServedModel) -> pb.Model:
-        """Lengths are 0 where only workers could tell, and there are none."""
+        """Lengths are 0 where the model does not define them and no worker serves it."""
         length = context_length_of(model, self._registry.max_context_length) or 0
         return pb.Model(
             id=model.id,

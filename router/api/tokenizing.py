@@ -1,4 +1,4 @@
-"""The answers to Tokenize and Detokenize: at most what fits the model's context, worked on in threads if it is long."""
+"""Tokenize and Detokenize. Inputs fit the model's context; long ones are processed in threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decant.runtime.errors import InvalidArgument
 async def tokenize(
     request: pb.TokenizeRequest, model: ServedModel, longest: int, deadline: Deadline
 ) -> pb.TokenizeResponse:
-    """``longest``: tokens of the model's context. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
+    """``longest``: the model's context length. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
     match request.WhichOneof("input"):
         case "messages":
             if request.HasField("add_special_tokens"):
@@ -26,19 +26,19 @@ async def tokenize(
         case _:
             raise InvalidArgument("text", "a text", "none")
 
-    def shown() -> list[str]:
+    def texts() -> list[str]:
         return [model.token_table.bytes_of(id).decode(errors="replace") for id in ids]
 
     tokens: list[str] = []
     if request.return_tokens:
-        tokens = shown() if len(ids) <= MAX_INLINE_LENGTH else await model.texts.run(4 * len(ids), deadline, shown)
+        tokens = texts() if len(ids) <= MAX_INLINE_LENGTH else await model.texts.run(4 * len(ids), deadline, texts)
     return pb.TokenizeResponse(count=len(ids), token_ids=ids, tokens=tokens)
 
 
 async def detokenize(
     request: pb.DetokenizeRequest, model: ServedModel, longest: int, deadline: Deadline
 ) -> pb.DetokenizeResponse:
-    """``longest``: tokens of the model's context. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
+    """``longest``: the model's context length. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
     at_most("token_ids", len(request.token_ids), longest, "tokens, as the model's context")
     ids = await checked_ids("token_ids", request.token_ids, model, deadline)
     skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 
 from decant.protos import inference_pb2 as pb
-from decant.router.execution.token_stream import TokenStream
-from decant.router.execution.usage import decode_s, queue_s, receipt_of, usage_of
+from decant.router.request.token_stream import TokenStream
+from decant.router.request.usage import decode_s, queue_s, receipt_of, usage_of
 from decant.runtime import logs
 from decant.runtime.error_details import shorten
 from decant.runtime.metrics import ModelMetrics, PromptSource

@@ -1,4 +1,4 @@
-"""One request from admission to its end: its output stream, its attempts and their workers.
+"""The life of requests in this router: begin, run, resume, cancel, adopt; and their journal in Redis.
 
 Entry: ``registry``.
 """

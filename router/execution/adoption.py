@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from decant.router.execution.execution import Execution
 from decant.router.execution.execution_table import ExecutionTable
 from decant.router.execution.services import RouterServices
-from decant.router.execution.stored import check_stored, finish_from_record, finished_stream, store_error
-from decant.router.execution.token_stream import TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.stored import check_stored, finish_from_record, finished_stream, store_error
+from decant.router.request.token_stream import TokenStream
+from decant.router.request.valid_request import ValidRequest
 from decant.runtime import logs
 from decant.state.errors import StateError
 from decant.state.ids import Incarnation, RequestKey

@@ -14,16 +14,16 @@ from enum import IntEnum
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.attempt import Attempt
-from decant.router.execution.attempt_context import adopted_context, new_context
-from decant.router.execution.failures import AttemptFailed, NoWorker, OwnedElsewhere
-from decant.router.execution.finish import finish_from_tokens
+from decant.router.attempt.attempt import Attempt
+from decant.router.attempt.context import adopted_context, new_context
+from decant.router.attempt.failures import AttemptFailed, NoWorker, OwnedElsewhere
 from decant.router.execution.interruptions import interrupted, owner_changed, workers_lost
 from decant.router.execution.journal_writer import append_new
-from decant.router.execution.request_record import record_end
 from decant.router.execution.services import ExecutionOwner, RouterServices
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.finish import finish_from_tokens
+from decant.router.request.stored import record_end
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
 from decant.runtime import logs
 from decant.runtime.admission import AdmissionSlot
 from decant.runtime.error_details import Reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decant.router.execution.token_stream import TokenStream
+from decant.router.request.token_stream import TokenStream
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import RETRY_AFTER_SECONDS, Aborted, ServiceError, Unavailable
 

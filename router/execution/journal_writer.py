@@ -16,7 +16,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from decant.router.execution.token_stream import TokenStream
+from decant.router.request.token_stream import TokenStream
+from decant.router.timings import JournalTimings
 from decant.runtime import logs
 from decant.state.errors import StateError, StoreFault
 from decant.state.journal import Entry
@@ -34,18 +35,6 @@ MAX_ENDED = 10_000
 """Ended requests that are kept while Redis is unavailable; the oldest are dropped first."""
 
 _log = logs.get(__name__)
-
-
-@dataclass(frozen=True)
-class JournalTimings:
-    """First and longest pause, in seconds; a pause doubles with each failure."""
-
-    unavailable_s: float = 0.5
-    max_unavailable_s: float = 4.0
-    """Between two tries while Redis is unavailable; each is shortened by up to half, at random."""
-    fault_s: float = 1.0
-    max_fault_s: float = 30.0
-    """Between two writes of a request that Redis refuses with an error."""
 
 
 class JournaledRequest(Protocol):
@@ -145,9 +134,8 @@ class JournalWriter:
         """Seconds until the next flush of all requests."""
         timings = self._timings
         if self.is_unavailable:
-            return _doubled(timings.unavailable_s, self._failures - 1, timings.max_unavailable_s) * random.uniform(
-                0.5, 1.0
-            )
+            longest = _doubled(timings.unavailable_s, self._failures - 1, timings.max_unavailable_s)
+            return longest * random.uniform(0.5, 1.0)
         busy = self._flush_seconds * (1 - BUSY_SHARE) / BUSY_SHARE
         return max(self._interval, min(busy, MAX_BUSY_SECONDS))
 

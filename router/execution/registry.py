@@ -13,9 +13,9 @@ from decant.router.execution.adoption import Adoptions
 from decant.router.execution.execution import Execution
 from decant.router.execution.execution_table import ExecutionTable
 from decant.router.execution.services import RouterServices
-from decant.router.execution.stored import RequestSnapshot, finish_from_record
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.stored import RequestSnapshot, finish_from_record
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
 from decant.runtime import logs
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
@@ -23,11 +23,6 @@ from decant.runtime.errors import RETRY_AFTER_SECONDS, AlreadyExists, Cancelled,
 from decant.state.errors import StateError
 from decant.state.ids import RequestKey
 from decant.state.owned import StoredRequest
-
-PERSIST_SECONDS = 2.0
-"""For the store to learn an end that a call waits for."""
-LAST_WRITE_SECONDS = 5.0
-"""For the last writes of a drain while Redis is unavailable."""
 
 _log = logs.get(__name__)
 
@@ -192,11 +187,12 @@ class RequestRegistry:
             _log.warning("requests are left to other routers", requests=len(left), limit_seconds=seconds)
             for execution in left:
                 execution.leave_to_peers()
+        limit_s = self._router.timings.last_write_s
         try:
-            async with asyncio.timeout(LAST_WRITE_SECONDS):
+            async with asyncio.timeout(limit_s):
                 await self._router.journal_writer.idle()
         except TimeoutError:
-            _log.warning("ended requests could not be written", limit_seconds=LAST_WRITE_SECONDS)
+            _log.warning("ended requests could not be written", limit_seconds=limit_s)
 
     async def close(self) -> None:
         """End every request."""
@@ -260,7 +256,7 @@ async def _wait_persisted(execution: Execution, router: RouterServices) -> None:
     """Until the store knows the end, unless it is unavailable or slow."""
     if not router.journal_writer.is_unavailable:
         with suppress(TimeoutError):
-            async with asyncio.timeout(PERSIST_SECONDS):
+            async with asyncio.timeout(router.timings.persist_s):
                 await execution.persisted.wait()
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.journal_writer import JournalWriter
-from decant.router.execution.stored import RestoreRequest
+from decant.router.request.stored import RestoreRequest
 from decant.router.settings import RouterSettings
+from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission
 from decant.state.requests import Requests
@@ -30,6 +31,7 @@ class RouterServices:
     restore: RestoreRequest
     ended_s: float
     """How long the store keeps an ended request."""
+    timings: RouterTimings = field(default_factory=RouterTimings)
 
 
 class ExecutionOwner(Protocol):

@@ -10,12 +10,13 @@ Blocks that this router has just sent there count too: the next request with the
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from array import array
 from collections.abc import Sequence
 from itertools import takewhile
 
+from decant.engine.block_hashes import REPORTED_BYTES, hash_blocks, root_hash
 from decant.protos import worker_pb2 as wire
+from decant.runtime.packed import unpack
 
 MAX_INLINE_TOKENS = 8192
 """Longer prompts are hashed in a thread."""
@@ -23,17 +24,10 @@ HEARTBEATS_UNTIL_REPORTED = 2
 """The first heartbeat after a request's end may hold an older report."""
 
 
-def block_hashes(prompt: bytes, salt: bytes, block_tokens: int) -> array[int]:
-    """Of the full blocks of a packed prompt, as `engine.blocks.hash_blocks` makes them. Neither package may import the
-    other; a test compares the two."""
-    data = memoryview(array("Q", array("I", prompt))).cast("B")
-    size = 8 * block_tokens
-    digest = hashlib.blake2b(salt, digest_size=16, person=b"decant-kv").digest()
-    hashes = bytearray()
-    for start in range(0, len(data) - size + 1, size):
-        digest = hashlib.blake2b(data[start : start + size], key=digest, digest_size=16).digest()
-        hashes += digest[:8]
-    return array("Q", bytes(hashes))
+def reported_hashes(prompt: bytes, salt: bytes, block_tokens: int) -> array[int]:
+    """Of the full blocks of a packed prompt, as workers report them."""
+    digests = hash_blocks(root_hash(salt), unpack(prompt), block_tokens)
+    return array("Q", b"".join([digest[:REPORTED_BYTES] for digest in digests]))
 
 
 class PromptBlocks:
@@ -57,7 +51,9 @@ class PromptBlocks:
             return ()
         hashes = self._hashes.get(block_tokens)
         if hashes is None:
-            hashes = self._hashes[block_tokens] = block_hashes(self._request.prompt, self._request.salt, block_tokens)
+            hashes = self._hashes[block_tokens] = reported_hashes(
+                self._request.prompt, self._request.salt, block_tokens
+            )
         return hashes
 
     def cached_tokens(self, cache: WorkerPrefixCache, block_tokens: int) -> int:

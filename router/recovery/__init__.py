@@ -1,1 +1,1 @@
-"""What outlives a stream or a router: the journal in Redis, registration, takeover of a lost router's requests."""
+"""What outlives a router: its registration, and takeover of a lost router's requests."""

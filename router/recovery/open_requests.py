@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import asyncio
 
+from decant.router.timings import RouterTimings
 from decant.runtime import logs
 from decant.state.errors import StateError
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
 
-SWEEP_SECONDS = 30.0
-"""An entry without an open request in two sweeps is removed: it may be written a moment before its request."""
-
 _log = logs.get(__name__)
 
 
 class OpenEntries:
-    """Sweeps the open set of one router while `run` runs."""
+    """Sweeps the open set of one router while `run` runs. An entry without an open request in two sweeps is removed: it
+    may be written a moment before its request."""
 
-    def __init__(self, store: Store, router: Incarnation) -> None:
+    def __init__(self, store: Store, router: Incarnation, sweep_every_s: float = RouterTimings().sweep_every_s) -> None:
         self._store = store
         self._router = router
+        self._sweep_every_s = sweep_every_s
         self._left = set[RequestKey]()
 
     async def sweep(self) -> None:
@@ -38,7 +38,7 @@ class OpenEntries:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_SECONDS)
+            await asyncio.sleep(self._sweep_every_s)
             try:
                 await self.sweep()
             except StateError:  # the registration logs that the store is unavailable

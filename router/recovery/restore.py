@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from decant.protos import inference_pb2 as pb
 from decant.protos.state_pb2 import RequestRecord
 from decant.router.api.validation import validate
-from decant.router.execution.stored import RestoreRequest
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.stored import RestoreRequest
+from decant.router.request.valid_request import ValidRequest
 from decant.router.text.prompt import ContextLengthOf
 from decant.router.text.served_model import Models
 from decant.runtime.channel import Deadline

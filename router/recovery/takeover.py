@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from decant.router.execution.registry import RequestRegistry
+from decant.router.timings import TakeoverTimings
 from decant.runtime import logs
 from decant.runtime.errors import ServiceError
 from decant.state.errors import OwnerAlive, StateError, StoreUnavailable, Superseded, UnknownRequest, UnreadableRequest
@@ -26,19 +26,6 @@ from decant.state.keys import Ttls
 from decant.state.store import Store
 
 _log = logs.get(__name__)
-
-
-@dataclass(frozen=True)
-class TakeoverTimings:
-    """Seconds."""
-
-    retry_s: float = 1.0
-    late_s: float = 0.5
-    """A reply that is late by this, and by a quarter of a registration, counts as a break."""
-    reclaim_every_s: float = 30.0
-    """Between two searches for requests that this router owns and does not run."""
-    max_pause_s: float = 30.0
-    """Between two tries to take over requests that this router can't run."""
 
 
 class OrphanRecovery:

@@ -10,10 +10,12 @@ of an id is a new worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
+from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import SessionObserver
 from decant.router.workers.worker_handle import WorkerHandle
@@ -25,18 +27,17 @@ from decant.state.directory import Listing, Workers
 from decant.state.errors import StateError
 from decant.state.ids import Incarnation
 
-WATCH_SECONDS = 30.0
-RETRY_SECONDS = 1.0
-FINISH_SECONDS = 1.0
-"""For the workers to end their sessions when the router leaves."""
-
 _log = logs.get(__name__)
 
 
+class MembershipObserver(SessionObserver, Protocol):
+    def on_members_changed(self, model: str) -> None:
+        """A worker of that model was removed."""
+
+
 class WorkerMembership:
-    """``tokenizers`` are the hashes of this router's models, by id. ``on_gone`` is called with the model of a worker
-    that was removed, ``observer`` observes all sessions. The owner runs `run` as a background task, and calls `close`
-    after it."""
+    """``tokenizers`` are the hashes of this router's models, by id. The owner runs `run` as a background task, and
+    calls `close` after it."""
 
     def __init__(
         self,
@@ -44,15 +45,15 @@ class WorkerMembership:
         directory: Workers,
         tokenizers: Mapping[str, int],
         tls: PeerTls,
-        observer: SessionObserver,
-        on_gone: Callable[[str], None],
+        observer: MembershipObserver,
+        timings: WorkerTimings,
     ) -> None:
         self._router = router
         self._directory = directory
         self._tokenizers = tokenizers
         self._connector = Connector(tls)
         self._observer = observer
-        self._on_gone = on_gone
+        self._timings = timings
         self._workers: dict[Incarnation, WorkerHandle] = {}
         self._over: set[Incarnation] = set()  # ended, and the directory may still list them
         self._rejected: set[Incarnation] = set()  # logged
@@ -78,7 +79,7 @@ class WorkerMembership:
         for worker in open_workers:
             worker.session.finish()
         if finishing:
-            await asyncio.wait(finishing, timeout=FINISH_SECONDS)
+            await asyncio.wait(finishing, timeout=self._timings.close_s)
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -94,12 +95,12 @@ class WorkerMembership:
                 is_unavailable = False
                 while True:
                     self._apply(listing)
-                    listing = await self._directory.change(listing, WATCH_SECONDS)
+                    listing = await self._directory.change(listing, self._timings.watch_s)
             except StateError as error:
                 if not is_unavailable:
                     _log.warning("the directory of workers is unavailable", error=str(error))
                 is_unavailable = True
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(self._timings.retry_s)
 
     def _apply(self, listing: Listing[WorkerRegistration]) -> None:
         registered = {entry.incarnation: entry.facts for entry in listing.present}
@@ -129,8 +130,8 @@ class WorkerMembership:
     def _add(self, facts: WorkerRegistration) -> None:
         generation = self._connector.generation()
         channel = self._connector.open(facts.address)
-        session = WorkerSession(self._router, facts.peer, channel, self._observer)
-        worker = WorkerHandle(facts, channel, session, generation)
+        session = WorkerSession(self._router, facts.peer, channel, self._observer, self._timings)
+        worker = WorkerHandle(facts, channel, session, generation, self._timings)
         self._workers[worker.incarnation] = worker
         self._tasks[worker.incarnation] = asyncio.create_task(self._serve(worker))
         role = enum_name(wire.Role, facts.role)
@@ -146,7 +147,7 @@ class WorkerMembership:
                 self._over.add(worker.incarnation)
             del self._workers[worker.incarnation], self._tasks[worker.incarnation]
             _log.info("worker gone", worker=worker.incarnation.id)
-            self._on_gone(worker.facts.model)
+            self._observer.on_members_changed(worker.facts.model)
             await worker.channel.close()
         if reopens and worker.incarnation not in self._workers:
             self._add(worker.facts)

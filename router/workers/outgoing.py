@@ -9,9 +9,6 @@ from decant.protos import worker_pb2 as wire
 from decant.router.workers.stream_io import write
 from decant.router.workers.subscription import RunKey, key_of
 
-RETIRED_AT_ONCE = 256
-"""So many runs to forget are sent at once; fewer wait for the next heartbeat."""
-
 
 class Outgoing:
     """``begin`` makes the queue of a new session; messages may be sent between ``open`` and ``close``.
@@ -20,8 +17,9 @@ class Outgoing:
     then the worker may still run what it was sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forget_batch: int) -> None:
         self.is_open = False
+        self._forget_batch = forget_batch
         self._queue = asyncio.Queue[wire.RouterMessage | None]()  # None: nothing more is sent
         self._to_forget: list[wire.Run] = []
         self._cancels: dict[RunKey, wire.Cancel] = {}
@@ -63,7 +61,7 @@ class Outgoing:
     def forget(self, run: wire.Run) -> None:
         """Have the worker forget a run, with the next heartbeat or with many others."""
         self._to_forget.append(run)
-        if len(self._to_forget) >= RETIRED_AT_ONCE:
+        if len(self._to_forget) >= self._forget_batch:
             self._send_to_forget()
 
     def heartbeat(self, message: wire.Heartbeat) -> None:

@@ -11,6 +11,7 @@ from decant.router.admission.wait_prediction import WaitPredictor
 from decant.router.placement.cost_model import PrefillTransferCosts
 from decant.router.placement.policy import WorkerSnapshot
 from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.timings import WorkerTimings
 from decant.router.workers.membership import WorkerMembership
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.ticket_renewals import TicketRenewals
@@ -32,14 +33,16 @@ class WorkerPool:
         tokenizers: Mapping[str, int],
         tls: PeerTls,
         handoff_min_tokens: int | None = None,
+        timings: WorkerTimings = WorkerTimings(),
     ) -> None:
         """``tokenizers`` are the hashes of this router's models, by id."""
         now = asyncio.get_running_loop().time
-        self.membership = WorkerMembership(router, directory, tokenizers, tls, self, self._on_members_changed)
+        self.membership = WorkerMembership(router, directory, tokenizers, tls, self, timings)
         self.tickets = TicketRenewals()
         self.costs = {model: PrefillTransferCosts(now) for model in tokenizers}
         self.waiting_lines = {model: WaitingLine() for model in tokenizers}
         self.wait_predictors = {model: WaitPredictor(now) for model in tokenizers}
+        self._timings = timings
         self._handoff_min_tokens = handoff_min_tokens
 
     # What placement asks
@@ -83,6 +86,11 @@ class WorkerPool:
     def has_usable(self, model: str) -> bool:
         return any(worker.is_usable for worker in self.of(model))
 
+    def patience_s(self, model: str) -> float:
+        """How long a request waits for a worker, as workers stand now."""
+        timings = self._timings
+        return timings.no_capacity_patience_s if self.has_usable(model) else timings.no_worker_patience_s
+
     def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation]) -> bool:
         """Whether a worker may continue a sequence of ``source``, which drains. Cheap, without a look at the prefix
         caches: it is asked with every heartbeat for every sequence."""
@@ -124,7 +132,7 @@ class WorkerPool:
     def opened(self, session: WorkerSession) -> None:
         if (worker := self.membership.get(Incarnation.of(session.worker))) is not None:
             worker.load.reset()
-            self._on_members_changed(worker.facts.model)
+            self.on_members_changed(worker.facts.model)
 
     def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         self.tickets.on_renewed(beat.renew)
@@ -134,7 +142,7 @@ class WorkerPool:
             if line and worker.is_usable and worker.load.has_capacity:
                 line.open(kind for kind in line.kinds if self._may_take(worker, kind))
 
-    def _on_members_changed(self, model: str) -> None:
+    def on_members_changed(self, model: str) -> None:
         line = self.waiting_lines[model]
         if self.has_usable(model):
             line.open(line.kinds)

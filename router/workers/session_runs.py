@@ -1,4 +1,4 @@
-"""The runs of one session: the worker's messages about them go to their streams and listeners.
+"""Runs of one session: the worker's messages about them go to their streams and listeners.
 
     frame       slots | 3 | 7 | 3 |      slot -> RunSubscription -> sink: the token stream
             positions |40 |12 |41 |
@@ -9,12 +9,11 @@ This is the path of every token: one lookup a token, no task switch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from decant.protos import worker_pb2 as wire
 from decant.router.workers.outgoing import Outgoing
-from decant.router.workers.subscription import RunKey, RunSubscription, key_of
-from decant.router.workers.token_sink import WriteError
+from decant.router.workers.subscription import RunKey, RunSubscription, RunTable, WriteError
 from decant.runtime import logs
 from decant.runtime.packed import unpack
 
@@ -27,35 +26,22 @@ class SessionRuns:
     def __init__(self, worker_id: str, outgoing: Outgoing) -> None:
         self.conflicts = 0
         """Tokens that differed from the known ones at their position."""
+        self.table = RunTable()
         self._worker_id = worker_id
         self._outgoing = outgoing
-        self._runs: dict[RunKey, RunSubscription] = {}
-        self._slots: dict[int, RunSubscription] = {}
-        self._incomplete: set[RunSubscription] = set()  # ended, and some tokens are missing
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    @property
-    def has_slots(self) -> bool:
-        return bool(self._slots)
 
     def owned(self) -> list[wire.Hello.Owned]:
-        return [run.owned() for run in self._runs.values()]
+        return [run.owned() for run in self.table]
 
-    def add(self, run: RunSubscription) -> None:
-        self._runs[run.key] = run
+    def abandon(self, run: RunSubscription, cancel: wire.Cancel) -> None:
+        """Cancel a run, in any state. Nothing more is reported of it."""
+        if self.table.remove(run):
+            self._outgoing.cancel(cancel)
 
-    def remove(self, run: RunSubscription) -> bool:
-        """Whether it was here. Nothing more is reported of it."""
-        if self._runs.get(run.key) is not run:
-            return False
-        del self._runs[run.key]
-        self._incomplete.discard(run)
-        for slot in run.slots:
-            if self._slots.get(slot) is run:
-                del self._slots[slot]
-        return True
+    def retire(self, run: RunSubscription) -> None:
+        """Have the worker forget a run that another one has, with all its tokens. Nothing more is reported of it."""
+        if self.table.remove(run):
+            self._outgoing.forget(run.run)
 
     # What happens to all runs
 
@@ -64,28 +50,21 @@ class SessionRuns:
         for status in welcome.runs:
             self._on_run_status(status)
         for unknown in welcome.unknown_runs:
-            run = self._runs.get(key_of(unknown))
+            run = self.table.get(unknown)
             if run is not None and run.start is not None:
                 self._outgoing.send(run.opening_message())
             elif run is not None:
                 self._fail(run, wire.CAUSE_UNKNOWN_RUN, "the worker lacks it after a break")
-        for run in [each for key, each in self._runs.items() if key not in named]:
+        for run in [each for each in self.table if each.key not in named]:
             self._outgoing.send(run.opening_message())  # started while the session was opened
 
-    def on_disconnect(self) -> None:
-        """Slots are those of one session."""
-        self._slots.clear()
-        for run in self._runs.values():
-            run.slots.clear()
-            run.last_resend_position = None
-
     def on_draining(self) -> None:
-        for run in list(self._runs.values()):
+        for run in self.table:
             run.listener.on_draining()
 
     def fail_all(self, detail: str) -> None:
         """Their requests go to other workers. What this one still runs of them is cancelled."""
-        for run in list(self._runs.values()):
+        for run in self.table:
             self._cancel(run)
             self._fail(run, wire.CAUSE_PEER_LOST, detail)
 
@@ -105,10 +84,10 @@ class SessionRuns:
             case "prompt_logprobs":
                 self._on_prompt_logprobs(message.prompt_logprobs)
             case "scheduled":
-                if (run := self._reported(message.scheduled.run)) is not None:
+                if (run := self.table.reported(message.scheduled.run)) is not None:
                     run.listener.on_scheduled(message.scheduled)
             case "ticket":
-                if (run := self._reported(message.ticket.run)) is not None:
+                if (run := self.table.reported(message.ticket.run)) is not None:
                     run.listener.on_offer(message.ticket)
             case _:
                 return self._handle_failure(message)
@@ -117,47 +96,34 @@ class SessionRuns:
     def _handle_failure(self, message: wire.WorkerMessage) -> bool:
         match message.WhichOneof("message"):
             case "refused":
-                if (run := self._removed(message.refused.run)) is not None:
+                if (run := self.table.pop(message.refused.run)) is not None:
                     run.listener.on_refused(message.refused)
             case "failed":
-                if (run := self._removed(message.failed.run)) is not None:
+                if (run := self.table.pop(message.failed.run)) is not None:
                     run.listener.on_failed(message.failed)
             case "superseded":
-                if (run := self._removed(message.superseded.run)) is not None:
+                if (run := self.table.pop(message.superseded.run)) is not None:
                     run.listener.on_superseded(message.superseded)
             case _:
                 return False
         return True
 
-    def _reported(self, run: wire.Run) -> RunSubscription | None:
-        """The run, which the worker has received."""
-        subscription = self._runs.get(key_of(run))
-        if subscription is not None:
-            subscription.start = None
-        return subscription
-
-    def _removed(self, run: wire.Run) -> RunSubscription | None:
-        subscription = self._runs.get(key_of(run))
-        if subscription is not None:
-            self.remove(subscription)
-        return subscription
-
     def _on_frame(self, frame: wire.Frame) -> None:
-        slots = self._slots
+        by_slot = self.table.by_slot
         logprobs = {entry.entry: entry for entry in frame.logprobs}
         entries = zip(unpack(frame.slots), unpack(frame.positions), unpack(frame.tokens), strict=True)
         for entry, (slot, position, token) in enumerate(entries):
-            run = slots.get(slot)
+            run = by_slot.get(slot)
             if run is not None:
                 error = run.sink.write(position, token, logprobs.get(entry) if logprobs else None)
                 if error is not None:
                     self._on_write_error(run, error)
-        if self._incomplete:
-            for run in [each for each in self._incomplete if each.is_complete]:
+        if self.table.incomplete:
+            for run in [each for each in self.table.incomplete if each.is_complete]:
                 self._finish(run)
 
     def _on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None:
-        run = self._runs.get(key_of(message.run))
+        run = self.table.get(message.run)
         if run is not None and (error := run.sink.add_prompt_logprobs(message)) is not None:
             self._on_write_error(run, error)
 
@@ -167,9 +133,9 @@ class SessionRuns:
                 self._request_resend(run)
             case WriteError.CONFLICT:
                 self.conflicts += 1
-                self._reject(run, "it brought another token for a known position")
+                self._reject(run, "it sent another token for a known position")
             case WriteError.MALFORMED:
-                self._reject(run, "it brought a token or logprobs that the request can't have")
+                self._reject(run, "it sent a token or logprobs that the request can't have")
 
     def _reject(self, run: RunSubscription, detail: str) -> None:
         """A message about this run is wrong: its attempt fails."""
@@ -185,24 +151,19 @@ class SessionRuns:
             self._outgoing.send(wire.RouterMessage(resend=resend))
 
     def _on_decode_started(self, message: wire.DecodeStarted) -> None:
-        if (run := self._reported(message.run)) is not None:
-            self._assign_slots(run, message.slots)
+        if (run := self.table.reported(message.run)) is not None:
+            self.table.assign_slots(run, message.slots)
             run.listener.on_decode_started(message)
 
     def _on_run_status(self, status: wire.RunStatus) -> None:
-        if (run := self._reported(status.run)) is not None:
-            self._assign_slots(run, status.slots)
+        if (run := self.table.reported(status.run)) is not None:
+            self.table.assign_slots(run, status.slots)
             run.listener.on_run_status(status)
             for end in status.ended:
                 self._on_ended(wire.Ended(run=status.run, end=end))
 
-    def _assign_slots(self, run: RunSubscription, slots: Iterable[wire.Slot]) -> None:
-        for slot in slots:
-            self._slots[slot.slot] = run
-            run.slots.add(slot.slot)
-
     def _on_ended(self, ended: wire.Ended) -> None:
-        run = self._runs.get(key_of(ended.run))
+        run = self.table.get(ended.run)
         if run is None:
             self._outgoing.forget(ended.run)
             return
@@ -213,12 +174,12 @@ class SessionRuns:
         if run.is_complete:
             self._finish(run)
         else:
-            self._incomplete.add(run)
+            self.table.incomplete.add(run)
             self._request_resend(run)
 
     def _finish(self, run: RunSubscription) -> None:
         assert run.ended is not None
-        self.remove(run)
+        self.table.remove(run)
         self._outgoing.forget(run.run)
         run.listener.on_ended(run.ended)
 
@@ -226,5 +187,5 @@ class SessionRuns:
         self._outgoing.cancel(wire.Cancel(run=run.run, reason=wire.Cancel.REASON_ATTEMPT))
 
     def _fail(self, run: RunSubscription, cause: wire.Cause, detail: str) -> None:
-        self.remove(run)
+        self.table.remove(run)
         run.listener.on_failed(wire.Failed(run=run.run, failure=wire.Failure(cause=cause, detail=detail)))

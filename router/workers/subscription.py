@@ -1,11 +1,12 @@
-"""What a session calls: where the tokens of its runs go, and who is notified of the rest."""
+"""The runs of a session: where their tokens go, and which listener receives the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from decant.protos import worker_pb2 as wire
-from decant.router.workers.token_sink import TokenSink
 
 if TYPE_CHECKING:
     from decant.router.workers.session import WorkerSession
@@ -17,8 +18,33 @@ def key_of(run: wire.Run) -> RunKey:
     return run.request, run.epoch, run.attempt
 
 
+class WriteError(Enum):
+    """Why a token was not written, other than that it is known."""
+
+    GAP = "gap"
+    CONFLICT = "conflict"  # the position has another token
+    MALFORMED = "malformed"  # no token of this output, or without the logprobs that the request needs
+
+
+class TokenSink(Protocol):
+    """Takes the tokens of one output, by position."""
+
+    @property
+    def position(self) -> int:
+        """Of the first missing token."""
+
+    @property
+    def end_limit(self) -> int:
+        """The position after the last token that may be written."""
+
+    def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None: ...
+
+    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
+        """Logprobs of a part of the prompt."""
+
+
 class SessionObserver(Protocol):
-    """Is notified of what concerns more than one run."""
+    """Receives what concerns more than one run."""
 
     def opened(self, session: WorkerSession) -> None:
         """The worker takes new work. Its next heartbeats list its whole prefix cache."""
@@ -34,7 +60,7 @@ class SessionDependent(Protocol):
 
 
 class RunListener(Protocol):
-    """Is notified of what a worker reports of one run. ``on_ended``, ``on_refused``, ``on_failed`` and
+    """Receives what a worker reports of one run. ``on_ended``, ``on_refused``, ``on_failed`` and
     ``on_superseded`` are final."""
 
     def on_scheduled(self, message: wire.Scheduled) -> None: ...
@@ -100,3 +126,62 @@ class RunSubscription:
 
     def owned(self) -> wire.Hello.Owned:
         return wire.Hello.Owned(run=self.run, resume=[self.resume_position])
+
+
+class RunTable:
+    """The runs of one session, by key and by slot."""
+
+    def __init__(self) -> None:
+        self.by_slot: dict[int, RunSubscription] = {}
+        self.incomplete: set[RunSubscription] = set()
+        """Ended, and some tokens are missing."""
+        self._by_key: dict[RunKey, RunSubscription] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[RunSubscription]:
+        """The runs as they are now: they may be removed meanwhile."""
+        return iter(list(self._by_key.values()))
+
+    def get(self, run: wire.Run) -> RunSubscription | None:
+        return self._by_key.get(key_of(run))
+
+    def reported(self, run: wire.Run) -> RunSubscription | None:
+        """The run that a message names: the worker has received it."""
+        subscription = self.get(run)
+        if subscription is not None:
+            subscription.start = None
+        return subscription
+
+    def pop(self, run: wire.Run) -> RunSubscription | None:
+        subscription = self.get(run)
+        if subscription is not None:
+            self.remove(subscription)
+        return subscription
+
+    def add(self, run: RunSubscription) -> None:
+        self._by_key[run.key] = run
+
+    def remove(self, run: RunSubscription) -> bool:
+        """Whether it was here. Nothing more is reported of it."""
+        if self._by_key.get(run.key) is not run:
+            return False
+        del self._by_key[run.key]
+        self.incomplete.discard(run)
+        for slot in run.slots:
+            if self.by_slot.get(slot) is run:
+                del self.by_slot[slot]
+        return True
+
+    def assign_slots(self, run: RunSubscription, slots: Iterable[wire.Slot]) -> None:
+        for slot in slots:
+            self.by_slot[slot.slot] = run
+            run.slots.add(slot.slot)
+
+    def clear_slots(self) -> None:
+        """The session broke: slots are those of one connection."""
+        self.by_slot.clear()
+        for run in self:
+            run.slots.clear()
+            run.last_resend_position = None

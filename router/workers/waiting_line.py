@@ -1,11 +1,11 @@
-"""Requests that wait for a place at a worker: one line for each model, the first by order is woken first.
+"""Requests that wait for capacity at a worker: one line for each model, woken in order.
 
-    a worker may take a kind of place --open--> first of that kind is woken --placed--> the next one is woken
-                                                        '--not placed--> that kind is closed, the rest sleeps on
+    a worker has capacity of a kind --open--> the first of that kind is woken --placed--> the next one is woken
+                                                        '--not placed--> that kind is closed, the others sleep
 
-So what frees n places wakes n requests and one more, which finds none left. The kinds of places have lines of their
-own, since one that waits for another kind must not keep the others waiting; among all kinds that are open the first by
-order goes first. Orders are those of ``Admission``: the time of arrival, moved forward by a request's priority.
+Capacity for n requests wakes n + 1 of them; the last finds none left. Each kind of capacity has its own line, so that
+requests do not wait behind those of another kind; among the open kinds the first by order goes first. The order is
+that of ``Admission``: arrival, moved forward by priority.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from decant.state.ids import Incarnation
 
 
 class WaitsFor(Enum):
-    """What a request waits for."""
+    """Kind of worker."""
 
-    PREFILL = "a worker that computes its prompt"
-    SHORT_PREFILL = "the same, or a decode worker that computes it beside its sequences: it is short"
-    FROM_TOKENS = "a worker that computes it and goes on with it"
-    CACHE = "a worker that takes its cache over"
+    PREFILL = "a worker that computes the prompt"
+    SHORT_PREFILL = "the same, or a decode worker, because the prompt is short"
+    FROM_TOKENS = "a worker that computes the prompt and decodes"
+    CACHE = "a worker that fetches the KV cache"
 
 
 class Kind(NamedTuple):
-    """Requests of one kind can take each other's places. ``layout`` and ``sender`` are those of a cache."""
+    """Requests of one kind are interchangeable. ``layout`` and ``sender``: of a KV cache."""
 
     place: WaitsFor
     layout: int = 0
@@ -47,11 +47,11 @@ class Waiter:
 
 
 class WaitingLine:
-    """Those that wait for workers of one model. At most one is awake."""
+    """Requests that wait for workers of one model. At most one is awake."""
 
     def __init__(self) -> None:
         self.wake_ups = 0
-        """How many there were, for tests and metrics."""
+        """For tests and metrics."""
         self._queues: dict[Kind, list[tuple[float, int, Waiter]]] = {}  # sorted, none empty
         self._open: set[Kind] = set()
         self._awake: Waiter | None = None
@@ -62,26 +62,25 @@ class WaitingLine:
 
     @property
     def kinds(self) -> Iterable[Kind]:
-        """For which anything waits."""
+        """Kinds with a waiting request."""
         return tuple(self._queues)
 
     def has(self, kind: Kind) -> bool:
-        """Whether anything waits for such a place: then what comes later has to wait too."""
+        """Whether a request of this kind waits: a later one has to wait too."""
         return kind in self._queues
 
     def join(self, waiter: Waiter) -> None:
-        """It waits from now on."""
         waiter.number = next(self._numbers)
         insort(self._queues.setdefault(waiter.kind, []), (waiter.order, waiter.number, waiter))
 
     def notify_all(self) -> None:
-        """How long it is worth waiting has changed; that gives no turn."""
+        """Patience has changed: waiters look at it again. Gives none a turn."""
         for queue in self._queues.values():
             for _, _, waiter in queue:
                 waiter.wake()
 
     def open(self, kinds: Iterable[Kind]) -> None:
-        """There may be places of these kinds."""
+        """There may be capacity of these kinds."""
         self._open.update(kinds)
         self._next()
 
@@ -89,7 +88,7 @@ class WaitingLine:
         return waiter is self._awake
 
     def placed(self, waiter: Waiter) -> None:
-        """It waits no more: it was placed, or is over. May be said again."""
+        """Remove a request that was placed or has ended. May be repeated."""
         queue = self._queues.get(waiter.kind, [])
         index = bisect_left(queue, (waiter.order, waiter.number, waiter))
         if index < len(queue) and queue[index][2] is waiter:
@@ -101,7 +100,7 @@ class WaitingLine:
             self._next()
 
     def stays(self, waiter: Waiter) -> None:
-        """Its turn came, and there was no place for it."""
+        """Its turn came, and no worker had capacity."""
         if waiter is self._awake:
             self._awake = None
             self._open.discard(waiter.kind)

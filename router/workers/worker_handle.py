@@ -11,10 +11,9 @@ from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.placement.policy import WorkerSnapshot
 from decant.router.placement.prefix_index import PromptBlocks
 from decant.router.placement.worker_load import WorkerLoad
+from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 
-FAILURE_BACKOFF_SECONDS = 0.5
-MAX_FAILURE_BACKOFF_SECONDS = 8.0
 _MAX_DOUBLINGS = 10
 
 
@@ -22,7 +21,12 @@ class WorkerHandle:
     """What the worker registered, its session and its load. ``generation``: of the TLS files that its channel uses."""
 
     def __init__(
-        self, facts: WorkerRegistration, channel: grpc.aio.Channel, session: WorkerSession, generation: int
+        self,
+        facts: WorkerRegistration,
+        channel: grpc.aio.Channel,
+        session: WorkerSession,
+        generation: int,
+        timings: WorkerTimings = WorkerTimings(),
     ) -> None:
         self.facts = facts
         self.generation = generation
@@ -32,6 +36,7 @@ class WorkerHandle:
         self.prefill = services.PrefillStub(channel)
         self.session = session
         self.is_registered = True
+        self._timings = timings
         self._failures = 0  # in a row
         self._avoided_until = 0.0
 
@@ -57,7 +62,7 @@ class WorkerHandle:
 
     def record_failure(self) -> None:
         """It lost a request: others come first for a time that doubles. A broken worker has the least load."""
-        seconds = min(FAILURE_BACKOFF_SECONDS * 2**self._failures, MAX_FAILURE_BACKOFF_SECONDS)
+        seconds = min(self._timings.avoided_s * 2**self._failures, self._timings.max_avoided_s)
         self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
         self._avoided_until = asyncio.get_running_loop().time() + seconds
 

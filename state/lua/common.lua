@@ -1,4 +1,4 @@
--- Stands before every other script. Numbers of states are ordered; from SUCCEEDED on they are ends.
+-- Prefix of every other script. States are ordered numbers; those from SUCCEEDED on are ends.
 
 local FIRST_END = 5
 local FAILED = 6
@@ -14,12 +14,12 @@ local function now_ms()
   return math.floor(now_us() / 1000)
 end
 
--- An integer as Redis stores it: Lua would write a large one as 1.7e+15.
+-- Integer as text: Lua formats a large one as 1.7e+15.
 local function integer(number)
   return string.format('%.0f', number)
 end
 
--- Ends differ, but none is later than another.
+-- All ends have one rank: none is later than another.
 local function rank(state)
   return math.min(state, FIRST_END)
 end
@@ -30,18 +30,18 @@ local function keep(milliseconds, ...)
   end
 end
 
--- All of a request: epoch, attempt, state, owner, stream_epoch, record, payload, ms until it expires, entries in the journal,
--- those from `from` on; the prompt's logprobs and the output's, if the key of the latter is given.
+-- Returns epoch, attempt, state, owner, stream_epoch, record, payload, ms until it expires, number of journal entries,
+-- entries from `from` on; with `logprobs` (a key) the prompt's logprobs and the output's.
 local function snapshot(request, journal, logprobs, from)
-  local found = redis.call('HMGET', request, 'epoch', 'attempt', 'state', 'owner', 'stream_epoch', 'record', 'payload')
-  local shown = {
-    tonumber(found[1]), tonumber(found[2]), tonumber(found[3]), found[4], tonumber(found[5] or 0), found[6], found[7],
+  local fields = redis.call('HMGET', request, 'epoch', 'attempt', 'state', 'owner', 'stream_epoch', 'record', 'payload')
+  local reply = {
+    tonumber(fields[1]), tonumber(fields[2]), tonumber(fields[3]), fields[4], tonumber(fields[5] or 0), fields[6], fields[7],
     redis.call('PTTL', request), redis.call('STRLEN', journal) / ENTRY,
     redis.call('GETRANGE', journal, from * ENTRY, -1),
   }
   if logprobs then
-    table.insert(shown, redis.call('HGET', request, 'prompt_logprobs') or '')
-    table.insert(shown, redis.call('GET', logprobs) or '')
+    table.insert(reply, redis.call('HGET', request, 'prompt_logprobs') or '')
+    table.insert(reply, redis.call('GET', logprobs) or '')
   end
-  return shown
+  return reply
 end

@@ -1,6 +1,6 @@
--- Who is registered; forgets whose registration ran out.
+-- Lists registrations, and removes expired ones.
 -- KEYS peers, expiry, changes
--- Returns {id of the last change, ms until the next registration runs out or -1, then facts, load, ms until it runs out of each}.
+-- Returns {id of the last change, ms until the next expiry or -1, then for each: facts, load, ms until it expires}.
 
 local now = now_ms()
 local gone = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)

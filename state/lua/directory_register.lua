@@ -1,6 +1,6 @@
--- Begins a registration: of the lives under one id, the one that was first registered last is the present one.
+-- Registers an incarnation. Of several under one id, the one that registered last is the present one.
 -- KEYS peers, expiry, changes   ARGV id, incarnation, facts, load, registration_ms, directory_ms
--- Returns when this incarnation was first registered, in microseconds.
+-- Returns the time of its first registration, in microseconds.
 
 local id, now = ARGV[1], now_us()
 local found = redis.call('HMGET', KEYS[1], 'i:' .. id, 's:' .. id)

@@ -1,5 +1,5 @@
 -- KEYS peers, expiry, changes   ARGV id, incarnation
--- Returns 1, or 0 when this incarnation isn't the one that is registered.
+-- Returns 1, or 0 if another incarnation is registered.
 
 local id = ARGV[1]
 if redis.call('HGET', KEYS[1], 'i:' .. id) ~= ARGV[2] then

@@ -1,6 +1,6 @@
--- Keeps a registration alive, or writes it again where Redis was emptied or it ran out.
+-- Renews a registration, or writes it again if it expired or Redis was emptied.
 -- KEYS peers, expiry, changes   ARGV id, incarnation, facts, load, registration_ms, directory_ms, since
--- Returns 1, or 0 when a later incarnation is registered: then nothing is written.
+-- Returns 1; or 0 if a later incarnation is registered, and writes nothing.
 
 local id, since = ARGV[1], tonumber(ARGV[7])
 local found = redis.call('HMGET', KEYS[1], 'i:' .. id, 's:' .. id, 'f:' .. id)

@@ -1,3 +1,4 @@
+-- Identity of the data in Redis: a new one after Redis was emptied.
 -- KEYS era   ARGV id for a new era
 -- Returns {id of the era, ms since it began}.
 

@@ -1,5 +1,5 @@
--- KEYS request, journal   ARGV first entry wanted, most entries wanted
--- Returns {'unknown'} or {'exists', entries now, the wanted ones}.
+-- KEYS request, journal   ARGV first entry, maximum number of entries
+-- Returns {'unknown'} or {'exists', number of entries in the journal, these entries}.
 
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'unknown'}

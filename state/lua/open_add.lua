@@ -1,3 +1,4 @@
+-- Adds requests to the open set of a router.
 -- KEYS open set, owners   ARGV router, open_ms, requests...
 
 redis.call('SADD', KEYS[1], unpack(ARGV, 3))

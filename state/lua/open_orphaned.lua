@@ -1,5 +1,5 @@
 -- KEYS owners, expiry, peers
--- Returns the routers that have an open set and are not registered, each as incarnation/id.
+-- Returns routers that have an open set and are not registered, each as incarnation/id.
 
 local now, orphaned = now_ms(), {}
 for _, router in ipairs(redis.call('SMEMBERS', KEYS[1])) do

@@ -1,6 +1,6 @@
--- Moves requests of a router that is not registered (any more) to another one's open set.
+-- Moves requests of a router that is not registered to another router's open set.
 -- KEYS expiry, peers, owners, open set of the dead router, open set of its successor
--- ARGV id and incarnation of the dead router, its name, the successor's name (incarnation/id), most requests, open_ms
+-- ARGV id and incarnation of the dead router, its name, the successor's name (incarnation/id), maximum requests, open_ms
 -- Returns {'alive'} or {'taken', request...}.
 
 local ends = redis.call('ZSCORE', KEYS[1], ARGV[1])

@@ -1,7 +1,7 @@
--- Books a request in flight and its tokens, both or neither; a request that is booked is only renewed.
--- The tenant's minute is one number: when it is full again. Each token moves that by 60 s / rate.
--- KEYS in flight, charged, full_at   ARGV request, tokens, lease_ms, most in flight or '', tokens a minute or ''
--- Returns {'booked', 1 if it was not before}, {'in_flight', number now} or {'tokens', tokens of the minute in use, ms to wait}.
+-- Acquires a lease for a request in flight and charges its tokens, both or neither; renews an existing lease.
+-- The token bucket is one number: the time when it is full again. Each token moves that by 60 s / rate.
+-- KEYS in flight, charged, full_at   ARGV request, tokens, lease_ms, maximum in flight or '', tokens per minute or ''
+-- Returns {'booked', 1 if the lease is new}, {'in_flight', number now} or {'tokens', tokens in use, ms to wait}.
 
 local MINUTE = 60000000
 local request, tokens, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -24,7 +24,7 @@ if not redis.call('ZSCORE', KEYS[1], request) then
   if rate then
     local used = math.max(0, tonumber(redis.call('GET', KEYS[3]) or 0) - now)
     local cost = math.floor(tokens * MINUTE / rate)
-    if used > 0 and used + cost > MINUTE then -- a full minute admits any request, or a large one would wait for ever
+    if used > 0 and used + cost > MINUTE then -- a full bucket admits any request: a large one must not wait for ever
       local wait = used - math.max(0, MINUTE - cost)
       return {'tokens', math.ceil(used * rate / MINUTE), math.ceil(wait / 1000)}
     end

@@ -1,5 +1,5 @@
--- Ends a booking and charges what was used instead of what was booked. Said again, or after the lease, nothing.
--- KEYS in flight, charged, full_at   ARGV request, tokens used, tokens a minute or ''
+-- Releases a lease, and charges the tokens used instead of those acquired. No effect without a lease.
+-- KEYS in flight, charged, full_at   ARGV request, tokens used, tokens per minute or ''
 
 local MINUTE = 60000000
 local rate = tonumber(ARGV[3])

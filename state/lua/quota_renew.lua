@@ -1,4 +1,4 @@
--- What its owner says is in flight is in flight, also after Redis was emptied.
+-- Renews leases, and writes those again that Redis lost.
 -- KEYS in flight, charged   ARGV lease_ms, requests...
 
 local ends = integer(now_ms() + ARGV[1])

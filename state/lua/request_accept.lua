@@ -1,8 +1,8 @@
--- Takes an id for a payload, or shows what has it. An equal request that failed before it wrote anything makes room:
--- the new one begins in a greater epoch.
--- KEYS request, journal, logprobs where they were asked for
--- ARGV owner, digest, record, payload, open_ms, the least epoch to begin in
--- Returns {'new', epoch}, {'differs'} (taken by another payload) or {'exists', snapshot}.
+-- Stores a new request, or returns the one that has its id. Replaces an equal request that failed without a token:
+-- the new one starts in a greater epoch.
+-- KEYS request, journal, logprobs if requested
+-- ARGV owner, digest, record, payload, open_ms, minimum epoch
+-- Returns {'new', epoch}, {'differs'} (the id has another payload) or {'exists', snapshot}.
 
 local found = redis.call('HMGET', KEYS[1], 'digest', 'epoch', 'state')
 local digest, epoch, state = found[1], tonumber(found[2]), tonumber(found[3])

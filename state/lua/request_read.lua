@@ -1,4 +1,4 @@
--- KEYS request, journal, logprobs   ARGV first entry wanted
+-- KEYS request, journal, logprobs   ARGV first entry
 -- Returns {'unknown'} or {'exists', snapshot}.
 
 if redis.call('EXISTS', KEYS[1]) == 0 then

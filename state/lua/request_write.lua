@@ -1,19 +1,19 @@
--- Keeps the greater of what is stored and what is written. A whole write carries the payload and all entries; any
--- other builds on what this epoch's owner has written before.
--- KEYS request, journal, then logprobs where any were asked for
+-- Keeps the later of the stored request and the written one. A whole write has the payload and all entries; any other
+-- continues what the owner has written in this epoch.
+-- KEYS request, journal, then logprobs if any were requested
 -- ARGV owner, epoch, attempt, state, base, entries, record, open_ms, ended_ms,
---      then with the third key: bytes of one entry's logprobs or 0, those of the entries, the prompt's or '',
---      then of a whole one: digest, payload
--- Returns {'written', entries now}, {'superseded', epoch, owner, state, stream_epoch}, {'behind', entries now} when the
--- journal ends before `base`, {'incomplete'} when only a whole write can be kept, {'differs'}
--- when a request with another payload has the id. Only 'written' has written.
+--      with the third key: bytes of one entry's logprobs or 0, logprobs of the entries, the prompt's or '',
+--      of a whole write: digest, payload
+-- Returns {'written', number of entries}, {'superseded', epoch, owner, state, stream_epoch}, {'behind', number of entries}
+-- if the journal ends before `base`, {'incomplete'} if a whole write is needed, {'differs'} if a request with another
+-- payload has the id. Writes nothing but for 'written'.
 
 local owner, epoch, attempt, state = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local base, entries = tonumber(ARGV[5]), ARGV[6]
 local last = base + #entries / ENTRY
-local explained = #KEYS > 2
-local size = explained and tonumber(ARGV[10]) or 0
-local digest = explained and 13 or 10 -- its place among the arguments
+local has_logprobs = #KEYS > 2
+local size = has_logprobs and tonumber(ARGV[10]) or 0
+local digest = has_logprobs and 13 or 10 -- index in ARGV
 local whole = #ARGV >= digest
 
 local function lifetime()
@@ -33,13 +33,13 @@ local function append(key, length, bytes_each, bytes)
   end
 end
 
--- To keys that have so many entries now.
+-- The keys have `length` entries and `logprobs` entries.
 local function append_all(length, logprobs)
   append(KEYS[2], length, ENTRY, entries)
   if size > 0 then
     append(KEYS[3], logprobs, size, ARGV[11])
   end
-  if explained and ARGV[12] ~= '' then
+  if has_logprobs and ARGV[12] ~= '' then
     redis.call('HSET', KEYS[1], 'prompt_logprobs', ARGV[12])
   end
 end
@@ -47,7 +47,7 @@ end
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'attempt', 'state', 'owner', 'stream_epoch', 'digest')
 local old_epoch, old_attempt, old_state, old_owner = tonumber(found[1]), tonumber(found[2]), tonumber(found[3]), found[4]
 
--- Accepted by two routers while the store was away: the id belongs to the payload that is stored.
+-- Two routers accepted the id while Redis was unavailable: the stored payload keeps it.
 if whole and old_epoch and found[6] ~= ARGV[digest] then
   return {'differs'}
 end
@@ -64,12 +64,12 @@ if not old_epoch or epoch > old_epoch then
   return {'written', last}
 end
 
--- Two routers hold the same epoch only where Redis lost an adoption: the first that is stored stays.
+-- Two routers have the same epoch only if Redis lost an adoption: the first that is stored stays the owner.
 if epoch < old_epoch or owner ~= old_owner or attempt < old_attempt then
   return {'superseded', old_epoch, old_owner, old_state, tonumber(found[5] or 0)}
 end
 
--- One owner writes one sequence of entries, so those that are stored already are equal.
+-- One owner writes one sequence of entries, so the stored ones are equal.
 local length = count(KEYS[2], ENTRY)
 local logprobs = size > 0 and count(KEYS[3], size) or length
 if length < base or logprobs < base then

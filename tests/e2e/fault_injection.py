@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import Finish
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.token_stream import Finish
+from decant.router.request.valid_request import ValidRequest
+from decant.router.timings import RouterTimings
 from decant.runtime.packed import pack
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
@@ -158,7 +159,7 @@ def _registered(place: Place) -> Any:
 
 
 @asynccontextmanager
-async def cutting(store: Store) -> AsyncIterator[Cutting]:
+async def cutting(store: Store, timings: RouterTimings = RouterTimings()) -> AsyncIterator[Cutting]:
     """Nothing may be left anywhere at its end."""
     roles = {GIVER: wire.ROLE_PREFILL, TAKER: wire.ROLE_DECODE}
     async with AsyncExitStack() as stack:
@@ -171,8 +172,8 @@ async def cutting(store: Store) -> AsyncIterator[Cutting]:
             )
             between.target = place.address
         known = [_registered(place) for place in places.values()]
-        one = await stack.enter_async_context(core(store, known, id="r", restore=_restore))
-        other = await stack.enter_async_context(core(store, [], id="s", restore=_restore))
+        one = await stack.enter_async_context(core(store, known, id="r", restore=_restore, timings=timings))
+        other = await stack.enter_async_context(core(store, [], id="s", restore=_restore, timings=timings))
         made = Cutting(one, other, places, proxies)
         yield made
         await made.settle()

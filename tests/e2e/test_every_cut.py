@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
+from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Cancelled, Unavailable
 from decant.state.store import Store
@@ -24,12 +25,11 @@ SESSIONS = [line for line in LINES if line.method == SESSION and line.worker == 
 
 
 @pytest.fixture
-async def scene(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cutting]:
+async def scene(store: Store) -> AsyncIterator[Cutting]:
     """Without waiting: a session that broke is opened again at once, and a run that ended is retired at once.
     Its end fails when anything is left of any request."""
-    monkeypatch.setattr("decant.router.workers.session.FIRST_BACKOFF_SECONDS", 0.005)
-    monkeypatch.setattr("decant.router.workers.outgoing.RETIRED_AT_ONCE", 1)
-    async with cutting(store) as made:
+    timings = RouterTimings(workers=WorkerTimings(first_backoff_s=0.005, forget_batch=1))
+    async with cutting(store, timings) as made:
         yield made
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import pairwise
 
-from decant.engine.blocks import BlockHash
+from decant.engine.block_hashes import BlockHash
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice, slot_bytes
 from decant.engine.kv_layout import Window

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from decant.engine import blocks, transfer
+from decant.engine import block_hashes, transfer
 from decant.engine.blocks import BlockPool, BlockTable
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
@@ -119,13 +119,13 @@ def hash_without_the_parent(patch: Patch) -> None:
     def hash_blocks(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
         return [original(b"", tokens[at : at + size], size)[0] for at in range(0, len(tokens) - size + 1, size)]
 
-    original = blocks.hash_blocks
+    original = block_hashes.hash_blocks
     patch.setattr("decant.engine.sequence.hash_blocks", hash_blocks)
 
 
 def mix_the_salts(patch: Patch) -> None:
     """Blocks of one salt are found with another."""
-    original = blocks.root_hash
+    original = block_hashes.root_hash
     patch.setattr("decant.engine.sequence.root_hash", lambda salt: original(b""))
 
 

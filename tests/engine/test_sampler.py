@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 import decant.engine.model.sampler as sampler_module
-from decant.engine.blocks import hash_blocks, root_hash
+from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.cpu.sampler import SCORES_AT_ONCE

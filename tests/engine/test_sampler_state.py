@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -97,6 +97,49 @@ def penalised(id: str = "r", length: int = 30, written: int = 20, **more: Any) -
 
 def outputs(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
     return {id: list(tokens) for id, tokens in tiny.run(engine, list(requests)).tokens.items()}
+
+
+class Bias(dict[int, float]):
+    """A logit bias that counts how often it is read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.reads += 1
+        return super().__iter__()
+
+    def values(self) -> Any:
+        self.reads += 1
+        return super().values()
+
+    def items(self) -> Any:
+        self.reads += 1
+        return super().items()
+
+
+def test_an_engine_keeps_the_counts_and_the_bias_of_a_sequence(
+    device: ModelDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts each token once, whatever the number of steps, and reads the request's bias no more often."""
+    counted = 0
+    add = TokenCounts._add
+
+    def counting(counts: TokenCounts, occurrences: Counter[int], weight: int) -> None:
+        nonlocal counted
+        counted += occurrences.total()
+        add(counts, occurrences, weight)
+
+    monkeypatch.setattr(TokenCounts, "_add", counting)
+    reads = []
+    for written in (2, 20):
+        counted, bias = 0, Bias(PENALTIES.logit_bias)
+        request = dataclasses.replace(
+            penalised(length=30, written=written), sampling=dataclasses.replace(PENALTIES, logit_bias=bias)
+        )
+        assert len(outputs(engine_on(device), [request])["r"]) == written
+        assert counted == 30 + written - 1, "no step follows the last token"
+        reads.append(bias.reads)
+    assert reads[0] == reads[1] > 0
 
 
 def test_a_preempted_sequence_keeps_its_penalties(device: ModelDevice) -> None:

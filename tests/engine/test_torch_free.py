@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from decant.engine.blocks import hash_blocks, root_hash
+from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.fake import CANDIDATES, FakeDevice, candidates, slot_bytes
 from decant.engine.kv_layout import KvLayout, LayerSpec

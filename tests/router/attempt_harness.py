@@ -10,8 +10,8 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.execution import Execution
 from decant.router.execution.services import RouterServices
-from decant.router.execution.token_stream import Finish
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.token_stream import Finish
+from decant.router.request.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission

@@ -15,9 +15,9 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RequestRecord
 from decant.router.api.auth import DEFAULT_TENANT
 from decant.router.api.validation import validate
-from decant.router.execution.stored import RequestSnapshot
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.stored import RequestSnapshot
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
 from decant.router.text.served_model import Models, ServedModel, served
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import Cancelled, NotFound, ServiceError

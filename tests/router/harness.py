@@ -16,11 +16,12 @@ from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
 from decant.router.execution.services import RouterServices
-from decant.router.execution.stored import RestoreRequest
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.stored import RestoreRequest
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.text.output_text import OutputOptions
+from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
@@ -140,19 +141,21 @@ async def core(
     id: str = "router",
     restore: RestoreRequest = revived,
     quotas: Mapping[str, TenantLimits] = MappingProxyType({}),
+    timings: RouterTimings = RouterTimings(),
     **settings: Any,
 ) -> AsyncIterator[Core]:
     """Checks at its end that nothing is left anywhere. Workers that are registered already are found."""
     registrations = [await store.workers.register(worker.facts) for worker in workers]
     options = {"models": (MODEL,), "flush_ms": 10, "handoff_min_tokens": 0, **settings}
     peer = new_peer(id)
-    pool = WorkerPool(peer, store.workers, {MODEL: TOKENIZER}, PeerTls(), options["handoff_min_tokens"])
+    tokenizers, handoff_min_tokens = {MODEL: TOKENIZER}, options["handoff_min_tokens"]
+    pool = WorkerPool(peer, store.workers, tokenizers, PeerTls(), handoff_min_tokens, timings.workers)
     journal_writer = JournalWriter(store.requests, options["flush_ms"])
     checked = RouterSettings(**options)
     admission = Admission(checked.max_active, checked.queue_limit)
     quota_leases = QuotaLeases(store.quotas, quotas)
     router = RouterServices(
-        peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, 3600.0
+        peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, 3600.0, timings
     )
     dispatcher = RequestRegistry(router)
     async with AsyncExitStack() as stack:
@@ -176,7 +179,7 @@ async def core(
         assert not any(pool.waiting_lines.values())
         for worker in list(pool.membership):
             assert not worker.session.is_busy
-            assert not worker.session._runs.has_slots
+            assert not worker.session.runs.table.by_slot
             assert worker.load.work.ours == worker.load.sequences.ours == 0
     del registrations
 

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.execution.token_stream import Finish
+from decant.router.request.token_stream import Finish
 from decant.runtime.errors import Cancelled, ServiceError
 from decant.state.ids import Incarnation
 from decant.state.journal import Entry

@@ -12,8 +12,9 @@ import redis as sync_redis
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.journal_writer import JournalTimings, JournalWriter
-from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.execution.journal_writer import JournalWriter
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.timings import JournalTimings
 from decant.runtime.background import BackgroundTask
 from decant.state import keys
 from decant.state.client import Client

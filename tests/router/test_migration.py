@@ -21,8 +21,9 @@ from decant.engine.request import Request, StopParams
 from decant.engine.transfer import IncomingSequence
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.valid_request import ValidRequest
+from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.errors import Cancelled, DeadlineExceeded
 from decant.runtime.packed import pack
 from decant.state.store import Store
@@ -34,6 +35,10 @@ from tests.worker.harness import MODEL, Place, alone, tokens, worker
 PROMPT = 21
 WANTED = 60
 STEP_S = 0.003
+LEASE_MS = 300_000
+"""Longer than a test waits: a lease that is neither used nor released fails the test, and a stall ends no lease."""
+SHORT_LEASE_MS = 500
+"""Where a worker is lost: only the end of a lease frees what was reserved for it."""
 
 
 @dataclass
@@ -112,11 +117,13 @@ def asked(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) 
     return make_request(f"r{number}", tuple(tokens(length, number)), wanted, engine_request=work, **more)
 
 
+TIMINGS = RouterTimings(workers=WorkerTimings(forget_batch=1))
+
+
 @pytest.fixture(autouse=True)
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a drain is heard of at many instants of a short answer."""
     monkeypatch.setattr("decant.worker.decode.session.HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr("decant.router.workers.outgoing.RETIRED_AT_ONCE", 1)
 
 
 @asynccontextmanager
@@ -124,7 +131,7 @@ async def moving(store: Store, decode: str = "de", prefill: str = "", **terms: A
     """Nothing may be left anywhere at its end."""
     async with AsyncExitStack() as stack:
         roles = dict.fromkeys(prefill, wire.ROLE_PREFILL) | dict.fromkeys(decode, wire.ROLE_DECODE)
-        given: dict[str, Any] = {"blocks": 128, "budget": 8, "lease_ms": 500, "step_s": STEP_S, **terms}
+        given: dict[str, Any] = {"blocks": 128, "budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S, **terms}
         places, proxies, servers = {}, {}, {}
         for name, role in roles.items():
             servers[name] = await stack.enter_async_context(AsyncExitStack())
@@ -132,7 +139,9 @@ async def moving(store: Store, decode: str = "de", prefill: str = "", **terms: A
             there = worker(name, role=role, advertise=between.address, **given)
             places[name] = await stack.enter_async_context(there)
             between.target = places[name].address
-        made = await stack.enter_async_context(core(store, [registered(place) for place in places.values()]))
+        made = await stack.enter_async_context(
+            core(store, [registered(place) for place in places.values()], timings=TIMINGS)
+        )
         scene = Scene(made, places, proxies, servers)
         yield scene
         await scene.settled()
@@ -238,7 +247,7 @@ async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store) -> None:
 @pytest.mark.slow
 async def test_losing_the_source_of_a_migration_costs_at_most_one_attempt(store: Store) -> None:
     for steps in range(8):
-        async with moving(store, decode="def") as scene:
+        async with moving(store, decode="def", lease_ms=SHORT_LEASE_MS) as scene:
             stream, expected = await scene.begin(steps, wanted=120)
             await written(stream, 3)
             first = scene.at(stream)
@@ -255,7 +264,7 @@ async def test_losing_the_source_of_a_migration_costs_at_most_one_attempt(store:
 @pytest.mark.slow
 async def test_losing_the_target_of_a_migration_costs_at_most_one_attempt(store: Store) -> None:
     for steps in range(8):
-        async with moving(store, decode="def") as scene:
+        async with moving(store, decode="def", lease_ms=SHORT_LEASE_MS) as scene:
             stream, expected = await scene.begin(steps, wanted=300)
             await written(stream, 3)
             first = scene.at(stream)
@@ -303,7 +312,7 @@ async def test_losing_the_target_before_the_commit_costs_no_attempt(store: Store
 
 async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(store: Store) -> None:
     """Of a prompt that was read for a worker which is full for three leases: nothing is done twice."""
-    async with moving(store, decode="d", prefill="p") as scene:
+    async with moving(store, decode="d", prefill="p", lease_ms=1000) as scene:
         place, prefill = scene.places["d"], scene.places["p"]
         crowd = [await place.host.loop.call(partial(_reserve, number=number)) for number in range(8)]
         stream, expected = await scene.begin(1)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from decant.protos import worker_pb2 as wire
-from decant.router.placement.prefix_index import PromptBlocks, block_hashes
-from decant.router.workers import membership, session
+from decant.router.placement.prefix_index import PromptBlocks, reported_hashes
+from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
@@ -98,21 +96,19 @@ async def test_a_draining_worker_keeps_what_it_has_and_gets_no_more(store: Store
         assert len(draining.starts) == 1
 
 
-async def test_a_router_that_leaves_retires_what_has_just_ended(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "HEARTBEAT_SECONDS", 60.0)
+async def test_a_router_that_leaves_retires_what_has_just_ended(store: Store) -> None:
+    timings = RouterTimings(workers=WorkerTimings(heartbeat_s=60.0))
     async with fleet(D) as workers:
-        async with core(store, workers) as scene:
+        async with core(store, workers, timings=timings) as scene:
             await scene.answer(make_request())
             assert not workers[0].retired, "it waits for a heartbeat"
         assert [run.request for run in workers[0].retired] == ["default/r"]
         assert not workers[0].runs
 
 
-async def test_a_router_leaves_soon_though_a_worker_does_not_answer(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(membership, "FINISH_SECONDS", 0.1)
-    async with fleet(D) as workers, core(store, workers) as scene:
+async def test_a_router_leaves_soon_though_a_worker_does_not_answer(store: Store) -> None:
+    timings = RouterTimings(workers=WorkerTimings(close_s=0.1))
+    async with fleet(D) as workers, core(store, workers, timings=timings) as scene:
         workers[0].script.stays = True
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -193,7 +189,7 @@ async def test_a_ticket_is_renewed_with_and_without_a_taker(store: Store) -> Non
 
 
 def names_of(prompt: tuple[int, ...]) -> bytes:
-    return block_hashes(pack(list(prompt)), b"", 16).tobytes()
+    return reported_hashes(pack(list(prompt)), b"", 16).tobytes()
 
 
 async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:

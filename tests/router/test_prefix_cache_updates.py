@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.execution.valid_request import ValidRequest
 from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.request.valid_request import ValidRequest
 from decant.state.store import Store
 from tests.router.fake_worker import TOKENIZER
 from tests.router.harness import core, make_request, tokens_of, until

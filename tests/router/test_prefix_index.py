@@ -1,4 +1,4 @@
-"""What a worker holds of a prompt: named as the engine names it, known from its beats and from what was sent."""
+"""Blocks of a prompt in a worker's prefix cache: their hashes, reports in heartbeats, and expected blocks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decant.engine.blocks import hash_blocks, root_hash
+from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.placement.prefix_index import MAX_INLINE_TOKENS, PromptBlocks, WorkerPrefixCache, block_hashes
+from decant.router.placement.prefix_index import MAX_INLINE_TOKENS, PromptBlocks, WorkerPrefixCache, reported_hashes
 from decant.router.placement.worker_load import WorkerLoad
 from decant.runtime.packed import pack
 
@@ -36,9 +36,14 @@ def view() -> WorkerLoad:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.binary(max_size=20), st.integers(1, 7))
-def test_a_block_has_the_same_name_here_and_in_the_engine(tokens: list[int], salt: bytes, size: int) -> None:
+def test_a_router_knows_a_block_by_the_hash_that_workers_report(tokens: list[int], salt: bytes, size: int) -> None:
     expected = [int.from_bytes(digest[:8], "little") for digest in hash_blocks(root_hash(salt), tokens, size)]
-    assert list(block_hashes(pack(tokens), salt, size)) == expected
+    assert list(reported_hashes(pack(tokens), salt, size)) == expected
+
+
+def test_the_hash_of_a_block_is_that_of_the_protocol() -> None:
+    """Routers and workers of two versions have to agree."""
+    assert list(reported_hashes(pack([1, 2, 3, 4]), b"s", 2)) == [0xBDA8A3AA5B7C1DF9, 0xF56AE48234592E45]
 
 
 def test_what_a_worker_told_is_found_up_to_the_first_block_that_it_lacks() -> None:
@@ -72,7 +77,7 @@ async def test_a_long_prompt_is_hashed_aside_to_the_same_names() -> None:
     long = work(MAX_INLINE_TOKENS + 100)
     prefix = PromptBlocks(long)
     await prefix.prepare(16)
-    assert list(prefix.hashes(16)) == list(block_hashes(long.prompt, long.salt, 16))
+    assert list(prefix.hashes(16)) == list(reported_hashes(long.prompt, long.salt, 16))
 
 
 def test_what_is_sent_counts_at_once_and_what_never_comes_up_is_forgotten() -> None:

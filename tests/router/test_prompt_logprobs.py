@@ -9,8 +9,8 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import TokenStream
-from decant.router.execution.token_writer import TokenWriter
+from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_writer import TokenWriter
 from decant.router.text.output_text import OutputOptions
 from decant.runtime.errors import InvalidArgument
 from decant.runtime.packed import unpack

@@ -15,7 +15,8 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import (
     Aborted,
@@ -375,7 +376,7 @@ async def test_another_token_for_a_known_position_is_counted_and_never_sent(stor
         workers[0].script.wrong_token_at = 2
         stream = await scene.answer(make_request())
         assert tokens_of(stream) == answer(PROMPT, 5)
-        assert [worker.session.conflicts for worker in scene.router.pool.of("m")] == [1]
+        assert [worker.session.runs.conflicts for worker in scene.router.pool.of("m")] == [1]
         assert stream.path.attempts == 2
 
 
@@ -420,11 +421,9 @@ async def test_without_any_worker_a_request_is_refused_at_once(store: Store) -> 
         assert refused.value.retry_after is not None
 
 
-async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hanging(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("decant.router.execution.placement_search.NO_WORKER_PATIENCE_S", 0.5)
-    async with fleet(D) as workers, core(store, workers) as scene:
+async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hanging(store: Store) -> None:
+    timings = RouterTimings(workers=WorkerTimings(no_worker_patience_s=0.5))
+    async with fleet(D) as workers, core(store, workers, timings=timings) as scene:
         workers[0].script.pause_at = 2
         stream = await scene.dispatcher.begin(make_request())
         await written(stream, 2)
@@ -632,7 +631,7 @@ async def test_a_bug_ends_the_stream_too(store: Store, monkeypatch: pytest.Monke
         def broken(*_: object) -> None:
             raise KeyError("a bug")
 
-        monkeypatch.setattr("decant.router.execution.placement_search.PromptSearch.choose", broken)
+        monkeypatch.setattr("decant.router.attempt.placement_search.PromptSearch.choose", broken)
         stream = await scene.answer(make_request())
         assert error_of(stream).reason is Reason.INTERNAL
         assert (await stored(store, scene)).state == FAILED

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.usage import RequestMeter
-from decant.router.execution.token_stream import Finish, TokenStream
+from decant.router.request.token_stream import Finish, TokenStream
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, InvalidArgument
 from decant.runtime.metrics import Registry, RequestMetrics

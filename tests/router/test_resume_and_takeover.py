@@ -15,9 +15,10 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.execution.reader_lease import wait_for_resume_point
-from decant.router.execution.token_stream import TokenStream
-from decant.router.recovery.takeover import OrphanRecovery, TakeoverTimings
+from decant.router.recovery.takeover import OrphanRecovery
+from decant.router.request.reader_lease import wait_for_resume_point
+from decant.router.request.token_stream import TokenStream
+from decant.router.timings import TakeoverTimings
 from decant.runtime.background import BackgroundTask
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, AlreadyExists, Cancelled, DeadlineExceeded, NotFound, OutOfRange, Unavailable

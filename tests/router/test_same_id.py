@@ -10,7 +10,7 @@ import pytest
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.valid_request import ValidRequest
 from decant.runtime.errors import AlreadyExists
 from decant.state.errors import StoreUnavailable
 from decant.state.store import Store

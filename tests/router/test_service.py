@@ -17,11 +17,12 @@ from decant.protos import inference_pb2_grpc
 from decant.router.api.auth import Authenticator, NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
-from decant.router.execution import reader_lease as reading
-from decant.router.execution.token_stream import TokenStream
 from decant.router.limits import limits
+from decant.router.request.reader_lease import ReaderLease
+from decant.router.request.token_stream import TokenStream
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.served_model import Models, ServedModel
+from decant.router.timings import RouterTimings
 from decant.runtime.channel import open_channel
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import (
@@ -51,6 +52,9 @@ HERE = Incarnation("router-a", 1)
 CANCEL = pb.CancelGenerationResponse
 
 
+UNREAD_S = RouterTimings().unread_s
+
+
 @dataclass
 class Scene:
     stub: Any
@@ -75,20 +79,23 @@ def made(
     registry: Registry,
     served: Models | None = None,
     callers: Authenticator | None = None,
+    unread_s: float = UNREAD_S,
 ) -> InferenceService:
     served = served or Models([tiny()])
     reported = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
     about = ServerInfoSource(HERE, "1.2.3", reported, lambda: True, lambda: False)
     authenticator = callers or NoAuthentication(served)
-    return InferenceService(served, cast(Any, dispatcher), about, RequestMetrics(registry), authenticator)
+    return InferenceService(served, cast(Any, dispatcher), about, RequestMetrics(registry), authenticator, unread_s)
 
 
 @asynccontextmanager
-async def scene(served: Models | None = None, callers: Authenticator | None = None) -> AsyncIterator[Scene]:
+async def scene(
+    served: Models | None = None, callers: Authenticator | None = None, unread_s: float = UNREAD_S
+) -> AsyncIterator[Scene]:
     """Anybody may call, unless it is said who."""
     dispatcher, registry = ScriptedRegistry(), Registry(process=False)
     served = served or Models([tiny()])
-    service = made(dispatcher, registry, served, callers).service()
+    service = made(dispatcher, registry, served, callers, unread_s).service()
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
@@ -333,11 +340,8 @@ async def test_a_stream_whose_client_takes_nothing_is_superseded_too():
         first.cancel()
 
 
-async def test_a_finished_request_whose_client_reads_nothing_is_let_go_and_can_be_resumed(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(reading, "UNREAD_SECONDS", 0.2)
-    async with scene() as s, asyncio.timeout(PATIENCE):
+async def test_a_finished_request_whose_client_reads_nothing_is_let_go_and_can_be_resumed():
+    async with scene(unread_s=0.2) as s, asyncio.timeout(PATIENCE):
         first = s.stub.GenerateStream(asked(request_id="r", response=pb.ResponseOptions(token_ids=True)))
         stream = await s.stream()
         write(stream, 5)
@@ -364,10 +368,10 @@ async def test_a_client_that_reads_slowly_keeps_its_stream():
 
     async def slow(_: pb.GenerateStreamResponse) -> None:
         nonlocal now
-        now += 0.9 * reading.UNREAD_SECONDS
+        now += 0.9 * UNREAD_S
         reader._check()
 
-    reader = reading.ReaderLease(stream)
+    reader = ReaderLease(stream)
     reader._now = lambda: now
     with reader:
         send = reader.watched(slow)

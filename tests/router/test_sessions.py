@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import TokenStream
-from decant.router.execution.token_writer import TokenWriter
+from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_writer import TokenWriter
+from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
-from decant.router.workers.subscription import RunSubscription
-from decant.router.workers.token_sink import WriteError
+from decant.router.workers.subscription import RunSubscription, WriteError
 from decant.runtime.channel import open_channel
 from decant.runtime.packed import pack, unpack
 from decant.runtime.peer import new_peer
@@ -69,10 +69,13 @@ def make_run(max_tokens: int = 5, attempt: int = 1) -> Run:
 
 
 @asynccontextmanager
-async def session(worker: FakeWorker, router: wire.Peer | None = None) -> AsyncIterator[tuple[WorkerSession, Watcher]]:
+async def session(
+    worker: FakeWorker, router: wire.Peer | None = None, **timings: Any
+) -> AsyncIterator[tuple[WorkerSession, Watcher]]:
     watcher = Watcher()
     async with open_channel(worker.facts.address, PeerTls()) as channel:
-        opened = WorkerSession(router or new_peer("router"), worker.facts.peer, channel, watcher)
+        peer = router or new_peer("router")
+        opened = WorkerSession(peer, worker.facts.peer, channel, watcher, WorkerTimings(**timings))
         task = asyncio.create_task(opened.run(lambda: True))
         try:
             async with asyncio.timeout(PATIENCE):
@@ -157,7 +160,7 @@ async def test_a_start_that_never_arrived_is_sent_again_and_one_that_did_has_fai
         await until(lambda: len(unheard.stream.tokens) == 2)
         await until(lambda: known.events and isinstance(known.events[-1], wire.Failed))
         assert known.events[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
-        opened.abandon(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
+        opened.runs.abandon(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
 
 
 async def test_a_start_before_the_welcome_is_sent_after_it() -> None:
@@ -184,7 +187,7 @@ async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_nex
         worker.break_session()
         await until(lambda: len(worker.hellos) == 2 if is_greeted else not opened.is_open)
         cancel = wire.Cancel(run=run.following.run, reason=wire.Cancel.REASON_STOP_TEXT, end_position=4)
-        opened.abandon(run.following, cancel)
+        opened.runs.abandon(run.following, cancel)
         worker.script.refuse_sessions = False
         worker.go.set()
         await until(lambda: worker.cancels)
@@ -209,11 +212,8 @@ async def test_runs_given_up_for_a_stuck_step_are_cancelled_at_the_worker() -> N
         assert len(run.stream.tokens) == 2
 
 
-async def test_runs_given_up_while_the_session_was_down_are_cancelled_when_it_is_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("decant.router.workers.session.RECONNECT_SECONDS", 0.01)
-    async with fleet(D) as (worker,), session(worker) as (opened, _):
+async def test_runs_given_up_while_the_session_was_down_are_cancelled_when_it_is_back() -> None:
+    async with fleet(D) as (worker,), session(worker, reconnect_s=0.01) as (opened, _):
         worker.script.pause_at = 2
         run = make_run(max_tokens=50)
         opened.start(run.following)
@@ -268,11 +268,8 @@ async def test_a_session_that_does_not_come_back_loses_its_runs_once() -> None:
 
 
 @pytest.mark.parametrize("is_restarting", [False, True], ids=["port refuses", "another process starts"])
-async def test_the_runs_of_a_killed_worker_are_lost_at_once(
-    is_restarting: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("decant.router.workers.session.RECONNECT_SECONDS", 10 * PATIENCE)
-    async with fleet(D) as (worker,), session(worker) as (opened, _):
+async def test_the_runs_of_a_killed_worker_are_lost_at_once(is_restarting: bool) -> None:
+    async with fleet(D) as (worker,), session(worker, reconnect_s=10 * PATIENCE) as (opened, _):
         worker.script.pause_at = 2
         run = make_run()
         opened.start(run.following)
@@ -287,11 +284,8 @@ async def test_the_runs_of_a_killed_worker_are_lost_at_once(
         assert not opened.is_busy
 
 
-async def test_the_runs_of_a_worker_whose_session_broke_wait_while_it_is_reached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("decant.router.workers.session.RECONNECT_SECONDS", 10 * PATIENCE)
-    async with fleet(D) as (worker,), session(worker) as (opened, _):
+async def test_the_runs_of_a_worker_whose_session_broke_wait_while_it_is_reached() -> None:
+    async with fleet(D) as (worker,), session(worker, reconnect_s=10 * PATIENCE) as (opened, _):
         worker.script.pause_at = 2
         run = make_run()
         opened.start(run.following)
@@ -340,7 +334,8 @@ async def test_a_stuck_step_is_far_older_than_others_of_its_size() -> None:
         await until(lambda: opened.is_stuck)
         worker.script.stuck_ms = 1_900
         await until(lambda: not opened.is_stuck)
-        opened._on_heartbeat(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
+        assert opened._connection is not None
+        opened._connection.steps.update(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
         assert not opened.is_stuck, "its like take as long"
         assert watcher.loads > 0
 

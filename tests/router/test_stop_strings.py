@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.token_writer import TokenWriter
-from decant.router.execution.valid_request import ValidRequest
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.token_writer import TokenWriter
+from decant.router.request.valid_request import ValidRequest
 from decant.router.text.output_text import new_output_text
 from decant.router.text.stop_strings import StopStrings
-from decant.router.workers.token_sink import WriteError
+from decant.router.workers.subscription import WriteError
 from decant.state.store import Store
 from tests.router.factories import tiny, valid
 from tests.router.fake_worker import answer, fleet

@@ -12,8 +12,8 @@ import pytest
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.execution.reader_lease import ReaderLease
-from decant.router.recovery.takeover import TakeoverTimings
+from decant.router.request.reader_lease import ReaderLease
+from decant.router.timings import TakeoverTimings
 from decant.runtime.errors import Unavailable
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation, RequestKey, State

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
 from decant.router.api.usage import RequestMeter
-from decant.router.execution.token_stream import AttemptTrace, TokenStream
+from decant.router.request.token_stream import AttemptTrace, TokenStream
 from decant.runtime.metrics import Registry, RequestMetrics
 from tests.router.factories import AT_LENGTH, valid, write
 

@@ -14,7 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.admission.wait_prediction import LONG_SECONDS, Wait, WaitPredictor
 from decant.router.api.auth import NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
-from decant.router.execution.token_stream import Finish
+from decant.router.request.token_stream import Finish
 from decant.router.text.served_model import Models
 from decant.runtime.channel import Deadline, open_channel
 from decant.runtime.error_details import Reason

@@ -20,10 +20,10 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
-from decant.router.execution.failures import AttemptFailed, error_for
-from decant.router.execution.token_stream import Finish, TokenStream
-from decant.router.execution.token_writer import TokenWriter
+from decant.router.attempt.failures import AttemptFailed, error_for
 from decant.router.placement.worker_load import WorkerLoad
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.token_writer import TokenWriter
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
 from decant.runtime.error_details import Reason
@@ -69,7 +69,7 @@ def follow(
     run = wire.Run(request=request, epoch=1, attempt=1)
     following = RunSubscription(wire.Start(run=run), TokenWriter(stream), recorder)
     session.start(following)
-    session._handle(wire.WorkerMessage(decode_started=wire.DecodeStarted(run=run, slots=[wire.Slot(slot=slot)])))
+    session.on_message(wire.WorkerMessage(decode_started=wire.DecodeStarted(run=run, slots=[wire.Slot(slot=slot)])))
     recorder.events.clear()
     return stream, recorder.events
 
@@ -140,7 +140,7 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
 async def test_a_token_without_the_logprobs_that_were_asked_for_is_never_shown() -> None:
     session = make_session()
     stream, events = follow(session, "r", 0, logprobs=1)
-    session._handle(wire.WorkerMessage(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
+    session.on_message(wire.WorkerMessage(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
     assert not stream.tokens
     (failed,) = events
     assert failed.failure.cause == wire.CAUSE_CORRUPT
@@ -153,7 +153,7 @@ async def test_a_token_that_the_request_cannot_have_fails_its_run_alone(position
     other, others = follow(session, "other", 1)
     stream.tokens += [5] * (position - 3)
     frame = wire.Frame(slots=pack([0, 1]), positions=pack([position, 3]), tokens=pack([token, 8]))
-    session._handle(wire.WorkerMessage(frame=frame))
+    session.on_message(wire.WorkerMessage(frame=frame))
     assert len(stream.tokens) == position - 3
     assert [event.failure.cause for event in events] == [wire.CAUSE_CORRUPT]
     assert (other.tokens, others) == ([8], [])
@@ -163,7 +163,7 @@ async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_wai
     session = make_session()
     _, events = follow(session, "r", 0)
     end = wire.OutputEnd(reason=wire.OutputEnd.REASON_LENGTH, end_position=LAST)
-    session._handle(wire.WorkerMessage(ended=wire.Ended(run=wire.Run(request="r", epoch=1, attempt=1), end=end)))
+    session.on_message(wire.WorkerMessage(ended=wire.Ended(run=wire.Run(request="r", epoch=1, attempt=1), end=end)))
     assert [event.failure.cause for event in events] == [wire.CAUSE_CORRUPT]
     assert not session.is_busy
 
@@ -183,7 +183,7 @@ async def test_logprobs_keep_no_frame_in_memory() -> None:
         frame.slots += pack([1] * len(others))
         frame.positions += pack([3] * len(others))
         frame.tokens += pack([7] * len(others))
-        session._handle(wire.WorkerMessage.FromString(wire.WorkerMessage(frame=frame).SerializeToString()))
+        session.on_message(wire.WorkerMessage.FromString(wire.WorkerMessage(frame=frame).SerializeToString()))
 
     for k in range(50):
         step(k)
@@ -286,7 +286,7 @@ def test_whatever_a_worker_says_its_session_reads_it_or_breaks_in_order(seed: in
         streams = [follow(session, request, slot, logprobs=1)[0] for slot, request in enumerate("ab")]
         for message in messages(seed, RUNS, 40):
             with suppress(ValueError):
-                session._handle(message)
+                session.on_message(message)
         for stream in streams:
             assert len(stream.logprobs) == len(stream.tokens) <= 1000
 

@@ -462,7 +462,7 @@ async def test_logprobs_that_lost_their_end_are_mended(store: Store, bare: sync_
     await store.requests.write(request)
     for left in (0, 3, 9):
         bare.set(keys.logprobs(KEY), bare.getrange(keys.logprobs(KEY), 0, left * 16 - 1) if left else b"")
-        with pytest.raises(StoreFault, match="lacking"):
+        with pytest.raises(StoreFault, match="missing"):
             await store.requests.read(KEY)
         continued(request, 10 + left)
         await store.requests.write(request)

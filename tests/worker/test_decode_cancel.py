@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from decant.engine.blocks import hash_blocks, root_hash
+from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.engine import Engine
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import unpack

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decant.engine.blocks import BlockPool, BlockTable, hash_blocks, root_hash
+from decant.engine.block_hashes import hash_blocks, root_hash
+from decant.engine.blocks import BlockPool, BlockTable
 from decant.protos import worker_pb2 as wire
 from decant.worker.report import prefix_cache_feed as cache_news
 from decant.worker.report.prefix_cache_feed import PrefixCacheFeed

@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Hashable
 from itertools import islice
 
-from decant.engine.blocks import BlockHash, apply_changes
+from decant.engine.block_hashes import REPORTED_BYTES, BlockHash
+from decant.engine.blocks import apply_changes
 from decant.protos import worker_pb2 as wire
 
 AT_ONCE = 4096
 """Most blocks that one beat names."""
-NAME_BYTES = 8
-"""Of a block's hash: what it is called on the wire."""
 
 
 class PrefixCacheFeed:
@@ -57,6 +56,6 @@ class PrefixCacheFeed:
             return None
         told = list(islice(unsent, AT_ONCE))
         apply_changes(unsent, told)
-        published = b"".join(digest[:NAME_BYTES] for digest in told if digest in self._cached)
-        dropped = b"".join(digest[:NAME_BYTES] for digest in told if digest not in self._cached)
+        published = b"".join(digest[:REPORTED_BYTES] for digest in told if digest in self._cached)
+        dropped = b"".join(digest[:REPORTED_BYTES] for digest in told if digest not in self._cached)
         return wire.PrefixCacheUpdate(published=published, dropped=dropped)

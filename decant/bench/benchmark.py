@@ -1,0 +1,221 @@
+"""A benchmark: from options to runs. Each run is measured after a warm-up of its own requests' kind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from decant.bench import verdict
+from decant.bench.arrivals import random_arrivals
+from decant.bench.errors import InvalidBenchmark
+from decant.bench.figures import details, summarise
+from decant.bench.lengths import Lengths, Uniform, parse_lengths
+from decant.bench.load import Load
+from decant.bench.records import Record
+from decant.bench.sweep import sweep
+from decant.bench.workload import (
+    ANYSCALE,
+    BenchRequest,
+    SharedPrefix,
+    random_requests,
+    read_sharegpt,
+    read_trace,
+)
+from decant.client.async_client import AsyncClient
+from decant.client.channel import Tls
+from decant.protos import inference_pb2 as pb
+
+SLO_NAMES = ("ttft", "tpot", "e2el")
+Notify = Callable[[str, Record | None, int], None]
+"""Is called with the name of a run, a record, and the run's number of requests; without a record at its begin."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to send. Unset `rate` and `concurrency`: all at once. `slos` in seconds.
+
+    dataset       a file of JSON lines, or of ShareGPT's conversations (.json)
+    trace         send at the arrival times of the dataset
+    sweep         search the highest rate that keeps the objectives, from `rate` on
+    """
+
+    model: str = ""
+    workload: str = "random"
+    dataset: Path | None = None
+    trace: bool = False
+    prompt_tokens: str = "128"
+    output_tokens: str = "64"
+    prefix: SharedPrefix = field(default_factory=SharedPrefix)
+    requests: int = 64
+    rate: float | None = None
+    burstiness: float = 1.0
+    concurrency: int | None = None
+    sweep: bool = False
+    warm_up: int = 4
+    slos: Mapping[str, float] = field(default_factory=dict)
+    timeout: float = 600.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A deployment to call."""
+
+    address: str | Sequence[str]
+    tls: Tls | None = None
+    token: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Documents of all runs, in order of rate, and the answer."""
+
+    runs: Sequence[dict[str, Any]]
+    sentence: str
+
+
+def check(options: BenchOptions) -> None:
+    """Raises InvalidBenchmark for options that contradict each other."""
+    if options.workload not in ("random", "anyscale"):
+        raise InvalidBenchmark("--workload", "random or anyscale", options.workload)
+    if options.workload == "anyscale" and options.dataset is not None:
+        raise InvalidBenchmark("--dataset", "no --workload beside it", options.workload)
+    if options.rate is not None and options.concurrency is not None:
+        raise InvalidBenchmark("--rate, --concurrency", "one of them", "both")
+    if options.sweep and (options.rate is None or not options.slos):
+        raise InvalidBenchmark("--sweep", "with --rate, where it begins, and --slo", "without")
+    if options.trace and (options.dataset is None or options.dataset.suffix == ".json"):
+        raise InvalidBenchmark("--trace", "with --dataset and a file of JSON lines", str(options.dataset))
+    if options.trace and (options.rate is not None or options.concurrency is not None):
+        raise InvalidBenchmark("--trace", "no --rate and no --concurrency beside it", "both")
+    parse_lengths("--prompt-tokens", options.prompt_tokens)
+    parse_lengths("--output-tokens", options.output_tokens)
+
+
+async def run(target: Target, options: BenchOptions, notify: Notify) -> Result:
+    """Measure. Raises InvalidBenchmark, and ServiceError where the deployment can't be reached."""
+    check(options)
+    async with AsyncClient(target.address, tls=target.tls, token=target.token) as client:
+        model = await client.model(options.model)
+        requests = await _requests(client, model, options)
+        _check_lengths(requests, model)
+        bench = _Benchmark(client, model, options, requests, notify)
+        await bench.warm_up()
+        if options.sweep and options.rate is not None:
+            runs = await sweep(options.rate, bench.measure, lambda one: not verdict.missed(one, options.slos))
+        else:
+            runs = [await bench.measure(options.rate)]
+    return Result(runs, verdict.sentence(runs, options.slos))
+
+
+class _Benchmark:
+    """Runs of the same requests."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        model: pb.Model,
+        options: BenchOptions,
+        requests: Sequence[BenchRequest],
+        notify: Notify,
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._options = options
+        self._requests = requests
+        self._notify = notify
+        self._runs = 0
+
+    async def warm_up(self) -> None:
+        """Random prompts of the same lengths, one after another. Raises InvalidBenchmark if one fails."""
+        size, options = self._model.vocab_size, self._options
+        for index, request in enumerate(self._requests[: options.warm_up]):
+            length = len(request.prompt) if not isinstance(request.prompt, str) else 16
+            lengths = (Uniform(length, length), Uniform(request.output_len, request.output_len))
+            warm = random_requests(1, size, lengths, SharedPrefix(), -1 - options.seed - index)
+            (record,) = await self._load("warm-up", min(options.warm_up, len(self._requests))).closed(warm, 1)
+            if record.error:
+                raise InvalidBenchmark("warm-up", "requests that succeed", record.error)
+
+    async def measure(self, rate: float | None) -> dict[str, Any]:
+        """One run, as a document."""
+        options, requests = self._options, self._requests
+        if self._runs and options.dataset is None:  # other prompts than in the last run, which are cached
+            requests = _random(self._model, options, options.seed + self._runs)
+        self._runs += 1
+        name = f"{rate:.3g} requests/s" if rate else f"{options.concurrency or len(requests)} at a time"
+        load = self._load(name, len(requests))
+        self._notify(name, None, len(requests))
+        if options.concurrency is not None:
+            records = await load.closed(requests, options.concurrency)
+        else:
+            records = await load.open(requests, self._arrivals(requests, rate))
+        return {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "backend": "decant",
+            "model_id": self._model.id,
+            "num_prompts": len(requests),
+            "request_rate": float("inf") if rate is None else rate,
+            "burstiness": options.burstiness,
+            "max_concurrency": options.concurrency,
+            **summarise(records, options.slos),
+            **details(records),
+        }
+
+    def _arrivals(self, requests: Sequence[BenchRequest], rate: float | None) -> Sequence[float]:
+        if rate is not None:
+            return random_arrivals(len(requests), rate, self._options.burstiness, self._options.seed)
+        return [request.arrival_s if self._options.trace else 0.0 for request in requests]
+
+    def _load(self, name: str, count: int) -> Load:
+        return Load(
+            self._client, self._options.model, self._options.timeout, lambda one: self._notify(name, one, count)
+        )
+
+
+async def _requests(client: AsyncClient, model: pb.Model, options: BenchOptions) -> list[BenchRequest]:
+    path = options.dataset
+    if path is None:
+        return _random(model, options, options.seed)
+    if path.suffix != ".json":
+        return read_trace(path, model.vocab_size or None, model.max_context_length or None)[: options.requests]
+    pairs = read_sharegpt(path)[: options.requests]
+    answers = await asyncio.gather(*(client.tokenize(answer, model=options.model) for _, answer in pairs))
+    return [BenchRequest(question, one.count) for (question, _), one in zip(pairs, answers, strict=True)]
+
+
+def _random(model: pb.Model, options: BenchOptions, seed: int) -> list[BenchRequest]:
+    if not model.vocab_size:
+        raise InvalidBenchmark("model", "a vocabulary size, which a ready worker reports", "none")
+    lengths: tuple[Lengths, Lengths] = ANYSCALE
+    if options.workload == "random":
+        prompt, output = options.prompt_tokens, options.output_tokens
+        lengths = parse_lengths("--prompt-tokens", prompt), parse_lengths("--output-tokens", output)
+    return random_requests(options.requests, model.vocab_size, lengths, options.prefix, seed)
+
+
+def _check_lengths(requests: Sequence[BenchRequest], model: pb.Model) -> None:
+    """Prompts of text are checked by the router."""
+    longest = max((len(one.prompt) + one.output_len for one in requests if not isinstance(one.prompt, str)), default=0)
+    if model.max_context_length and longest > model.max_context_length:
+        limit = f"at most {model.max_context_length:,} with the output (context length of {model.id})"
+        raise InvalidBenchmark("prompt tokens", limit, f"{longest:,}")
+
+
+def parse_slos(text: str) -> dict[str, float]:
+    """ "ttft=500ms,tpot=50ms" in seconds. Raises InvalidBenchmark."""
+    slos: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.removesuffix("s"), 1.0)
+        try:
+            slos[name] = float(number) * scale
+        except ValueError:
+            slos[name] = 0.0
+        if name not in SLO_NAMES or not 0 < slos[name] < float("inf"):
+            raise InvalidBenchmark("--slo", "such as ttft=500ms,tpot=50ms,e2el=10s", part)
+    return slos

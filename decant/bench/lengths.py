@@ -1,0 +1,51 @@
+"""Lengths of prompts and outputs: fixed, uniform or exponential."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from random import Random
+
+from decant.bench.errors import InvalidBenchmark
+
+_FORMS = "a number, a range such as 100-200, or exp:MEAN:LONGEST"
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Whole numbers from `low` to `high`."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: Random) -> int:
+        return rng.randint(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential:
+    """Exponentially distributed with `mean`, rounded up; above `high` is drawn again."""
+
+    mean: float
+    high: int
+
+    def draw(self, rng: Random) -> int:
+        while True:
+            length = math.ceil(rng.expovariate(1 / self.mean))
+            if 1 <= length <= self.high:
+                return length
+
+
+Lengths = Uniform | Exponential
+
+
+def parse_lengths(field: str, text: str) -> Lengths:
+    """ "128", "100-200" or "exp:128:1536". Raises InvalidBenchmark."""
+    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
+        low, high = int(match[1]), int(match[2] or match[1])
+        if 1 <= low <= high:
+            return Uniform(low, high)
+    elif (match := re.fullmatch(r"exp:(\d+):(\d+)", text)) and int(match[1]) >= 1 and int(match[2]) >= 1:
+        return Exponential(int(match[1]), int(match[2]))
+    raise InvalidBenchmark(field, _FORMS, text)

@@ -1,0 +1,76 @@
+"""Sends requests to a deployment and records what happens.
+
+open loop    each request is sent at its time, whether earlier ones have ended or not
+closed loop  each of several clients sends its next request when its last one has ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from decant.bench.records import Record
+from decant.bench.workload import BenchRequest
+from decant.client.async_client import AsyncClient
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import ServiceError
+
+Notify = Callable[[Record], None]
+"""Is called with each record when its request has ended."""
+
+
+class Load:
+    """Requests through one client. `timeout`: deadline of each request in seconds."""
+
+    def __init__(self, client: AsyncClient, model: str, timeout: float, notify: Notify) -> None:
+        self._client = client
+        self._model = model
+        self._timeout = timeout
+        self._notify = notify
+
+    async def open(self, requests: Sequence[BenchRequest], arrivals: Sequence[float]) -> list[Record]:
+        """Send each request at its arrival, in seconds from now."""
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for request, arrival in sorted(zip(requests, arrivals, strict=True), key=lambda pair: pair[1]):
+                await asyncio.sleep(began + arrival - time.monotonic())
+                tasks.append(group.create_task(self._send(request, began + arrival)))
+        return [task.result() for task in tasks]
+
+    async def closed(self, requests: Sequence[BenchRequest], clients: int) -> list[Record]:
+        """Send the requests from `clients` clients."""
+        waiting = iter(requests)
+
+        async def client() -> list[Record]:
+            return [await self._send(request, time.monotonic()) for request in waiting]
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(client()) for _ in range(clients)]
+        return [record for task in tasks for record in task.result()]
+
+    async def _send(self, request: BenchRequest, due: float) -> Record:
+        record = Record(due, time.monotonic())
+        stream = self._client.stream(
+            request.prompt,
+            timeout=self._timeout,
+            model=self._model or None,
+            max_tokens=request.output_len,
+            ignore_eos=True,
+        )
+        try:
+            async with stream:
+                async for delta in stream:
+                    record.tokens += [time.monotonic()] * delta.num_tokens
+        except ServiceError as error:
+            has_reason = error.reason is not Reason.UNSPECIFIED
+            record.error = error.reason.value if has_reason else error.code.name
+        if not record.error and (len(record.tokens) != request.output_len or stream.receipt is None):
+            record.error = f"{len(record.tokens)} of {request.output_len} tokens"
+        record.receipt = None if record.error else stream.receipt
+        if stream.usage is not None:
+            record.prompt_tokens = stream.usage.prompt_tokens
+            record.cached_tokens = stream.usage.cached_prompt_tokens or 0
+        self._notify(record)
+        return record

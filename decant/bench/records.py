@@ -1,0 +1,48 @@
+"""What a client saw of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from decant.client.results import Receipt
+
+
+@dataclass(slots=True)
+class Record:
+    """Times are seconds of one monotonic clock. `tokens`: when each arrived; those of one message share a time.
+
+    due      when it was to be sent
+    error    reason of its failure; empty: it succeeded
+    receipt  the router's account; None unless it succeeded
+    """
+
+    due: float
+    sent: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: list[float] = field(default_factory=list)
+    error: str = ""
+    receipt: Receipt | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.sent
+
+    @property
+    def e2el(self) -> float:
+        return self.tokens[-1] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """None for a single token."""
+        return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
+
+    @property
+    def itls(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.tokens)]
+
+    @property
+    def second_token(self) -> float | None:
+        """From first to second token: all that a handoff can delay."""
+        return self.tokens[1] - self.tokens[0] if len(self.tokens) > 1 else None

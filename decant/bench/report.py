@@ -1,0 +1,127 @@
+"""A result as a table, as JSON, and progress while it is measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from decant.bench.benchmark import Result
+from decant.bench.records import Record
+
+LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("second token", "second_token"), ("E2E", "e2el"))
+PARTS = (("queue", "queue"), ("prefill", "prefill"), ("handoff", "handoff"), ("decode wait", "decode_wait"))
+_COLUMNS = ("mean", "p50", "p90", "p95", "p99")
+
+
+def to_json(result: Result) -> str:
+    """The document of the one run, or {"runs": [...]} of a sweep, both with "sentence". An infinite rate is "inf"."""
+    runs = [{**run, "request_rate": _rate(run["request_rate"])} for run in result.runs]
+    document = runs[0] if len(runs) == 1 else {"runs": runs}
+    return json.dumps({**document, "sentence": result.sentence}, allow_nan=False)
+
+
+def _rate(rate: float) -> float | str:
+    return "inf" if math.isinf(rate) else rate
+
+
+def show(result: Result, console: Console) -> None:
+    """Tables of the only run, or a line per run, and the answer."""
+    if len(result.runs) == 1:
+        run = result.runs[0]
+        console.print(_totals(run))
+        console.print(_latencies("milliseconds, client", LATENCIES, run))
+        console.print(_latencies("milliseconds, receipts", PARTS, run))
+        for reason, count in run["errors_by_reason"].items():
+            console.print(f"{count} failed: {reason}")
+        if run["p99_send_lag_ms"] > _LATE_MS:
+            console.print(f"requests were sent late (p99 {run['p99_send_lag_ms']:.0f} ms): this client is too slow")
+    else:
+        console.print(_sweep(result.runs))
+    console.print(result.sentence)
+
+
+_LATE_MS = 50.0
+
+
+def _totals(run: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    cached = f", {run['total_cached_tokens']:,} of them cached" if run["total_cached_tokens"] else ""
+    table.add_row("requests", f"{run['completed']} completed, {run['failed']} failed, in {run['duration']:.1f} s")
+    table.add_row(
+        "tokens", f"{run['total_input_tokens']:,} of prompts{cached}, {run['total_output_tokens']:,} of output"
+    )
+    rates = f"{run['request_throughput']:.3g} requests/s, {run['output_throughput']:.1f} output tokens/s"
+    table.add_row("throughput", f"{rates}, {run['total_token_throughput']:.1f} with prompts")
+    table.add_row("output tokens/s of a request", f"{run['mean_tps']:.1f} mean, {run['p50_tps']:.1f} p50")
+    if run["request_goodput"] is not None:
+        share = f"{run['slo_attainment']:.0%} of the requests meet the objectives"
+        table.add_row("goodput", f"{run['request_goodput']:.3g} requests/s: {share}")
+    return table
+
+
+def _latencies(title: str, rows: Sequence[tuple[str, str]], run: Mapping[str, Any]) -> Table:
+    table = _table(title, ("", *_COLUMNS))
+    for label, name in rows:
+        table.add_row(label, *(f"{run[f'{column}_{name}_ms']:,.1f}" for column in _COLUMNS))
+    return table
+
+
+def _sweep(runs: Sequence[Mapping[str, Any]]) -> Table:
+    columns = ("requests/s", "done/s", "goodput", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "failed")
+    table = _table("milliseconds, by rate", columns)
+    for run in runs:
+        names = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
+        rates = (run["request_rate"], run["request_throughput"], run["request_goodput"])
+        cells = [*(f"{rate:.3g}" for rate in rates), f"{run['output_throughput']:.1f}"]
+        table.add_row(*cells, *(f"{run[name]:,.1f}" for name in names), str(run["failed"]))
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    return table
+
+
+class LiveProgress:
+    """A bar per run, with requests done and failed, tokens/s, and the last TTFT. Nothing without a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, TextColumn("{task.fields[live]}"), console=console)
+        self._progress.disable = not console.is_terminal
+        self._bars: dict[str, TaskID] = {}
+        self._began = self._tokens = 0.0
+        self._failed = 0
+
+    def notify(self, name: str, record: Record | None, count: int) -> None:
+        """As `benchmark.Notify`."""
+        if name not in self._bars:
+            self._bars[name] = self._progress.add_task(name, total=count, live="")
+            self._began, self._tokens, self._failed = time.monotonic(), 0, 0
+        if record is None:
+            return
+        self._tokens += len(record.tokens)
+        self._failed += bool(record.error)
+        rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
+        live = f"{rate:.0f} tokens/s" + (f", {self._failed} failed" if self._failed else "")
+        live += f", TTFT {record.ttft * 1e3:.0f} ms" if record.tokens else ""
+        self._progress.update(self._bars[name], advance=1, live=live)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()

@@ -1,0 +1,30 @@
+"""Searches the highest rate that keeps the objectives: doubles, then halves the interval."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+MAX_DOUBLINGS = 12
+HALVINGS = 3
+"""The result is within an eighth of the interval between two doublings."""
+
+Run = dict[str, Any]
+
+
+async def sweep(begin: float, run: Callable[[float], Awaitable[Run]], keeps: Callable[[Run], bool]) -> list[Run]:
+    """Runs by rate. The first rate that misses ends the doublings; a `begin` that misses ends the sweep."""
+    runs = [await run(begin)]
+    low = high = begin
+    for _ in range(MAX_DOUBLINGS):
+        if not keeps(runs[-1]):
+            break
+        low, high = high, 2 * high
+        runs.append(await run(high))
+    if low == high or keeps(runs[-1]):
+        return runs
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        runs.append(await run(middle))
+        low, high = (middle, high) if keeps(runs[-1]) else (low, middle)
+    return sorted(runs, key=lambda one: float(one["request_rate"]))

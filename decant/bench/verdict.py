@@ -1,0 +1,59 @@
+"""Which rate keeps the objectives, and what gives way beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
+
+
+def missed(summary: Mapping[str, Any], slos: Mapping[str, float]) -> list[str]:
+    """Objectives whose p99 is above the limit; all of them where a request failed."""
+    if summary["failed"]:
+        return list(slos)
+    return [name for name, limit in slos.items() if summary[f"p99_{name}_ms"] > limit * 1e3]
+
+
+def bottleneck(summary: Mapping[str, Any], slos: Mapping[str, float]) -> str:
+    """What gives way in a run that misses an objective."""
+    if summary["failed"]:
+        reason, count = max(summary["errors_by_reason"].items(), key=lambda pair: pair[1])
+        return f"{count} of {summary['failed'] + summary['completed']} requests fail ({reason})"
+    misses = missed(summary, slos)
+    if "ttft" in misses:
+        waits = summary["p99_queue_ms"] >= summary["p99_prefill_ms"]
+        return "the prefill pool is full" if waits else "a prefill alone takes too long"
+    return "the decode pool is full" if "tpot" in misses else "requests take too long"
+
+
+def sentence(runs: Sequence[Mapping[str, Any]], slos: Mapping[str, float]) -> str:
+    """The answer of a run or a sweep. Each run has "request_rate" and the figures of its summary."""
+    if not slos:
+        last = runs[-1]
+        return (
+            f"{last['request_throughput']:.3g} requests/s and {last['output_throughput']:.3g} output tokens/s, "
+            f"TTFT p99 {last['p99_ttft_ms']:.4g} ms, TPOT p99 {last['p99_tpot_ms']:.3g} ms"
+        )
+    limits = " and ".join(f"{_NAMES[name]} p99 under {limit * 1e3:g} ms" for name, limit in slos.items())
+    kept = [run for run in runs if not missed(run, slos)]
+    lost = [run for run in runs if missed(run, slos)]
+    if not kept:
+        return f"does not keep {limits} at {_load(min(lost, key=_rate))}: {bottleneck(min(lost, key=_rate), slos)}"
+    best = max(kept, key=_rate)
+    beyond = [run for run in lost if _rate(run) > _rate(best)]
+    if not beyond:
+        return f"keeps {limits} at {_load(best)}"
+    reason = bottleneck(min(beyond, key=_rate), slos)
+    return f"keeps {limits} up to {_load(best)}; beyond that {reason}"
+
+
+def _rate(run: Mapping[str, Any]) -> float:
+    return float(run["request_rate"])
+
+
+def _load(run: Mapping[str, Any]) -> str:
+    if run.get("max_concurrency"):
+        return f"{run['max_concurrency']} clients ({run['request_throughput']:.3g} requests/s)"
+    rate = _rate(run)
+    return "all requests at once" if rate == float("inf") else f"{rate:.3g} requests/s"

@@ -1,0 +1,160 @@
+"""Options of `decant plan`, parsed and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from decant.plan import cost_profile
+from decant.plan.cost_profile import Profile
+from decant.plan.devices import PRESETS, Device
+from decant.plan.errors import InvalidPlan
+from decant.plan.memory import Room
+from decant.plan.model_shape import ModelShape, parse_shape, read_shape
+from decant.plan.quantities import Slo, parse_bytes, parse_count, parse_slo, parse_tokens
+from decant.plan.sizing import Workload
+from decant.plan.speed import Efficiency, Measured, Speed, roofline
+
+FLOATS = ("bfloat16", "float16", "float32")
+QUANTIZATIONS = ("int8", "fp8", "int4")
+KV_DTYPES = (*FLOATS, "int8", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """As typed. `model` or `shape`; a `device` of the presets, or memory with bandwidth and flops or a profile."""
+
+    model: str | None = None
+    shape: str | None = None
+    device: str | None = None
+    memory: str | None = None
+    bandwidth: str | None = None
+    flops: str | None = None
+    memory_share: float = 0.9
+    bandwidth_efficiency: float = 0.8
+    compute_efficiency: float = 0.6
+    dtype: str = "bfloat16"
+    quantization: str | None = None
+    kv_dtype: str | None = None
+    prompt_tokens: str = "1500-2000"
+    output_tokens: str = "500"
+    rate: float = 1.0
+    slo: str = ""
+    quantile: float = 0.99
+    sequence_lengths: Sequence[int] = ()
+    calibrate: str | None = None
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All that a plan is computed from. `lengths`: sequence lengths for which the report counts what fits."""
+
+    shape: ModelShape
+    device: Device
+    dtype: str
+    quantization: str | None
+    kv_dtype: str
+    room: Room
+    speed: Speed
+    workload: Workload
+    slo: Slo
+    lengths: tuple[int, ...] = ()
+    profile: Profile | None = None
+
+
+def parse(options: PlanOptions) -> Inputs:
+    """Raises InvalidPlan; where this machine is measured, also what loading the model raises."""
+    shape = _shape(options)
+    kv_dtype = options.kv_dtype or options.dtype
+    _one_of("--dtype", options.dtype, FLOATS)
+    _one_of("--kv-dtype", kv_dtype, KV_DTYPES)
+    if options.quantization is not None:
+        _one_of("--quantization", options.quantization, QUANTIZATIONS)
+    workload = _workload(options, shape)
+    profile = _profile(options)
+    device = _device(options, needs_rates=profile is None)
+    weights = shape.weight_bytes(options.dtype, options.quantization)
+    share = Efficiency(
+        _share("--bandwidth-efficiency", options.bandwidth_efficiency),
+        _share("--compute-efficiency", options.compute_efficiency),
+    )
+    dtypes = (options.dtype, options.quantization, kv_dtype)
+    return Inputs(
+        shape=shape,
+        device=device,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        kv_dtype=kv_dtype,
+        room=Room(device.memory, weights, shape.kv_bytes(kv_dtype), _share("--memory-share", options.memory_share)),
+        speed=Measured(profile.costs) if profile else roofline(shape, device, dtypes, share),
+        workload=workload,
+        slo=parse_slo(options.slo),
+        lengths=tuple(options.sequence_lengths),
+        profile=profile,
+    )
+
+
+def _shape(options: PlanOptions) -> ModelShape:
+    if (options.model is None) == (options.shape is None):
+        raise InvalidPlan("--model, --shape", "one of them", "both" if options.model else "neither")
+    return read_shape(Path(options.model)) if options.model else parse_shape(options.shape or "")
+
+
+def _workload(options: PlanOptions, shape: ModelShape) -> Workload:
+    if not 0 < options.quantile < 1:
+        raise InvalidPlan("--quantile", "above 0 and below 1", options.quantile)
+    if not 0 < options.rate < float("inf"):
+        raise InvalidPlan("--rate", "requests per second above 0", options.rate)
+    workload = Workload(
+        parse_tokens("--prompt-tokens", options.prompt_tokens),
+        parse_tokens("--output-tokens", options.output_tokens),
+        options.rate,
+        options.quantile,
+    )
+    if shape.context is not None and workload.longest > shape.context:
+        limit = f"at most {shape.context:,} tokens with the output (the model's context length)"
+        raise InvalidPlan("--prompt-tokens", limit, f"{workload.longest:,}")
+    return workload
+
+
+def _profile(options: PlanOptions) -> Profile | None:
+    if options.calibrate is None:
+        return None
+    if options.quantization is not None:
+        raise InvalidPlan("--calibrate", "no --quantization: costs are of the weights that were measured", "both")
+    if options.calibrate != "measure":
+        return cost_profile.read(Path(options.calibrate))
+    if options.model is None or not Path(options.model).is_dir():
+        raise InvalidPlan("--calibrate measure", "--model with a folder that has weights", options.model or "none")
+    return cost_profile.measure(options.model, options.dtype, options.threads)
+
+
+def _device(options: PlanOptions, *, needs_rates: bool) -> Device:
+    device = Device("given", 0, 0.0, 0.0)
+    if options.device is not None:
+        _one_of("--device", options.device, tuple(PRESETS))
+        device = PRESETS[options.device]
+    if options.memory is not None:
+        device = replace(device, memory=parse_bytes("--memory", options.memory))
+    if options.bandwidth is not None:
+        device = replace(device, bandwidth=float(parse_bytes("--bandwidth", options.bandwidth)))
+    if options.flops is not None:
+        device = replace(device, flops=float(parse_count("--flops", options.flops)))
+    if not device.memory:
+        raise InvalidPlan("--device, --memory", f"one of them; devices: {', '.join(PRESETS)}", "neither")
+    if needs_rates and not (device.bandwidth and device.flops):
+        raise InvalidPlan("--memory", "with --bandwidth and --flops, or with --calibrate", "without")
+    return device
+
+
+def _one_of(field: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidPlan(field, f"one of {', '.join(known)}", value)
+
+
+def _share(field: str, value: float) -> float:
+    if not 0 < value <= 1:
+        raise InvalidPlan(field, "above 0, at most 1", value)
+    return value

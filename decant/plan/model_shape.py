@@ -1,0 +1,156 @@
+"""The shape of a model, as far as its cost depends on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decant.plan.errors import InvalidPlan
+from decant.plan.quantities import parse_count
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
+"""Bytes of an element; int4 has a two-byte scale for each group of 128."""
+
+_REQUIRED = ("layers", "hidden", "heads")
+_KEYS = (*_REQUIRED, "kv_heads", "head_dim", "intermediate", "vocab", "params")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Dimensions in elements.
+
+    linear     parameters of the layers, and of the head where it is not the table
+    table      parameters of the embedding table; `tied`: the head reads the table
+    active     parameters that one token is multiplied with, the head included
+    context    most tokens of a sequence; None: unknown
+    """
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    linear: int
+    table: int
+    tied: bool
+    active: int
+    context: int | None = None
+
+    @property
+    def params(self) -> int:
+        return self.linear + self.table
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of keys and values per token, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
+        """Memory of the weights. Quantization leaves the table in `dtype`."""
+        return int(self.linear * BYTES[quantization or dtype] + self.table * BYTES[dtype])
+
+    def step_bytes(self, dtype: str, quantization: str | None = None) -> int:
+        """Bytes of weights that one step reads: all but a table that serves look-ups alone."""
+        return int(self.linear * BYTES[quantization or dtype] + (self.table * BYTES[dtype] if self.tied else 0))
+
+    def kv_bytes(self, kv_dtype: str) -> int:
+        """Bytes of keys and values per token."""
+        return int(self.kv_elements * BYTES[kv_dtype])
+
+
+def read_shape(path: Path) -> ModelShape:
+    """The shape of a folder with a config.json, or of such a file. Raises InvalidPlan."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidPlan("--model", f"a folder or a config.json ({error.strerror})", file) from None
+    except ValueError as error:
+        raise InvalidPlan("--model", f"a JSON object in {file.name} ({error})", file) from None
+    if not isinstance(config, dict):
+        raise InvalidPlan("--model", f"a JSON object in {file.name}", type(config).__name__)
+    return from_config(file.parent.resolve().name, config.get("text_config") or config)
+
+
+def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """The shape of a decoder with the usual names in its configuration. Raises InvalidPlan."""
+    if "kv_lora_rank" in config:
+        raise InvalidPlan("--model", "attention with one key and one value per KV head", "kv_lora_rank (latent KV)")
+    hidden, layers = _number(config, "hidden_size", "n_embd"), _number(config, "num_hidden_layers", "n_layer")
+    heads = _number(config, "num_attention_heads", "n_head")
+    dims = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": _number(config, "num_key_value_heads", default=heads),
+        "head_dim": _number(config, "head_dim", default=hidden // heads),
+        "intermediate": _number(config, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
+        "vocab": _number(config, "vocab_size"),
+    }
+    experts = _number(config, "num_local_experts", "num_experts", "n_routed_experts", default=0)
+    used = _number(config, "num_experts_per_tok", default=experts)
+    gated = config.get("model_type") not in ("opt", "gpt2", "gpt_neox", "gptj", "bloom", "falcon", "phi", "starcoder2")
+    width = _number(config, "moe_intermediate_size", default=dims["intermediate"]) if experts else dims["intermediate"]
+    mlp = (3 if gated else 2) * hidden * width
+    tied = bool(config.get("tie_word_embeddings", config.get("model_type") in ("opt", "gpt2", "gemma", "gemma2")))
+    return _assemble(name, dims, mlp, (experts, used), tied=tied, context=config.get("max_position_embeddings"))
+
+
+def parse_shape(text: str) -> ModelShape:
+    """ "layers=40,hidden=5120,heads=40,params=13B". Unset: kv_heads = heads, head_dim = hidden / heads,
+    intermediate = 4 x hidden (three matrices), vocab = 32,000. Raises InvalidPlan."""
+    dims: dict[str, int] = {}
+    for part in text.split(","):
+        key, _, value = part.strip().partition("=")
+        if key not in _KEYS:
+            raise InvalidPlan("--shape", f"keys {', '.join(_KEYS)}", part.strip() or "nothing")
+        dims[key] = parse_count(f"--shape {key}", value)
+    if missing := [key for key in _REQUIRED if key not in dims]:
+        raise InvalidPlan("--shape", f"at least {', '.join(_REQUIRED)}", f"no {', '.join(missing)}")
+    dims.setdefault("kv_heads", dims["heads"])
+    dims.setdefault("head_dim", dims["hidden"] // dims["heads"])
+    dims.setdefault("vocab", 32000)
+    mlp = 3 * dims["hidden"] * dims.get("intermediate", 4 * dims["hidden"])
+    shape = _assemble(text, dims, mlp, (0, 0), tied=False, context=None)
+    params = dims.get("params")
+    if params is None:
+        return shape
+    if params <= 2 * shape.table:
+        raise InvalidPlan("--shape params", f"more than table and head have ({2 * shape.table:,})", params)
+    linear = params - shape.table
+    return ModelShape(
+        text, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, linear, shape.table, tied=False, active=linear
+    )
+
+
+def _assemble(
+    name: str, dims: Mapping[str, int], mlp: int, experts: tuple[int, int], *, tied: bool, context: int | None
+) -> ModelShape:
+    """`mlp`: parameters of one expert, or of the one MLP; `experts`: how many there are, and how many a token uses."""
+    layers, hidden, heads = dims["layers"], dims["hidden"], dims["heads"]
+    kv_heads, head_dim = dims["kv_heads"], dims["head_dim"]
+    if heads % kv_heads:
+        raise InvalidPlan("kv_heads", f"a divisor of {heads} heads", kv_heads)
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    count, used = experts
+    router = hidden * count
+    table = dims["vocab"] * hidden
+    head = 0 if tied else table
+    linear = layers * (attention + router + mlp * max(count, 1)) + head
+    active = layers * (attention + router + mlp * max(used, 1)) + table
+    return ModelShape(name, layers, heads, kv_heads, head_dim, linear, table, tied, active, context)
+
+
+def _number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidPlan(f"config.json: {name}", "a whole number above 0", value)
+            return value
+    if default is None:
+        raise InvalidPlan("config.json", f"{' or '.join(names)}", "none of them")
+    return default

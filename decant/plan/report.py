@@ -1,0 +1,107 @@
+"""A plan as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from decant.plan.inputs import Inputs
+from decant.plan.quantities import show_bytes, show_seconds
+from decant.plan.sizing import Plan
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def document(inputs: Inputs, plan: Plan) -> dict[str, Any]:
+    """What ``--json`` prints: sizes in bytes, times in seconds."""
+    workload, room = inputs.workload, inputs.room
+    return {
+        "model": {**asdict(inputs.shape), "params": inputs.shape.params},
+        "device": asdict(inputs.device),
+        "dtype": inputs.dtype,
+        "quantization": inputs.quantization,
+        "kv_dtype": inputs.kv_dtype,
+        "workload": asdict(workload),
+        "slo": asdict(inputs.slo),
+        "memory": {
+            "weights_bytes": room.weights,
+            "kv_bytes_per_token": room.kv_token,
+            "kv_bytes": room.kv_bytes,
+            "tokens": room.tokens,
+            "sequences": room.sequences(workload.longest),
+            "sequences_of": {str(length): room.sequences(length) for length in inputs.lengths},
+        },
+        "tpot_seconds": {str(batch): seconds for batch, seconds in tpots(inputs)},
+        "plan": asdict(plan),
+        "profile": inputs.profile.document() if inputs.profile else None,
+    }
+
+
+def tpots(inputs: Inputs) -> list[tuple[int, float]]:
+    """Seconds of a decode step by batch size, as far as the sequences fit."""
+    context = inputs.workload.context
+    fit = inputs.room.sequences(round(context))
+    return [(batch, inputs.speed.step(batch, context)) for batch in BATCHES if batch <= fit]
+
+
+def show(inputs: Inputs, plan: Plan, console: Console) -> None:
+    """Print the tables, and the deployment in one sentence."""
+    console.print(_facts("memory of a worker", _memory(inputs)))
+    console.print(_batches(inputs))
+    console.print(_facts(f"{inputs.workload.rate:g} requests/s", _service(inputs, plan)))
+    how = "measured costs" if inputs.profile else "peak rates of the device and assumed efficiency"
+    console.print(
+        f"{_count(plan.prefill_workers, 'prefill worker')} and {_count(plan.decode_workers, 'decode worker')} serve "
+        f"{inputs.workload.rate:g} requests/s and up to {plan.goodput:.3g} requests/s within the objectives; beyond "
+        f"that the {plan.goodput_limit} pool is full. Times are from {how}."
+    )
+
+
+def _memory(inputs: Inputs) -> Sequence[tuple[str, str]]:
+    room, workload = inputs.room, inputs.workload
+    rows = [
+        ("weights", f"{show_bytes(room.weights)} of {show_bytes(room.memory)}"),
+        ("KV cache of a token", show_bytes(room.kv_token)),
+        ("KV cache", f"{show_bytes(room.kv_bytes)}: {room.tokens:,} tokens"),
+        (f"sequences of {workload.longest:,} tokens", f"{room.sequences(workload.longest):,}"),
+    ]
+    return rows + [(f"sequences of {length:,} tokens", f"{room.sequences(length):,}") for length in inputs.lengths]
+
+
+def _service(inputs: Inputs, plan: Plan) -> Sequence[tuple[str, str]]:
+    decoding = f"{plan.decode_workers:,}, {plan.running:.1f} of at most {plan.batch_limit:,} sequences each"
+    share = f"p{inputs.workload.quantile * 100:g}"
+    return (
+        (f"prefill of {inputs.workload.prompt} tokens", f"{show_seconds(plan.prefill_mean)} on average"),
+        ("prefill workers", f"{plan.prefill_workers:,}, busy {plan.prefill_use:.0%} of the time"),
+        (f"TTFT {share}, longest prompt", show_seconds(plan.ttft)),
+        ("decode workers", decoding),
+        ("TPOT", show_seconds(plan.tpot)),
+        ("KV cache in use", f"{plan.kv_use:.0%}"),
+        ("from prefill to decode", f"{show_bytes(plan.pool_bytes)}/s"),
+        ("goodput", f"{plan.goodput:.3g} requests/s"),
+    )
+
+
+def _batches(inputs: Inputs) -> Table:
+    table = Table(title="decode steps", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("sequences", "TPOT", "tokens/s of a worker"):
+        table.add_column(name, justify="right")
+    for batch, seconds in tpots(inputs):
+        table.add_row(str(batch), show_seconds(seconds), f"{batch / seconds:,.0f}")
+    return table
+
+
+def _facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

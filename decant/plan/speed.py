@@ -1,0 +1,93 @@
+"""Seconds of a prefill and of a decode step: by roofline, or from measured costs.
+
+    roofline    max(bytes read / bandwidth, operations / product rate)     a step without overhead
+    profile     fixed + token x tokens + logits x rows + pair x pairs      the engine's cost model, as a worker measures
+
+A decode step of B sequences with c tokens of context reads the weights once and B x c tokens of KV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from decant.engine.costs import StepCostModel, StepWork, chunk
+from decant.plan.devices import Device
+from decant.plan.model_shape import BYTES, ModelShape
+
+
+class Speed(Protocol):
+    """Seconds of work on one worker."""
+
+    def prefill(self, tokens: float) -> float:
+        """Seconds of a prompt alone."""
+        ...
+
+    def step(self, sequences: float, context: float) -> float:
+        """Seconds of a decode step of so many sequences, with `context` tokens each on average."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Bounds of a device, times the shares of its peaks that kernels reach.
+
+    bandwidth, flops  per second, as reached
+    """
+
+    shape: ModelShape
+    step_bytes: int
+    kv_bytes: int
+    bandwidth: float
+    flops: float
+
+    def prefill(self, tokens: float) -> float:
+        pairs = tokens * (tokens + 1) / 2
+        bytes_read = self.step_bytes + tokens * self.kv_bytes
+        return max(bytes_read / self.bandwidth, self._operations(tokens, pairs) / self.flops)
+
+    def step(self, sequences: float, context: float) -> float:
+        pairs = sequences * (context + 1)
+        bytes_read = self.step_bytes + pairs * self.kv_bytes
+        return max(bytes_read / self.bandwidth, self._operations(sequences, pairs) / self.flops)
+
+    def _operations(self, tokens: float, pairs: float) -> float:
+        """A multiplication and an addition per parameter and token; two products per (query, key) pair."""
+        return 2 * self.shape.active * tokens + 4 * self.shape.layers * self.shape.heads * self.shape.head_dim * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Costs that were measured on the worker's own hardware."""
+
+    costs: StepCostModel
+
+    def prefill(self, tokens: float) -> float:
+        return self.costs.seconds(chunk(0, round(tokens)))
+
+    def step(self, sequences: float, context: float) -> float:
+        one = StepWork(1, 1, round(context) + 1)
+        return self.costs.fixed + sequences * (self.costs.seconds(one) - self.costs.fixed)
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of a device's peak rates that a real engine reaches, for a roofline.
+
+    A large model's decode step reads at about 0.8 of the peak bandwidth; products of a prefill run at about 0.6 of the
+    peak rate. A profile replaces both.
+    """
+
+    bandwidth: float
+    flops: float
+
+
+def roofline(shape: ModelShape, device: Device, dtypes: tuple[str, str | None, str], share: Efficiency) -> Roofline:
+    """`dtypes`: of the activations and the table, of quantized weights or None, and of the KV cache.
+
+    Products of float32 run at half the rate of bfloat16; quantized weights are converted first and gain nothing.
+    """
+    dtype, quantization, kv_dtype = dtypes
+    rate = device.flops * share.flops * min(1.0, 2 / BYTES[dtype])
+    bandwidth = device.bandwidth * share.bandwidth
+    return Roofline(shape, shape.step_bytes(dtype, quantization), shape.kv_bytes(kv_dtype), bandwidth, rate)

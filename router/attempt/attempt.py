@@ -1,0 +1,209 @@
+"""One try at one request: which workers run it, and in which order.
+
+    split      prefill worker    ticket ------------> first token(s) ----------------> over
+               decode worker        '-- Start(ticket) --> scheduled --> joined --> frames --> ended
+               state    QUEUED   PREFILLING            HANDING_OFF   DECODING         SUCCEEDED
+
+    local      Start --------------------------------> scheduled --> joined --> frames --> ended
+               state    QUEUED                         DECODING                       SUCCEEDED
+
+    adopted    Adopt --------------------------------> scheduled, joined -----> frames --> ended
+
+    migration  the worker drains: offer --> Start(ticket) at a target --> scheduled --> joined: the target has the run
+
+Each way is a coroutine. `Legs.until` is where they wait: the legs that it names are those whose failures matter then.
+"""
+
+from __future__ import annotations
+
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.decode_leg import DecodeLeg
+from decant.router.attempt.failures import AttemptFailed, NoCapacity, NothingToFetch
+from decant.router.attempt.leg import Leg
+from decant.router.attempt.legs import Complete, Legs
+from decant.router.attempt.migration import Migration
+from decant.router.attempt.placement_search import CacheSearch, PromptSearch
+from decant.router.attempt.prefill_leg import PrefillLeg
+from decant.router.attempt.recorder import AttemptRecorder
+from decant.router.request.token_stream import Finish
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.worker_handle import WorkerHandle
+from decant.state.ids import Incarnation
+
+
+class Attempt:
+    """Runs once, under the request's present attempt number. ``close`` releases all that it began, at any time."""
+
+    def __init__(self, context: AttemptContext, pool: WorkerPool, router: wire.Peer) -> None:
+        self._context = context
+        self._pool = pool
+        self._router = router
+        self._run = context.run()
+        self._num_tokens = len(context.stream.tokens)  # as it begins
+        self._recorder = AttemptRecorder(context, pool)
+        self._legs = Legs(context)
+        self._prefill: PrefillLeg | None = None
+        self._migration = Migration(context, pool, self._run, self._legs)
+
+    async def run(self) -> Finish:
+        """Until the output is complete. Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final
+        for the request."""
+        try:
+            await self._run_legs()
+        except Complete:
+            await self._until_prompt_logprobs()
+        for worker in self._recorder.workers:
+            worker.record_success()
+        finish = self._legs.finish
+        assert finish is not None
+        return finish
+
+    async def _run_legs(self) -> None:
+        """Until Complete is raised."""
+        self._legs.check()  # the tokens of earlier attempts may be all
+        decode = await self._begin()
+        while True:
+            decode = await self._migration.run(decode)
+            self._recorder.assign_decode(decode.worker)
+            self._recorder.record()
+
+    @property
+    def workers(self) -> list[WorkerHandle]:
+        return self._recorder.workers
+
+    @property
+    def had_ticket(self) -> bool:
+        """Whether a prefill worker computed the prompt, or began to: what failed is the handoff, or came after it."""
+        return self._prefill is not None and self._prefill.has_ticket()
+
+    def record(self, failure: wire.Failure | None = None) -> None:
+        """The workers, and why it failed, into the stored record."""
+        self._recorder.record(failure)
+
+    def close(self, reason: wire.Cancel.Reason) -> None:
+        """Release everything at workers, which are sent ``reason`` unless a stop string was found."""
+        cancel = wire.Cancel(run=self._run, reason=reason)
+        writer = self._context.writer
+        if writer.stopped is not None:
+            cancel.reason = wire.Cancel.REASON_STOP_TEXT
+            cancel.end_position = writer.position
+        self._legs.close(cancel)
+
+    # The ways
+
+    async def _begin(self) -> DecodeLeg:
+        """Until the run is in the batch of a decode worker."""
+        holder = self._context.current_decode_worker
+        while True:
+            try:
+                if holder is not None:
+                    return await self._until_joined(self._adopt(holder))
+                placement = await self._legs.until_search_ends(PromptSearch(self._context, self._pool))
+                worker = self._pool.worker(placement.incarnation)
+                return await (self._split(worker) if placement.prefill else self._until_joined(self._start(worker)))
+            except NoCapacity as refusal:
+                holder = None
+                self._drop_refused(refusal.leg)
+
+    async def _split(self, worker: WorkerHandle) -> DecodeLeg:
+        """Prefill on this worker, decode on another."""
+        prefill = self._call_prefill(worker)
+        await self._legs.until(prefill.is_scheduled, prefill)
+        self._recorder.on_prefill_scheduled()
+        await self._legs.until(prefill.has_ticket, prefill)
+        assert prefill.ticket is not None
+        while True:
+            search = CacheSearch(self._context, self._pool, prefill.ticket, worker)
+            target = await self._legs.until_search_ends(search, prefill)
+            decode = prefill.target = self._start(self._pool.worker(target), prefill.ticket)
+            try:
+                return await self._until_joined(decode, prefill)
+            except NoCapacity as refusal:
+                if refusal.leg is prefill:
+                    raise
+                self._drop_refused(decode)
+                prefill.renew_ticket()
+            except NothingToFetch:
+                if prefill.is_over:
+                    raise
+                self._drop_decode(decode)
+                await self._legs.until(_never, prefill)  # the first token was the last, and is on its way
+
+    async def _until_joined(self, decode: DecodeLeg, *others: PrefillLeg) -> DecodeLeg:
+        """Until the run is in the batch. ``others`` matter until it has its blocks."""
+        await self._legs.until(decode.is_scheduled, decode, *others)
+        self._recorder.on_decode_scheduled(decode.scheduled, decode.started_at, has_ticket=decode.has_ticket)
+        await self._legs.until(decode.is_joined, decode)
+        self._recorder.on_decode_started(decode.started, decode.scheduled)
+        return decode
+
+    # Their legs
+
+    def _adopt(self, holder: Incarnation) -> DecodeLeg:
+        """An earlier owner of the request started the run there."""
+        try:
+            worker = self._pool.worker(holder)
+        except KeyError:
+            detail = f"{holder.id}, where it ran, has gone"
+            raise AttemptFailed(wire.Failure(cause=wire.CAUSE_UNKNOWN_RUN, detail=detail), None) from None
+        self._recorder.is_split = self._context.owned.state > Generation.STATE_QUEUED
+        return self._decode_on(worker, wire.Adopt(run=self._run))
+
+    def _start(self, worker: WorkerHandle, ticket: wire.Ticket | None = None) -> DecodeLeg:
+        if ticket is None:
+            self._recorder.is_split = False
+            self._context.check_determinism(worker)
+        request = self._context.engine_request(self._num_tokens)
+        return self._decode_on(worker, wire.Start(run=self._run, engine_request=request, ticket=ticket))
+
+    def _decode_on(self, worker: WorkerHandle, opening: wire.Start | wire.Adopt) -> DecodeLeg:
+        self._recorder.assign_decode(worker)
+        leg = self._migration.source = DecodeLeg(self._context, self._pool, worker, opening, self._migration)
+        self._legs.add(leg)
+        return leg
+
+    def _call_prefill(self, worker: WorkerHandle) -> PrefillLeg:
+        self._recorder.is_split = True
+        self._recorder.assign_prefill(worker)
+        self._context.check_determinism(worker)
+        request = wire.PrefillRequest(
+            run=self._run,
+            router=self._router,
+            worker=worker.facts.peer,
+            engine_request=self._context.engine_request(self._num_tokens),
+            handoff=self._context.needs_decode(self._num_tokens),
+        )
+        leg = self._prefill = PrefillLeg(self._context, self._pool, worker, request, self._recorder, self._legs)
+        self._legs.add(leg)
+        return leg
+
+    def _drop_refused(self, leg: Leg) -> None:
+        """Its worker has no capacity: it holds nothing of the run."""
+        leg.worker.load.mark_full()
+        if self._migration.source is not None:
+            self._drop_decode(self._migration.source)
+        if leg is self._prefill:
+            leg.close(None)
+            self._prefill = None
+            self._recorder.assign_prefill(None)
+
+    def _drop_decode(self, leg: DecodeLeg) -> None:
+        leg.close(wire.Cancel(run=self._run, reason=wire.Cancel.REASON_ATTEMPT))
+        self._migration.source = None
+        self._recorder.assign_decode(None)
+        if self._prefill is not None:
+            self._prefill.target = None
+
+    async def _until_prompt_logprobs(self) -> None:
+        """The prefill call is a stream of its own: it may be slower than the answer."""
+        prefill, stream = self._prefill, self._context.stream
+        if prefill is not None:
+            await self._legs.until_over(
+                lambda: stream.has_prompt_logprobs or prefill.is_over or prefill.failure is not None
+            )
+
+
+def _never() -> bool:
+    return False

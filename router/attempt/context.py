@@ -1,0 +1,112 @@
+"""What one request keeps from one attempt to the next."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from decant.protos import worker_pb2 as wire
+from decant.router.admission.wait_prediction import Wait
+from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.request.stored import new_record, recorded_decode_worker, recorded_layout, stream_from_store
+from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_writer import TokenWriter
+from decant.router.request.valid_request import ValidRequest
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime.packed import pack
+from decant.state.ids import Incarnation
+from decant.state.owned import OwnedRequest, StoredRequest
+
+
+@dataclass(slots=True)
+class AttemptContext:
+    stream: TokenStream
+    owned: OwnedRequest
+    writer: TokenWriter
+    excluded_workers: set[Incarnation] = field(default_factory=set)
+    local_prefill: bool = False
+    """A handoff failed, or there are output tokens: prefill workers are left out."""
+    current_decode_worker: Incarnation | None = None
+    """Of an adopted request: where its attempt runs, as far as is recorded."""
+    layout: int = 0
+    """Of the workers that generated what an earlier owner has sent, where they give equal bits; else 0."""
+    wait: Wait | None = None
+    """Until a worker schedules it for the first time; None for an adopted request."""
+    prefix: PromptBlocks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefix = PromptBlocks(self.stream.request.engine_request)
+
+    @property
+    def model(self) -> str:
+        return self.stream.request.engine_request.model
+
+    def needs_decode(self, num_output_tokens: int) -> bool:
+        """Whether a sequence with these output tokens lacks more than the one that a prefill worker samples."""
+        return self.stream.request.engine_request.stopping.max_tokens - num_output_tokens > 1
+
+    def run(self) -> wire.Run:
+        """The present attempt."""
+        owned = self.owned
+        return wire.Run(request=str(owned.key), epoch=owned.epoch, attempt=owned.attempt, digest=owned.digest)
+
+    def engine_request(self, num_output_tokens: int) -> wire.EngineRequest:
+        """As it stands now: with these output tokens, its age and the rest of its time."""
+        request = self.stream.request
+        message = wire.EngineRequest()
+        message.CopyFrom(request.engine_request)
+        message.age_ms = max(0, round((asyncio.get_running_loop().time() - request.accepted_at) * 1000))
+        remaining_ms = request.deadline.remaining_ms()
+        if remaining_ms is not None:
+            message.remaining_ms = remaining_ms
+        del message.outputs[:]
+        message.outputs.add(output=0, tokens=pack(self.stream.tokens[:num_output_tokens]))
+        return message
+
+    def check_determinism(self, worker: WorkerHandle) -> None:
+        """The missing tokens are generated on this worker: if a client may have more of them, the same must come."""
+        facts = worker.facts
+        if self.stream.may_lag_client and not (facts.equal_bits and facts.layout == self.layout):
+            self.owned.record.certain_seq = self.stream.mark_tail_uncertain()
+
+    def record_workers(
+        self,
+        prefill_worker: WorkerHandle | None,
+        decode_worker: WorkerHandle | None,
+        failure: wire.Failure | None = None,
+    ) -> None:
+        """The present attempt's, into the stored record: an adopting router looks for the run there."""
+        attempts = self.owned.record.attempts
+        if not attempts or attempts[-1].attempt != self.owned.attempt:
+            attempts.add(attempt=self.owned.attempt)
+        attempt = attempts[-1]
+        if prefill_worker is not None:
+            attempt.prefill_worker.CopyFrom(prefill_worker.facts.peer)
+        if decode_worker is not None:
+            attempt.decode_worker.CopyFrom(decode_worker.facts.peer)
+        for worker in (prefill_worker, decode_worker):  # their layouts agree
+            if worker is not None:
+                attempt.layout = worker.facts.layout if worker.facts.equal_bits else 0
+        if failure is not None:
+            attempt.failure.CopyFrom(failure)
+
+
+def new_context(request: ValidRequest, router: wire.Peer, pool: WorkerPool, epoch: int) -> AttemptContext:
+    """Of a request that ``router`` accepts now."""
+    stream = TokenStream(request)
+    context = AttemptContext(stream, new_record(request, Incarnation.of(router), epoch), TokenWriter(stream))
+    context.wait = pool.wait_predictors[context.model].enter(request.engine_request.priority)
+    return context
+
+
+def adopted_context(request: ValidRequest, stored: StoredRequest, pool: WorkerPool) -> AttemptContext:
+    """Of a request that another router left."""
+    stream = stream_from_store(stored, request)
+    stream.may_lag_client = True
+    context = AttemptContext(stream, OwnedRequest.adopted(stored), TokenWriter(stream))
+    if context.owned.has_prompt_logprobs:
+        context.current_decode_worker = recorded_decode_worker(stored)
+    context.local_prefill = bool(stored.entries)
+    context.layout = recorded_layout(stored, pool)
+    return context

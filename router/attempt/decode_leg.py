@@ -1,0 +1,149 @@
+"""A run at the worker that decodes it.
+
+started, or adopted --> scheduled (blocks reserved) --> joined (in the batch) --> ended
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from decant.protos import worker_pb2 as wire
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.failures import NothingToFetch, error_for
+from decant.router.attempt.leg import Leg, LegOwner
+from decant.router.placement.worker_load import LoadReservation
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.subscription import RunSubscription
+from decant.router.workers.worker_handle import WorkerHandle
+
+
+class DecodeLegOwner(LegOwner, Protocol):
+    """Moves the run to another worker where necessary."""
+
+    def on_draining(self, leg: DecodeLeg) -> None:
+        """The leg's worker drains; repeated with each of its heartbeats."""
+
+    def on_resumed(self, leg: DecodeLeg) -> None:
+        """The leg's session came back: what the worker sent meanwhile may be lost."""
+
+
+class DecodeLeg(Leg):
+    """A run at the worker that decodes it. ``opening`` starts it there, or adopts it from an earlier owner."""
+
+    def __init__(
+        self,
+        context: AttemptContext,
+        pool: WorkerPool,
+        worker: WorkerHandle,
+        opening: wire.Start | wire.Adopt,
+        owner: DecodeLegOwner,
+    ) -> None:
+        super().__init__(context, pool, worker, owner)
+        self._migration = owner
+        self.scheduled: wire.Scheduled | None = None
+        self.started: wire.DecodeStarted | None = None
+        self.offer: wire.Ticket | None = None
+        """For a worker that goes on with the run, because this one drains."""
+        self._is_scheduled = False
+        self._is_joined = False
+        self._ticket: wire.Ticket | None = None
+        self._reservation: LoadReservation | None = None
+        if isinstance(opening, wire.Start):
+            has_ticket = opening.HasField("ticket")
+            self._reservation = worker.load.reserve(context.prefix, context.writer.position, computed=not has_ticket)
+            if has_ticket:
+                self._ticket = opening.ticket
+                pool.tickets.stop_renewing(opening.ticket)
+        self._subscription = RunSubscription(opening, context.writer, self)
+        worker.session.start(self._subscription)
+
+    @property
+    def has_ticket(self) -> bool:
+        """Whether it fetches what another worker computed."""
+        return self._ticket is not None
+
+    def is_scheduled(self) -> bool:
+        """Whether it has its blocks: its fetch is open, or its first chunk is computed."""
+        return self._is_scheduled
+
+    def is_joined(self) -> bool:
+        """Whether it is in the batch."""
+        return self._is_joined
+
+    def has_offer(self) -> bool:
+        return self.offer is not None
+
+    def request_offer(self) -> None:
+        """Ask the worker for a ticket for the running sequence. May be repeated."""
+        self.worker.session.migrate(wire.Migrate(run=self._subscription.run))
+
+    def withdraw_offer(self) -> None:
+        """The worker goes on with the run if it can, else reports that it failed."""
+        self.offer = None
+        self.worker.session.migrate(wire.Migrate(run=self._subscription.run, withdrawn=True))
+
+    def retire(self) -> None:
+        """Another worker has the run, with all its tokens."""
+        self._is_closed = True
+        self._release()
+        self.worker.session.runs.retire(self._subscription)
+
+    def _release(self) -> None:
+        self._drop_ticket()
+        if self._reservation is not None:
+            self._reservation.release()
+
+    def _leave(self, cancel: wire.Cancel | None) -> None:
+        if cancel is not None:
+            self.worker.session.runs.abandon(self._subscription, cancel)
+
+    def _drop_ticket(self) -> None:
+        if self._ticket is not None:
+            self._pool.tickets.drop(self._ticket)
+
+    def _set_scheduled(self) -> None:
+        self._is_scheduled = True
+        self._drop_ticket()
+
+    def _set_joined(self) -> None:
+        self._set_scheduled()
+        self._is_joined = True
+        if self._reservation is not None:
+            self._reservation.mark_prefilled()
+
+    def on_scheduled(self, message: wire.Scheduled) -> None:
+        self.scheduled = message
+        self._set_scheduled()
+        self._owner.wake()
+
+    def on_decode_started(self, message: wire.DecodeStarted) -> None:
+        self.started = message
+        self._set_joined()
+        self._owner.wake()
+
+    def on_run_status(self, status: wire.RunStatus) -> None:
+        if status.phase != wire.RunStatus.PHASE_WAITING:
+            self._set_scheduled()
+        if status.phase in (wire.RunStatus.PHASE_RUNNING, wire.RunStatus.PHASE_ENDED):
+            self._set_joined()
+        self._migration.on_resumed(self)
+        self._owner.wake()
+
+    def on_offer(self, ticket: wire.Ticket) -> None:
+        self.offer = ticket
+        self._owner.wake()
+
+    def on_draining(self) -> None:
+        self._migration.on_draining(self)
+
+    def on_ended(self, ended: wire.Ended) -> None:
+        """All tokens are in the stream."""
+        self._set_joined()
+        self._release()
+        self._finish_with(ended.end)
+
+    def on_failed(self, failed: wire.Failed) -> None:
+        if failed.failure.cause == wire.CAUSE_CANCELLED and self._ticket is not None:
+            self._fail(NothingToFetch(failed.failure, None))
+        else:
+            self._fail(error_for(failed.failure, self.worker.incarnation))

@@ -1,0 +1,96 @@
+"""What a worker's failure means for the request, for the worker and for the client.
+
+cause                               the request                     the worker
+INVALID, NEVER_FITS                 InvalidArgument                 not blamed
+UNSUPPORTED                         Unimplemented                   not blamed
+BUSY, DRAINING                      another worker, same attempt    no new work until its next load report
+DEADLINE                            DeadlineExceeded                not blamed
+ENGINE, WRONG_PEER, UNKNOWN_...     another attempt                 blamed
+PEER_LOST, CORRUPT                  another attempt                 the named peer is blamed, else the sender
+a timeout or a cancel               another attempt                 not blamed
+ID_REUSED                           AlreadyExists, or another       not blamed
+                                    worker if the store has it
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from decant.protos import worker_pb2 as wire
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unimplemented
+from decant.runtime.peer import enum_name
+from decant.state.ids import Incarnation
+
+if TYPE_CHECKING:
+    from decant.router.attempt.leg import Leg
+
+RETRY_ELSEWHERE = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
+"""The same attempt goes to another worker, or to this one later."""
+_BLAMELESS = frozenset(
+    {
+        wire.CAUSE_CANCELLED,
+        wire.CAUSE_LEASE_OVER,
+        wire.CAUSE_RECLAIMED,
+        wire.CAUSE_OWNER_LOST,
+        wire.CAUSE_ID_REUSED,
+        wire.CAUSE_LAYOUT_DIFFERS,
+        wire.CAUSE_SALT_DIFFERS,
+    }
+)
+
+
+class AttemptFailed(Exception):
+    """Another attempt may succeed. ``blamed`` is the worker at fault, if there is one."""
+
+    def __init__(self, failure: wire.Failure, blamed: Incarnation | None) -> None:
+        super().__init__(f"{enum_name(wire.Cause, failure.cause)}: {failure.detail}")
+        self.failure = failure
+        self.blamed = blamed
+
+
+class OwnedElsewhere(Exception):
+    """A worker refuses this router's run: the request is owned in `epoch` now."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"another router owns the request, in epoch {epoch}")
+        self.epoch = epoch
+
+
+class NothingToFetch(AttemptFailed):
+    """The sequence ended before it was handed over: the first token was the last."""
+
+
+class NoCapacity(Exception):
+    """A worker refused its part of an attempt for now: the same attempt goes elsewhere."""
+
+    def __init__(self, leg: Leg) -> None:
+        super().__init__(f"{leg.worker.incarnation.id} has no capacity")
+        self.leg = leg
+
+
+class NoWorker(Exception):
+    """No worker took the request while its patience lasted."""
+
+
+def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
+    """The error for a run that failed or was refused, for another cause than those of RETRY_ELSEWHERE."""
+    match failure.cause:
+        case wire.CAUSE_INVALID:
+            return InvalidArgument(*_violation(failure))
+        case wire.CAUSE_NEVER_FITS:
+            return InvalidArgument(*_violation(failure), reason=Reason.PROMPT_TOO_LONG)
+        case wire.CAUSE_UNSUPPORTED:
+            return Unimplemented(failure.violation.field or "GenerateRequest", failure.violation.value or "a value")
+        case wire.CAUSE_DEADLINE:
+            return DeadlineExceeded()
+        case cause if cause in _BLAMELESS:
+            return AttemptFailed(failure, None)
+        case _:
+            return AttemptFailed(failure, Incarnation.of(failure.peer) if failure.HasField("peer") else sender)
+
+
+def _violation(failure: wire.Failure) -> tuple[str, str, str]:
+    violation = failure.violation
+    limit = violation.limit or failure.detail or "what a worker can run"
+    return violation.field or "GenerateRequest", limit, violation.value or "a value"

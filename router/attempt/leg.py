@@ -1,0 +1,106 @@
+"""One worker's part of an attempt. A leg records what its worker reports and releases all that it holds there.
+
+    PrefillLeg   called --> scheduled --> ticket, first tokens (in either order) --> over
+    DecodeLeg    started, or adopted --> scheduled (blocks reserved) --> joined (in the batch) --> ended
+
+A leg decides nothing: it wakes its attempt. A later milestone implies those before it, because reports may be lost with
+a session. The attempt raises a leg's failure where it waits for that leg.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from decant.protos import worker_pb2 as wire
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.failures import (
+    RETRY_ELSEWHERE,
+    AttemptFailed,
+    NoCapacity,
+    OwnedElsewhere,
+    error_for,
+)
+from decant.router.request.finish import finish_from_worker
+from decant.router.request.token_stream import Finish
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime.errors import DeadlineExceeded
+
+
+class LegOwner(Protocol):
+    """Of the attempt that began a leg."""
+
+    def wake(self) -> None:
+        """A leg has something new."""
+
+
+class Leg(ABC):
+    """What both kinds have."""
+
+    def __init__(self, context: AttemptContext, pool: WorkerPool, worker: WorkerHandle, owner: LegOwner) -> None:
+        self.worker = worker
+        self.started_at = asyncio.get_running_loop().time()
+        self.finish: Finish | None = None
+        """How the output ended here."""
+        self.fatal: Exception | None = None
+        """Ends the attempt, whichever leg it waits for."""
+        self._context = context
+        self._pool = pool
+        self._owner = owner
+        self._failure: Exception | None = None
+        self._is_closed = False
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the worker does no more: NoCapacity, AttemptFailed, or a ServiceError that is final for the request."""
+        return self._failure
+
+    def close(self, cancel: wire.Cancel | None) -> None:
+        """Release everything at the worker, now. It is sent ``cancel`` if it may still work. May be repeated."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._release()
+            self._leave(cancel)
+
+    @abstractmethod
+    def _release(self) -> None:
+        """What this router holds for the worker: reservation, ticket. May be repeated."""
+
+    @abstractmethod
+    def _leave(self, cancel: wire.Cancel | None) -> None:
+        """The call or the run."""
+
+    def on_refused(self, refused: wire.Refused) -> None:
+        if refused.failure.cause in RETRY_ELSEWHERE:
+            self._fail(NoCapacity(self))
+        else:
+            self._fail(error_for(refused.failure, self.worker.incarnation))
+
+    def on_superseded(self, superseded: wire.Superseded) -> None:
+        self._fail_attempt(OwnedElsewhere(superseded.epoch))
+
+    def _fail(self, error: Exception) -> None:
+        """The first failure counts."""
+        self._failure = self._failure or error
+        self._owner.wake()
+
+    def _fail_attempt(self, error: Exception) -> None:
+        self.fatal = self.fatal or error
+        self._owner.wake()
+
+    def _error(self, cause: wire.Cause, detail: str) -> AttemptFailed:
+        """For which this leg's worker is to blame."""
+        return AttemptFailed(wire.Failure(cause=cause, detail=detail), self.worker.incarnation)
+
+    def _finish_with(self, end: wire.OutputEnd) -> None:
+        stream = self._context.stream
+        try:
+            self.finish = finish_from_worker(end, stream.request.engine_request.stopping, stream.tokens)
+        except DeadlineExceeded as error:
+            self._fail(error)
+        if self.finish is None:  # the worker cancelled it, and not for this router
+            detail = f"{self.worker.incarnation.id} ended it: {end.reason}"
+            self._fail(AttemptFailed(wire.Failure(cause=wire.CAUSE_CANCELLED, detail=detail), None))
+        self._owner.wake()

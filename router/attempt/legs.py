@@ -1,0 +1,119 @@
+"""The legs of one attempt, and the one place where it waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from decant.protos import worker_pb2 as wire
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.failures import NoWorker
+from decant.router.attempt.leg import Leg
+from decant.router.attempt.placement_search import Search
+from decant.router.attempt.prefill_leg import PrefillLeg
+from decant.router.request.finish import finish_from_tokens
+from decant.router.request.token_stream import Finish
+from decant.router.workers.waiting_line import Waiter
+
+_T = TypeVar("_T")
+
+
+class Complete(Exception):
+    """The output is complete: its attempt has nothing more to wait for."""
+
+
+class Legs:
+    """All that the attempt began, closed ones too."""
+
+    def __init__(self, context: AttemptContext) -> None:
+        self._writer = context.writer
+        self._known_finish = finish_from_tokens(context.stream)
+        self._legs: list[Leg] = []
+        self._news = asyncio.Event()
+        context.writer.listener = self
+
+    @property
+    def finish(self) -> Finish | None:
+        """How the output ended, as far as is known."""
+        if self._writer.stopped is not None:
+            return self._writer.stopped
+        return next((leg.finish for leg in self._legs if leg.finish is not None), self._known_finish)
+
+    def add(self, leg: Leg) -> None:
+        self._legs.append(leg)
+
+    def wake(self) -> None:
+        """Something happened: conditions are checked again."""
+        self._news.set()
+
+    def on_stop_string(self) -> None:
+        self._news.set()
+
+    async def until(self, milestone: Callable[[], bool], *legs: Leg) -> None:
+        """Wait for ``milestone``. Raises Complete, what is fatal for the attempt, and the failure of one of ``legs``:
+        those that matter now."""
+        while not milestone():
+            self.check(*legs)
+            await self._next_news()
+
+    async def until_search_ends(self, search: Search[_T], *legs: Leg) -> _T:
+        """Wait in the model's line for a worker with capacity. Raises NoWorker when patience ends, and as ``until``."""
+        line, kind = search.line, search.kind
+        is_first = not line.has(kind)
+        if is_first and (choice := search.choose()) is not None:
+            return choice
+        waiter = Waiter(search.order, kind, self.wake)
+        line.join(waiter)
+        if not is_first:
+            line.open([kind])
+        try:
+            return await self._until_turn(search, waiter, *legs)
+        finally:
+            line.placed(waiter)
+
+    async def _until_turn(self, search: Search[_T], waiter: Waiter, *legs: Leg) -> _T:
+        now = asyncio.get_running_loop().time
+        since = now()
+        while True:
+            if search.line.is_turn_of(waiter):
+                if (choice := search.choose()) is not None:
+                    return choice
+                search.line.stays(waiter)
+            self.check(*legs)
+            patience_ends = since + search.patience_s()
+            if patience_ends <= now():
+                raise NoWorker
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(patience_ends):
+                    await self._next_news()
+
+    async def _next_news(self) -> None:
+        await self._news.wait()
+        self._news.clear()
+
+    def check(self, *legs: Leg) -> None:
+        self.check_fatal()
+        if self.finish is not None:
+            raise Complete
+        for leg in legs:
+            if leg.failure is not None:
+                raise leg.failure
+
+    async def until_over(self, is_over: Callable[[], bool]) -> None:
+        """Wait on after the output is complete. Raises what is fatal for the attempt."""
+        while not is_over():
+            self.check_fatal()
+            await self._next_news()
+
+    def check_fatal(self) -> None:
+        for leg in self._legs:
+            if leg.fatal is not None:
+                raise leg.fatal
+
+    def close(self, cancel: wire.Cancel) -> None:
+        """Release everything at workers. A prefill worker is sent no cancel for an output that ended by itself."""
+        is_over = self.finish is not None and self._writer.stopped is None
+        for leg in self._legs:
+            leg.close(None if is_over and isinstance(leg, PrefillLeg) else cancel)

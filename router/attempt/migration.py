@@ -1,0 +1,94 @@
+"""Moves a run from a draining worker to another one, as often as needed.
+
+the source drains: offer --> Start(ticket) at a target --> scheduled --> joined: the target has the run
+"""
+
+from __future__ import annotations
+
+from decant.protos import worker_pb2 as wire
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.decode_leg import DecodeLeg
+from decant.router.attempt.failures import AttemptFailed, NoCapacity
+from decant.router.attempt.legs import Legs
+from decant.router.attempt.placement_search import choose_migration_target
+from decant.router.workers.pool import WorkerPool
+from decant.runtime.errors import ServiceError
+from decant.state.ids import Incarnation
+
+
+class Migration:
+    """Of one attempt. ``source`` is the leg that may move now: none while a target takes its run over."""
+
+    def __init__(self, context: AttemptContext, pool: WorkerPool, run: wire.Run, legs: Legs) -> None:
+        self.source: DecodeLeg | None = None
+        self._context = context
+        self._pool = pool
+        self._run = run
+        self._legs = legs
+        self._failed_targets: set[Incarnation] = set()
+
+    async def run(self, source: DecodeLeg) -> DecodeLeg:
+        """Wait until another worker has the run: returns the leg there."""
+        while True:
+            await self._legs.until(source.has_offer, source)
+            target = self._start_target(source)
+            if target is not None and await self._has_moved(source, target):
+                source.retire()
+                self.source = target
+                return target
+            source.withdraw_offer()
+
+    async def _has_moved(self, source: DecodeLeg, target: DecodeLeg) -> bool:
+        """False: the target failed."""
+        self.source = None
+        try:
+            await self._legs.until(target.is_scheduled, target, source)
+            await self._legs.until(target.is_joined, target)  # it may have everything, even if the source is lost now
+        except (AttemptFailed, NoCapacity, ServiceError):
+            if target.failure is None:
+                raise
+            self._drop(target)
+            return False
+        finally:
+            self.source = source
+        return True
+
+    def _start_target(self, source: DecodeLeg) -> DecodeLeg | None:
+        """None: no worker can go on with the run."""
+        ticket, source.offer = source.offer, None
+        assert ticket is not None
+        context, pool = self._context, self._pool
+        choice = choose_migration_target(context, pool, source.worker, self._failed_targets)
+        if choice is None:
+            return None
+        pool.tickets.renew(ticket, source.worker)
+        request = context.engine_request(len(context.stream.tokens))
+        opening = wire.Start(run=self._run, engine_request=request, ticket=ticket)
+        target = DecodeLeg(context, pool, pool.worker(choice), opening, self)
+        self._legs.add(target)
+        return target
+
+    def _drop(self, target: DecodeLeg) -> None:
+        """A failed target: another one may do, at the next offer."""
+        target.close(wire.Cancel(run=self._run, reason=wire.Cancel.REASON_ATTEMPT))
+        failure, worker = target.failure, target.worker
+        if isinstance(failure, NoCapacity):
+            worker.load.mark_full()
+            return
+        self._failed_targets.add(worker.incarnation)
+        if isinstance(failure, AttemptFailed) and failure.blamed == worker.incarnation:
+            worker.record_failure()
+
+    # Called by decode legs
+
+    def wake(self) -> None:
+        self._legs.wake()
+
+    def on_draining(self, leg: DecodeLeg) -> None:
+        excluded = self._context.excluded_workers | self._failed_targets
+        if leg is self.source and self._pool.can_receive(leg.worker, excluded):
+            leg.request_offer()
+
+    def on_resumed(self, leg: DecodeLeg) -> None:
+        if leg is self.source:
+            leg.withdraw_offer()  # it may have been lost with the session

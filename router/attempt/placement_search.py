@@ -1,0 +1,103 @@
+"""What an attempt looks for: a worker for its prompt, for a prefill worker's KV cache, or for a migration."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from decant.protos import worker_pb2 as wire
+from decant.router.attempt.context import AttemptContext
+from decant.router.placement.policy import (
+    Placement,
+    PlacementRequest,
+    WorkerSnapshot,
+    choose_decode_worker,
+    choose_first_worker,
+)
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.waiting_line import Kind, WaitsFor
+from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime.priority import queue_key
+from decant.state.ids import Incarnation
+
+_T = TypeVar("_T")
+
+
+class Search(ABC, Generic[_T]):
+    """A search that may have to wait in its model's line."""
+
+    def __init__(self, context: AttemptContext, pool: WorkerPool) -> None:
+        request = context.stream.request
+        self._context = context
+        self._pool = pool
+        self.line = pool.waiting_lines[context.model]
+        self.order = queue_key(request.accepted_at, request.engine_request.priority)
+        self.kind = self._kind()
+
+    def patience_s(self) -> float:
+        """How long to wait, as workers stand now."""
+        return self._pool.patience_s(self._context.model)
+
+    @abstractmethod
+    def choose(self) -> _T | None:
+        """By the policy, as workers stand now. None: none has capacity."""
+
+    @abstractmethod
+    def _kind(self) -> Kind:
+        """Requests of one kind can take each other's turn."""
+
+    def _workers(self) -> list[WorkerSnapshot]:
+        context = self._context
+        return self._pool.snapshot(context.model, context.excluded_workers, context.prefix)
+
+    def _request(self) -> PlacementRequest:
+        context = self._context
+        needs_decode = context.needs_decode(len(context.stream.tokens))
+        return PlacementRequest(
+            tokens=context.writer.position,
+            from_tokens=context.local_prefill,
+            session=context.stream.request.session if context.prefix.may_hit else "",
+            handoff_min_tokens=self._pool.handoff_min_tokens(context.model) if needs_decode else 0,
+        )
+
+
+class PromptSearch(Search[Placement]):
+    """For the first worker: one that prefills for another, or one that also decodes."""
+
+    def choose(self) -> Placement | None:
+        return choose_first_worker(self._workers(), self._request())
+
+    def _kind(self) -> Kind:
+        request = self._request()
+        if request.from_tokens:
+            return Kind(WaitsFor.FROM_TOKENS)
+        is_short = request.tokens < request.handoff_min_tokens
+        return Kind(WaitsFor.SHORT_PREFILL if is_short else WaitsFor.PREFILL)
+
+
+class CacheSearch(Search[Incarnation]):
+    """For the decode worker that fetches what a ticket offers."""
+
+    def __init__(
+        self, context: AttemptContext, pool: WorkerPool, ticket: wire.Ticket, prefill_worker: WorkerHandle
+    ) -> None:
+        self._ticket = ticket
+        self._prefill_worker = prefill_worker.incarnation
+        super().__init__(context, pool)
+
+    def choose(self) -> Incarnation | None:
+        return choose_decode_worker(self._workers(), self._request(), self._ticket.layout, self._prefill_worker)
+
+    def _kind(self) -> Kind:
+        return Kind(WaitsFor.CACHE, self._ticket.layout, self._prefill_worker)
+
+
+def choose_migration_target(
+    context: AttemptContext, pool: WorkerPool, source: WorkerHandle, excluded: set[Incarnation]
+) -> Incarnation | None:
+    """A worker that can go on with a sequence of ``source`` now; none that failed of late."""
+    workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix)
+    candidates = [worker for worker in workers if not worker.avoided]
+    return choose_decode_worker(
+        candidates, PlacementRequest(tokens=context.writer.position), source.facts.layout, source.incarnation
+    )

@@ -1,0 +1,121 @@
+"""The call that computes a prompt for another worker.
+
+called --> scheduled --> ticket, first tokens (in either order) --> over
+"""
+
+from __future__ import annotations
+
+from decant.protos import worker_pb2 as wire
+from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.decode_leg import DecodeLeg
+from decant.router.attempt.failures import NoCapacity, error_for
+from decant.router.attempt.leg import Leg, LegOwner
+from decant.router.attempt.recorder import AttemptRecorder
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.prefill_call import PrefillCall
+from decant.router.workers.stream_io import StreamBroken
+from decant.router.workers.subscription import WriteError
+from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime import logs
+from decant.runtime.error_details import Reason
+
+_log = logs.get(__name__)
+
+
+class PrefillLeg(Leg):
+    """A prompt that one worker computes for another. ``target`` is the leg that has its ticket."""
+
+    def __init__(
+        self,
+        context: AttemptContext,
+        pool: WorkerPool,
+        worker: WorkerHandle,
+        request: wire.PrefillRequest,
+        recorder: AttemptRecorder,
+        owner: LegOwner,
+    ) -> None:
+        super().__init__(context, pool, worker, owner)
+        self.ticket: wire.Ticket | None = None
+        self.target: DecodeLeg | None = None
+        self.is_over = False
+        self._recorder = recorder
+        self._has_first_tokens = False
+        self._position = context.writer.position  # of the first output token
+        self._reservation = worker.load.reserve(context.prefix, self._position, computed=True)
+        worker.session.guests.add(self)
+        self._call = PrefillCall(worker.prefill, request, self)
+
+    @property
+    def failure(self) -> Exception | None:
+        if self._failure is None and self.is_over and self.target is None:
+            return self._error(wire.CAUSE_PEER_LOST, "the prefill call ended without its end")
+        return self._failure
+
+    def is_scheduled(self) -> bool:
+        """Whether the prompt's first chunk is computed."""
+        return self.ticket is not None or self._has_first_tokens
+
+    def has_ticket(self) -> bool:
+        return self.ticket is not None
+
+    def renew_ticket(self) -> None:
+        """From now until a decode worker has it."""
+        if self.ticket is not None:
+            self._pool.tickets.renew(self.ticket, self.worker)
+
+    def _release(self) -> None:
+        self._reservation.release()
+        self.worker.session.guests.discard(self)
+
+    def _leave(self, cancel: wire.Cancel | None) -> None:
+        if self.ticket is not None:
+            self._pool.tickets.drop(self.ticket)
+        self._call.close()
+        if cancel is not None and not self.is_over:
+            self.worker.session.cancel(cancel)
+
+    def on_ticket(self, ticket: wire.Ticket) -> None:
+        self.ticket = ticket
+        self.renew_ticket()
+        self._owner.wake()
+
+    def on_first_tokens(self, message: wire.FirstTokens) -> None:
+        self._has_first_tokens = True
+        self._reservation.mark_prefilled()
+        self._recorder.on_first_tokens(message, self.started_at)
+        for first in message.tokens:
+            self._append(first)
+            if first.HasField("finished"):
+                self._recorder.on_finished_at_first_token()
+                self._finish_with(first.finished)
+        self._owner.wake()
+
+    def _append(self, first: wire.FirstTokens.First) -> None:
+        logprobs = first.logprobs if first.HasField("logprobs") else None
+        error = self._context.writer.write(self._position, first.token, logprobs)
+        if error is WriteError.CONFLICT:
+            _log.error("a first token differs from the known one", worker=self.worker.incarnation.id)
+        elif error is WriteError.MALFORMED:
+            self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "its first token or the logprobs are malformed"))
+
+    def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None:
+        if self._context.writer.add_prompt_logprobs(message) is not None:
+            self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "its logprobs of the prompt are malformed"))
+        self._owner.wake()
+
+    def on_failed(self, failed: wire.Failed) -> None:
+        self._fail(error_for(failed.failure, self.worker.incarnation))
+
+    def on_over(self, broken: StreamBroken | None) -> None:
+        self.is_over = True
+        self._release()
+        if broken is None:
+            self._owner.wake()
+        elif broken.reason is Reason.DRAINING:
+            self._fail(NoCapacity(self))
+        else:
+            self._fail(self._error(wire.CAUSE_PEER_LOST, str(broken)))
+
+    def on_session_lost(self) -> None:
+        detail = "the prefill worker's session broke and did not come back"
+        self._fail(self._error(wire.CAUSE_PEER_LOST, detail))

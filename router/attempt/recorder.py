@@ -1,0 +1,120 @@
+"""What one attempt records: states for the store, times for the receipt, costs for placement."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.router.attempt.context import AttemptContext
+from decant.router.request.token_stream import AttemptTrace
+from decant.router.workers.pool import WorkerPool
+from decant.router.workers.worker_handle import WorkerHandle
+from decant.state.ids import State
+
+_SPLIT = (Generation.STATE_PREFILLING, Generation.STATE_HANDING_OFF, Generation.STATE_DECODING)
+_LOCAL = (Generation.STATE_DECODING,)
+
+
+class AttemptRecorder:
+    """Reports may be lost with a session: a later one records the states before it too."""
+
+    def __init__(self, context: AttemptContext, pool: WorkerPool) -> None:
+        self.is_split = False
+        """Whether two workers run it, one after the other."""
+        self.prefill_worker: WorkerHandle | None = None
+        self.decode_worker: WorkerHandle | None = None
+        stream, attempt = context.stream, context.owned.attempt
+        self._context = context
+        self._now = asyncio.get_running_loop().time
+        self._costs = pool.costs[context.model]
+        self._tokens = context.writer.position  # of the sequence as the attempt began
+        self._is_first_output = not stream.tokens
+        self._began_at = stream.request.accepted_at if attempt == 1 else self._now()
+        self._first_token_at: float | None = None
+        self._trace = stream.path = AttemptTrace(attempts=attempt)
+
+    @property
+    def workers(self) -> list[WorkerHandle]:
+        return [worker for worker in (self.prefill_worker, self.decode_worker) if worker is not None]
+
+    def assign_prefill(self, worker: WorkerHandle | None) -> None:
+        """None: the worker refused it."""
+        self.prefill_worker = worker
+        self._trace.prefill_worker = "" if worker is None else worker.incarnation.id
+
+    def assign_decode(self, worker: WorkerHandle | None) -> None:
+        self.decode_worker = worker
+        self._trace.decode_worker = "" if worker is None else worker.incarnation.id
+
+    def record(self, failure: wire.Failure | None = None) -> None:
+        self._context.record_workers(self.prefill_worker, self.decode_worker, failure)
+
+    def advance(self, state: State) -> None:
+        owned = self._context.owned
+        for stage in _SPLIT if self.is_split else _LOCAL:
+            if owned.state < stage <= state:
+                owned.transition(stage, datetime.now(UTC))
+                self.record()
+
+    # A prefill worker's reports
+
+    def on_prefill_scheduled(self) -> None:
+        if self._first_token_at is None:  # else the first token brought the time
+            self._set_scheduled(self._now())
+        self.advance(Generation.STATE_PREFILLING)
+
+    def on_first_tokens(self, message: wire.FirstTokens, called_at: float) -> None:
+        """The prefill worker was called at ``called_at``."""
+        self._first_token_at = self._now()
+        self._trace.prefill_s = message.prefill_us / 1e6
+        self._costs.add_prefill(self._tokens - message.cached_tokens, self._trace.prefill_s, on_decode_worker=False)
+        self._context.stream.cached_tokens = message.cached_tokens
+        self._set_scheduled(called_at + message.queued_us / 1e6)
+        self.advance(Generation.STATE_PREFILLING)
+
+    def on_finished_at_first_token(self) -> None:
+        """The decode worker that was chosen, if one was, has no part in the answer."""
+        self._trace.decode_worker = ""
+
+    # A decode worker's reports; None: the report was lost
+
+    def on_decode_scheduled(self, message: wire.Scheduled | None, started_at: float, *, has_ticket: bool) -> None:
+        """The decode worker was asked at ``started_at``."""
+        if has_ticket:
+            self.advance(Generation.STATE_HANDING_OFF)
+            return
+        self._set_scheduled(started_at + (0.0 if message is None else message.waited_us / 1e6))
+        self.advance(Generation.STATE_DECODING)
+        if message is not None and self._is_first_output:
+            self._context.stream.cached_tokens = message.cached_tokens
+
+    def on_decode_started(self, message: wire.DecodeStarted | None, scheduled: wire.Scheduled | None) -> None:
+        self.advance(Generation.STATE_DECODING)
+        trace = self._trace
+        trace.decode_began_at = self._now()
+        if message is None:
+            return
+        cached_tokens = 0 if scheduled is None else scheduled.cached_tokens
+        if message.WhichOneof("path") == "handoff":
+            handoff = message.handoff
+            trace.handoff_s = handoff.handoff_us / 1e6
+            trace.handoff_bytes = handoff.bytes
+            trace.decode_wait_s = handoff.decode_wait_us / 1e6
+            self._add_transfer_cost(trace.handoff_s + trace.decode_wait_s, cached_tokens)
+        else:
+            trace.prefill_s = message.from_tokens.prefill_us / 1e6
+            self._costs.add_prefill(self._tokens - cached_tokens, trace.prefill_s, on_decode_worker=True)
+
+    def _add_transfer_cost(self, seconds: float, cached_tokens: int) -> None:
+        """At most the time since the first token. Blocks are also sent while the prompt is computed, and the fetch may
+        have waited for free blocks: neither is a cost of the transfer."""
+        paused = 0.0 if self._first_token_at is None else self._now() - self._first_token_at
+        self._costs.add_transfer(self._tokens - cached_tokens, min(seconds, paused))
+
+    def _set_scheduled(self, at: float) -> None:
+        if self._context.wait is not None:
+            self._context.wait.mark_scheduled()
+        self._trace.scheduled_at = at
+        self._trace.queue_s = max(0.0, at - self._began_at)

@@ -1,0 +1,49 @@
+"""Why an output ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.runtime.errors import DeadlineExceeded
+
+
+def finish_from_tokens(stream: TokenStream) -> Finish | None:
+    """How an output ended, by its tokens alone: its worker may be lost before it reports the end. None: it goes on."""
+    request, tokens = stream.request, stream.tokens
+    stopping = request.engine_request.stopping
+    if not tokens or not stream.has_prompt_logprobs:
+        return None
+    if tokens[-1] in request.eos_token_ids or tokens[-1] in stopping.stop_token_ids:
+        return _stopped(stopping, tokens)
+    return _full(stopping) if len(tokens) >= stopping.max_tokens else None
+
+
+def finish_from_worker(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Finish | None:
+    """None: the output was cancelled. Raises DeadlineExceeded."""
+    match end.reason:
+        case wire.OutputEnd.REASON_STOP:
+            return _stopped(stopping, tokens)
+        case wire.OutputEnd.REASON_CONTEXT_LENGTH:
+            return Finish(pb.FINISH_REASON_CONTEXT_LENGTH)
+        case wire.OutputEnd.REASON_LENGTH:
+            return _full(stopping)
+        case wire.OutputEnd.REASON_DEADLINE:
+            raise DeadlineExceeded
+        case _:
+            return None
+
+
+def _full(stopping: wire.Stopping) -> Finish:
+    return Finish(pb.FINISH_REASON_CONTEXT_LENGTH if stopping.cut_to_window else pb.FINISH_REASON_LENGTH)
+
+
+def _stopped(stopping: wire.Stopping, tokens: Sequence[int]) -> Finish:
+    if not tokens:
+        return Finish(pb.FINISH_REASON_STOP)
+    last = tokens[-1]
+    if last in stopping.stop_token_ids:
+        return Finish(pb.FINISH_REASON_STOP, stop_token_id=last)
+    return Finish(pb.FINISH_REASON_STOP, eos_token_id=last)

@@ -1,0 +1,114 @@
+"""A stream has one reader: the newest call. It ends the one before.
+
+    first call    ---deltas-------X ABORTED (SUPERSEDED)
+    second call             '-----deltas---------------> finished
+
+A call is ended by cancelling its task, because it may wait for tokens or for a client that does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self
+
+from decant.protos import inference_pb2 as pb
+from decant.router.request.token_stream import TokenStream
+from decant.router.timings import RouterTimings
+from decant.runtime.error_details import Reason, ResumePoint
+from decant.runtime.errors import Aborted, OutOfRange, ServiceError
+
+Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
+"""Sends a message; it has been serialized when this returns."""
+
+
+async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
+    """Wait until a client that has ``after_seq`` tokens can go on here.
+
+    Raises OutOfRange if no client was sent as many, Aborted(TAIL_UNCERTAIN) if its last tokens may differ from those
+    here, and the stream's error if it ended with fewer tokens.
+    """
+    await stream.wait_until_caught_up(after_seq)
+    certain = stream.certain_tokens
+    if certain is not None and after_seq > certain:
+        words = f"what was shown after token {certain} is lost, and may not come out the same again"
+        raise Aborted(Reason.TAIL_UNCERTAIN, words, resume=ResumePoint(0, certain))
+    if after_seq > len(stream.tokens):
+        if stream.may_lag_client and isinstance(stream.end, ServiceError):
+            raise stream.end
+        raise OutOfRange(after_seq, 0, len(stream.tokens))
+    stream.may_lag_client, stream.certain_tokens = False, None
+
+
+class ReaderLease:
+    """The right to read a stream while the block runs. It ends with a newer call, or when the client has taken no
+    message for ``unread_s`` after the end: an unread stream occupies memory.
+
+    The block then raises Aborted(SUPERSEDED) or Aborted(SLOW_READER), unless the call itself was cancelled too.
+    """
+
+    def __init__(self, stream: TokenStream, unread_s: float = RouterTimings().unread_s) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        self._stream = stream
+        self._unread_s = unread_s
+        self._task = task
+        self._now = loop.time
+        self._call_later = loop.call_later
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: Aborted | None = None
+        self._sending_since: float | None = None
+        self._ended_since: float | None = None  # as of the last check
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no newer call reads the stream."""
+        return self._error is None or self._error.reason is not Reason.SUPERSEDED
+
+    def supersede(self) -> None:
+        self._stop(Aborted(Reason.SUPERSEDED, "a newer stream of this request is open"))
+
+    def watched(self, write: Write) -> Write:
+        """``write`` with a limited time once the request has ended."""
+
+        async def send(message: pb.GenerateStreamResponse) -> None:
+            self._sending_since = self._now()
+            await write(message)
+            self._sending_since = None
+
+        return send
+
+    def _check(self) -> None:
+        now, since = self._now(), self._sending_since
+        if self._stream.end is not None:
+            self._ended_since = self._ended_since or now
+            if since is not None and now - max(since, self._ended_since) >= self._unread_s:
+                words = f"the request has ended, and no message was taken for {self._unread_s:g} s"
+                resume = ResumePoint(0, len(self._stream.tokens))
+                self._stop(Aborted(Reason.SLOW_READER, words, resume=resume))
+                return
+        self._timer = self._call_later(self._unread_s / 4, self._check)
+
+    def _stop(self, error: Aborted) -> None:
+        if self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    def __enter__(self) -> Self:
+        self._check()
+        before, self._stream.reader = self._stream.reader, self
+        if before is not None:
+            before.supersede()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._stream.reader is self:
+            self._stream.reader = None
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._error is not None and self._task.uncancel() == 0:
+            raise self._error from None

@@ -1,0 +1,168 @@
+"""A request as the store has it, and what a client gets of it: the same as from a router that ran it.
+
+``finish_to_record`` and ``finish_from_record`` are each other's inverse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2 import Generation
+from decant.protos.state_pb2 import RequestRecord
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.usage import receipt_of, usage_of
+from decant.router.request.valid_request import ValidRequest
+from decant.router.workers.pool import WorkerPool
+from decant.runtime.error_details import Reason, from_status, to_status
+from decant.runtime.errors import (
+    RETRY_AFTER_SECONDS,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    NotFound,
+    ServiceError,
+    Unavailable,
+    from_fault,
+)
+from decant.state.errors import StateError, StoreRefilling, UnknownRequest, UnreadableRequest
+from decant.state.ids import Incarnation, RequestKey, State
+from decant.state.owned import OwnedRequest, StoredRequest
+
+RestoreRequest = Callable[[StoredRequest], Awaitable[ValidRequest]]
+"""Validates a stored request again, as it was accepted. Raises ServiceError where its model is not served any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """A request at one instant. ``expires_in_s`` counts from now; None before its end."""
+
+    stream: TokenStream
+    state: State
+    record: RequestRecord
+    expires_in_s: float | None
+
+
+def check_stored(found: StoredRequest, request: ValidRequest) -> None:
+    """Raises UnreadableRequest for tokens that the request's model can't generate."""
+    highest = max((entry.token for entry in found.entries), default=0)
+    if highest >= request.vocab_size:
+        raise UnreadableRequest(found.key, f"token ids below {request.vocab_size}, got {highest}")
+    if any(entry.output for entry in found.entries):
+        raise UnreadableRequest(found.key, "output 0 is the only one")
+
+
+def store_error(error: StateError, key: RequestKey) -> ServiceError:
+    """The client's error for a request that can't be read from the store."""
+    match error:
+        case UnknownRequest():
+            return NotFound("request", key.id)
+        case StoreRefilling():
+            words = f"request {key.id} is not known yet: the state store is new, and still fills up"
+            return Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=error.retry_after_s)
+        case UnreadableRequest():
+            return Internal()
+        case _:
+            return Unavailable(Reason.STATE_STORE_AWAY, "the state store is away", retry_after=RETRY_AFTER_SECONDS)
+
+
+def stream_from_store(found: StoredRequest, request: ValidRequest) -> TokenStream:
+    """Its tokens and logprobs so far."""
+    stream = TokenStream(request, [entry.token for entry in found.entries])
+    stream.logprobs, stream.prompt_logprobs = found.logprobs, found.prompt_logprobs
+    if found.record.HasField("certain_seq"):
+        stream.certain_tokens = found.record.certain_seq
+    return stream
+
+
+def finished_stream(found: StoredRequest, request: ValidRequest) -> TokenStream:
+    """The stream of a request that does not run any more."""
+    stream = stream_from_store(found, request)
+    stream.cached_tokens = found.record.cached_tokens
+    stream.recorded = found.record
+    stream.end = finish_from_record(found)
+    return stream
+
+
+def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | None]:
+    """How an end is stored; `finish_from_record` reads it again."""
+    match end:
+        case Finish():
+            return Generation.STATE_SUCCEEDED, end.finished()
+        case Cancelled():
+            return Generation.STATE_CANCELLED, pb.Finished(finish_reason=pb.FINISH_REASON_CANCELLED)
+        case DeadlineExceeded():
+            return Generation.STATE_FAILED, pb.Finished(finish_reason=pb.FINISH_REASON_TIME_LIMIT)
+        case _:
+            return Generation.STATE_FAILED, None
+
+
+def finish_from_record(found: StoredRequest) -> Finish | ServiceError | None:
+    """How a request ended, None while it goes on. Raises UnreadableRequest where the record has no end."""
+    if not found.ended:
+        return None
+    if found.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet
+        return Cancelled()
+    if found.state != Generation.STATE_SUCCEEDED:
+        return from_fault(from_status(found.record.error))
+    if not found.record.finished:
+        raise UnreadableRequest(found.key, "how it ended is lacking")
+    finished = found.record.finished[0]
+    match = finished.WhichOneof("stop_match")
+    return Finish(finished.finish_reason, **({match: getattr(finished, match)} if match else {}))
+
+
+LONGEST_DEADLINE = timedelta(days=3650)
+"""What is stored of one that is longer."""
+
+
+def new_record(request: ValidRequest, router: Incarnation, epoch: int) -> OwnedRequest:
+    """Of a request that `router` accepts now."""
+    now = datetime.now(UTC)
+    record = RequestRecord(
+        model=request.engine_request.model,
+        seed=request.engine_request.sampling.seed,
+        prompt_tokens=request.prompt_tokens,
+    )
+    remaining_s = request.deadline.remaining()
+    if remaining_s is not None:
+        record.deadline.FromDatetime(now + min(timedelta(seconds=min(remaining_s, 1e9)), LONGEST_DEADLINE))
+    owned = OwnedRequest.begin(request.key, router, request.payload, record, now)
+    owned.epoch = epoch
+    return owned
+
+
+def recorded_decode_worker(stored: StoredRequest) -> Incarnation | None:
+    """Where the last attempt is decoded, as far as is recorded."""
+    attempts = stored.record.attempts
+    if not attempts or attempts[-1].attempt != stored.attempt or not attempts[-1].HasField("decode_worker"):
+        return None
+    return Incarnation.of(attempts[-1].decode_worker)
+
+
+def recorded_layout(stored: StoredRequest, pool: WorkerPool) -> int:
+    """Layout of the last attempt's workers; 0 where they don't give equal bits, or where no attempt is recorded though
+    there are tokens. Without attempt and tokens it is the layout of all workers, if they have one."""
+    attempts = stored.record.attempts
+    if attempts:
+        return attempts[-1].layout
+    return 0 if stored.entries else pool.layout_of(stored.record.model)
+
+
+def record_end(owned: OwnedRequest, stream: TokenStream, end: Finish | ServiceError) -> None:
+    """Usage, receipt, and how the request ended. All tokens are recorded before."""
+    record = owned.record
+    if stream.certain_tokens is None:  # later readers get the tokens of this router
+        record.ClearField("certain_seq")
+    record.cached_tokens = stream.cached_tokens
+    record.usage.CopyFrom(usage_of(stream))
+    record.receipt.CopyFrom(receipt_of(stream, asyncio.get_running_loop().time()))
+    state, finished = finish_to_record(end)
+    if finished is not None:
+        record.finished.append(finished)
+    if isinstance(end, ServiceError):
+        record.error.CopyFrom(to_status(end.fault))
+    owned.transition(state, datetime.now(UTC))

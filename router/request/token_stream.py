@@ -1,0 +1,136 @@
+"""The output of one request: attempts write its tokens, and one client reads them at its own pace.
+
+    attempts --TokenWriter--> tokens, logprobs, end <--ReaderLease-- the client's call
+
+A stream keeps token ids, never messages: one that is not read costs about four bytes a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from decant.protos import inference_pb2 as pb
+from decant.protos.state_pb2 import RequestRecord
+from decant.router.request.valid_request import ValidRequest
+from decant.runtime.errors import ServiceError
+from decant.state.logprobs import Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a complete output ended."""
+
+    reason: pb.FinishReason
+    eos_token_id: int | None = None
+    stop_token_id: int | None = None
+    stop_text: str | None = None
+
+    def finished(self) -> pb.Finished:
+        return pb.Finished(
+            finish_reason=self.reason,
+            eos_token_id=self.eos_token_id,
+            stop_token_id=self.stop_token_id,
+            stop_text=self.stop_text,
+        )
+
+
+@dataclass(slots=True)
+class AttemptTrace:
+    """Workers and times of the present attempt, for the receipt.
+
+    In seconds; ``*_at`` by the event loop's clock. What did not happen is None.
+    """
+
+    attempts: int = 1
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    scheduled_at: float | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    handoff_s: float | None = None
+    decode_wait_s: float | None = None
+    decode_began_at: float | None = None
+    handoff_bytes: int = 0
+
+
+class SupersedableReader(Protocol):
+    """The present reader of a stream."""
+
+    def supersede(self) -> None:
+        """A newer one reads it: end."""
+
+
+@dataclass(slots=True)
+class TokenStream:
+    """One output, with one writer, and one reader at a time."""
+
+    request: ValidRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: Logprobs = field(init=False)  # one per token, if requested
+    prompt_logprobs: Logprobs = field(init=False)  # of the prompt's second token and on
+    cached_tokens: int = 0
+    resumable: bool = True
+    may_lag_client: bool = False
+    """An earlier owner may have sent the client more than is here. False once a reader has begun here: it supersedes
+    all others."""
+    certain_tokens: int | None = None
+    """Leading tokens that are equal to those that an earlier owner may have sent; None: all."""
+    path: AttemptTrace = field(default_factory=AttemptTrace)
+    end: Finish | ServiceError | None = None
+    last_token_at: float | None = None  # the event loop's clock
+    reader: SupersedableReader | None = None
+    first_sent_at: float | None = None  # to any reader, by the event loop's clock
+    second_sent_at: float | None = None
+    recorded: RequestRecord | None = None
+    """Of a replayed request: its usage and receipt."""
+    counted: int | None = None
+    """Tokens that the metrics include; None: they do not include the request."""
+    _waiter: asyncio.Future[None] | None = None
+
+    def __post_init__(self) -> None:
+        options = self.request.output_options
+        self.logprobs = Logprobs(options.logprobs or 0)
+        self.prompt_logprobs = Logprobs(options.prompt_logprobs or 0)
+
+    def notify(self) -> None:
+        """Wake the reader: something was written, or the request ended."""
+        if self._waiter is not None:
+            waiter, self._waiter = self._waiter, None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_beyond(self, count: int) -> None:
+        """Wait for more than ``count`` tokens, or the end."""
+        while len(self.tokens) <= count and self.end is None:
+            await self._changed()
+
+    async def wait_until_caught_up(self, seq: int) -> None:
+        """Wait for ``seq`` tokens if an earlier owner may have sent as many; not beyond ``certain_tokens``."""
+        while self.may_lag_client and len(self.tokens) < seq and self.end is None:
+            if self.certain_tokens is not None and seq > self.certain_tokens:
+                return
+            await self._changed()
+
+    def mark_tail_uncertain(self) -> int:
+        """The next tokens may differ from those that an earlier owner sent. Returns ``certain_tokens``."""
+        count = len(self.tokens)
+        self.certain_tokens = certain = count if self.certain_tokens is None else min(count, self.certain_tokens)
+        self.notify()
+        return certain
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether they are complete, or not requested."""
+        is_requested = self.request.output_options.prompt_logprobs is not None
+        return not is_requested or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
+
+    async def wait_prompt_logprobs(self) -> None:
+        """Wait until ``has_prompt_logprobs``, or the end."""
+        while not self.has_prompt_logprobs and self.end is None:
+            await self._changed()
+
+    async def _changed(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter

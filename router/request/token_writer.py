@@ -1,0 +1,110 @@
+"""Writes the tokens of workers into a stream: the first token for a position counts.
+
+    known     | t0 | t1 | t2 |
+    message             | t2 | t3 |     t2 is a duplicate, t3 is written
+    message                       | t5 |     a gap: the session asks for t4 again
+    message        | x1 |               another token for a known position: an error, never sent
+
+The token that completes a stop string is the last. The search for stop strings is here because it must not depend on a
+reader. This is the path of every token: it avoids calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.workers.subscription import WriteError
+from decant.state.logprobs import Logprobs
+
+
+class StopListener(Protocol):
+    """The running attempt."""
+
+    def on_stop_string(self) -> None: ...
+
+
+class TokenWriter:
+    """The only writer of a stream. Writes nothing after the end, or after a stop string."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self.stream = stream
+        self.stopped: Finish | None = None
+        """Set by the token that completed a stop string."""
+        self.listener: StopListener | None = None
+        new_text = stream.request.new_output_text
+        self._text = new_text() if new_text is not None else None
+        self._tokens = stream.tokens
+        self._base = stream.request.prompt_tokens
+        self._limit = stream.request.engine_request.stopping.max_tokens
+        self._vocab_size = stream.request.vocab_size
+        self._logprobs = stream.logprobs if stream.request.output_options.logprobs is not None else None
+        self._now = asyncio.get_running_loop().time
+        for token in stream.tokens:  # of an earlier owner's
+            self._search_stop_string(token)
+
+    @property
+    def position(self) -> int:
+        """Of the first missing token."""
+        return self._base + len(self._tokens)
+
+    @property
+    def end_limit(self) -> int:
+        """The position after the last token that may be written."""
+        return self._base + self._limit
+
+    def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None:
+        tokens = self._tokens
+        index = position - self._base
+        if index == len(tokens):
+            stream = self.stream
+            if token >= self._vocab_size or index >= self._limit:
+                return WriteError.MALFORMED
+            if stream.end is None and self.stopped is None:
+                if self._logprobs is not None and not _append(logprobs, self._logprobs):
+                    return WriteError.MALFORMED
+                tokens.append(token)
+                stream.last_token_at = self._now()
+                if self._text is not None:
+                    self._search_stop_string(token)
+                stream.notify()
+            return None
+        if index > len(tokens):
+            return WriteError.GAP if self.stopped is None else None
+        return None if index >= 0 and tokens[index] == token else WriteError.CONFLICT
+
+    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
+        """Those of a part of the prompt, in order; a later attempt repeats them."""
+        known = self.stream.prompt_logprobs
+        next = 1 + len(known)  # the first token has none
+        if message.first_position <= next < self._base:
+            try:
+                known.extend(message.logprobs[next - message.first_position :][: self._base - next])
+            except ValueError:
+                return WriteError.MALFORMED
+            self.stream.notify()
+        return None
+
+    def _search_stop_string(self, token: int) -> None:
+        if self._text is None:
+            return
+        self._text.add((token,))
+        if self._text.stop is not None:
+            self.stopped = Finish(pb.FINISH_REASON_STOP, stop_text=self._text.stop)
+            self._text = None
+            if self.listener is not None:
+                self.listener.on_stop_string()
+
+
+def _append(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:
+    """Whether a token has well-formed logprobs, which are then appended."""
+    if logprobs is None:
+        return False
+    try:
+        known.append(logprobs)
+    except ValueError:
+        return False
+    return True

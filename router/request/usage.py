@@ -1,0 +1,58 @@
+"""Usage and receipt of a request, from its token stream and the trace of its last attempt.
+
+Times are those of this router's event loop; workers report durations.
+"""
+
+from __future__ import annotations
+
+from decant.protos import inference_pb2 as pb
+from decant.router.request.token_stream import TokenStream
+
+
+def usage_of(stream: TokenStream) -> pb.Usage:
+    prompt, written = stream.request.prompt_tokens, len(stream.tokens)
+    return pb.Usage(
+        prompt_tokens=prompt,
+        completion_tokens=written,
+        total_tokens=prompt + written,
+        cached_prompt_tokens=stream.cached_tokens,
+    )
+
+
+def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:
+    """As of ``now`` by the event loop's clock."""
+    path, accepted_at = stream.path, stream.request.accepted_at
+    return pb.Receipt(
+        queue_ms=_ms(queue_s(stream)),
+        prefill_ms=_ms(path.prefill_s),
+        handoff_ms=_ms(path.handoff_s),
+        decode_wait_ms=_ms(path.decode_wait_s),
+        decode_ms=_ms(decode_s(stream)),
+        ttft_ms=_ms(_between(accepted_at, stream.first_sent_at)),
+        second_token_ms=_ms(_between(stream.first_sent_at, stream.second_sent_at)),
+        e2e_ms=_ms(now - accepted_at),
+        handoff_bytes=path.handoff_bytes,
+        prefill_worker=path.prefill_worker,
+        decode_worker=path.decode_worker,
+        attempts=path.attempts,
+    )
+
+
+def queue_s(stream: TokenStream) -> float | None:
+    """Seconds until a worker scheduled it; None before."""
+    path = stream.path
+    return _between(stream.request.accepted_at, path.scheduled_at) if path.queue_s is None else path.queue_s
+
+
+def decode_s(stream: TokenStream) -> float | None:
+    """Seconds from the start of decoding to the newest token."""
+    return _between(stream.path.decode_began_at, stream.last_token_at)
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else max(0.0, end - begin)
+
+
+def _ms(seconds: float | None) -> float | None:
+    """Milliseconds, to the microsecond: more digits are noise of floating point."""
+    return None if seconds is None else round(seconds * 1000, 3)

@@ -1,0 +1,38 @@
+"""A request that passed validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.text.output_text import OutputOptions, OutputText
+from decant.runtime.channel import Deadline
+from decant.state.ids import RequestKey
+from decant.state.journal import TOKEN_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """``payload`` is the client's message with its id. An attempt adds to ``engine_request``: age, remaining time, and
+    the tokens of earlier attempts."""
+
+    key: RequestKey
+    payload: pb.GenerateRequest
+    engine_request: wire.EngineRequest
+    prompt_tokens: int
+    output_options: OutputOptions
+    deadline: Deadline
+    id_generated: bool
+    accepted_at: float  # the event loop's clock
+    detach_ms: int | None = None
+    """How long it runs without a reader; None: the router's grace."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Tokens that end its output; none with ``ignore_eos``."""
+    session: str = ""
+    """Requests of one session likely share a prefix; empty: none."""
+    vocab_size: int = TOKEN_LIMIT
+    """Ids of its output's tokens are below this."""
+    new_output_text: Callable[[], OutputText] | None = None
+    """Makes the text in which stop strings are searched; None: there are none."""

@@ -1,0 +1,111 @@
+"""One connection of a session: from the hello to the break.
+
+hello --> welcome --> messages, heartbeats both ways --> broken
+                        '-- silent: suspect after 1 s, broken after 3 s
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from decant.protos import worker_pb2 as wire
+from decant.router.timings import WorkerTimings
+from decant.router.workers.outgoing import Outgoing
+from decant.router.workers.stream_io import StreamBroken, read, write
+from decant.runtime.error_details import Reason
+from decant.runtime.heartbeat import Silence, loop_timeout
+from decant.runtime.peer import same_incarnation
+from decant.runtime.shutdown import race
+
+STUCK_STEPS = 8
+"""A step is not stuck before it is older than so many of the longest steps of its size."""
+
+
+class Steps:
+    """Whether the worker's present step is stuck, by its last heartbeat."""
+
+    def __init__(self, timings: WorkerTimings) -> None:
+        self._timings = timings
+        self._heartbeat = wire.Heartbeat()
+
+    @property
+    def is_stuck(self) -> bool:
+        """New requests go elsewhere."""
+        return self._is_older_than(self._timings.stuck_ms)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Running requests go elsewhere too."""
+        return self._is_older_than(self._timings.given_up_ms)
+
+    def update(self, heartbeat: wire.Heartbeat) -> None:
+        self._heartbeat = heartbeat
+
+    def _is_older_than(self, ms: int) -> bool:
+        heartbeat = self._heartbeat
+        limit_ms = max(ms, STUCK_STEPS * heartbeat.longest_step_ms)
+        return heartbeat.HasField("step_age_ms") and heartbeat.step_age_ms > limit_ms
+
+
+class ConnectionOwner(Protocol):
+    """The session."""
+
+    def hello(self) -> wire.Hello: ...
+
+    def on_welcome(self, hello: wire.Hello, welcome: wire.Welcome) -> None: ...
+
+    def on_message(self, message: wire.WorkerMessage) -> None: ...
+
+    def next_heartbeat(self) -> wire.Heartbeat: ...
+
+
+class Connection:
+    """Runs once. What the router sends goes through ``outgoing``, which is open from the welcome to the break."""
+
+    def __init__(self, call: Any, outgoing: Outgoing, owner: ConnectionOwner, timings: WorkerTimings) -> None:
+        self.silence = Silence()
+        self.steps = Steps(timings)
+        self._call = call
+        self._outgoing = outgoing
+        self._owner = owner
+        self._timings = timings
+
+    async def run(self) -> None:
+        """Returns when the worker has ended the session. Raises StreamBroken, TimeoutError, and ValueError for a
+        malformed message."""
+        await self._open()
+        await race(self._receive(), self._outgoing.write(self._call), self._send_heartbeats())
+
+    def close(self) -> None:
+        self._outgoing.close()
+        self._call.cancel()
+
+    async def _open(self) -> None:
+        self._outgoing.begin()
+        hello = self._owner.hello()
+        async with loop_timeout(self._timings.welcome_s):
+            await write(self._call, wire.RouterMessage(hello=hello))
+            answer = await read(self._call)
+        if answer is None or not answer.HasField("welcome"):
+            raise StreamBroken("no welcome")
+        welcome = answer.welcome
+        if not same_incarnation(welcome.worker, hello.worker):
+            raise StreamBroken("the welcome is of another incarnation", Reason.WRONG_PEER)
+        self._outgoing.open(list(welcome.orphans))
+        self._owner.on_welcome(hello, welcome)
+
+    async def _receive(self) -> None:
+        while (message := await read(self._call)) is not None:
+            self.silence.reset()
+            if message.HasField("heartbeat"):
+                self.steps.update(message.heartbeat)
+            self._owner.on_message(message)
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(self._timings.heartbeat_s)
+            self.silence.tick()
+            if self.silence.is_lost:
+                raise StreamBroken("no message was received for too long")
+            self._outgoing.heartbeat(self._owner.next_heartbeat())

@@ -1,0 +1,127 @@
+"""The command against a deployment of the small model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decant.command.temporary_deployment import temporary_deployment
+
+COMMAND = [sys.executable, "-P", "-m", "decant.command", "bench"]
+SMALL = ("--prompt-tokens", "20-40", "--output-tokens", "8", "--requests", "12", "--warm-up", "1")
+
+VLLM_KEYS = {
+    *("date", "backend", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration"),
+    *("completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput"),
+    *("output_throughput", "total_token_throughput", "input_lens", "output_lens", "ttfts", "itls", "errors"),
+    *(f"{column}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for column in ("mean", "median", "std", "p99")),
+}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with temporary_deployment() as deployment:
+        yield deployment.addresses[0]
+
+
+def measured(address: str, *arguments: str) -> dict[str, Any]:
+    done = bench("--address", address, "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+@pytest.mark.slow
+def test_up_starts_a_deployment_and_prints_tables_and_the_answer() -> None:
+    done = bench("--up", "--rate", "20", "--slo", "ttft=30s,tpot=10s", *SMALL)
+    assert done.returncode == 0, done.stderr
+    for text in ("12 completed, 0 failed", "TTFT", "second token", "handoff", "100% of the requests meet"):
+        assert text in done.stdout
+    assert "keeps TTFT p99 under 30000 ms and TPOT p99 under 10000 ms at 20 requests/s" in done.stdout
+
+
+def test_an_open_loop_has_the_keys_of_vllm_and_forced_lengths(address: str) -> None:
+    run = measured(address, "--rate", "50", *SMALL)
+    assert set(run) >= VLLM_KEYS
+    assert (run["completed"], run["failed"], run["request_rate"]) == (12, 0, 50.0)
+    assert run["output_lens"] == [8] * 12
+    assert all(20 <= length <= 40 for length in run["input_lens"])
+    assert all(ttft > 0 for ttft in run["ttfts"])
+    assert all(len(gaps) == 7 for gaps in run["itls"])
+    assert run["mean_prefill_ms"] > 0
+    assert run["p50_ttft_ms"] <= run["p99_ttft_ms"] <= run["max_e2el_ms"]
+
+
+def test_a_closed_loop_has_as_many_requests_at_a_time_as_clients(address: str) -> None:
+    run = measured(address, "--concurrency", "1", *SMALL)
+    assert run["max_concurrency"] == 1
+    # one after another: the latencies add up
+    assert run["duration"] * 1e3 >= 12 * run["mean_e2el_ms"] * 0.999
+
+
+def test_a_shared_prefix_is_found_in_the_cache(address: str) -> None:
+    run = measured(address, "--concurrency", "1", "--prefix-tokens", "128", *SMALL)
+    assert run["total_cached_tokens"] >= 8 * 112
+    assert measured(address, "--concurrency", "1", "--seed", "7", *SMALL)["total_cached_tokens"] == 0
+
+
+def test_a_trace_is_sent_at_its_times(address: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"id": f"{n}", "prompt_token_ids": [5, 6, n], "output_len": 2, "arrival_s": n / 2} for n in range(3)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    run = measured(address, "--dataset", str(trace), "--trace", "--warm-up", "1")
+    assert run["completed"] == 3
+    assert run["duration"] >= 1.0
+    assert measured(address, "--dataset", str(trace))["duration"] < 1.0
+
+
+def test_conversations_of_a_file_are_sent_as_text(address: str, tmp_path: Path) -> None:
+    file = tmp_path / "sharegpt.json"
+    turns = [{"from": "human", "value": "def add(a, b):"}, {"from": "gpt", "value": "    return a + b"}]
+    file.write_text(json.dumps([{"conversations": turns}] * 2))
+    run = measured(address, "--dataset", str(file))
+    assert run["completed"] == 2
+    assert run["input_lens"][0] > 3
+    assert run["output_lens"][0] == run["output_lens"][1] > 2
+
+
+def test_a_sweep_ends_with_the_answer(address: str) -> None:
+    run = measured(address, "--rate", "20", "--sweep", "--slo", "ttft=1ms", *SMALL)
+    assert run["sentence"].startswith("does not keep TTFT p99 under 1 ms at 20 requests/s")
+
+
+def test_failures_are_counted_by_reason_and_end_with_1(address: str) -> None:
+    done = bench("--address", address, "--timeout", "0.001", "--json", *SMALL[:-1], "0")
+    run = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert (run["completed"], run["failed"]) == (0, 12)
+    assert sum(run["errors_by_reason"].values()) == 12
+    assert "DEADLINE_EXCEEDED" in run["errors_by_reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt-tokens", "3000"), "prompt tokens: at most 2,048 with the output"),
+        (("--rate", "-1"), "--rate: above 0, got -1.0"),
+        (("--up",), "--up, --address: one of them"),
+        (("--dataset", "/nowhere.jsonl"), "--dataset: a file of JSON lines"),
+    ],
+)
+def test_what_can_not_be_measured_is_refused_in_one_line(
+    address: str, arguments: tuple[str, ...], message: str
+) -> None:
+    done = bench("--address", address, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1

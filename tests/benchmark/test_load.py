@@ -1,0 +1,137 @@
+"""Arrivals by their moments, lengths by their distributions, files by their contents, and the search of a sweep."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import fmean, pstdev
+from typing import Any
+
+import pytest
+
+from decant.bench.arrivals import random_arrivals
+from decant.bench.benchmark import BenchOptions, check, parse_slos
+from decant.bench.errors import InvalidBenchmark
+from decant.bench.lengths import Exponential, Uniform, parse_lengths
+from decant.bench.sweep import HALVINGS, MAX_DOUBLINGS, sweep
+from decant.bench.workload import ANYSCALE, SharedPrefix, random_requests, read_sharegpt, read_trace
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gaps_have_the_mean_and_spread_of_their_process(burstiness: float) -> None:
+    arrivals = random_arrivals(40_000, 5.0, burstiness, seed=3)
+    gaps = [after - before for before, after in pairwise([0.0, *arrivals])]
+    assert fmean(gaps) == pytest.approx(0.2, rel=0.03)
+    assert pstdev(gaps) / fmean(gaps) == pytest.approx(burstiness**-0.5, rel=0.03)
+    assert arrivals == sorted(arrivals)
+
+
+def test_a_burstiness_of_one_is_a_poisson_process() -> None:
+    """As many seconds with k arrivals as its distribution says: mean and variance are both the rate."""
+    counts = [0] * 5000
+    for arrival in random_arrivals(60_000, 10.0, 1.0, seed=5):
+        if arrival < 5000:
+            counts[int(arrival)] += 1
+    assert fmean(counts) == pytest.approx(10.0, rel=0.02)
+    assert pstdev(counts) ** 2 == pytest.approx(10.0, rel=0.06)
+
+
+def test_lengths_have_their_form() -> None:
+    rng = Random(1)
+    uniform = [parse_lengths("", "100-200").draw(rng) for _ in range(20_000)]
+    assert (min(uniform), max(uniform)) == (100, 200)
+    assert fmean(uniform) == pytest.approx(150, rel=0.01)
+    exponential = [parse_lengths("", "exp:128:100000").draw(rng) for _ in range(20_000)]
+    assert fmean(exponential) == pytest.approx(128.5, rel=0.03)  # rounded up
+    assert max(parse_lengths("", "exp:128:32").draw(rng) for _ in range(1000)) == 32
+    assert parse_lengths("", "7") == Uniform(7, 7)
+
+
+def test_the_anyscale_workload_has_its_published_lengths() -> None:
+    assert (Uniform(512, 512), Exponential(128, 1536)) == ANYSCALE
+
+
+@pytest.mark.parametrize("text", ["0", "5-2", "exp:0:4", "exp:4", "x", ""])
+def test_lengths_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InvalidBenchmark, match="--prompt-tokens: a number, a range"):
+        parse_lengths("--prompt-tokens", text)
+
+
+def test_prompts_share_prefixes_and_differ_behind_them() -> None:
+    requests = random_requests(40, 1000, (Uniform(8, 8), Uniform(2, 4)), SharedPrefix(tokens=32, count=3), seed=1)
+    assert len({tuple(one.prompt[:32]) for one in requests}) == 3
+    assert len({tuple(one.prompt[32:]) for one in requests}) == 40
+    assert {len(one.prompt) for one in requests} == {40}
+    assert {one.output_len for one in requests} == {2, 3, 4}
+
+
+def test_a_seed_gives_the_same_requests_again() -> None:
+    made = [random_requests(5, 100, ANYSCALE, SharedPrefix(), seed) for seed in (1, 1, 2)]
+    assert made[0] == made[1] != made[2]
+
+
+def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = [{"id": f"{at}", "prompt_token_ids": [1, 2], "output_len": 3, "arrival_s": at} for at in (2.5, 0.0, 1.0)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert [one.arrival_s for one in read_trace(file, 10, 100)] == [0.0, 1.0, 2.5]
+    with pytest.raises(InvalidBenchmark, match=r"line 1: output_len: at most 4 tokens with the prompt, got 5"):
+        read_trace(file, 10, 4)
+
+
+def test_sharegpt_gives_first_question_and_answer(tmp_path: Path) -> None:
+    def turns(*pairs: tuple[str, str]) -> dict[str, Any]:
+        return {"conversations": [{"from": role, "value": value} for role, value in pairs]}
+
+    file = tmp_path / "sharegpt.json"
+    kept = turns(("human", "q"), ("gpt", "a"), ("human", "r"))
+    file.write_text(json.dumps([kept, turns(("gpt", "a"), ("human", "q")), turns(("human", "q")), {}, 3]))
+    assert read_sharegpt(file) == [("q", "a")]
+    file.write_text("[]")
+    with pytest.raises(InvalidBenchmark, match="begin with a question and an answer, got none"):
+        read_sharegpt(file)
+
+
+def test_objectives_are_parsed_in_seconds() -> None:
+    assert parse_slos("ttft=500ms, tpot=0.05s,e2el=2") == {"ttft": 0.5, "tpot": 0.05, "e2el": 2.0}
+    for text in ("ttft", "ttft=0ms", "itl=1s", "ttft=x", "ttft=inf"):
+        with pytest.raises(InvalidBenchmark, match="--slo"):
+            parse_slos(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workload": "x"}, "--workload: random or anyscale, got x"),
+        ({"rate": 1.0, "concurrency": 2}, "--rate, --concurrency: one of them"),
+        ({"sweep": True, "rate": 1.0}, "--sweep: with --rate"),
+        ({"sweep": True, "slos": {"ttft": 1.0}}, "--sweep: with --rate"),
+        ({"trace": True}, "--trace: with --dataset"),
+        ({"trace": True, "dataset": Path("x.jsonl"), "rate": 1.0}, "--trace: no --rate"),
+        ({"workload": "anyscale", "dataset": Path("x.jsonl")}, "--dataset: no --workload"),
+        ({"prompt_tokens": "0"}, "--prompt-tokens"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidBenchmark, match=message):
+        check(BenchOptions(**options))
+
+
+@pytest.mark.parametrize("limit", [0.5, 1.0, 5.6, 1e9])
+async def test_a_sweep_brackets_the_highest_rate_that_keeps(limit: float) -> None:
+    async def run(rate: float) -> dict[str, Any]:
+        return {"request_rate": rate}
+
+    runs = await sweep(1.0, run, lambda one: one["request_rate"] <= limit)
+    rates = [one["request_rate"] for one in runs]
+    assert rates == sorted(set(rates))
+    kept = max((rate for rate in rates if rate <= limit), default=0.0)
+    beyond = [rate for rate in rates if rate > limit]
+    if limit < 1.0:
+        assert rates == [1.0]
+    elif limit > 1e6:
+        assert (len(rates), beyond) == (MAX_DOUBLINGS + 1, [])
+    else:
+        assert min(beyond) - kept <= kept / 2**HALVINGS * 1.001

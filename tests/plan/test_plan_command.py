@@ -1,0 +1,109 @@
+"""The command: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from decant import models
+from decant.command.app import app
+
+A100 = ["--shape", "layers=40,hidden=5120,heads=40,params=13B", "--device", "a100-40gb"]
+COSTS = {"fixed": 0.001, "token": 0.0002, "logits": 0.0001, "pair": 1e-8}
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    return result.exit_code, result.output
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    status, output = run(*arguments, "--json")
+    assert status == 0, output
+    document: dict[str, Any] = json.loads(output)
+    return document
+
+
+def test_it_prints_memory_steps_workers_and_a_sentence() -> None:
+    status, output = run(*A100, "--slo", "ttft=2s,tpot=50ms", "--sequence-length", "512")
+    assert status == 0
+    for text in ("800.0 KiB", "sequences of 512 tokens", "TTFT p99", "decode workers", "within the objectives"):
+        assert text in output
+
+
+def test_json_has_the_figures_of_the_table() -> None:
+    document = plan(*A100, "--sequence-length", "2048", "--prompt-tokens", "100", "--output-tokens", "10-30")
+    assert document["memory"]["kv_bytes_per_token"] == 819200
+    assert document["memory"]["sequences_of"] == {"2048": 7}
+    assert document["workload"]["output"] == {"low": 10, "high": 30}
+    assert document["plan"]["prefill_workers"] >= 1
+
+
+def test_options_change_what_they_name() -> None:
+    base, faster = plan(*A100), plan(*A100, "--bandwidth", "3TB")
+    assert faster["tpot_seconds"]["1"] == pytest.approx(base["tpot_seconds"]["1"] * 1555 / 3000)
+    int8 = plan(*A100, "--quantization", "int8", "--kv-dtype", "int8")
+    assert int8["memory"]["weights_bytes"] < 0.52 * base["memory"]["weights_bytes"]
+    assert int8["memory"]["kv_bytes_per_token"] * 2 == base["memory"]["kv_bytes_per_token"]
+    assert plan(*A100, "--compute-efficiency", "0.3")["plan"]["prefill_mean"] == pytest.approx(
+        2 * base["plan"]["prefill_mean"]
+    )
+
+
+def test_a_profile_replaces_the_rates_and_is_accepted_again(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"model": "m", "costs": COSTS}))
+    arguments = ("--model", str(models.path()), "--memory", "1G", "--prompt-tokens", "500", "--output-tokens", "100")
+    document = plan(*arguments, "--calibrate", str(profile))
+    assert document["plan"]["prefill_mean"] == pytest.approx(0.001 + 0.1 + 0.0001 + 500 * 501 / 2 * 1e-8)
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(document))
+    assert plan(*arguments, "--calibrate", str(again)) == document
+
+
+def test_this_machine_is_measured_with_the_worker_s_own_calibration() -> None:
+    document = plan(
+        *("--model", str(models.path()), "--memory", "1G", "--prompt-tokens", "500", "--output-tokens", "100"),
+        *("--calibrate", "measure"),
+    )
+    assert document["profile"]["dtype"] == "bfloat16"
+    assert 1e-5 < document["tpot_seconds"]["1"] < 1.0
+    assert document["profile"]["costs"]["token"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--model, --shape: one of them, got neither"),
+        ([*A100, "--device", "tpu"], "--device: one of l4"),
+        (A100[:2], "--device, --memory: one of them"),
+        ([*A100[:2], "--memory", "80G"], "with --bandwidth and --flops, or with --calibrate"),
+        ([*A100, "--rate", "0"], "--rate: requests per second above 0"),
+        ([*A100, "--quantile", "1"], "--quantile"),
+        ([*A100, "--memory-share", "1.5"], "--memory-share: above 0, at most 1, got 1.5"),
+        ([*A100, "--dtype", "int3"], "--dtype: one of bfloat16"),
+        ([*A100, "--calibrate", "/nowhere"], "--calibrate: `measure` or a readable file"),
+        ([*A100, "--calibrate", "measure"], "--calibrate measure: --model with a folder"),
+        (["--model", "/nowhere", "--device", "l4"], "--model: a folder or a config.json"),
+        (["--model", str(models.path()), "--device", "l4"], "at most 2,048 tokens with the output"),
+        ([*A100, "--device", "l4"], "memory: weights of 24.2 GiB need a device of more than"),
+    ],
+)
+def test_inputs_are_refused_in_one_line(arguments: list[str], message: str) -> None:
+    status, output = run(*arguments)
+    assert status == 1
+    assert message in output
+    assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [{"token": 0}, {"pair": "x"}, {"fixed": -1}, {"logits": None}])
+def test_profiles_with_impossible_costs_are_refused(change: dict[str, object], tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"costs": {**COSTS, **change}}))
+    status, output = run(*A100, "--calibrate", str(profile))
+    assert status == 1
+    assert f"costs.{next(iter(change))}" in output

@@ -1,0 +1,158 @@
+"""Memory: the published figures of known models and devices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.plan.devices import PRESETS
+from decant.plan.errors import InvalidPlan
+from decant.plan.memory import Room
+from decant.plan.model_shape import from_config, parse_shape, read_shape
+from decant.plan.quantities import parse_bytes, parse_count, parse_slo, parse_tokens
+
+GIB, MIB = 1 << 30, 1 << 20
+OPT_13B = "layers=40,hidden=5120,heads=40,params=13B"
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+MIXTRAL_8X7B = {
+    **LLAMA_3_8B,
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN_05B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def test_kv_cache_of_known_models_has_its_published_size_per_token() -> None:
+    assert parse_shape(OPT_13B).kv_bytes("float16") == 800 * 1024  # "nearly 1 MB"
+    assert from_config("", LLAMA_3_8B).kv_bytes("bfloat16") == 128 * 1024
+    assert from_config("", QWEN_05B).kv_bytes("bfloat16") == 12 * 1024
+
+
+def test_kv_cache_of_a_token_agrees_with_the_engine_s_layout() -> None:
+    layout = KvLayout((LayerSpec(8, 128, 128),) * 32, block_size=16, itemsize=2)
+    assert from_config("", LLAMA_3_8B).kv_bytes("bfloat16") * 16 == layout.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active"),
+    [(LLAMA_3_8B, 8.03, 7.50), (MIXTRAL_8X7B, 46.70, 12.75), (QWEN_05B, 0.494, 0.494)],
+)
+def test_parameters_of_known_models_are_counted(config: dict[str, object], billions: float, active: float) -> None:
+    shape = from_config("", config)
+    assert shape.params / 1e9 == pytest.approx(billions, rel=0.002)
+    assert shape.active / 1e9 == pytest.approx(active, rel=0.002)
+
+
+def test_a100_40gb_holds_14000_tokens_beside_13_billion_weights() -> None:
+    """The article's rounding: 26 GB of weights leave 14 GB, at 1 MB a token."""
+    room = Room(40 * GIB, 26 * GIB, MIB, share=1.0)
+    assert room.tokens == 14 * 1024
+    assert (room.sequences(512), room.sequences(2048)) == (28, 7)
+
+
+def test_exact_sizes_at_nine_tenths_of_the_memory_give_15000_tokens() -> None:
+    """The PagedAttention paper's table of OPT-13B on the same device has 12 GB and 15,700 slots."""
+    shape = parse_shape(OPT_13B)
+    room = Room(PRESETS["a100-40gb"].memory, shape.weight_bytes("float16"), shape.kv_bytes("float16"))
+    assert room.kv_bytes / GIB == pytest.approx(12, rel=0.03)
+    assert room.tokens == pytest.approx(15_700, rel=0.03)
+
+
+def test_int8_doubles_the_tokens_that_fit() -> None:
+    room = Room(40 * GIB, 26 * GIB, MIB, share=1.0)
+    assert Room(40 * GIB, 26 * GIB, MIB // 2, share=1.0).tokens == 2 * room.tokens
+    assert Room(40 * GIB, 13 * GIB, MIB, share=1.0).tokens == pytest.approx(2 * room.tokens, rel=0.04)
+    shape = parse_shape(OPT_13B)
+    assert shape.kv_bytes("int8") * 2 == shape.kv_bytes("bfloat16")
+    assert shape.weight_bytes("bfloat16", "int8") == pytest.approx(shape.weight_bytes("bfloat16") / 2, rel=0.02)
+
+
+def test_a_sequence_takes_whole_blocks() -> None:
+    room = Room(memory=64, weights=0, kv_token=1, share=1.0, block_size=16)
+    assert [room.sequences(length) for length in (16, 17, 32, 33, 65)] == [4, 2, 2, 1, 0]
+
+
+def test_weights_that_do_not_fit_are_refused_with_what_would() -> None:
+    with pytest.raises(InvalidPlan, match=r"weights of 26.0 GiB need a device of more than 28.9 GiB.*int8.*24.0 GiB"):
+        Room(24 * GIB, 26 * GIB, MIB).check(longest=100)
+
+
+def test_a_sequence_that_does_not_fit_is_refused_with_the_memory_that_holds_it() -> None:
+    room = Room(28 * GIB, 26 * GIB, MIB, share=1.0)
+    with pytest.raises(InvalidPlan, match=r"4,000 tokens.*at most 2,048 tokens"):
+        room.check(longest=4000)
+    needed = 26 * GIB + (4000 + 16) * MIB
+    Room(needed, 26 * GIB, MIB, share=1.0).check(longest=4000)
+
+
+def test_a_folder_and_its_config_give_the_same_shape(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA_3_8B}))
+    assert read_shape(tmp_path) == read_shape(tmp_path / "config.json")
+    assert read_shape(tmp_path).context == 8192
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**LLAMA_3_8B, "num_key_value_heads": 5}, "kv_heads: a divisor of 32"),
+        ({**LLAMA_3_8B, "hidden_size": "4096"}, "hidden_size: a whole number above 0, got 4096"),
+        ({**LLAMA_3_8B, "kv_lora_rank": 512}, "latent"),
+        ({"hidden_size": 8}, "num_hidden_layers or n_layer"),
+    ],
+)
+def test_configurations_without_a_known_cost_are_refused(config: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidPlan, match=message):
+        from_config("", config)
+
+
+@pytest.mark.parametrize("text", ["", "layers=4", "layers=4,hidden=8,heads=2,width=3", "layers=4,hidden=8,heads=x"])
+def test_a_shape_needs_its_keys_and_numbers(text: str) -> None:
+    with pytest.raises(InvalidPlan, match="--shape"):
+        parse_shape(text)
+
+
+def test_quantities_are_parsed_with_their_units() -> None:
+    assert parse_bytes("", "40GiB") == parse_bytes("", "40G") == 40 * GIB
+    assert parse_bytes("", "40GB") == 40 * 10**9
+    assert parse_count("", "13B") == 13 * 10**9
+    assert (parse_tokens("", "1500-2000").mean, parse_tokens("", "7").mean_square) == (1750, 49)
+    assert parse_slo("ttft=500ms,tpot=0.05s") == parse_slo("tpot=50ms, ttft=.5s".replace("=.5", "=0.5"))
+
+
+@pytest.mark.parametrize("text", ["0", "20-10", "a", "-5", "1-2-3"])
+def test_lengths_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InvalidPlan, match=r"--prompt-tokens.*got"):
+        parse_tokens("--prompt-tokens", text)
+
+
+@pytest.mark.parametrize("text", ["ttft", "e2e=1s", "ttft=0ms", "ttft=-1s"])
+def test_objectives_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InvalidPlan, match="--slo"):
+        parse_slo(text)
+
+
+def test_the_mean_square_of_a_range_is_that_of_its_lengths() -> None:
+    lengths = range(3, 12)
+    assert parse_tokens("", "3-11").mean_square == pytest.approx(sum(n * n for n in lengths) / len(lengths))

@@ -1,0 +1,132 @@
+"""Workers, latency and goodput: against closed forms, and against a queue that is simulated."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from decant.engine.costs import StepCostModel
+from decant.plan.devices import Device
+from decant.plan.errors import InvalidPlan
+from decant.plan.memory import Room
+from decant.plan.model_shape import from_config
+from decant.plan.quantities import Slo, Tokens
+from decant.plan.queueing import wait_probability, wait_quantile
+from decant.plan.sizing import Sizing, Workload
+from decant.plan.speed import Efficiency, Measured, roofline
+from tests.plan.test_sizes import LLAMA_3_8B
+
+ROOM = Room(memory=1 << 30, weights=0, kv_token=1 << 10, share=1.0)
+WORKLOAD = Workload(Tokens(1500, 2000), Tokens(500, 500), rate=4.0)
+SPEED = Measured(StepCostModel(fixed=0.02, token=1e-4, logits=1e-4, pair=1e-9))
+
+
+def sizing(slo: Slo = Slo(), rate: float = 4.0) -> Sizing:  # noqa: B008 - frozen
+    return Sizing(SPEED, ROOM, replace(WORKLOAD, rate=rate), slo)
+
+
+def waits(servers: int, rate: float, service: Tokens, seed: int = 1, arrivals: int = 60_000) -> list[float]:
+    """Sorted seconds that arrivals wait in a queue of uniform service times (milliseconds)."""
+    rng, now, free, seconds = Random(seed), 0.0, [0.0] * servers, []
+    for _ in range(arrivals):
+        now += rng.expovariate(rate)
+        start = max(now, heapq.heappop(free))
+        seconds.append(start - now)
+        heapq.heappush(free, start + rng.uniform(service.low, service.high) / 1e3)
+    return sorted(seconds)
+
+
+def test_erlang_c_has_its_tabulated_values() -> None:
+    assert wait_probability(1, 0.7) == pytest.approx(0.7)  # one server: its utilization
+    assert wait_probability(2, 1.0) == pytest.approx(1 / 3)
+    assert wait_probability(10, 8.0) == pytest.approx(0.4092, abs=1e-4)
+
+
+@pytest.mark.parametrize(("servers", "rate"), [(1, 1.6), (4, 7.0)])
+def test_wait_quantiles_agree_with_a_simulated_queue(servers: int, rate: float) -> None:
+    service = Tokens(300, 500)
+    moments = (service.mean / 1e3, service.mean_square / 1e6)
+    simulated = waits(servers, rate, service)
+    for quantile in (0.9, 0.99):
+        expected = simulated[int(quantile * len(simulated))]
+        assert wait_quantile(servers, rate, moments, quantile) == pytest.approx(expected, rel=0.15, abs=0.02)
+
+
+def test_a_pool_with_more_load_than_workers_waits_without_bound() -> None:
+    assert math.isinf(wait_quantile(2, 20.0, (0.1, 0.01), 0.5))
+    assert wait_quantile(50, 20.0, (0.1, 0.01), 0.99) == 0.0
+
+
+def test_the_roofline_reproduces_a_device_s_bounds() -> None:
+    """H200: 8 billion bfloat16 weights at 4.3 TB/s take 3.5 ms a token; 3,500 prompt tokens at 780 TFLOP/s, 70 ms."""
+    device = Device("", 141 << 30, 4.3e12, 780e12)
+    speed = roofline(from_config("", LLAMA_3_8B), device, ("bfloat16", None, "bfloat16"), Efficiency(1.0, 1.0))
+    assert speed.step(1, 1) == pytest.approx(15.0e9 / 4.3e12, rel=0.01)
+    assert speed.prefill(3500) == pytest.approx(0.072, rel=0.05)
+
+
+def test_a_decode_step_grows_with_sequences_and_context() -> None:
+    assert SPEED.step(1, 999) == pytest.approx(0.02 + 2e-4 + 1e-6)
+    assert SPEED.step(10, 999) == pytest.approx(0.02 + 10 * (2e-4 + 1e-6))
+
+
+def test_running_sequences_follow_little_s_law() -> None:
+    running = sizing().running(2.0)
+    assert running == pytest.approx(2.0 * 500 * SPEED.step(running, WORKLOAD.context))
+
+
+def test_one_worker_less_of_either_role_would_miss_an_objective() -> None:
+    slo = Slo(ttft=0.4, tpot=0.05)
+    made = sizing(slo, rate=30.0)
+    plan = made.plan()
+    assert plan.prefill_workers > 1
+    assert plan.decode_workers > 1
+    assert made.ttft(plan.prefill_workers, 30.0) <= 0.4 < made.ttft(plan.prefill_workers - 1, 30.0)
+    fewer = made.running(30.0 / (plan.decode_workers - 1))
+    needed = (fewer + 3 * math.sqrt(fewer)) * WORKLOAD.context
+    assert needed > ROOM.tokens or SPEED.step(fewer, WORKLOAD.context) > 0.05
+
+
+def test_a_plan_at_its_goodput_needs_no_more_workers_and_beyond_it_does() -> None:
+    slo = Slo(ttft=0.4, tpot=0.05)
+    plan = sizing(slo, rate=30.0).plan()
+    workers = (plan.prefill_workers, plan.decode_workers)
+    at, beyond = (sizing(slo, rate=plan.goodput * factor).plan() for factor in (0.999, 1.001))
+    assert (at.prefill_workers, at.decode_workers) == workers
+    full = {"prefill": beyond.prefill_workers - workers[0], "decode": beyond.decode_workers - workers[1]}
+    assert full[plan.goodput_limit] == 1
+
+
+def test_memory_bounds_a_batch_that_has_no_objective() -> None:
+    assert sizing().batch_limit() == ROOM.sequences(math.ceil(WORKLOAD.context))
+
+
+def test_the_batch_limit_is_the_last_batch_within_the_tpot_objective() -> None:
+    made = sizing(Slo(tpot=0.03))
+    limit = made.batch_limit()
+    assert SPEED.step(limit, WORKLOAD.context) <= 0.03 < SPEED.step(limit + 1, WORKLOAD.context)
+
+
+def test_kv_bytes_between_the_pools_are_those_of_the_prompts() -> None:
+    assert sizing().plan().pool_bytes == 4.0 * 1750 * 1024
+
+
+@pytest.mark.parametrize(
+    ("slo", "message"),
+    [
+        (Slo(ttft=0.1), r"--slo ttft: a prefill of 2,000 tokens alone takes 222 ms: at least that.*2.2 times as fast"),
+        (Slo(tpot=0.01), r"--slo tpot: a step of one sequence takes 20.2 ms: at least that.*2.0 times the bandwidth"),
+    ],
+)
+def test_objectives_below_an_idle_worker_s_times_are_refused(slo: Slo, message: str) -> None:
+    with pytest.raises(InvalidPlan, match=message):
+        sizing(slo).plan()
+
+
+def test_a_rate_beyond_every_pool_is_refused() -> None:
+    with pytest.raises(InvalidPlan, match="--rate"):
+        sizing(rate=1e6).plan()
