@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bench import subprocess_runner as child
 from bench.baselines import environment
-from bench.subprocess_runner import Job, Tell
+from bench.subprocess_runner import Job, OnProgress
 
 
 class Contender(NamedTuple):
@@ -43,13 +43,13 @@ class Unavailable(RuntimeError):
     """A baseline cannot run here; the message is the reason in one line."""
 
 
-def run(contender: Contender, job: Job, tell: Tell, say: Callable[[str], None]) -> dict[str, Any]:
+def run(contender: Contender, job: Job, on_progress: OnProgress, say: Callable[[str], None]) -> dict[str, Any]:
     """Run a contender once; ``say`` gets installation progress. Raises ChildFailed (engine), Unavailable (baseline)."""
     if contender == CONTENDERS[OURS]:
-        return child.run(contender.module, job, tell)
+        return child.run(contender.module, job, on_progress)
     try:
         python = None if contender.requirements is None else environment.python(contender.requirements, say)
-        return child.run(contender.module, job, tell, python)
+        return child.run(contender.module, job, on_progress, python)
     except environment.NotInstallable as error:
         raise Unavailable(f"it can't be installed: {error}") from error
     except child.ChildFailed as error:

@@ -62,9 +62,9 @@ class Deployment:
 
     def engine_ms(self) -> dict[str, float]:
         """The engine's part of the time to first token, by request id, for each computed prompt."""
-        lines = (self._folder / "prefill.told").read_text().splitlines()
-        told = [json.loads(line) for line in lines]
-        return {one["id"].partition("/")[2]: one["engine_ms"] for one in told}
+        lines = (self._folder / "prefill.times").read_text().splitlines()
+        times = [json.loads(line) for line in lines]
+        return {one["id"].partition("/")[2]: one["engine_ms"] for one in times}
 
 
 @asynccontextmanager
@@ -78,9 +78,9 @@ async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
         port, bare = free_port(), free_port()
         shared = ["--redis-url", redis.url]
         for role in ROLES:
-            told = [str(folder / f"{role}.told"), str(speed.first_ms), str(speed.step_ms)]
+            fake = [str(folder / f"{role}.times"), str(speed.first_ms), str(speed.step_ms)]
             model = ["--model", str(models.path()), "--model-id", MODEL, "--id", role, "--port", "0"]
-            command = ["bench.fake_worker", role, *told, *model, *shared]
+            command = ["bench.fake_worker", role, *fake, *model, *shared]
             processes[role] = await stack.enter_async_context(_process(command, folder / f"{role}.log"))
         command = ["bench.grpc_baseline", str(bare), str(speed.first_ms), str(speed.step_ms)]
         processes["bare"] = await stack.enter_async_context(_process(command, folder / "bare.log"))

@@ -27,7 +27,7 @@ from bench import model_shapes as shapes
 from bench import subprocess_runner as child
 from bench.contenders import BASELINES, OURS, Unavailable, title_of
 from bench.options import positive
-from bench.subprocess_runner import Job, Tell
+from bench.subprocess_runner import Job, OnProgress
 from bench.workloads import GENERATORS, InvalidWorkload, Item
 from decant.runtime.cores import usable_cores
 
@@ -127,7 +127,7 @@ class Bench:
         return Progress(*columns, console=self._console)
 
 
-def _into(progress: Progress, task: TaskID, description: str) -> Tell:
+def _into(progress: Progress, task: TaskID, description: str) -> OnProgress:
     return lambda share: progress.update(task, completed=share, description=description)
 
 

@@ -1,8 +1,8 @@
 """A real worker process with an engine that only takes time.
 
-    python -m bench.fake_worker ROLE TOLD FIRST_MS STEP_MS [the worker's own command line]
+    python -m bench.fake_worker ROLE TIMES FIRST_MS STEP_MS [the worker's own command line]
 
-For every computed prompt the worker appends the engine's part of the time to first token to the file TOLD:
+For every computed prompt the worker appends the engine's part of the time to first token to the file TIMES:
 `{"id": ..., "engine_ms": ...}`, from the call's arrival to the token, including the wait for the current step.
 """
 
@@ -27,7 +27,7 @@ VOCABULARY = 4096
 """Of the model whose tokenizer the router takes."""
 
 
-def main(role: str, told: str, first_ms: float, step_ms: float, arguments: list[str]) -> int:
+def main(role: str, times: str, first_ms: float, step_ms: float, arguments: list[str]) -> int:
     """Run one worker to its end."""
 
     def cost(plan: StepPlan) -> float:
@@ -50,7 +50,7 @@ def main(role: str, told: str, first_ms: float, step_ms: float, arguments: list[
                 yield event
 
     vars(process)["PrefillService"] = Watched
-    with open(told, "a", buffering=1, encoding="utf-8") as file:
+    with open(times, "a", buffering=1, encoding="utf-8") as file:
         return process.main(KINDS[role], arguments, load)
 
 

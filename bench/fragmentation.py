@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from bench.scheduler_overhead import VOCABULARY, NullDevice
-from bench.subprocess_runner import Job, Tell
+from bench.subprocess_runner import Job, OnProgress
 from decant.engine.engine import Engine
 from decant.engine.model.model import ModelConfig
 from decant.engine.request import Request, StopParams
@@ -28,7 +28,7 @@ WINDOW = 4096
 ROUNDS = 2000
 
 
-def measure(job: Job, tell: Tell) -> dict[str, Any]:
+def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     """Share of occupied slots over all steps except the first quarter."""
     block_size = ModelConfig(job.model).block_size
     device = NullDevice(RUNNING * WINDOW // block_size, block_size)
@@ -50,7 +50,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
             )
             held, lost, context, sequences = held + slots, lost + slots - used, context + used, sequences + 1
         if round_ % 100 == 0:
-            tell(round_ / ROUNDS)
+            on_progress(round_ / ROUNDS)
     return {"lost": lost / held, "context": context / sequences, "block_size": block_size, "sequences": added}
 
 

@@ -197,8 +197,8 @@ class GiverSteps:
         await self._pair.ask("busy")
 
     async def rest(self) -> Steps:
-        told = json.loads(await self._pair.ask("rest"))
-        return Steps(*([Span(*step) for step in steps] for steps in told))
+        rest = json.loads(await self._pair.ask("rest"))
+        return Steps(*([Span(*step) for step in steps] for steps in rest))
 
 
 # -- measurements ------------------------------------------------------------------------------------------------

@@ -63,17 +63,17 @@ class Seen:
 class Clients:
     """All clients of one job, over one channel."""
 
-    def __init__(self, job: Job, channel: grpc.aio.Channel, tell: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, job: Job, channel: grpc.aio.Channel, send: Callable[[dict[str, Any]], None]) -> None:
         self.seen: list[Seen] = []
         self.errors: list[str] = []
         self.in_window: int | None = None  # messages, of streams
         self._job = job
         self._stub = services.InferenceServiceStub(channel)
-        self._tell = tell
+        self._send = send
         self._random = random.Random(job.seed)
 
     async def closed(self) -> None:
-        self._tell({"window": "begin"})
+        self._send({"window": "begin"})
         until = time.monotonic() + self._job.seconds
 
         async def client() -> None:
@@ -81,17 +81,17 @@ class Clients:
                 await self._ask()
 
         await asyncio.gather(*[client() for _ in range(self._job.clients)])
-        self._tell({"window": "end"})
+        self._send({"window": "end"})
 
     async def open(self) -> None:
-        self._tell({"window": "begin"})
+        self._send({"window": "begin"})
         at = time.monotonic()
         until = at + self._job.seconds
         async with asyncio.TaskGroup() as group:
             while (at := at + self._random.expovariate(self._job.rate)) < until:
                 await asyncio.sleep(at - time.monotonic())
                 group.create_task(self._ask())
-        self._tell({"window": "end"})
+        self._send({"window": "end"})
 
     async def streams(self) -> None:
         """Cancels the answers after the window. Raises ValueError when an answer ends before the window does."""
@@ -100,10 +100,10 @@ class Clients:
         await asyncio.gather(*[event.wait() for event in began])
         await asyncio.sleep(WARM_SECONDS)
         before = self._count()
-        self._tell({"window": "begin"})
+        self._send({"window": "begin"})
         await asyncio.sleep(self._job.seconds)
         self.in_window = self._count() - before
-        self._tell({"window": "end"})
+        self._send({"window": "end"})
         if any(task.done() for task in asking):
             raise ValueError(f"{self._job.output_tokens} tokens were written before {self._job.seconds} s had passed")
         for task in asking:
@@ -149,14 +149,14 @@ class Clients:
         )
 
 
-async def serve(job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
+async def serve(job: Job, send: Callable[[dict[str, Any]], None]) -> None:
     """Run a job; the result has the answers and the errors."""
     async with grpc.aio.insecure_channel(job.address) as channel:
-        clients = Clients(job, channel, tell)
+        clients = Clients(job, channel, send)
         freeze_gc()
         await getattr(clients, job.kind)()
     result = {"seen": [asdict(one) for one in clients.seen], "errors": clients.errors, "in_window": clients.in_window}
-    tell({"result": result})
+    send({"result": result})
 
 
 def main() -> None:

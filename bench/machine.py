@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from bench.subprocess_runner import Job, Tell
+from bench.subprocess_runner import Job, OnProgress
 from decant.runtime.cores import usable_cores
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -53,7 +53,7 @@ def _cpuinfo() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def measure(job: Job, _tell: Tell) -> dict[str, Any]:
+def measure(job: Job, _on_progress: OnProgress) -> dict[str, Any]:
     """Read bandwidth and product rate with the job's threads, each the best of ``TRIES``."""
     import torch
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from bench.metrics import Served
-from bench.subprocess_runner import Tell
+from bench.subprocess_runner import OnProgress
 from bench.workloads import Item
 
 WARM_UP = (Item("warm-up", list(range(96)), 4, 0.0),)
@@ -27,7 +27,7 @@ class Server(Protocol):
         ...
 
 
-def drive(server: Server, items: Sequence[Item], tell: Tell) -> list[Served]:
+def drive(server: Server, items: Sequence[Item], on_progress: OnProgress) -> list[Served]:
     """Serve all items; seconds count from the start."""
     waiting = deque(sorted(items, key=lambda item: item.arrival_s))
     tokens: dict[str, list[float]] = {item.id: [] for item in items}
@@ -45,7 +45,7 @@ def drive(server: Server, items: Sequence[Item], tell: Tell) -> list[Served]:
             tokens[id].append(time.perf_counter() - began)
             left[id] -= 1
         left = +left
-        tell(sum(map(len, tokens.values())) / total)
+        on_progress(sum(map(len, tokens.values())) / total)
     for item in items:
         if len(tokens[item.id]) != item.output_len:
             raise RuntimeError(f"{item.id}: {len(tokens[item.id])} tokens, {item.output_len} were asked for")

@@ -12,7 +12,7 @@ import torch
 from bench.metrics import distribution, summarise
 from bench.open_loop import WARM_UP, drive
 from bench.roofline import Step, Weights
-from bench.subprocess_runner import Job, Tell
+from bench.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 from decant.engine.cpu.linear import FixedRows, PackedExperts, PackedLinear
 from decant.engine.engine import Engine
@@ -116,7 +116,7 @@ class Server:
         return [token.id for token in output.tokens]
 
 
-def measure(job: Job, tell: Tell) -> dict[str, Any]:
+def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     """Load the checkpoint, warm up, serve the workload."""
     torch.set_num_threads(job.threads)
     began = time.perf_counter()
@@ -129,7 +129,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     drive(server, WARM_UP, lambda _: None)
     freeze_gc()  # as a worker does before it is ready
     meter.begin()
-    served = drive(server, job.items, tell)
+    served = drive(server, job.items, on_progress)
     held = weights(device.model)
     extra = {
         "load_seconds": loaded,

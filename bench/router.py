@@ -118,10 +118,10 @@ async def load(job: Job, scene: Deployment) -> Window:
         process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
         samples, result = [], None
         while result is None and (line := await process.stdout.readline()):
-            told = json.loads(line)
-            if "window" in told:
+            message = json.loads(line)
+            if "window" in message:
                 samples.append((time.monotonic(), scene.cpu(), await scene.scripts()))
-            result = told.get("result")
+            result = message.get("result")
     finally:
         if process.returncode is None:
             process.kill()

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from bench.machine import read_bytes, reader
 from bench.metrics import resident
 from bench.own_engine import Meter, Stopwatch, layers, make_engine, weights
-from bench.subprocess_runner import Job, Tell
+from bench.subprocess_runner import Job, OnProgress
 from decant.engine.cpu.fused_layer import unfuse
 from decant.engine.cpu.linear import PackedLinear
 from decant.engine.engine import Engine
@@ -109,7 +109,7 @@ class Profile:
             AttentionInterface.register(NAME, plain)
 
 
-def measure(job: Job, tell: Tell) -> dict[str, Any]:
+def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     """Measure every case, the prompt, and the model's memory. Raises InvalidConfig when blocks are too few."""
     torch.set_num_threads(job.threads)
     before = resident()
@@ -121,7 +121,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     held, cases = resident() - before - blocks.nbytes, {}
     for place, (name, case) in enumerate(CASES.items()):
         cases[name] = _decode(device, case)
-        tell((place + 1) / (len(CASES) + 1))
+        on_progress((place + 1) / (len(CASES) + 1))
     return {"cases": cases, "prompt": _prompt(device, job), "weights": asdict(counted), "held_bytes": held}
 
 

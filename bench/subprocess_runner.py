@@ -1,7 +1,7 @@
 """Runs a measurement in its own process, with its own memory, threads and caches.
 
 parent                                  python -m bench.subprocess_runner MODULE
-  job, one JSON object  ── stdin ──>    MODULE.measure(job, tell)
+  job, one JSON object  ── stdin ──>    MODULE.measure(job, on_progress)
   {"progress": 0.25}    <── stdout ──   at each progress report
   {"result": {...}}     <── stdout ──   last
 
@@ -26,8 +26,8 @@ from typing import Any, TextIO
 
 from bench.workloads import Item
 
-Tell = Callable[[float], None]
-"""Hears what share of a job is done, from 0 to 1."""
+OnProgress = Callable[[float], None]
+"""Called with the share of a job that is done, from 0 to 1."""
 
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
 
@@ -69,7 +69,7 @@ class ChildFailed(RuntimeError):
         super().__init__(f"{module} {ended} and gave no result:\n{errors[-2000:]}")
 
 
-def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[str, Any]:
+def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = None) -> dict[str, Any]:
     """Run ``job`` in a fresh process, with the ``python`` of another environment if given. Raises ChildFailed."""
     env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
     with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
@@ -87,7 +87,7 @@ def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[s
             text=True,
         )
         try:
-            result = _converse(process, job, tell)
+            result = _converse(process, job, on_progress)
             if result is None:
                 with suppress(subprocess.TimeoutExpired):  # after its last line the child ends shortly
                     process.wait(10)
@@ -100,7 +100,7 @@ def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[s
         return result
 
 
-def _converse(process: subprocess.Popen[str], job: Job, tell: Tell) -> dict[str, Any] | None:
+def _converse(process: subprocess.Popen[str], job: Job, on_progress: OnProgress) -> dict[str, Any] | None:
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(asdict(job)))
@@ -111,7 +111,7 @@ def _converse(process: subprocess.Popen[str], job: Job, tell: Tell) -> dict[str,
         message: Mapping[str, Any] = json.loads(line)
         if "result" in message:
             return dict(message["result"])
-        tell(message["progress"])
+        on_progress(message["progress"])
     return None
 
 

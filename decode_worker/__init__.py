@@ -1,1 +1,1 @@
-"""What a decode worker does differently: policy, budgets, and its process."""
+"""The program of a decode worker."""

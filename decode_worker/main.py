@@ -1,8 +1,7 @@
-"""A decode worker: takes caches over and writes answers.
+"""A decode worker: receives KV caches and decodes.
 
-It is a worker like any other, and reads prompts itself where that is shorter than moving a cache, or where no prefill
-worker is left. What differs is what it is given: beside answers steps are short, so that a prompt that is read here
-never keeps them waiting for long.
+It can also compute prompts, when that is faster than a handoff or there is no prefill worker. Only the defaults of its
+settings differ from a prefill worker's.
 """
 
 from __future__ import annotations
@@ -27,5 +26,5 @@ KIND = WorkerRole(wire.ROLE_DECODE, "decode_worker", DecodeSettings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one to its end; the process's exit status. ``arguments``: the command line's unless given."""
+    """Run a worker; returns the exit status. ``arguments``: by default those of the command line."""
     return run_worker(KIND, arguments)

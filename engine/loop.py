@@ -34,7 +34,7 @@ Command = Callable[[Engine], Any]
 
 
 class StepDurations:
-    """Longest step so far of each size class: tells a stuck step from a long one.
+    """Longest step so far of each size class, by which a stuck step differs from a long one.
 
     A size class is a power of two of tokens: 1, 2 to 3, 4 to 7, ... Written by the engine's thread, read from any.
     """

@@ -7,7 +7,7 @@ from decant.runtime.peer import enum_name
 
 
 class HandoffFailed(Exception):
-    """A handoff failed. ``cause`` tells whether and where a retry makes sense."""
+    """A handoff failed. ``cause`` says whether and where a retry makes sense."""
 
     def __init__(self, cause: wire.Cause, detail: str, peer: wire.Peer | None = None) -> None:
         super().__init__(f"{enum_name(wire.Cause, cause)}: {detail}")

@@ -1,11 +1,10 @@
-"""The taking end: pulls a cache into room that is already reserved, and joins the sequence when the seal agrees.
+"""The receiver of a handoff: fetches a cache into reserved blocks and joins the sequence when the commit matches.
 
-reserve ──> Open(have) ──> kv_chunk: verify, write, acknowledge ... ──> seal: join ──> taken, and Release(owned)
-                                 │ corrupt, silent, closed                             or
-                                 └────────────> abort: the room is free ──> failed, and Release(abandoned)
+reserved ──> Open ──> kv_chunk: verify, write, acknowledge ... ──> commit: join ──> result, and Release(owned)
+                            │ corrupt, silent, closed
+                            └────────────> abort: the blocks are free ──> HandoffFailed, and Release(abandoned)
 
-The word to the giver is on its way when the caller goes on: a joined sequence decodes, however long its giver takes to
-hear of it, or whether it still lives.
+The Release is sent in the background: a joined sequence does not wait for its sender.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from decant.runtime.packed import unpack
 from decant.runtime.peer import UnknownMessages
 
 RELEASE_SECONDS = 2.0
-"""How long the word to the giver may take; its lease ends without it as well."""
+"""Timeout of a Release; without one, the lease ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """A sequence that is this worker's now. ``received`` counts bytes of cache; times in seconds.
+    """A sequence that this worker owns now. ``received``: bytes of cache. ``opened``, ``owned``: event loop time.
 
-    ``logprobs``: of output tokens that asked for them; an entry is its token's index in ``output``.
+    ``logprobs``: where requested; ``entry`` is the token's index in ``output``.
     """
 
     output: tuple[int, ...]
@@ -48,9 +47,9 @@ class TransferResult:
 
 
 class KvReceiver:
-    """Fetches caches for one worker. ``peer`` is this worker's life, ``beat`` what it says of itself meanwhile.
+    """Fetches caches for the worker ``peer``. ``heartbeat`` makes the heartbeats of a fetch.
 
-    Its last words to givers are its own until ``close``, which takes at most RELEASE_SECONDS.
+    ``close`` waits for the Releases in progress, at most RELEASE_SECONDS.
     """
 
     def __init__(
@@ -63,10 +62,10 @@ class KvReceiver:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
-        """Fetch what ``ticket`` opens into ``arrival`` and join it. Owns the arrival: joined or aborted at its end.
+        """Fetch the cache of ``ticket`` into ``arrival``, and join it. Owns the arrival: joins or aborts it.
 
-        Raises HandoffFailed, and NothingLeft when the giver's sequence ended by itself. Either way, and when it is
-        cancelled, the room is free and the giver is being told.
+        Raises HandoffFailed, and SequenceAlreadyFinished if the sender's sequence ended first. Then, and when it is
+        cancelled, the blocks are freed and the sender gets a Release.
         """
         outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
         try:
@@ -79,24 +78,24 @@ class KvReceiver:
             self._send_release(source, ticket, outcome)
 
     def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
-        """Nobody comes for this cache: its giver need not wait for the lease. May be repeated."""
+        """Release a ticket that is not used, so that the sender need not wait for its lease. May be repeated."""
         self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
 
     async def close(self) -> None:
-        """Wait until givers were told, or could not be; whatever is being taken has to be over before."""
+        """Wait for the Releases in progress. All fetches must have ended before."""
         if self._releases:
             await asyncio.wait(self._releases)
 
     def _send_release(self, source: KvSource, ticket: wire.Ticket, outcome: wire.ReleaseRequest.Outcome) -> None:
         release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, receiver=self._peer, outcome=outcome)
 
-        async def tell() -> None:
-            with contextlib.suppress(ConnectionError):  # the lease ends by itself
+        async def send() -> None:
+            with contextlib.suppress(ConnectionError):  # then the lease ends by itself
                 await source.release(release, RELEASE_SECONDS)
 
-        telling = asyncio.create_task(tell())
-        self._releases.add(telling)
-        telling.add_done_callback(self._releases.discard)
+        task = asyncio.create_task(send())
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
 
     async def _fetch(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
         unpacker = Unpacker(ticket.run, self._shape)
@@ -114,17 +113,19 @@ class KvReceiver:
                         output, logprobs, unpacker.received, opened, asyncio.get_running_loop().time()
                     )
         except OutOfBlocks as error:
-            raise HandoffFailed(wire.CAUSE_BUSY, f"it grew, and there is no room: {error}", self._peer) from error
+            raise HandoffFailed(
+                wire.CAUSE_BUSY, f"the sequence grew, and there are no free blocks: {error}", self._peer
+            ) from error
         except TransferRejected as error:
             raise HandoffFailed(wire.CAUSE_CORRUPT, str(error)) from error
         except EngineError as error:
             raise HandoffFailed(wire.CAUSE_ENGINE, str(error)) from error
         except ConnectionError as error:
             raise HandoffFailed(wire.CAUSE_PEER_LOST, str(error), ticket.sender) from error
-        raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch ended without a seal", ticket.sender)
+        raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch ended without a commit", ticket.sender)
 
     async def _extend(self, arrival: IncomingSequence, response: wire.FetchResponse) -> None:
-        """A sequence that is written on while it is given grows beyond the room that its ticket asked for."""
+        """Reserve more blocks for a live sequence, which grows while it migrates."""
         run = response.kv_chunk
         size = self._shape.block_size
         filled = run.first_position // size + len(run.block_checksums)
@@ -132,7 +133,7 @@ class KvReceiver:
             await self._loop.call(lambda _: arrival.extend(filled * size - 1))
 
     async def _join(self, arrival: IncomingSequence, commit: EngineCommit) -> tuple[int, ...]:
-        """Make the sequence exist. Should the caller be gone by then, it ends again at once."""
+        """If the caller is cancelled meanwhile, the sequence is cancelled, too."""
         await self._loop.call(
             lambda engine: engine.transfers.join(arrival, commit), undo=lambda engine, _: engine.cancel(arrival.id)
         )
@@ -151,7 +152,7 @@ class KvReceiver:
 
 
 class _Fetch:
-    """One fetch: what came, and what is to be acknowledged."""
+    """The state of one fetch."""
 
     def __init__(self, arrival: IncomingSequence, unpacker: Unpacker, sender: str) -> None:
         self._arrival = arrival
@@ -162,9 +163,9 @@ class _Fetch:
     async def requests(
         self, opening: wire.Open, heartbeat: Callable[[], wire.Heartbeat]
     ) -> AsyncIterator[wire.FetchRequest]:
-        """What the taker says: open, then at every beat what came since the last, or that it lives.
+        """Open, then at every heartbeat interval an Ack of the new chunks, or a heartbeat.
 
-        A lease is longer than many beats; an acknowledgement of each message would cost both ends more than a sum.
+        A lease is much longer than the interval; an Ack per chunk would cost more than a checksum.
         """
         yield wire.FetchRequest(open=opening)
         acknowledged = 0
@@ -177,7 +178,7 @@ class _Fetch:
                 yield wire.FetchRequest(ack=wire.Ack(kv_chunks=acknowledged))
 
     def handle(self, received: Received) -> EngineCommit | None:
-        """Take one message in; the seal when it is that. Raises HandoffFailed, NothingLeft, TransferRejected."""
+        """Returns a commit. Raises HandoffFailed, SequenceAlreadyFinished, TransferRejected."""
         response = received.response
         match response.WhichOneof("message"):
             case "kv_chunk":
@@ -196,10 +197,10 @@ class _Fetch:
 
     def _commit(self, commit: wire.TransferCommit) -> EngineCommit:
         if len(commit.outputs) != 1:
-            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal of {len(commit.outputs)} outputs")
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a commit of {len(commit.outputs)} outputs")
         tokens = commit.outputs[0].tokens
         if len(tokens) % 4 or commit.prompt_tokens != self._arrival.sequence.request.prompt_len:
-            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a seal for a prompt of {commit.prompt_tokens} tokens")
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a commit for a prompt of {commit.prompt_tokens} tokens")
         if any(len(one.top_ids) != len(one.top_logprobs) for one in commit.outputs[0].logprobs):
-            raise HandoffFailed(wire.CAUSE_CORRUPT, "a seal whose top_ids and top_logprobs differ in number")
+            raise HandoffFailed(wire.CAUSE_CORRUPT, "a commit whose top_ids and top_logprobs differ in number")
         return EngineCommit(commit.computed, tuple(unpack(tokens)), commit.checksum)

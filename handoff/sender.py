@@ -1,15 +1,14 @@
-"""The giving end: serves ``KvSource`` over an engine.
+"""The sender of a handoff: serves ``KvSource`` over an engine.
 
-Open ──> export ──> kv_chunk, kv_chunk ... (as blocks fill) ──> parked ──> seal ──> Release ──> freed
-            │            acks renew the lease                             │
-            └── the sequence ended first: closed                          └── lease over: freed
+Open ──> export ──> kv_chunk, kv_chunk ... (as blocks fill) ──> parked ──> commit ──> Release ──> freed
+            │            acks renew the lease                               │
+            └── the sequence ended first: closed                            └── lease over: freed
 
-A prompt that is read for another parks after its first token. A live sequence is written on here meanwhile, and parks
-at the first step at which no more than its last, unfilled block is left to be sent. When its fetch or its lease ends
-without a seal, it goes on here as if nothing had been asked.
+A prefill sequence parks after its first token. A live sequence keeps decoding, and parks at the first step after which
+only its last, partial block is unsent. If its fetch or lease ends without a commit, it continues here.
 
-A ticket opens once, so a fetch that breaks before its seal ends the ticket at once: the connection was closed, or the
-receiver was silent. After the seal the receiver may own the sequence; then Release or the lease ends the ticket.
+A ticket opens once, so a fetch that breaks before the commit ends it at once: the connection closed, or the receiver
+was silent. After the commit the receiver may own the sequence; then a Release or the lease ends the ticket.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from decant.handoff.codec import encode
 from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEngine
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.heartbeat import with_heartbeat_timeout
-from decant.handoff.leases import Lease, LeaseTable
+from decant.handoff.leases import COMMITTED_SECONDS, Lease, LeaseTable
 from decant.handoff.packing import FilledBlock, TransferLayout, pack
 from decant.protos import worker_pb2 as wire
 from decant.runtime import packed
@@ -36,31 +35,42 @@ from decant.runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 from decant.runtime.peer import UnknownMessages
 
 LEASE_MS = 10_000
-"""How long a ticket, or a fetch whose runs nobody acknowledges, keeps its blocks."""
+"""How long a ticket keeps its blocks without a renewal or an Ack."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderTiming:
+    """Interval of heartbeats, silence after which a receiver is lost, and time to release after the commit."""
+
+    heartbeat_s: float = HEARTBEAT_SECONDS
+    silent_s: float = SILENT_SECONDS
+    committed_s: float = COMMITTED_SECONDS
 
 
 @dataclass(slots=True)
 class _SendState:
-    """A sequence that has a ticket: what the engine told of it, how far its fetch has come, and whom to wake."""
+    """A sequence with a ticket, and the progress of its fetch."""
 
     prompt_tokens: int
     logprobs: Callable[[], Iterable[wire.TokenLogprobs]]
     is_live: bool = False
     parked: bool = False
-    ended: bool = False  # by itself or cancelled, or its ticket is over
-    export: KvExport | None = None  # what may be sent: nothing of it is read once it is taken away
+    ended: bool = False  # the sequence finished, or its ticket ended
+    export: KvExport | None = None  # set while its blocks may be read
     blocks: int = 0  # sent
     messages: int = 0  # sent
     acknowledged: int = 0
-    final_message: bytes | None = None  # the fetch ends with it
-    error: InvalidArgument | None = None  # the fetch ends with it: its receiver sent what can't be read
+    final_message: bytes | None = None  # ends the fetch
+    error: InvalidArgument | None = None  # ends the fetch: a malformed message of the receiver
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # parked or ended
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to say
-    progressed: asyncio.Event = field(default_factory=asyncio.Event)  # of a live one: it wrote, or some of it was sent
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # something to send
+    progressed: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # of a live sequence: a step ended, or blocks were sent
 
 
 class KvSender:
-    """All caches that this worker gives away. Lives on the event loop that hears the engine."""
+    """All caches that this worker hands over. Used on the event loop only."""
 
     def __init__(
         self,
@@ -68,8 +78,12 @@ class KvSender:
         shape: TransferLayout,
         heartbeat: Callable[[], wire.Heartbeat],
         lease_ms: int = LEASE_MS,
+        *,
+        on_lease_end: Callable[[Lease], None] = lambda _: None,
+        timing: SenderTiming | None = None,
     ) -> None:
-        self.leases = LeaseTable(lease_ms, self._expire)
+        self._timing = timing or SenderTiming()
+        self.leases = LeaseTable(lease_ms, self._expire, on_lease_end, self._timing.committed_s)
         self.expired = 0
         self._loop = loop
         self._shape = shape
@@ -85,14 +99,15 @@ class KvSender:
         *,
         is_live: bool = False,
     ) -> wire.Ticket:
-        """A ticket for the cache of a sequence: one that the engine was given with ``park_after``, or (``is_live``) any
-        other that it has. ``logprobs`` are asked for at the seal, of the output tokens that it speaks of.
+        """Issue a ticket for a sequence with ``park_after``, or (``is_live``) for any other.
+
+        ``logprobs`` is called at the commit, for those of its output tokens.
         """
         self._states[sequence] = _SendState(prompt_tokens, logprobs, is_live)
         return self.leases.issue(ticket, sequence)
 
     def on_step(self, output: StepEvents) -> None:
-        """Hear the engine: wake the fetches of sequences that filled a block, parked or ended."""
+        """Wake the fetches of sequences that filled a block, parked or ended."""
         for filled in output.filled:
             self._wake(filled.id)
         for name in output.parked:
@@ -114,7 +129,7 @@ class KvSender:
                 state.progressed.set()
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[bytes, None]:
-        """One fetch, as ``KvSource.Fetch`` describes it, in encoded responses. A refusal is told as ``closed``."""
+        """Serve ``KvSource.Fetch`` with encoded responses. A refused Open is answered with ``closed``."""
         incoming = aiter(requests)
         try:
             opened = await self._opening(incoming)
@@ -135,7 +150,7 @@ class KvSender:
                 yield message
 
     def _end_uncommitted(self, lease: Lease, state: _SendState, detail: str = "the fetch broke") -> None:
-        """End the ticket of a fetch that has ended, unless its seal was sent."""
+        """End the ticket of a fetch that has ended, unless its commit was sent."""
         if lease.committed:
             return
         failure = _reclaimed("the fetch was closed here")
@@ -144,13 +159,13 @@ class KvSender:
         self.reclaim(lease.ticket.id, failure)
 
     def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
-        """Take back what a ticket holds; an open fetch is told why. Nothing happens where the ticket has ended."""
+        """End a ticket and free its blocks; ``failure`` is sent to an open fetch. Ignores a ticket that has ended."""
         lease = self.leases.close(ticket, failure)
         if lease is not None:
             self._free(lease)
 
     async def release(self, request: wire.ReleaseRequest) -> None:
-        """The taker is done, with the cache or without it: free what the ticket held. May be repeated."""
+        """Serve ``KvSource.Release``: free the ticket's blocks. May be repeated."""
         found = self.leases.find(request.ticket)
         if found is not None:
             found.owned = request.outcome == wire.ReleaseRequest.OUTCOME_OWNED
@@ -169,16 +184,16 @@ class KvSender:
         return first.open
 
     async def _drive_engine(self, lease: Lease, state: _SendState, cached_blocks: int) -> None:
-        """Take the engine through a handoff; what is to be said of it is left in ``giving``."""
+        """Export the sequence; the results are in ``state``."""
         try:
             state.final_message = await self._final_message(lease, state, cached_blocks)
         except EngineError as error:
-            over = state.ended and self._is_current(lease, state)  # it ended while the engine was asked
+            over = state.ended and self._is_current(lease, state)  # it finished before the command ran
             state.export, state.final_message = None, _closed(None if over else _reclaimed(str(error)))
         state.changed.set()
 
     async def _final_message(self, lease: Lease, state: _SendState, cached_blocks: int) -> bytes:
-        """Open the export, and close it when the sequence is parked or has ended. Raises EngineError."""
+        """Open the export, and wait until the sequence is parked or has ended. Raises EngineError."""
         name = lease.sequence
         if not state.ended:
             state.export = await self._loop.call(
@@ -195,7 +210,7 @@ class KvSender:
         return _commit_message(await self._loop.call(lambda engine: engine.transfers.finalize(name)), state)
 
     async def _commit_live(self, name: str, state: _SendState) -> EngineCommit | None:
-        """The seal of a live sequence, parked at the first step that allows it; None: it ended. Raises EngineError."""
+        """The commit of a live sequence; None if it ended first. Raises EngineError."""
         while not state.ended:
             state.progressed.clear()
             sent = state.blocks
@@ -207,7 +222,7 @@ class KvSender:
         return None
 
     async def _messages(self, lease: Lease, state: _SendState) -> AsyncGenerator[bytes, None]:
-        """Runs as blocks fill, beats in between, and the last word."""
+        """Chunks as blocks fill, heartbeats in between, and the final message."""
         clock = asyncio.get_running_loop().time
         sent_at = clock()
         while state.error is None:
@@ -224,7 +239,7 @@ class KvSender:
                 yield state.final_message
                 return
             try:
-                async with asyncio.timeout_at(sent_at + HEARTBEAT_SECONDS):
+                async with asyncio.timeout_at(sent_at + self._timing.heartbeat_s):
                     await state.changed.wait()
             except TimeoutError:
                 yield encode(wire.FetchResponse(heartbeat=self._heartbeat()))
@@ -232,7 +247,7 @@ class KvSender:
         raise state.error
 
     def _filled(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
-        """Messages of the blocks that filled since the last; each is copied when it is asked for."""
+        """Chunks with the unsent blocks; copied one at a time."""
         while (export := state.export) and state.blocks < len(export.runs):
             some = _consecutive(export.runs[state.blocks : state.blocks + self._shape.blocks_per_message])
             blocks = [FilledBlock(run.index, export.read(run.index), run.checksum) for run in some]
@@ -245,14 +260,14 @@ class KvSender:
             state.progressed.set()
 
     def _is_current(self, lease: Lease, state: _SendState) -> bool:
-        """Whether the ticket is still what keeps the blocks."""
+        """Whether the ticket still keeps the blocks."""
         return self._states.get(lease.sequence) is state
 
     async def _receive_acks(self, lease: Lease, state: _SendState, incoming: AsyncIterator[wire.FetchRequest]) -> None:
-        """Renew the lease by acknowledged runs, and by a heartbeat while the receiver has all that there is so far."""
+        """Renew the lease with each Ack, and with heartbeats once all chunks sent are acknowledged."""
         unknown = UnknownMessages(lease.receiver.id if lease.receiver else "")
         try:
-            async for message in with_heartbeat_timeout(incoming, "the receiver", SILENT_SECONDS):
+            async for message in with_heartbeat_timeout(incoming, "the receiver", self._timing.silent_s):
                 match message.WhichOneof("message"):
                     case "ack":
                         state.acknowledged = message.ack.kv_chunks
@@ -268,23 +283,23 @@ class KvSender:
             state.changed.set()
 
     def _expire(self, lease: Lease) -> None:
-        """Nobody renewed it: stop its fetch, then free."""
+        """The lease is over."""
         self.expired += 1
         self._free(lease)
 
     def _free(self, lease: Lease) -> None:
-        """Give everything back that the ticket held. The fetch is told first, and copies no more."""
+        """Free the ticket's blocks. The fetch is woken first and reads no more of them."""
         self._wake(lease.sequence, ended=True)
         state = self._states.pop(lease.sequence, None)
         if state is not None:
             state.export = None
 
-        def give_back(engine: TransferEngine) -> None:
+        def free(engine: TransferEngine) -> None:
             engine.transfers.release(lease.sequence)
             engine.cancel(lease.sequence)
 
         resumes = state is not None and state.is_live and not lease.committed
-        self._loop.post((lambda engine: engine.transfers.withdraw(lease.sequence)) if resumes else give_back)
+        self._loop.post((lambda engine: engine.transfers.withdraw(lease.sequence)) if resumes else free)
 
 
 def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineCommit | None:
@@ -297,13 +312,13 @@ def _consecutive(runs: list[BlockRun]) -> list[BlockRun]:
 
 
 async def _stop(task: asyncio.Task[None]) -> None:
-    """Cancel a task and see it end."""
+    """Cancel a task and wait for its end."""
     task.cancel()
     await asyncio.wait([task])
 
 
 def _closed(failure: wire.Failure | None) -> bytes:
-    """The last word of a fetch that has no seal; without a failure, because nothing is left to give."""
+    """The final message of a fetch without a commit; no failure: the sequence ended first."""
     return encode(wire.FetchResponse(closed=wire.ExportClosed(failure=failure)))
 
 
@@ -312,7 +327,7 @@ def _reclaimed(detail: str) -> wire.Failure:
 
 
 def _commit_message(commit: EngineCommit, state: _SendState) -> bytes:
-    """The last word of a fetch that is complete."""
+    """The final message of a complete fetch."""
     output = wire.TransferCommit.Output(output=0, tokens=packed.pack(commit.output))
     output.logprobs.extend(state.logprobs())
     message = wire.TransferCommit(

@@ -1,4 +1,4 @@
-"""``KvSource`` as a gRPC service: the giver's side of the wire, and nothing else."""
+"""``KvSource`` as a gRPC service."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ DESCRIPTOR = wire.DESCRIPTOR.services_by_name["KvSource"]
 
 
 class KvSourceService:
-    """Serves the caches of one giver. Its responses are encoded already, which the generated code can't be told."""
+    """Serves one sender. Fetch responses are already encoded, which generated code does not support."""
 
     def __init__(self, sender: KvSender) -> None:
         self._sender = sender
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """What ``add_KvSourceServicer_to_server`` does for others."""
+        """In place of ``add_KvSourceServicer_to_server``."""
         methods: dict[str, Any] = {
             "Fetch": grpc.stream_stream_rpc_method_handler(
                 self._fetch, request_deserializer=wire.FetchRequest.FromString

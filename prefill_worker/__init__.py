@@ -1,1 +1,1 @@
-"""What a prefill worker does differently: policy, budgets, and its process."""
+"""The program of a prefill worker."""

@@ -1,7 +1,6 @@
-"""A prefill worker: reads prompts, tells the first token, and gives the cache away.
+"""A prefill worker: computes prompts, sends first tokens, and hands KV caches over.
 
-It is a worker like any other, and writes whole answers where no decode worker is left. What differs is what
-it is given: where nobody waits for an answer's next token, steps are longer, and fewer steps read a prompt sooner.
+It can also decode, when there is no decode worker. Only the defaults of its settings differ from a decode worker's.
 """
 
 from __future__ import annotations
@@ -26,5 +25,5 @@ KIND = WorkerRole(wire.ROLE_PREFILL, "prefill_worker", PrefillSettings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one to its end; the process's exit status. ``arguments``: the command line's unless given."""
+    """Run a worker; returns the exit status. ``arguments``: by default those of the command line."""
     return run_worker(KIND, arguments)

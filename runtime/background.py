@@ -25,7 +25,7 @@ _log = logs.get(__name__)
 class BackgroundTask:
     """Runs `run()` from `start` to `close`, or inside ``async with``.
 
-    A crash is logged at once. `on_crash` tells the owner; without it, `close` raises the exception. A task may also
+    A crash is logged at once. `on_crash` notifies the owner; without it, `close` raises the exception. A task may also
     return by itself. `start` works once; `close` may be repeated, and does nothing before `start`.
     """
 

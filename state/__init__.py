@@ -12,7 +12,7 @@ journal.py         output tokens as bytes
 logprobs.py        logprobs as bytes
 directory.py       registered workers and routers
 open_requests.py   each router's unfinished requests, and their takeover
-store_instance.py  tells an emptied Redis from an unknown id
+store_instance.py  distinguishes an emptied Redis from an unknown id
 quota.py           requests in flight and tokens a minute, per tenant
 private_redis.py   a Redis for one machine
 

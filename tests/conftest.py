@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
-from typing import cast, get_args
+from collections.abc import Iterator
+from functools import partialmethod
+from typing import Any, cast, get_args
+from weakref import WeakSet
 
 import hypothesis
 import pytest
+from grpc.aio import _channel, _server
 
 from decant.engine.errors import InvalidConfig
 from decant.worker.startup import cpu_build
@@ -35,6 +40,45 @@ def pytest_configure() -> None:
         cpu_build.check(BUILD, native.kind())
     except InvalidConfig as error:
         raise pytest.UsageError(str(error)) from None
+
+
+AIO: WeakSet[Any] = WeakSet()
+"""Servers and channels of grpc.aio."""
+
+
+def _register(aio: Any, init: Any, *args: Any, **options: Any) -> None:
+    init(aio, *args, **options)
+    AIO.add(aio)
+
+
+# At debug level a server that never ran logs itself while it is deallocated. pytest keeps the log records, and the
+# object in the record is freed memory then: the process crashes in a later garbage collection.
+logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)
+
+for kind in (_server.Server, _channel.Channel):
+    kind.__init__ = partialmethod(_register, kind.__init__)  # type: ignore[method-assign, assignment]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A test fails if a server runs, or a channel is open, when its event loop is closed: nothing can stop it then.
+
+    gRPC writes a call to such a server to freed memory, which may crash the process in a later test, and a garbage
+    collection that finds the server may never return.
+
+    It also fails if it leaves another log level to later tests.
+    """
+    yield
+    level, logging.root.level = logging.root.level, logging.WARNING
+    assert level == logging.WARNING, f"the root logger's level is left at {logging.getLevelName(level)}"
+    unclosed = [aio for aio in AIO if aio._loop.is_closed() and _is_open(aio)]
+    for aio in unclosed:
+        AIO.discard(aio)
+    assert not unclosed, f"not closed before its event loop: {unclosed}"
+
+
+def _is_open(aio: Any) -> bool:
+    return aio._server.is_running() if isinstance(aio, _server.Server) else not aio._channel.closed()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,1 +1,1 @@
-"""The shell of a worker, whatever its role: engine thread, registration, sessions, and the internal services."""
+"""A worker of either role: the engine on its thread, and the services Prefill, Decode, KvSource and Audit."""

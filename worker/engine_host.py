@@ -1,19 +1,17 @@
-"""One engine on its thread, what it is called, and who hears its steps.
+"""One engine on its thread, with everything that the services of a worker share.
 
-                     step_listeners (in order), then the giver
-    engine thread ──────────────────────────────────────────────> event loop
-         ^                                                           │
-         └──────────── commands: services, giver, taker, look ───────┘
+                     events: handlers in their order, then the sender
+    engine thread ──────────────────────────────────────────────────> event loop
+         ^                                                               │
+         └──────────── commands: services, sender, receiver, load ───────┘
 
-A worker's services share one hub. How busy the engine is, is looked at as often as beats go out: between two steps,
-on the engine's thread, so that telling it costs a step nothing.
+The load is sampled at the interval of heartbeats, on the engine's thread between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -24,6 +22,7 @@ from decant.engine.loop import EngineLoop
 from decant.engine.output import Load, StepOutput
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed
+from decant.handoff.leases import Lease
 from decant.handoff.packing import TransferLayout
 from decant.handoff.receiver import KvReceiver, TransferResult
 from decant.handoff.sender import LEASE_MS, KvSender
@@ -37,8 +36,7 @@ from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a worker is called: its present life, what placement prefers it for, the id of the model that it serves,
-    and where others reach it (host:port)."""
+    """A worker's incarnation, its role, the id of its model, and its address (host:port)."""
 
     peer: wire.Peer
     role: wire.Role
@@ -48,7 +46,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What a worker grants: how long a ticket keeps its blocks unless renewed, and how many runs may wait."""
+    """How long a ticket keeps its blocks unless it is renewed, and the maximum of waiting runs."""
 
     lease_ms: int = LEASE_MS
     max_waiting: int = 1024
@@ -56,27 +54,44 @@ class WorkerLimits:
 
 @dataclass(frozen=True, slots=True)
 class _LoadSample:
-    """The engine between two steps, and the blocks that tickets hold of it."""
+    """The engine between two steps, and how many of its blocks tickets keep."""
 
     engine: Load
     leased_blocks: int
 
 
-class ObservedReceiver(KvReceiver):
-    """Tells those who listen of each fetch: when it begins, and what came of it (None: nothing was left to fetch, or
-    whoever fetched went away)."""
+class HostHandler:
+    """A receiver of a host's events, all on the event loop. Override those that matter."""
 
-    def __init__(
-        self, loop: EngineLoop, shape: TransferLayout, peer: wire.Peer, beat: Callable[[], wire.Heartbeat]
-    ) -> None:
-        super().__init__(loop, shape, peer, beat)
-        self.began: list[Callable[[IncomingSequence], None]] = []
-        self.ended: list[Callable[[IncomingSequence, TransferResult | HandoffFailed | None], None]] = []
+    def on_step(self, output: StepOutput) -> None:
+        """After each step of the engine."""
+
+    def on_crash(self, stopped: EngineStopped) -> None:
+        """The engine has crashed: no event of it follows."""
+
+    def on_new_owner(self, ref: wire.Run) -> None:
+        """A request has a new owner, which names this attempt, under a higher epoch."""
+
+    def on_lease_end(self, lease: Lease) -> None:
+        """A ticket has ended; ``lease.failure`` gives the reason, unless the receiver released it."""
+
+    def on_fetch(self, arrival: IncomingSequence) -> None:
+        """A fetch begins."""
+
+    def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
+        """A fetch has ended; None: nothing was left to fetch, or the run was cancelled."""
+
+
+class ObservedReceiver(KvReceiver):
+    """A receiver that reports the start and the outcome of each fetch to its host."""
+
+    def __init__(self, host: EngineHost) -> None:
+        super().__init__(host.loop, host.shape, host.peer, host.step_heartbeat)
+        self._host = host
 
     async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
         outcome: TransferResult | HandoffFailed | None = None
-        for listener in self.began:
-            listener(arrival)
+        self._host.on_fetch(arrival)
         try:
             outcome = await super().receive(source, ticket, arrival)
             return outcome
@@ -84,15 +99,14 @@ class ObservedReceiver(KvReceiver):
             outcome = failed
             raise
         finally:
-            for told in self.ended:
-                told(arrival, outcome)
+            self._host.on_fetched(arrival, outcome)
 
 
 class EngineHost:
-    """All that the services of one worker share. ``async with hub`` starts and ends the engine's thread.
+    """``async with host`` starts and stops the engine's thread. Events go to the handlers of `connect`.
 
-    ``waiting_arrivals``, ``waiting_prompts`` and ``waiting_tokens`` are set by the services: runs that wait and are
-    not in the engine yet, and the tokens of those whose KV is still to be computed.
+    The services set ``waiting_arrivals``, ``waiting_prompts`` and ``waiting_tokens``: runs that wait outside the
+    engine, and the tokens whose KV these still have to compute.
     """
 
     def __init__(
@@ -110,13 +124,14 @@ class EngineHost:
         self.shape = TransferLayout(device.block_size, device.block_bytes, self.layout)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
         self._sampling = BackgroundTask("load samples", self._sample_load_always)
-        self.sender = KvSender(self.loop, self.shape, self.step_heartbeat, limits.lease_ms)
-        self.receiver = ObservedReceiver(self.loop, self.shape, self.peer, self.step_heartbeat)
+        self.sender = KvSender(
+            self.loop, self.shape, self.step_heartbeat, limits.lease_ms, on_lease_end=self._on_lease_end
+        )
+        self.receiver = ObservedReceiver(self)
         self.transport = transport
-        self.epochs = Epochs()
+        self.epochs = Epochs(self._on_new_owner)
         self.cache = PrefixCacheFeed()
-        self.step_listeners: list[Callable[[StepOutput], None]] = []
-        self.crash_listeners: list[Callable[[EngineStopped], None]] = []
+        self._handlers: tuple[HostHandler, ...] = ()
         self.draining = False
         self.waiting_arrivals = self.waiting_prompts = self.waiting_tokens = 0
         self._step = 0
@@ -136,13 +151,13 @@ class EngineHost:
             await self.loop.stop()
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks ``tokens`` tokens fill, the last one perhaps in part."""
+        """Number of blocks for so many tokens."""
         return -(-tokens // self.block_size)
 
-    # -- how busy ------------------------------------------------------------------------------------------------
+    # -- load ---------------------------------------------------------------------------------------------------
 
     def load(self) -> wire.Load:
-        """What placement looks at, as it was at the last look."""
+        """The input of placement, with the engine's part as of the last sample."""
         engine, leased = self._last_load.engine, self._last_load.leased_blocks
         return wire.Load(
             total_blocks=engine.total_blocks,
@@ -158,26 +173,26 @@ class EngineHost:
         )
 
     def step_heartbeat(self) -> wire.Heartbeat:
-        """That this worker lives and steps: what goes over fetches."""
+        """A heartbeat for fetches: the running step, without the load."""
         age, longest = self.loop.step_age, self.loop.longest_step
-        beat = wire.Heartbeat(step=self._step, longest_step_ms=round(longest * 1000))
+        heartbeat = wire.Heartbeat(step=self._step, longest_step_ms=round(longest * 1000))
         if age:
-            beat.step_age_ms = round(age * 1000)
-        return beat
+            heartbeat.step_age_ms = round(age * 1000)
+        return heartbeat
 
     def heartbeat(self) -> wire.Heartbeat:
-        """The same with the load: what goes over sessions."""
-        beat = self.step_heartbeat()
-        beat.load.CopyFrom(self.load())
-        return beat
+        """A heartbeat for sessions: with the load."""
+        heartbeat = self.step_heartbeat()
+        heartbeat.load.CopyFrom(self.load())
+        return heartbeat
 
     @property
     def last_load(self) -> Load:
-        """The engine's own account at the last look."""
+        """The engine's load as of the last sample."""
         return self._last_load.engine
 
     async def sample_load(self) -> None:
-        """See how busy the engine is now. Raises EngineStopped."""
+        """Raises EngineStopped."""
         ticketed = [lease.sequence for lease in self.sender.leases.all()]
 
         def sample(engine: Engine) -> _LoadSample:
@@ -195,21 +210,40 @@ class EngineHost:
             except EngineStopped:
                 return
 
-    # -- what the engine tells -----------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def connect(self, *handlers: HostHandler) -> None:
+        """Send all events to these handlers, in this order, instead of to those before."""
+        self._handlers = handlers
 
     def _on_step(self, output: StepOutput) -> None:
-        """The giver comes last: a listener that issues a ticket at a sequence's first step does so before the giver
-        hears what else that step did to it."""
+        """The sender comes last: a handler may issue a ticket for a sequence of this step."""
         self._step = output.step
-        for listener in self.step_listeners:
-            listener(output)
+        for handler in self._handlers:
+            handler.on_step(output)
         self.sender.on_step(output)
 
     def _on_crash(self, stopped: EngineStopped) -> None:
-        for listener in self.crash_listeners:
-            listener(stopped)
+        for handler in self._handlers:
+            handler.on_crash(stopped)
+
+    def _on_new_owner(self, ref: wire.Run) -> None:
+        for handler in self._handlers:
+            handler.on_new_owner(ref)
+
+    def _on_lease_end(self, lease: Lease) -> None:
+        for handler in self._handlers:
+            handler.on_lease_end(lease)
+
+    def on_fetch(self, arrival: IncomingSequence) -> None:
+        for handler in self._handlers:
+            handler.on_fetch(arrival)
+
+    def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
+        for handler in self._handlers:
+            handler.on_fetched(arrival, outcome)
 
 
 def layout_number(layout: str) -> int:
-    """A device's layout as the number that tickets and registrations carry."""
+    """The hash of a device's layout, for tickets and registrations."""
     return int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=8).digest(), "little")

@@ -35,13 +35,18 @@ class _Live:
 class Epochs:
     """The highest epoch of each request that is live, or was named within the last ``keep_s`` seconds.
 
-    ``listeners`` are called with the run by which a request's epoch rose.
+    ``on_new_owner`` is called with the run that raised a request's epoch.
     """
 
     def __init__(
-        self, keep_s: float = KEEP_S, most_kept: int = MOST_KEPT, clock: Callable[[], float] = time.monotonic
+        self,
+        on_new_owner: Callable[[wire.Run], None] = lambda _: None,
+        *,
+        keep_s: float = KEEP_S,
+        most_kept: int = MOST_KEPT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.listeners: list[Callable[[wire.Run], None]] = []
+        self._on_new_owner = on_new_owner
         self._keep_s = keep_s
         self._most_kept = most_kept
         self._clock = clock
@@ -52,9 +57,9 @@ class Epochs:
         return len(self._live) + len(self._past)
 
     def check(self, run: wire.Run) -> wire.Superseded | None:
-        """None when the sender owns the request as far as is known here; else what it is answered.
+        """None if the sender owns the request, as far as this worker knows; otherwise the answer to it.
 
-        Ask `is_other_request` first: the epochs of two requests with one id don't compare.
+        Check `is_other_request` first: epochs of different requests with one id are not comparable.
         """
         self._remove()
         live = self._live.get(run.request)
@@ -66,8 +71,7 @@ class Epochs:
         if run.epoch < highest:
             return wire.Superseded(run=run, epoch=highest)
         if 0 < highest < run.epoch:
-            for listener in self.listeners:
-                listener(run)
+            self._on_new_owner(run)
         return None
 
     def is_other_request(self, run: wire.Run) -> bool:
@@ -76,7 +80,7 @@ class Epochs:
         return live is not None and bool(live.digest and run.digest) and live.digest != run.digest
 
     def hold(self, run: wire.Run) -> None:
-        """The run begins here: its request is live until each `hold` was followed by a `release`."""
+        """Add a run: its request is live until each `hold` has its `release`."""
         live = self._live.get(run.request)
         if live is None:
             epoch, _ = self._past.pop(run.request, (run.epoch, 0.0))
@@ -85,7 +89,7 @@ class Epochs:
         live.runs += 1
 
     def release(self, run: wire.Run) -> None:
-        """The run is forgotten here."""
+        """Remove a run."""
         live = self._live[run.request]
         live.runs -= 1
         if not live.runs:

@@ -1,11 +1,11 @@
-"""A worker's process, of either role, from its settings to its end.
+"""A worker's process, of either role.
 
-listen ── load and measure the model ── engine, hub, services ── one warm-up ── register ── ready
-   (a thread: the loop turns, and calls are refused by name)                                  │
-end <── leave the directory <── runs are gone, sessions end <── draining <────────────── SIGTERM
-end with 1 <── an engine that crashed, another life under this name
+listen ── load and measure the model ── engine, host, services ── warm-up ── register ── ready
+   (in a thread; calls are refused meanwhile)                                               │
+end <── deregister <── no runs, sessions end <── draining <────────────────────────────── SIGTERM
+exit status 1 <── the engine crashed, or another incarnation registered
 
-SIGTERM while it loads or warms up ends the process at once: no other process knows of it yet.
+SIGTERM during loading or warm-up ends the process at once: no other process knows it yet.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from decant.state.errors import StoreFault
 from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
 from decant.worker.decode.service import DecodeService
-from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
+from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.report.metrics import WorkerMetrics
@@ -51,11 +51,11 @@ from decant.worker.startup.deferred_service import DeferredService
 from decant.worker.startup.load_model import limits_of, load_model
 from decant.worker.startup.registration import Registrar
 
-LAST_WORDS_S = 0.25
-"""For the answers that a crash leaves behind to go out, before the server ends."""
+LAST_ANSWERS_S = 0.25
+"""After a crash of the engine, for the answers to its callers, before the server ends."""
 
 SWITCH_S = 0.0005
-"""How soon the interpreter gives way to the other thread: the engine's waits for the event loop's at every call."""
+"""Interpreter switch interval: the engine's thread waits for the event loop's at every call."""
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
@@ -66,7 +66,7 @@ _log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerRole:
-    """What a role is: how its processes are called and what they are told."""
+    """A role with its program name and its settings."""
 
     role: wire.Role
     program: str
@@ -74,7 +74,7 @@ class WorkerRole:
 
 
 def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
-    """Runs one worker to its end: 0 in order, 1 after a failure, 2 for settings or a model that can't be served."""
+    """Run a worker. The exit status: 0 in order, 1 after a failure, 2 for invalid settings or an unusable model."""
     given = sys.argv[1:] if arguments is None else arguments
     settings = load_or_exit(kind.settings, given, program=kind.program)
     logs.start(kind.program, settings)
@@ -92,16 +92,16 @@ def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDev
     return 0 if orderly else 1
 
 
-def _refused(kind: WorkerRole, words: str) -> int:
-    print(f"{kind.program}: {words}", file=sys.stderr)
+def _refused(kind: WorkerRole, reason: str) -> int:
+    print(f"{kind.program}: {reason}", file=sys.stderr)
     return 2
 
 
 async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice) -> bool:
-    """Serves until asked to end; returns whether every call ended by itself.
+    """Serve until the end; returns whether every call ended by itself.
 
-    Raises Refused, InvalidConfig, ModelRefused, ModelUnreadable and StoreFault for what can't be honoured, and
-    EngineStopped when the very first step fails.
+    Raises SettingError, InvalidConfig, ModelRefused, ModelUnreadable, StoreFault, and EngineStopped if the warm-up
+    fails.
     """
     sys.setswitchinterval(SWITCH_S)
     _check(settings)
@@ -118,14 +118,14 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
             drain=worker.drain,
         )
         if not worker.is_announced:
-            # Asked to end while the model loads: the thread that loads, or runs the first step, cannot be interrupted.
+            # The end came while the model was loading: its thread cannot be interrupted.
             shutdown.end_process(0 if orderly else 1)
         return orderly
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a drain has to do with."""
+    """The parts that a drain concerns."""
 
     host: EngineHost
     prefill: PrefillService
@@ -134,7 +134,7 @@ class _Parts:
 
 
 class Worker:
-    """One worker's parts, put together while it warms up. ``stack`` ends them, the last one first."""
+    """Builds the parts of one worker during warm-up; ``stack`` closes them in reverse order."""
 
     def __init__(
         self, settings: WorkerSettings, role: wire.Role, load_device: LoadDevice, stack: AsyncExitStack
@@ -142,26 +142,25 @@ class Worker:
         self.readiness = Readiness()
         self.registry = Registry()
         self.is_announced = False
-        """Whether others may know of it: it has begun to register."""
+        """Whether other processes may know the worker: it has begun to register."""
         self._settings = settings
         self._role = role
         self._load_device = load_device
         self._stack = stack
-        self._parts: _Parts | None = None  # once there are any
-        self._late = {
+        self._parts: _Parts | None = None  # None until warm-up
+        self._deferred = {
             name: DeferredService(descriptor) for name, descriptor in wire.DESCRIPTOR.services_by_name.items()
         }
 
     def services(self) -> list[Service]:
-        """None of their methods is an entrance that closes in a drain: a prompt that comes then is refused in the
-        protocol's own words, and routers may come back to runs that are still here."""
+        """No method is refused during a drain: a prompt is answered with Refused, and routers may reconnect to runs."""
         descriptors = wire.DESCRIPTOR.services_by_name
-        return [Service(descriptors[name], late.add_to) for name, late in self._late.items()]
+        return [Service(descriptors[name], service.add_to) for name, service in self._deferred.items()]
 
-    # -- beginning -----------------------------------------------------------------------------------------------
+    # -- start ---------------------------------------------------------------------------------------------------
 
     async def warm_up(self, server: Server) -> None:
-        """From a server that listens to a worker that is registered and can serve."""
+        """From a listening server to a registered worker."""
         settings = self._settings
         server.shutdown.ends_process = True
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
@@ -169,8 +168,6 @@ class Worker:
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
         host = await self._make_host(engine, files, server)
         await _warm_up_engine(host)
-        host.crash_listeners.append(self._crashed)
-        WorkerMetrics(self.registry, host)
         prefill, decode = self._open(host)
         server.shutdown.ends_process = False
         self._parts = _Parts(host, prefill, decode, await self._register(host, files))
@@ -190,14 +187,15 @@ class Worker:
         return await self._stack.enter_async_context(host)
 
     def _open(self, host: EngineHost) -> tuple[PrefillService, DecodeService]:
-        """Calls are answered from now on."""
+        """Calls are served from now on."""
         prefill, decode = PrefillService(host), DecodeService(host)
+        host.connect(_CrashHandler(self.readiness), WorkerMetrics(self.registry, host), prefill, decode.run_manager)
         self._stack.push_async_callback(decode.close)
         audit = AuditService(host, prefill, decode)
-        self._late["Prefill"].attach(partial(services.add_PrefillServicer_to_server, prefill))
-        self._late["Decode"].attach(partial(services.add_DecodeServicer_to_server, decode))
-        self._late["KvSource"].attach(KvSourceService(host.sender).add_to)
-        self._late["Audit"].attach(partial(services.add_AuditServicer_to_server, audit))
+        self._deferred["Prefill"].attach(partial(services.add_PrefillServicer_to_server, prefill))
+        self._deferred["Decode"].attach(partial(services.add_DecodeServicer_to_server, decode))
+        self._deferred["KvSource"].attach(KvSourceService(host.sender).add_to)
+        self._deferred["Audit"].attach(partial(services.add_AuditServicer_to_server, audit))
         return prefill, decode
 
     async def _register(self, host: EngineHost, files: ModelFiles) -> Registrar:
@@ -228,29 +226,49 @@ class Worker:
         )
         return await self._stack.enter_async_context(registrar)
 
-    # -- ending --------------------------------------------------------------------------------------------------
+    # -- end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Nothing new; what is here goes on to its end; then nobody looks here any more."""
+        """Refuse new runs, wait for the end of those that run, then deregister."""
         parts = self._parts
         if parts is None:
-            return  # it was asked to end before it had begun
+            return  # warm-up was not complete
         parts.host.draining = True
         parts.registrar.renew_now()
-        # The router renews the tickets of prompts over its session: those end last.
+        # Sessions end last: over them routers renew the tickets of prompts.
         await parts.prefill.drain()
         await parts.decode.drain()
         await parts.registrar.leave()
 
-    def _crashed(self, stopped: EngineStopped) -> None:
-        """Not ready at once; the end follows when those who wait have been told."""
+
+class _CrashHandler(HostHandler):
+    """Ends the process after a crash of its engine: not ready at once, failed when the last answers are sent."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        self._readiness = readiness
+
+    def on_crash(self, stopped: EngineStopped) -> None:
         _log.error("engine crashed", reason=str(stopped), exc_info=stopped.__cause__)
-        self.readiness.draining()
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, self.readiness.failed, str(stopped))
+        self._readiness.draining()
+        asyncio.get_running_loop().call_later(LAST_ANSWERS_S, self._readiness.failed, str(stopped))
+
+
+class _WarmUpHandler(HostHandler):
+    """Waits for the end of the warm-up request; the result is its failure, if any."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def on_step(self, output: StepOutput) -> None:
+        for end in output.ended:
+            self.ended.set_result(end.detail if end.reason is FinishReason.FAILED else "")
+
+    def on_crash(self, stopped: EngineStopped) -> None:
+        self.ended.set_exception(stopped)
 
 
 def _check(settings: WorkerSettings) -> None:
-    """What can be refused before the model is loaded. Raises Refused, InvalidConfig."""
+    """Checks that need no model. Raises SettingError, InvalidConfig."""
     Limits(settings.token_budget or settings.max_running, settings.max_running)
     if settings.advertise is None and settings.host in EVERY_ADDRESS:
         raise SettingError("advertise", "needed where host is every address", "nothing")
@@ -259,23 +277,18 @@ def _check(settings: WorkerSettings) -> None:
 
 
 async def _warm_up_engine(host: EngineHost) -> None:
-    """The largest step and the smallest, before anyone waits for them: memory is laid out, and how long they take is
-    known. Raises EngineStopped, ModelRefused."""
-    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    """Run the largest step and the smallest, which allocates memory and measures their duration.
 
-    def collect(output: StepOutput) -> None:
-        for end in output.ended:
-            ended.set_result(end.detail if end.reason is FinishReason.FAILED else "")
+    Raises EngineStopped, ModelRefused.
+    """
+    handler = _WarmUpHandler()
 
     def begin(engine: Engine) -> None:
         prompt = (0,) * max(1, min(engine.scheduler.longest_chunk, host.window - 1))
         engine.add(Request("warm-up", prompt, stop=StopParams(2, ignore_eos=True), use_prefix_cache=False))
 
-    host.step_listeners.append(collect)
-    host.crash_listeners.append(ended.set_exception)
+    host.connect(handler)
     _log.info("first steps")
     await host.loop.call(begin)
-    if detail := await ended:
+    if detail := await handler.ended:
         raise ModelRefused(host.model, f"its first step failed: {detail}")
-    host.step_listeners.remove(collect)
-    host.crash_listeners.remove(ended.set_exception)

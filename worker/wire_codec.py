@@ -1,6 +1,6 @@
-"""What a router asks becomes what the engine is asked, and what the engine says becomes what a router is told.
+"""Conversion between wire messages and the engine's types.
 
-wire.EngineRequest ── to_request ──> engine Request        (WorkRefused: what is wrong, as the wire says it)
+wire.EngineRequest ── to_request ──> engine Request        (raises RequestRejected)
 TokenLogprobs, FinishReason ──> wire
 """
 
@@ -32,7 +32,7 @@ _ENDS = {
 
 
 class RequestRejected(Exception):
-    """Work that can't be done here; ``failure`` says why."""
+    """A request that this worker cannot serve; ``failure`` gives the reason."""
 
     def __init__(self, failure: wire.Failure) -> None:
         super().__init__(f"{wire.Cause.Name(failure.cause)}: {failure.detail}")
@@ -40,27 +40,27 @@ class RequestRejected(Exception):
 
     @classmethod
     def because(cls, field: str, limit: str, value: object, cause: wire.Cause = wire.CAUSE_INVALID) -> RequestRejected:
-        """A field of ``Work`` that breaks a limit."""
+        """A field of the request that breaks a limit."""
         violation = wire.Violation(field=field, limit=limit, value=str(value)[:80])
         return cls(wire.Failure(cause=cause, detail=f"{field}: {limit}, got {violation.value}", violation=violation))
 
     @classmethod
     def of(cls, error: InvalidRequest) -> RequestRejected:
-        """What the engine says of a request, by the name that the field has in ``Work``."""
+        """The engine's error, with the field's name in ``EngineRequest``."""
         name = error.field.partition("[")[0]
         known = name in _SAMPLING or name.endswith("_penalty")
         return cls.because(f"sampling.{error.field}" if known else _FIELDS.get(name, name), error.limit, error.value)
 
 
 def other_request() -> wire.Failure:
-    """Why nothing is done for a run whose request id belongs to another payload here."""
-    return wire.Failure(cause=wire.CAUSE_ID_REUSED, detail="another request with this id is at work here")
+    """The request id belongs to another payload here."""
+    return wire.Failure(cause=wire.CAUSE_ID_REUSED, detail="another request with this id is running here")
 
 
 def to_request(sequence_id: str, work: wire.EngineRequest, *, model: str, park_after: bool = False) -> Request:
-    """The engine's request for the one output of ``work``, under the name ``sequence_id``.
+    """The engine's request for the only output of ``work``.
 
-    ``park_after``: stop and keep the blocks after the first token written from here. Raises WorkRefused.
+    ``park_after``: park the sequence after its next token. Raises RequestRejected.
     """
     _check_supported(work, model)
     written = _unpacked("outputs.tokens", work.outputs[0].tokens)
@@ -85,7 +85,9 @@ def to_request(sequence_id: str, work: wire.EngineRequest, *, model: str, park_a
 
 def _check_supported(work: wire.EngineRequest, model: str) -> None:
     if work.model != model:
-        raise RequestRejected.because("model", f"{model} is served here", work.model, wire.CAUSE_UNKNOWN_MODEL)
+        raise RequestRejected.because(
+            "model", f"{model}, which this worker serves", work.model, wire.CAUSE_UNKNOWN_MODEL
+        )
     if len(work.outputs) != 1:
         raise RequestRejected.because("outputs", "exactly one", len(work.outputs), wire.CAUSE_UNSUPPORTED)
     for field in ("adapter", "guide"):
@@ -94,57 +96,56 @@ def _check_supported(work: wire.EngineRequest, model: str) -> None:
 
 
 def _sampling(work: wire.EngineRequest) -> SamplingParams:
-    asked = work.sampling
+    sampling = work.sampling
     return SamplingParams(
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        min_p=asked.min_p,
-        repetition_penalty=asked.repetition_penalty,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        logit_bias=dict(asked.logit_bias),
-        seed=asked.seed,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed,
         output_index=work.outputs[0].output,
     )
 
 
-def _stop(asked: wire.Stopping) -> StopParams:
+def _stop(stopping: wire.Stopping) -> StopParams:
     return StopParams(
-        max_tokens=asked.max_tokens,
-        min_tokens=asked.min_tokens,
-        stop_token_ids=frozenset(asked.stop_token_ids),
-        ignore_eos=asked.ignore_eos,
+        max_tokens=stopping.max_tokens,
+        min_tokens=stopping.min_tokens,
+        stop_token_ids=frozenset(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
     )
 
 
 def end_reason(reason: FinishReason, stopping: wire.Stopping) -> wire.OutputEnd.Reason:
-    """Why an output wrote its last token. A sequence that FAILED has no such reason: its run did."""
+    """The wire's reason; FAILED has none, because the run fails instead."""
     if reason is FinishReason.LENGTH and stopping.cut_to_window:
         return wire.OutputEnd.REASON_CONTEXT_LENGTH
     return _ENDS[reason]
 
 
 def queue_key(work: wire.EngineRequest, now: float) -> float:
-    """Where work that came in at ``now`` (seconds) stands in a queue: the smallest goes first.
+    """Queue key of a request received at ``now`` (seconds): the smallest goes first.
 
-    Fixed when it comes in: a level of priority is worth so much waiting, and time spent in earlier attempts counts.
+    It never changes: a level of priority equals so much waiting time, and the time of earlier attempts counts.
     """
     return priority.queue_key(now - work.age_ms / 1000, work.priority)
 
 
 def logprobs_to_wire(entry: int, logprobs: TokenLogprobs) -> wire.TokenLogprobs:
-    """Log-probabilities of the token at place ``entry`` of the array beside them."""
+    """``entry``: index of the token in the array that the message belongs to."""
     ids, values = zip(*logprobs.top, strict=True) if logprobs.top else ((), ())
     return wire.TokenLogprobs(
         entry=entry, logprob=logprobs.logprob, rank=logprobs.rank, top_ids=ids, top_logprobs=values
     )
 
 
-def logprobs_from_wire(token: int, told: wire.TokenLogprobs) -> TokenLogprobs:
-    """What ``token_logprobs`` told of a token."""
-    top = tuple(zip(told.top_ids, told.top_logprobs, strict=True))
-    return TokenLogprobs(token, told.logprob, told.rank, top)
+def logprobs_from_wire(token: int, message: wire.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(message.top_ids, message.top_logprobs, strict=True))
+    return TokenLogprobs(token, message.logprob, message.rank, top)
 
 
 def _unpacked(field: str, data: bytes) -> tuple[int, ...]:

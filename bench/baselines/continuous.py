@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
 from bench.metrics import summarise
 from bench.open_loop import WARM_UP, drive
-from bench.subprocess_runner import Job, Tell
+from bench.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 
 SILENCE_S = 600.0
-"""A server that tells nothing for so long is given up."""
+"""A server without output for this long has failed."""
 
 
 class Server:
@@ -40,7 +40,7 @@ class Server:
         self._told[result.request_id] = written
 
 
-def measure(job: Job, tell: Tell) -> dict[str, Any]:
+def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     """Load the checkpoint, warm up, serve the workload."""
     torch.set_num_threads(job.threads)
     began = time.perf_counter()
@@ -57,7 +57,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
         loaded = time.perf_counter() - began
         server = Server(manager)
         drive(server, WARM_UP, lambda _: None)
-        served = drive(server, job.items, tell)
+        served = drive(server, job.items, on_progress)
     return {**summarise(served), "load_seconds": loaded}
 
 

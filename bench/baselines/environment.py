@@ -43,16 +43,16 @@ def _install(interpreter: Path, requirements: Path, say: Callable[[str], None]) 
     pip = subprocess.Popen(
         [interpreter, *install, requirements], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    told = deque[str](maxlen=200)
+    output = deque[str](maxlen=200)
     try:
         assert pip.stdout is not None
         for line in pip.stdout:
-            told.append(line.strip())
+            output.append(line.strip())
             say(line.strip())
         failed = pip.wait()
     finally:
         pip.kill()
         pip.wait()
     if failed:
-        errors = [line for line in told if line.startswith("ERROR")] or list(told) or ["pip said nothing"]
+        errors = [line for line in output if line.startswith("ERROR")] or list(output) or ["pip printed nothing"]
         raise NotInstallable(errors[-1][:300])

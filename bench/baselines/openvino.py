@@ -20,7 +20,7 @@ import openvino_genai as genai
 from bench.metrics import summarise
 from bench.model_shapes import cache_folder
 from bench.open_loop import WARM_UP, drive
-from bench.subprocess_runner import Job, Tell
+from bench.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 
 
@@ -51,7 +51,7 @@ class Server:
                 del self._handles[id]
 
 
-def measure(job: Job, tell: Tell) -> dict[str, Any]:
+def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     """Load the checkpoint, warm up, serve the workload."""
     exported = _export(Path(job.model))
     began = time.perf_counter()
@@ -66,7 +66,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     server = Server(genai.ContinuousBatchingPipeline(exported, scheduling, "CPU", properties))
     loaded = time.perf_counter() - began
     drive(server, WARM_UP, lambda _: None)
-    served = drive(server, job.items, tell)
+    served = drive(server, job.items, on_progress)
     return {**summarise(served), "load_seconds": loaded}
 
 

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.metrics import Served, summarise
-from bench.subprocess_runner import Job, Tell
+from bench.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 
 PAD = 0
@@ -45,7 +45,7 @@ class Pace:
         return [first + step * index for index in range(_longest(batch))]
 
 
-def measure(job: Job, tell: Tell) -> dict[str, Any]:
+def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     """Load the checkpoint, warm up, serve the workload."""
     torch.set_num_threads(job.threads)
     began = time.perf_counter()
@@ -55,11 +55,11 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     model.generation_config.eos_token_id = None  # lengths are forced
     loaded = time.perf_counter() - began
     generate(model, WARM_UP, lambda _: None)
-    served, counts = run(model, job, tell)
+    served, counts = run(model, job, on_progress)
     return {**summarise(served), **counts, "load_seconds": loaded}
 
 
-def run(model: PreTrainedModel, job: Job, tell: Tell) -> tuple[list[Served], dict[str, Any]]:
+def run(model: PreTrainedModel, job: Job, on_progress: OnProgress) -> tuple[list[Served], dict[str, Any]]:
     """Run all items on the virtual clock; return the results and the batches."""
     waiting = deque(sorted(job.items, key=lambda item: item.arrival_s))
     wanted = job.static_batches or len(job.items)
@@ -72,7 +72,7 @@ def run(model: PreTrainedModel, job: Job, tell: Tell) -> tuple[list[Served], dic
         while waiting and len(batch) < job.batch_size and waiting[0].arrival_s <= clock:
             batch.append(waiting.popleft())
         if len(sizes) < wanted:
-            stamps = generate(model, batch, _part(tell, len(sizes), expected))
+            stamps = generate(model, batch, _part(on_progress, len(sizes), expected))
             pace.note(batch, stamps)
         else:
             stamps = pace.predict(batch)
@@ -93,7 +93,7 @@ def run(model: PreTrainedModel, job: Job, tell: Tell) -> tuple[list[Served], dic
 
 
 @torch.inference_mode()
-def generate(model: Any, batch: Sequence[Item], tell: Tell) -> list[float]:
+def generate(model: Any, batch: Sequence[Item], on_progress: OnProgress) -> list[float]:
     """Run one padded batch to its longest output; return each step's end in seconds after the start."""
     width, longest = max(len(item.prompt_token_ids) for item in batch), _longest(batch)
     stamps: list[float] = []
@@ -101,7 +101,7 @@ def generate(model: Any, batch: Sequence[Item], tell: Tell) -> list[float]:
 
     def stamp(input_ids: torch.Tensor, _scores: object, **_: Any) -> torch.Tensor:
         stamps.append(time.perf_counter() - began)
-        tell(len(stamps) / longest)
+        on_progress(len(stamps) / longest)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
     gaps = [width - len(item.prompt_token_ids) for item in batch]
@@ -120,9 +120,9 @@ def generate(model: Any, batch: Sequence[Item], tell: Tell) -> list[float]:
     return stamps
 
 
-def _part(tell: Tell, done: int, whole: int) -> Tell:
+def _part(on_progress: OnProgress, done: int, whole: int) -> OnProgress:
     """Converts the progress of one batch to the progress of all."""
-    return lambda share: tell(min(1.0, (done + share) / whole))
+    return lambda share: on_progress(min(1.0, (done + share) / whole))
 
 
 def _padded(batch: Sequence[Item]) -> int:

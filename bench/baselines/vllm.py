@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.metrics import summarise
 from bench.open_loop import WARM_UP, drive
-from bench.subprocess_runner import Job, Tell
+from bench.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 from decant.runtime.cores import usable_cores
 
@@ -36,7 +36,7 @@ class Server:
             self._told[output.request_id] = written
 
 
-def measure(job: Job, tell: Tell) -> dict[str, Any]:
+def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     """Load the checkpoint, warm up, serve the workload."""
     # vLLM reads these at import: one process, the configured number of threads, the engine's memory, no network.
     os.environ |= {
@@ -64,7 +64,7 @@ def measure(job: Job, tell: Tell) -> dict[str, Any]:
     loaded = time.perf_counter() - began
     server = Server(engine, SamplingParams)
     drive(server, WARM_UP, lambda _: None)
-    served = drive(server, job.items, tell)
+    served = drive(server, job.items, on_progress)
     return {**summarise(served), "load_seconds": loaded}
 
 

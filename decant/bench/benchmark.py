@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,31 @@ async def run(target: Target, options: BenchOptions, notify: Notify) -> Result:
     return Result(runs, verdict.sentence(runs, options.slos))
 
 
+class RequestSource:
+    """The requests of each run, `first` those of the first.
+
+    In a sweep every run sends for about as long as the first: a short one would not fill the deployment. Random prompts
+    differ from those of the runs before, which may be cached.
+    """
+
+    def __init__(self, model: pb.Model, options: BenchOptions, first: Sequence[BenchRequest]) -> None:
+        self._model = model
+        self._options = options
+        self._first = first
+        self._runs = 0
+
+    def take(self, rate: float | None) -> Sequence[BenchRequest]:
+        """Requests of the next run."""
+        options, run = self._options, self._runs
+        self._runs += 1
+        if not run or rate is None or options.rate is None:
+            return self._first
+        count = round(len(self._first) * rate / options.rate)
+        if options.dataset is None:
+            return _random(self._model, replace(options, requests=count, seed=options.seed + run))
+        return list(islice(cycle(self._first), count))
+
+
 class _Benchmark:
     """Runs of the same requests."""
 
@@ -127,8 +153,8 @@ class _Benchmark:
         self._model = model
         self._options = options
         self._requests = requests
+        self._source = RequestSource(model, options, requests)
         self._notify = notify
-        self._runs = 0
 
     async def warm_up(self) -> None:
         """Random prompts of the same lengths, one after another. Raises InvalidBenchmark if one fails."""
@@ -143,10 +169,7 @@ class _Benchmark:
 
     async def measure(self, rate: float | None) -> dict[str, Any]:
         """One run, as a document."""
-        options, requests = self._options, self._requests
-        if self._runs and options.dataset is None:  # other prompts than in the last run, which are cached
-            requests = _random(self._model, options, options.seed + self._runs)
-        self._runs += 1
+        options, requests = self._options, self._source.take(rate)
         name = f"{rate:.3g} requests/s" if rate else f"{options.concurrency or len(requests)} at a time"
         load = self._load(name, len(requests))
         self._notify(name, None, len(requests))
@@ -180,7 +203,7 @@ class _Benchmark:
 async def _requests(client: AsyncClient, model: pb.Model, options: BenchOptions) -> list[BenchRequest]:
     path = options.dataset
     if path is None:
-        return _random(model, options, options.seed)
+        return _random(model, options)
     if path.suffix != ".json":
         return read_trace(path, model.vocab_size or None, model.max_context_length or None)[: options.requests]
     pairs = read_sharegpt(path)[: options.requests]
@@ -188,14 +211,14 @@ async def _requests(client: AsyncClient, model: pb.Model, options: BenchOptions)
     return [BenchRequest(question, one.count) for (question, _), one in zip(pairs, answers, strict=True)]
 
 
-def _random(model: pb.Model, options: BenchOptions, seed: int) -> list[BenchRequest]:
+def _random(model: pb.Model, options: BenchOptions) -> list[BenchRequest]:
     if not model.vocab_size:
         raise InvalidBenchmark("model", "a vocabulary size, which a ready worker reports", "none")
     lengths: tuple[Lengths, Lengths] = ANYSCALE
     if options.workload == "random":
         prompt, output = options.prompt_tokens, options.output_tokens
         lengths = parse_lengths("--prompt-tokens", prompt), parse_lengths("--output-tokens", output)
-    return random_requests(options.requests, model.vocab_size, lengths, options.prefix, seed)
+    return random_requests(options.requests, model.vocab_size, lengths, options.prefix, options.seed)
 
 
 def _check_lengths(requests: Sequence[BenchRequest], model: pb.Model) -> None:

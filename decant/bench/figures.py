@@ -83,8 +83,13 @@ def summarise(records: Sequence[Record], slos: _Slos) -> dict[str, Any]:
 
 
 def details(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Each request's figures, in seconds, in the lists of ``vllm bench serve``."""
+    """Each request's figures, in seconds, in the lists of ``vllm bench serve``.
+
+    ``spans``, ours: sent, first and last token of each that succeeded, after the first send.
+    """
+    began = min((one.sent for one in records), default=0.0)
     return {
+        "spans": [[at - began for at in (one.sent, one.tokens[0], one.tokens[-1])] for one in records if not one.error],
         "input_lens": [one.prompt_tokens for one in records],
         "output_lens": [len(one.tokens) for one in records],
         "ttfts": [one.ttft if one.tokens else 0.0 for one in records],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-MAX_DOUBLINGS = 12
+MAX_DOUBLINGS = 8
 HALVINGS = 3
 """The result is within an eighth of the interval between two doublings."""
 

@@ -57,6 +57,7 @@ def bench(  # noqa: PLR0913 - a command's options are its parameters
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before the measured ones.")] = 4,
     timeout: Annotated[float, typer.Option(min=0.001, help="Deadline of a request in seconds.")] = 600.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and arrivals.")] = 0,
+    html: Annotated[Path | None, typer.Option(help="Also write a report with charts, as one HTML file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
     """Measure a deployment: latency, throughput, and the rate that keeps objectives.
@@ -68,6 +69,7 @@ def bench(  # noqa: PLR0913 - a command's options are its parameters
 
     from decant.bench import benchmark, report
     from decant.bench.errors import InvalidBenchmark
+    from decant.bench.html_report import to_html
     from decant.command.status import new_console
 
     with one_line_errors():
@@ -80,12 +82,21 @@ def bench(  # noqa: PLR0913 - a command's options are its parameters
                 result = asyncio.run(benchmark.run(target, options, progress.notify))
         except InvalidBenchmark as error:
             raise CommandFailed(str(error), status=2) from None
+        if html is not None:
+            _write(html, to_html(result, options.slos))
         if as_json:
             print(report.to_json(result))
         else:
             report.show(result, new_console())
         if not any(run["completed"] for run in result.runs):
             raise SystemExit(1)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandFailed(f"--html: {file}: {error.strerror}") from None
 
 
 def _options(given: dict[str, Any]) -> Any:

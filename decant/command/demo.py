@@ -26,5 +26,5 @@ def run() -> None:
         print("\ndecant audit", flush=True)
         adds_up = audit.run(running.redis_url, running.peer_tls, as_json=False)
     if not adds_up:
-        raise CommandFailed("the audit found blocks that nobody accounts for")
+        raise CommandFailed("the audit found blocks without an owner")
     print("\nended, nothing left behind")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,10 +33,12 @@ def temporary_deployment(*arguments: str) -> Iterator[Deployment]:
                 break
         else:
             raise CommandFailed("the deployment did not come up:\n" + "".join(lines[-_LAST_LINES:]))
+        # Its processes would block in a log call once the pipe is full.
+        threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
         yield next(one for one in deployments.running() if one.pid == process.pid)
     finally:
         process.terminate()
-        process.communicate(timeout=_END_SECONDS)
+        process.wait(timeout=_END_SECONDS)
 
 
 def _is_ready(line: str) -> bool:

@@ -1,12 +1,10 @@
-"""A token stream as its client reads it: a stream of messages, or one response.
+"""Response messages of a token stream: a stream of deltas, or one response.
 
     stream: tokens t0 t1 t2 t3 t4 ... end        read at the client's pace
-            started, delta(t0), delta(t1 t2 t3), delta(t4 and what was held back), finished
+            started, delta(t0), delta(t1 t2 t3), delta(t4 and the held text), finished
 
-All tokens that are there go into one delta, up to MAX_DELTA_TOKENS, so a slow reader gets fewer and larger ones. What
-text a token adds is decided by the tokens and the request alone: one that stops has none, and the last that can be
-written brings what was held back, whether or not the end is known yet. So a reader may begin after any token, and gets
-the rest of the same text.
+A delta has all new tokens, up to MAX_DELTA_TOKENS, so a slow reader gets fewer and larger ones. The text of a token
+depends on the tokens and the request alone. So a reader may start after any token, and gets the rest of the same text.
 """
 
 from __future__ import annotations
@@ -23,27 +21,27 @@ from decant.runtime.errors import InvalidArgument, ServiceError
 from decant.runtime.packed import unpack
 
 MAX_DELTA_TOKENS = 1024
-"""In one message: with 20 alternatives each about 1 MiB, a quarter of what gRPC's clients receive by default."""
+"""With 20 alternatives each about 1 MiB, a quarter of the default limit of gRPC clients."""
 
 
 class ResponseWriter:
     """Reads a token stream once; ``stream`` begins after the ``after_seq`` tokens that the client has."""
 
-    __slots__ = ("_model", "_read", "_stream", "_text", "_wanted")
+    __slots__ = ("_model", "_options", "_read", "_stream", "_text")
 
     def __init__(self, stream: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
         self._stream = stream
         self._model = model
-        self._wanted = wanted = stream.request.output_options
+        self._options = options = stream.request.output_options
         self._read = after_seq
-        self._text = new_output_text(model, wanted, stream.request.engine_request.stopping) if wanted.text else None
+        self._text = new_output_text(model, options, stream.request.engine_request.stopping) if options.text else None
 
-    async def stream(self, write: Write, account: RequestMeter) -> Finish:
-        """Writes all messages; returns how it ended. Raises the stream's error, what `write` raises, and
-        InvalidArgument where the stream ends before `after_seq`."""
+    async def stream(self, write: Write, meter: RequestMeter) -> Finish:
+        """Write all messages; return how the output ended. Raises the stream's error, errors of `write`, and
+        InvalidArgument if the stream ends before `after_seq`."""
         stream = self._stream
         message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=self._read)
-        chunk = min(self._wanted.min_chunk_tokens, MAX_DELTA_TOKENS)
+        chunk = min(self._options.min_chunk_tokens, MAX_DELTA_TOKENS)
         await stream.wait_beyond(self._read - 1 if self._read else chunk - 1)
         self._skip(self._read)
         await stream.wait_prompt_logprobs()
@@ -54,38 +52,38 @@ class ResponseWriter:
             await stream.wait_beyond(self._read + chunk - 1)
             if tokens := self._fill_delta(message):
                 await write(message)
-                account.sent(tokens)
+                meter.sent(tokens)
         ended = self._ended()
         if self._text is not None and (rest := self._text.end()):
             message.delta.CopyFrom(pb.Delta(text=rest))
             await write(message)
         message.finished.CopyFrom(ended.finished())
-        message.usage.CopyFrom(account.usage())
-        message.receipt.CopyFrom(account.receipt())
+        message.usage.CopyFrom(meter.usage())
+        message.receipt.CopyFrom(meter.receipt())
         await write(message)
         return ended
 
-    async def whole(self, account: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
+    async def whole(self, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
         """The whole output in one response, and how it ended. Raises the stream's error."""
-        stream, wanted = self._stream, self._wanted
+        stream, options = self._stream, self._options
         while stream.end is None:
             await stream.wait_beyond(len(stream.tokens))
         ended = self._ended()
-        text = "" if self._text is None else wanted.echo + self._text.add(stream.tokens) + self._text.end()
+        text = "" if self._text is None else options.echo + self._text.add(stream.tokens) + self._text.end()
         if stream.tokens:
-            account.sent(len(stream.tokens))
+            meter.sent(len(stream.tokens))
         output = pb.Output(
             text=text,
-            token_ids=stream.tokens if wanted.token_ids else (),
-            logprobs=self._logprobs(0, len(stream.tokens)) if wanted.logprobs is not None else (),
+            token_ids=stream.tokens if options.token_ids else (),
+            logprobs=self._logprobs(0, len(stream.tokens)) if options.logprobs is not None else (),
             finished=ended.finished(),
         )
         response = pb.GenerateResponse(
             request_id=stream.request.key.id,
             model=self._model.id,
             outputs=[output],
-            usage=account.usage(),
-            receipt=account.receipt(),
+            usage=meter.usage(),
+            receipt=meter.receipt(),
             seed=stream.request.engine_request.sampling.seed,
             prompt_logprobs=self._prompt_logprobs(),
         )
@@ -105,9 +103,9 @@ class ResponseWriter:
             self._text.add(tokens[:count])
 
     def _fill_delta(self, message: pb.GenerateStreamResponse) -> int:
-        """Make `message` the delta of the unread tokens, up to MAX_DELTA_TOKENS; returns their number. This is the work
-        per token: it reuses the parts of the message."""
-        wanted, read = self._wanted, self._read
+        """Make `message` the delta of the unread tokens, up to MAX_DELTA_TOKENS; return their number. The path of
+        every token: it reuses the message's parts."""
+        options, read = self._options, self._read
         tokens = self._stream.tokens[read : read + MAX_DELTA_TOKENS]
         count = len(tokens)
         if not count:
@@ -117,10 +115,10 @@ class ResponseWriter:
         delta.num_tokens = count
         if self._text is not None:
             text = self._text.add(tokens)
-            delta.text = text if read else wanted.echo + text
-        if wanted.token_ids:
+            delta.text = text if read else options.echo + text
+        if options.token_ids:
             delta.token_ids[:] = tokens
-        if wanted.logprobs is not None:
+        if options.logprobs is not None:
             del delta.logprobs[:]
             delta.logprobs.extend(self._logprobs(read, read + count))
         return count
@@ -145,32 +143,32 @@ class ResponseWriter:
         )
 
     def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
-        stream, words = self._stream, self._model.token_table
+        stream, table = self._stream, self._model.token_table
         pairs = zip(stream.tokens[first:end], stream.logprobs.entries(first, end), strict=True)
-        return [_logprob(words, token, logprobs) for token, logprobs in pairs]
+        return [_logprob(table, token, logprobs) for token, logprobs in pairs]
 
     def _prompt_logprobs(self) -> list[pb.TokenLogprob]:
-        """One per token of the prompt; the first follows nothing and has no logprob."""
-        request, found, words = self._stream.request, self._stream.prompt_logprobs, self._model.token_table
+        """One per token of the prompt; the first has no logprob."""
+        request, known, table = self._stream.request, self._stream.prompt_logprobs, self._model.token_table
         if request.output_options.prompt_logprobs is None:
             return []
         first, *others = unpack(request.engine_request.prompt)
-        exact = words.bytes_of(first)
+        exact = table.bytes_of(first)
         begin = pb.TokenLogprob(token_id=first, token=exact.decode(errors="replace"), token_bytes=exact)
-        return [begin, *(_logprob(words, token, logprobs) for token, logprobs in zip(others, found, strict=False))]
+        return [begin, *(_logprob(table, token, logprobs) for token, logprobs in zip(others, known, strict=False))]
 
 
-def _logprob(words: TokenTable, token: int, found: wire.TokenLogprobs) -> pb.TokenLogprob:
-    exact = words.bytes_of(token)
+def _logprob(table: TokenTable, token: int, logprobs: wire.TokenLogprobs) -> pb.TokenLogprob:
+    exact = table.bytes_of(token)
     return pb.TokenLogprob(
         token_id=token,
         token=exact.decode(errors="replace"),
-        logprob=found.logprob,
-        rank=found.rank,
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
         top=[
             pb.TopLogprob(token_id=id, token=bytes_.decode(errors="replace"), logprob=logprob, token_bytes=bytes_)
-            for id, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
-            for bytes_ in (words.bytes_of(id),)
+            for id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+            for bytes_ in (table.bytes_of(id),)
         ],
         token_bytes=exact,
     )

@@ -18,7 +18,7 @@ _log = logs.get(__name__)
 
 
 class RequestMeter:
-    """Measures what one reader is sent. With several readers in turn, each token is counted once."""
+    """Measures the messages of one reader. With several readers in turn, each token is counted once."""
 
     __slots__ = ("_last_at", "_metrics", "_now", "_stream")
 
@@ -50,7 +50,7 @@ class RequestMeter:
         return receipt_of(self._stream, self._now())
 
     def close(self, outcome: str) -> None:
-        """The client has the end, or has left: count the request and log it in one line."""
+        """The call has ended: count the request and log it in one line."""
         self._count()
         stream = self._stream
         receipt = self.receipt()
@@ -92,7 +92,7 @@ class RequestMeter:
 
 
 class RecordedMeter(RequestMeter):
-    """Of a request that is over, or only looked at: nothing is counted, and what was told once is told again."""
+    """Of a request that has ended, or is only read: counts nothing, and repeats the recorded usage and receipt."""
 
     __slots__ = ()
 
@@ -116,5 +116,4 @@ class RecordedMeter(RequestMeter):
 
 
 def meter_of(stream: TokenStream, metrics: ModelMetrics) -> RequestMeter:
-    """For whoever reads it now."""
     return RequestMeter(stream, metrics) if stream.recorded is None else RecordedMeter(stream)

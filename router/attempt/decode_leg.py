@@ -43,7 +43,7 @@ class DecodeLeg(Leg):
         self.scheduled: wire.Scheduled | None = None
         self.started: wire.DecodeStarted | None = None
         self.offer: wire.Ticket | None = None
-        """For a worker that goes on with the run, because this one drains."""
+        """Ticket for a migration, because this worker drains."""
         self._is_scheduled = False
         self._is_joined = False
         self._ticket: wire.Ticket | None = None
@@ -78,7 +78,7 @@ class DecodeLeg(Leg):
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run))
 
     def withdraw_offer(self) -> None:
-        """The worker goes on with the run if it can, else reports that it failed."""
+        """The worker continues the run, or reports that it failed."""
         self.offer = None
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run, withdrawn=True))
 

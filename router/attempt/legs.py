@@ -1,4 +1,4 @@
-"""The legs of one attempt, and the one place where it waits for them."""
+"""The legs of one attempt; the attempt waits for them in `Legs.until`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Adopt = Callable[[RequestKey, Incarnation], Awaitable[StoredRequest]]
 """Makes a router a request's owner: ``adopt``, ``adopt_orphan`` or ``cancel`` of ``Requests``."""
 
 OnAdopted = Callable[[Execution], None]
-"""Is called at once with an execution that starts by an adoption."""
+"""Called with an adopted execution, before it runs."""
 
 _log = logs.get(__name__)
 
@@ -67,7 +67,7 @@ class Adoptions:
     async def adopt(self, stored: StoredRequest, adopt: Adopt, on_adopted: OnAdopted | None = None) -> Execution | None:
         """Make this router the owner. None: the request has ended meanwhile.
 
-        If the caller is cancelled, the adoption goes on, and the grace of a request without a reader begins.
+        If the caller is cancelled, the adoption continues, and the grace of a request without a reader starts.
 
         Raises StateError, Unavailable, and the error for a model that is not served here.
         """

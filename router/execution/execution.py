@@ -226,7 +226,7 @@ class Execution:
             await router.quota_leases.acquire(request.key, max_tokens)
         self._slot = await router.admission.enter(engine_request.priority, request.deadline)
         if router.journal_writer.is_unavailable:
-            self._accept_unrecorded("it is away")
+            self._accept_unrecorded("writes fail")
         else:
             await self._record()
         self._advance(Phase.RECORDED)
@@ -254,7 +254,7 @@ class Execution:
     def _accept_unrecorded(self, why: str) -> None:
         """Raises Unavailable unless the settings allow requests without the store."""
         if not self._router.settings.serve_without_redis:
-            words = f"the state store is away: {why}"
+            words = f"the state store is unavailable: {why}"
             raise Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=RETRY_AFTER_SECONDS)
         self.stream.resumable = False
 

@@ -202,7 +202,7 @@ class JournalWriter:
 
     def _on_unavailable(self, error: StateError) -> None:
         if not self.is_unavailable:
-            _log.warning("the state store is away: requests go on", error=str(error))
+            _log.warning("the state store is unavailable: requests continue", error=str(error))
         self.is_unavailable = True
         self._failures += 1
 
@@ -212,7 +212,7 @@ class JournalWriter:
         self._failures = 0
         if self.is_unavailable:
             self.is_unavailable = False
-            _log.info("the state store is back", requests=written)
+            _log.info("the state store is available again", requests=written)
 
     def _check_idle(self) -> None:
         if not self._running and not self._ended:

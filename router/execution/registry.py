@@ -135,8 +135,8 @@ class RequestRegistry:
         return self.executions.find(key) is not None or self._adoptions.is_adopting(key)
 
     def on_disconnect(self, stream: TokenStream) -> None:
-        """The stream has no reader any more. The request is cancelled after its grace or detach time; at once if nobody
-        could resume it."""
+        """The stream has lost its reader. Cancel the request after its grace or detach time; at once if its id was
+        generated, because no client can resume it."""
         execution = self.executions.open.get(stream.request.key)
         if execution is None or execution.stream is not stream or execution.disconnect_timer is not None:
             return

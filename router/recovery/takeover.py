@@ -2,8 +2,8 @@
 
     directory --registration expired--> is it dead? --open requests--> adopt_orphan: one router wins --> it runs here
 
-A registration also expires when its router can't reach the store,
-or when the store stalled. So a router counts as dead only if
+A registration also expires when its router can't reach the store, or when the store stalled. So a router counts as
+dead only if
 
   - this router has read the directory without a break for the time of a registration: a live router that the same fault
     cut off from the store has had time to register again;
@@ -56,7 +56,7 @@ class OrphanRecovery:
         while True:
             try:
                 await self._watch()
-            except StateError:  # the registration logs that the store is away
+            except StateError:  # the registration logs that the store is unavailable
                 await asyncio.sleep(self._timings.retry_s)
 
     async def _watch(self) -> None:

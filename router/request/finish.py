@@ -11,7 +11,7 @@ from decant.runtime.errors import DeadlineExceeded
 
 
 def finish_from_tokens(stream: TokenStream) -> Finish | None:
-    """How an output ended, by its tokens alone: its worker may be lost before it reports the end. None: it goes on."""
+    """How an output ended, by its tokens alone: the worker's report may be lost. None: it has not ended."""
     request, tokens = stream.request, stream.tokens
     stopping = request.engine_request.stopping
     if not tokens or not stream.has_prompt_logprobs:

@@ -1,4 +1,4 @@
-"""A request as the store has it, and what a client gets of it: the same as from a router that ran it.
+"""A request as stored: its record, its stream, and how it ended, equal to those at the router that ran it.
 
 ``finish_to_record`` and ``finish_from_record`` are each other's inverse.
 """
@@ -33,7 +33,7 @@ from decant.state.ids import Incarnation, RequestKey, State
 from decant.state.owned import OwnedRequest, StoredRequest
 
 RestoreRequest = Callable[[StoredRequest], Awaitable[ValidRequest]]
-"""Validates a stored request again, as it was accepted. Raises ServiceError where its model is not served any more."""
+"""Validates a stored request again. Raises ServiceError if its model is not served any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,14 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
         case UnknownRequest():
             return NotFound("request", key.id)
         case StoreRefilling():
-            words = f"request {key.id} is not known yet: the state store is new, and still fills up"
+            words = f"request {key.id} is unknown so far: the state store was emptied, and is being filled"
             return Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=error.retry_after_s)
         case UnreadableRequest():
             return Internal()
         case _:
-            return Unavailable(Reason.STATE_STORE_AWAY, "the state store is away", retry_after=RETRY_AFTER_SECONDS)
+            return Unavailable(
+                Reason.STATE_STORE_AWAY, "the state store is unavailable", retry_after=RETRY_AFTER_SECONDS
+            )
 
 
 def stream_from_store(found: StoredRequest, request: ValidRequest) -> TokenStream:
@@ -101,7 +103,7 @@ def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | N
 
 
 def finish_from_record(found: StoredRequest) -> Finish | ServiceError | None:
-    """How a request ended, None while it goes on. Raises UnreadableRequest where the record has no end."""
+    """How a request ended; None while it runs. Raises UnreadableRequest if the record has no end."""
     if not found.ended:
         return None
     if found.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet

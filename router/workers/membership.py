@@ -73,7 +73,7 @@ class WorkerMembership:
             await worker.session.tried.wait()
 
     async def close(self) -> None:
-        """End all sessions. A worker keeps an ended run for a lease unless the router tells it to forget the run."""
+        """End all sessions. A worker keeps an ended run for a lease unless the router asks it to forget the run."""
         open_workers = [worker for worker in self if worker.session.is_open]
         finishing = [self._tasks[worker.incarnation] for worker in open_workers]
         for worker in open_workers:

@@ -134,7 +134,7 @@ class WorkerPool:
             worker.load.reset()
             self.on_members_changed(worker.facts.model)
 
-    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
+    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         self.tickets.on_renewed(beat.renew)
         if (worker := self.membership.get(Incarnation.of(session.worker))) is not None:
             worker.load.apply_heartbeat(beat)

@@ -191,7 +191,7 @@ class WorkerSession:
             age_ms = heartbeat.step_age_ms
             _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=age_ms)
             self._give_up(f"its step is stuck: {age_ms} ms old")
-        self._observer.heard(self, heartbeat)
+        self._observer.on_heartbeat(self, heartbeat)
         if heartbeat.load.draining:
             self.runs.on_draining()
 

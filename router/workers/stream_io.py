@@ -58,7 +58,7 @@ async def write(call: Any, message: Any) -> None:
 
 def _broken(error: grpc.aio.AioRpcError) -> StreamBroken:
     details, reason = error.details() or "", from_call(error).reason
-    # gRPC gives no errno: the system's own text is all that tells a refusal from a host that does not answer.
+    # gRPC gives no errno: the system's own text is all that distinguishes a refusal from a host that does not answer.
     is_refused = error.code() is grpc.StatusCode.UNAVAILABLE and "Connection refused" in details
     is_of_dead_process = is_refused or reason is Reason.NO_WORKER
     return StreamBroken(f"{error.code().name}: {details}", reason, is_of_dead_process=is_of_dead_process)

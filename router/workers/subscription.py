@@ -49,11 +49,11 @@ class SessionObserver(Protocol):
     def opened(self, session: WorkerSession) -> None:
         """The worker takes new work. Its next heartbeats list its whole prefix cache."""
 
-    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None: ...
+    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None: ...
 
 
 class SessionDependent(Protocol):
-    """Depends on a worker without a run in its session."""
+    """Depends on a worker, without a run in its session."""
 
     def on_session_lost(self) -> None:
         """The session broke and did not come back in time."""
@@ -71,7 +71,7 @@ class RunListener(Protocol):
         """After a break, or once the run is adopted: reports that were lost are implied."""
 
     def on_offer(self, ticket: wire.Ticket) -> None:
-        """For a worker that goes on with the run."""
+        """For the target of a migration."""
 
     def on_draining(self) -> None:
         """The worker drains; repeated with each of its heartbeats."""

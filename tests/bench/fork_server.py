@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.subprocess_runner import ChildFailed, Job, Tell
+from bench.subprocess_runner import ChildFailed, Job, OnProgress
 
 READ_BYTES = 1 << 24
 TRIES = 2
@@ -24,7 +24,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.e2e.loaded"])
 
 
-def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[str, Any]:
+def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = None) -> dict[str, Any]:
     """The result of ``job`` by a forked process. Raises ChildFailed."""
     assert python is None
     receiver, sender = _CONTEXT.Pipe(duplex=False)
@@ -34,7 +34,7 @@ def run(module: str, job: Job, tell: Tell, python: Path | None = None) -> dict[s
     try:
         message: Mapping[str, Any] = json.loads(receiver.recv_bytes())
         while "result" not in message:
-            tell(message["progress"])
+            on_progress(message["progress"])
             message = json.loads(receiver.recv_bytes())
         return dict(message["result"])
     except EOFError:

@@ -21,21 +21,21 @@ from bench.workloads import Item
 WORKS = """
     from bench.metrics import Served, summarise
 
-    def measure(job, tell):
+    def measure(job, on_progress):
         print("chatter of a library")
-        tell(0.5)
+        on_progress(0.5)
         return summarise([Served(item.id, 1, 0.0, [1.0] * item.output_len) for item in job.items])
 """
 RAISES = """
     import sys
 
-    def measure(job, tell):
+    def measure(job, on_progress):
         sys.exit(f"[rank0]: no such thing as {job.dtype} here")
 """
 DIES = """
     import os, signal, sys
 
-    def measure(job, tell):
+    def measure(job, on_progress):
         print("a warning of no weight", file=sys.stderr)
         os.kill(os.getpid(), signal.SIGILL)
 """
@@ -60,7 +60,7 @@ def test_the_reason_is_a_line(scripts: None, name: str, reason: str) -> None:
 
 
 def test_a_silent_one_is_ended(scripts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "baseline_hangs.py").write_text("import signal\n\ndef measure(job, tell):\n    signal.pause()\n")
+    (tmp_path / "baseline_hangs.py").write_text("import signal\n\ndef measure(job, on_progress):\n    signal.pause()\n")
     monkeypatch.setattr(child, "SILENCE_S", 0.5)
     with pytest.raises(ChildFailed) as caught:
         child.run("baseline_hangs", JOB, lambda _: None)

@@ -43,11 +43,12 @@ def measured(address: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_up_starts_a_deployment_and_prints_tables_and_the_answer() -> None:
-    done = bench("--up", "--rate", "20", "--slo", "ttft=30s,tpot=10s", *SMALL)
+    """So many requests that their logs would fill a pipe."""
+    done = bench("--up", "--rate", "100", "--slo", "ttft=30s,tpot=10s", *SMALL, "--requests", "400")
     assert done.returncode == 0, done.stderr
-    for text in ("12 completed, 0 failed", "TTFT", "second token", "handoff", "100% of the requests meet"):
+    for text in ("400 completed, 0 failed", "TTFT", "second token", "handoff", "100% of the requests meet"):
         assert text in done.stdout
-    assert "keeps TTFT p99 under 30000 ms and TPOT p99 under 10000 ms at 20 requests/s" in done.stdout
+    assert "keeps TTFT p99 under 30000 ms and TPOT p99 under 10000 ms at 100 requests/s" in done.stdout
 
 
 def test_an_open_loop_has_the_keys_of_vllm_and_forced_lengths(address: str) -> None:
@@ -62,8 +63,10 @@ def test_an_open_loop_has_the_keys_of_vllm_and_forced_lengths(address: str) -> N
     assert run["p50_ttft_ms"] <= run["p99_ttft_ms"] <= run["max_e2el_ms"]
 
 
-def test_a_closed_loop_has_as_many_requests_at_a_time_as_clients(address: str) -> None:
-    run = measured(address, "--concurrency", "1", *SMALL)
+def test_a_closed_loop_has_as_many_requests_at_a_time_as_clients(address: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    run = measured(address, "--concurrency", "1", "--html", str(report), *SMALL)
+    assert run["sentence"] in report.read_text()
     assert run["max_concurrency"] == 1
     # one after another: the latencies add up
     assert run["duration"] * 1e3 >= 12 * run["mean_e2el_ms"] * 0.999

@@ -76,6 +76,7 @@ def test_a_run_without_a_success_has_no_rates() -> None:
 def test_details_list_every_request_in_seconds() -> None:
     lists = details([record(1.0, [1.5, 2.5]), record(0.0, [], error="X")])
     assert lists == {
+        "spans": [[1.0, 1.5, 2.5]],
         "input_lens": [10, 10],
         "output_lens": [2, 0],
         "ttfts": [0.5, 0.0],

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from decant.bench.arrivals import random_arrivals
-from decant.bench.benchmark import BenchOptions, check, parse_slos
+from decant.bench.benchmark import BenchOptions, RequestSource, check, parse_slos
 from decant.bench.errors import InvalidBenchmark
 from decant.bench.lengths import Exponential, Uniform, parse_lengths
 from decant.bench.sweep import HALVINGS, MAX_DOUBLINGS, sweep
-from decant.bench.workload import ANYSCALE, SharedPrefix, random_requests, read_sharegpt, read_trace
+from decant.bench.workload import ANYSCALE, BenchRequest, SharedPrefix, random_requests, read_sharegpt, read_trace
+from decant.protos import inference_pb2 as pb
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -135,3 +136,19 @@ async def test_a_sweep_brackets_the_highest_rate_that_keeps(limit: float) -> Non
         assert (len(rates), beyond) == (MAX_DOUBLINGS + 1, [])
     else:
         assert min(beyond) - kept <= kept / 2**HALVINGS * 1.001
+
+
+def test_runs_of_a_sweep_send_for_the_same_time_and_other_prompts() -> None:
+    options = BenchOptions(requests=10, rate=2.0)
+    source = RequestSource(pb.Model(vocab_size=100_000), options, [BenchRequest([1], 1)] * 10)
+    first, second, third = source.take(2.0), source.take(4.0), source.take(3.0)
+    assert [len(one) for one in (first, second, third)] == [10, 20, 15]
+    assert not {tuple(one.prompt) for one in second} & {tuple(one.prompt) for one in third}
+
+
+def test_runs_of_a_sweep_repeat_the_requests_of_a_file() -> None:
+    options = BenchOptions(dataset=Path("x.jsonl"), rate=1.0)
+    requests = [BenchRequest([n], 1) for n in range(3)]
+    source = RequestSource(pb.Model(), options, requests)
+    assert source.take(1.0) == requests
+    assert source.take(2.0) == requests * 2

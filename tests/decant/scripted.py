@@ -104,14 +104,14 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
     async def GetGeneration(self, request: Any, context: Any) -> Any:  # noqa: N802
         if request.request_id not in self.known:
             await refuse(context, NotFound("request", request.request_id))
-        told = pb.Generation(request_id=request.request_id, state=pb.Generation.STATE_FAILED, last_seq=2)
-        told.result.CopyFrom(pb.GenerateResponse(model="m", outputs=[pb.Output(text="ab", token_ids=[97, 98])]))
-        told.create_time.FromSeconds(1_000)
-        told.expire_time.FromSeconds(5_000)
-        told.error.CopyFrom(to_status(DeadlineExceeded().fault))
-        told.transitions.add(state=pb.Generation.STATE_QUEUED, attempt=1).time.FromSeconds(1_000)
-        told.transitions.add(state=pb.Generation.STATE_FAILED, attempt=1).time.FromSeconds(1_400)
-        return told
+        generation = pb.Generation(request_id=request.request_id, state=pb.Generation.STATE_FAILED, last_seq=2)
+        generation.result.CopyFrom(pb.GenerateResponse(model="m", outputs=[pb.Output(text="ab", token_ids=[97, 98])]))
+        generation.create_time.FromSeconds(1_000)
+        generation.expire_time.FromSeconds(5_000)
+        generation.error.CopyFrom(to_status(DeadlineExceeded().fault))
+        generation.transitions.add(state=pb.Generation.STATE_QUEUED, attempt=1).time.FromSeconds(1_000)
+        generation.transitions.add(state=pb.Generation.STATE_FAILED, attempt=1).time.FromSeconds(1_400)
+        return generation
 
     async def CancelGeneration(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.cancelled.append(request.request_id)

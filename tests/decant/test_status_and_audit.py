@@ -73,11 +73,11 @@ def test_status_tells_who_is_there_and_how_loaded(redis: str) -> None:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("decode-1")]
     assert line.split() == ["decode-1", "decode", "ready", "2", "0", "55", "4/10", "m", "h:2"]
     assert any(line.split() == ["router-1", "router", "ready", "3", "1", "h:1"] for line in done.stdout.splitlines())
-    told = json.loads(run("status", "--redis-url", redis, "--json").stdout)
-    assert [one["peer"]["id"] for one in told["routers"]] == ["router-1"]
-    assert told["workers"][0]["load"]["running"] == 2
-    assert [told["workers"][0]["state"], told["routers"][0]["state"]] == ["ready", "ready"]
-    assert told["routers"][0]["load"]["waiting"] == 1
+    report = json.loads(run("status", "--redis-url", redis, "--json").stdout)
+    assert [one["peer"]["id"] for one in report["routers"]] == ["router-1"]
+    assert report["workers"][0]["load"]["running"] == 2
+    assert [report["workers"][0]["state"], report["routers"][0]["state"]] == ["ready", "ready"]
+    assert report["routers"][0]["load"]["waiting"] == 1
 
 
 def test_status_is_shown_again_every_second_until_it_is_interrupted(
@@ -101,9 +101,9 @@ def test_an_audit_that_adds_up(redis: str, worker: tuple[Worker, str]) -> None:
     done = run("audit", "--redis-url", redis)
     assert done.exit_code == 0
     assert "adds up" in done.stdout
-    told = json.loads(run("audit", "--redis-url", redis, "--json").stdout)
-    assert told["workers"][0]["faults"] == []
-    assert told["workers"][0]["leased_blocks"] == 1
+    report = json.loads(run("audit", "--redis-url", redis, "--json").stdout)
+    assert report["workers"][0]["faults"] == []
+    assert report["workers"][0]["leased_blocks"] == 1
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
 from tests.router.fake_worker import answer
-from tests.router.harness import PATIENCE, until
+from tests.router.harness import PATIENCE, pass_on, until
 from tests.router.test_auth import OTHER, SECRET, bearer, digest
-from tests.router.test_registry import pass_on
 from tests.router.test_router_process import MODEL
 from tests.state.conftest import bare, server, store
 
@@ -42,8 +41,8 @@ KINDS: tuple[type[Message], ...] = (ErrorInfo, BadRequest, QuotaFailure, Resourc
 UNTESTED = {
     "UNSPECIFIED": "no error has it",
     "INTERNAL": "a bug, and none is known; tests/runtime/test_interceptor.py brings it about",
-    "SLOW_READER": "wants a client that takes nothing for a minute; tests/router/test_service.py has one",
-    "TAIL_UNCERTAIN": "workers that compute other bits; tests/router/test_resume_and_takeover.py has them",
+    "SLOW_READER": "wants a client that takes nothing for a minute; tests/router/test_resume_stream.py has one",
+    "TAIL_UNCERTAIN": "workers that compute other bits; tests/router/test_uncertain_tail.py has them",
 }
 _tested: set[str] = set()
 

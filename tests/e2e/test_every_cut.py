@@ -75,7 +75,7 @@ async def resume_once_known(core: Core, request: ValidRequest) -> object:
             try:
                 return await resume(core, request)
             except Unavailable as error:
-                if "is not known yet" not in str(error):
+                if "is unknown so far" not in str(error):
                     raise
                 await asyncio.sleep(0.001)
 

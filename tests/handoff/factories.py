@@ -17,7 +17,7 @@ from decant.engine.transfer import IncomingSequence
 from decant.handoff.codec import Received, decode
 from decant.handoff.packing import TransferLayout, checksum
 from decant.handoff.receiver import KvReceiver
-from decant.handoff.sender import KvSender
+from decant.handoff.sender import KvSender, SenderTiming
 from decant.protos import worker_pb2 as wire
 
 BLOCK = 4
@@ -31,7 +31,14 @@ class Worker:
     """An engine on its thread with both ends of a handoff; ``told`` keeps what its steps said."""
 
     def __init__(
-        self, name: str, *, blocks: int = 64, budget: int = 8, lease_ms: int = 10_000, cost: Cost = None
+        self,
+        name: str,
+        *,
+        blocks: int = 64,
+        budget: int = 8,
+        lease_ms: int = 10_000,
+        cost: Cost = None,
+        timing: SenderTiming | None = None,
     ) -> None:
         self.engine = Engine(
             FakeDevice(num_blocks=blocks, block_size=BLOCK, vocab_size=64, cost=cost),
@@ -41,7 +48,7 @@ class Worker:
         self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
         self.shape = TransferLayout(BLOCK, self.engine.device.block_bytes, LAYOUT)
         self.loop = EngineLoop(self.engine, self._on_step)
-        self.sender = KvSender(self.loop, self.shape, wire.Heartbeat, lease_ms)
+        self.sender = KvSender(self.loop, self.shape, wire.Heartbeat, lease_ms, timing=timing)
         self.receiver = KvReceiver(self.loop, self.shape, self.peer, wire.Heartbeat)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, asyncio.Event] = {}
@@ -112,21 +119,21 @@ Tamper = Callable[[wire.FetchResponse], list[wire.FetchResponse]]
 
 
 class Wire:
-    """``KvSource`` in one process: a giver behind messages that are serialised, and tampered with on request."""
+    """``KvSource`` in one process: a sender behind messages that are serialised, and tampered with on request."""
 
     def __init__(self, sender: KvSender, tamper: Tamper = lambda message: [message]) -> None:
-        self._giver = sender
+        self._sender = sender
         self._tamper = tamper
         self.released: list[wire.ReleaseRequest] = []
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
-        async for message in self._giver.fetch(requests):
+        async for message in self._sender.fetch(requests):
             for response in self._tamper(wire.FetchResponse.FromString(message)):
                 yield decode(response.SerializeToString())
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         self.released.append(request)
-        await self._giver.release(request)
+        await self._sender.release(request)
 
 
 async def alone(request: Request) -> list[int]:

@@ -22,6 +22,7 @@ from decant.handoff.codec import Received, decode
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, message_sum
+from decant.handoff.sender import SenderTiming
 from decant.handoff.service import KvSourceService
 from decant.handoff.transport import FETCH, GrpcTransport, KvSource
 from decant.protos import worker_pb2 as wire
@@ -33,7 +34,7 @@ Transport = Callable[[Worker], AbstractAsyncContextManager[KvSource]]
 
 
 async def hand_over(sender: Worker, receiver: Worker, request: Request, tamper: Tamper | None = None) -> Wire:
-    """The whole way, from the prompt on the giver to a running sequence on the taker."""
+    """The whole way, from the prompt on the sender to a running sequence on the receiver."""
     ticket = await sender.offer(request)
     arrival = await receiver.room(request)
     source = Wire(sender.sender, tamper) if tamper else Wire(sender.sender)
@@ -69,7 +70,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", [direct, grpc_source])
 
 @TRANSPORTS
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 30, 64])
-async def test_the_text_is_that_of_one_engine(transport: Transport, length: int) -> None:
+async def test_a_handoff_generates_the_text_of_one_engine(transport: Transport, length: int) -> None:
     request = ask(length=length)
     async with Worker("p") as sender, Worker("d") as receiver, transport(sender) as source:
         ticket = await sender.offer(request)
@@ -113,8 +114,8 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
         assert not sender.sender.expired
 
 
-async def test_a_sequence_that_joined_does_not_wait_until_its_giver_has_heard_so() -> None:
-    """The giver is told meanwhile; only the taker's end waits for that."""
+async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
+    """The sender is notified meanwhile; only the end of the receiver waits for that."""
     heard = asyncio.Event()
 
     class Deaf(Wire):
@@ -134,12 +135,12 @@ async def test_a_sequence_that_joined_does_not_wait_until_its_giver_has_heard_so
         heard.set()
         async with asyncio.timeout(20):
             await closing
-        assert [told.outcome for told in source.released] == [wire.ReleaseRequest.OUTCOME_OWNED]
+        assert [release.outcome for release in source.released] == [wire.ReleaseRequest.OUTCOME_OWNED]
         await sender.emptied()
 
 
 @TRANSPORTS
-async def test_a_fetch_that_breaks_is_told_and_costs_one_lease(transport: Transport) -> None:
+async def test_a_broken_fetch_is_reported_and_costs_one_lease(transport: Transport) -> None:
     request = ask(length=64)
     async with Worker("p", lease_ms=500, cost=lambda _: 0.05) as sender, Worker("d") as receiver:
         async with transport(sender) as source:
@@ -153,7 +154,7 @@ async def test_a_fetch_that_breaks_is_told_and_costs_one_lease(transport: Transp
         await receiver.emptied()
 
 
-async def test_a_giver_that_can_not_be_reached_is_lost() -> None:
+async def test_an_unreachable_sender_is_lost() -> None:
     transport = GrpcTransport(connect)
     async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
         ticket, room = await sender.offer(ask()), await receiver.room(ask())
@@ -165,7 +166,7 @@ async def test_a_giver_that_can_not_be_reached_is_lost() -> None:
     await transport.close()
 
 
-async def test_blocks_that_the_taker_has_are_not_sent() -> None:
+async def test_blocks_that_the_receiver_has_cached_are_not_sent() -> None:
     request, moved = ask(length=32), []
 
     def count(message: wire.FetchResponse) -> list[wire.FetchResponse]:
@@ -265,7 +266,7 @@ TAMPERS = [flip, truncate, drop_runs, move, forge_sum, another_run, double, swap
 
 @pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])
 @pytest.mark.parametrize("tamper", TAMPERS)
-async def test_what_does_not_agree_is_refused_and_everything_is_freed(
+async def test_a_mismatched_open_is_refused_and_everything_is_freed(
     tamper: Tamper, message_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 32 bytes: many in a message, and one in two."""
@@ -290,7 +291,7 @@ async def test_blocks_larger_than_a_message_arrive_whole(monkeypatch: pytest.Mon
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
 
 
-async def test_a_giver_that_falls_silent_is_lost_within_seconds() -> None:
+async def test_a_silent_sender_is_lost_within_seconds() -> None:
     class Silent(Wire):
         async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
             async for received in super().fetch(requests):
@@ -307,7 +308,7 @@ async def test_a_giver_that_falls_silent_is_lost_within_seconds() -> None:
         await sender.emptied()
 
 
-async def test_a_ticket_that_nobody_opens_ends_with_its_lease_and_renewals_keep_it() -> None:
+async def test_an_unopened_ticket_ends_with_its_lease_unless_it_is_renewed() -> None:
     async with Worker("p", lease_ms=400) as sender:
         ticket = await sender.offer(ask())
         for _ in range(4):
@@ -321,10 +322,10 @@ async def test_a_ticket_that_nobody_opens_ends_with_its_lease_and_renewals_keep_
 
 @pytest.mark.parametrize("is_silent", [False, True], ids=["closed connection", "silence"])
 async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease(
-    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+    is_silent: bool,
 ) -> None:
-    monkeypatch.setattr("decant.handoff.sender.SILENT_SECONDS", 0.3)
-    async with Worker("p", lease_ms=600_000) as sender, Worker("d") as receiver:
+    timing = SenderTiming(silent_s=0.3)
+    async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
         request = ask()
         ticket, arrival = await sender.offer(request), await receiver.room(request)
 
@@ -344,11 +345,9 @@ async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease
         await receiver.loop.call(lambda _: arrival.abort())
 
 
-async def test_the_blocks_of_a_receiver_that_dies_after_the_seal_are_free_long_before_the_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("decant.handoff.leases.COMMITTED_SECONDS", 0.1)
-    async with Worker("p", lease_ms=600_000) as sender, Worker("d") as receiver:
+async def test_the_blocks_of_a_receiver_that_dies_after_the_commit_are_free_long_before_the_lease() -> None:
+    timing = SenderTiming(committed_s=0.1)
+    async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
         request = ask()
         ticket, arrival = await sender.offer(request), await receiver.room(request)
 
@@ -476,7 +475,7 @@ async def test_nothing_is_read_once_the_lease_is_over(message_bytes: int, monkey
         await receiver.loop.call(lambda _: arrival.abort())
 
 
-async def test_cancelling_the_taker_frees_both_ends() -> None:
+async def test_cancelling_the_receiver_frees_both_ends() -> None:
     async with Worker("p") as sender, Worker("d") as receiver:
         for delay in (0, 0.001, 0.005, 0.02):
             request = ask(f"r{delay}", length=60)
@@ -490,7 +489,7 @@ async def test_cancelling_the_taker_frees_both_ends() -> None:
         await receiver.emptied()
 
 
-async def test_a_sequence_that_ends_on_the_giver_leaves_nothing_to_take() -> None:
+async def test_a_sequence_that_ends_at_the_sender_leaves_nothing_to_fetch() -> None:
     async with Worker("p") as sender, Worker("d") as receiver:
         with pytest.raises(SequenceAlreadyFinished):
             await hand_over(sender, receiver, ask(wanted=1))

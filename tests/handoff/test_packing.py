@@ -36,7 +36,7 @@ def received(shape: TransferLayout, blocks: list[FilledBlock], run: wire.Run = R
 
 
 def taken(shape: TransferLayout, messages: Iterable[Received], run: wire.Run = RUN) -> dict[int, bytes]:
-    """What a taker has in the end: every block verified by its sum, as an arrival does it."""
+    """What a receiver has in the end: every block verified by its sum, as an arrival does it."""
     unpacker, found = Unpacker(run, shape), {}
     for message in messages:
         for block in unpacker.unpack(message.response.kv_chunk, message.data):
@@ -54,7 +54,7 @@ def taken(shape: TransferLayout, messages: Iterable[Received], run: wire.Run = R
     first=st.integers(0, 50),
     count=st.integers(1, 6),
 )
-def test_what_goes_in_comes_out_and_no_message_is_too_large(size: int, first: int, count: int) -> None:
+def test_packed_blocks_are_unpacked_and_no_message_is_too_large(size: int, first: int, count: int) -> None:
     shape = TransferLayout(16, size, layout=7)
     blocks = blocks_of(shape, first, count)
     messages = received(shape, blocks)
@@ -63,7 +63,7 @@ def test_what_goes_in_comes_out_and_no_message_is_too_large(size: int, first: in
     assert taken(shape, messages) == {block.index: block.data for block in blocks}
 
 
-def test_a_message_of_tiny_blocks_holds_no_more_than_can_be_handled_at_one_go() -> None:
+def test_a_message_has_a_maximum_number_of_tiny_blocks() -> None:
     shape = TransferLayout(16, 8, layout=7)
     messages = received(shape, blocks_of(shape, 0, 1000))
     assert max(len(message.response.kv_chunk.block_checksums) for message in messages) == packing.MESSAGE_BLOCKS
@@ -81,7 +81,7 @@ def test_any_parser_reads_what_is_sent_and_any_writer_is_read(size: int) -> None
     assert taken(shape, again) == {block.index: block.data for block in blocks}
 
 
-def test_what_carries_no_cache_is_plain_protobuf() -> None:
+def test_messages_without_cache_are_plain_protobuf() -> None:
     said = [
         wire.FetchResponse(heartbeat=wire.Heartbeat(step=3)),
         wire.FetchResponse(commit=wire.TransferCommit(computed=9, checksum=1)),
@@ -107,7 +107,7 @@ def test_a_wrong_length_is_no_message(at: int) -> None:
         decode(bytes(message))
 
 
-def test_data_that_come_twice_are_those_that_protobuf_takes() -> None:
+def test_repeated_data_are_merged_as_protobuf_does() -> None:
     """Of a field that is there twice the last one counts, wherever the data stand."""
     head = wire.FetchResponse(kv_chunk=wire.KvChunk(first_position=16, data=b"first"))
     twice = encode(head, [b"second"])
@@ -217,8 +217,8 @@ def test_pieces_of_a_large_block_must_come_in_order_and_whole() -> None:
 
 
 @pytest.mark.parametrize(("size", "sums"), [(MESSAGE_BYTES, []), (5, []), (4, [1]), (5, [1, 2])])
-def test_a_block_ends_where_it_must_and_with_one_sum(size: int, sums: list[int]) -> None:
-    """The third piece of a large block, five bytes and a sum, is another one that its giver meant to send."""
+def test_a_block_ends_with_its_message_and_one_checksum(size: int, sums: list[int]) -> None:
+    """The third piece of a large block, five bytes and a sum, is another one that its sender meant to send."""
     shape = TransferLayout(16, LARGE, layout=7)
     pieces = received(shape, blocks_of(shape, 0, 1))
     head = wire.KvChunk(offset=2 * MESSAGE_BYTES, block_checksums=sums)

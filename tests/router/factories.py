@@ -22,6 +22,7 @@ from decant.router.text.served_model import Models, ServedModel, served
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import Cancelled, NotFound, ServiceError
 from decant.runtime.model_files import find
+from decant.runtime.packed import unpack
 from decant.state.ids import RequestKey
 
 
@@ -129,3 +130,7 @@ class ScriptedRegistry:
     async def hold_quota(self, tenant: str) -> AsyncIterator[None]:
         self.booked_for.append(tenant)
         yield
+
+
+def unpacked(packed: bytes) -> list[int]:
+    return list(unpack(packed))

@@ -265,9 +265,9 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
         for part in after:
             yield wire.PrefillEvent(prompt_logprobs=part)
         first = wire.FirstTokens.First(output=0, token=token, finished=end, logprobs=_logprobs(work, 0, token))
-        told = wire.FirstTokens(tokens=[first], cached_tokens=3, queued_us=1000, prefill_us=2_000_000)
+        first_tokens = wire.FirstTokens(tokens=[first], cached_tokens=3, queued_us=1000, prefill_us=2_000_000)
         if request.handoff and end is None:
-            yield wire.PrefillEvent(first=told)
+            yield wire.PrefillEvent(first=first_tokens)
             if not cache.sealed.done():
                 cache.sealed.set_result([*written, token])
             await cache.released.wait()
@@ -276,7 +276,7 @@ class FakeWorker(services.PrefillServicer, services.DecodeServicer):
             cache.sealed.cancel()
             if script.first_is_late:
                 await asyncio.sleep(0.1)
-            yield wire.PrefillEvent(first=told)
+            yield wire.PrefillEvent(first=first_tokens)
 
     def _next(self, work: wire.EngineRequest, k: int, base: int) -> tuple[int, wire.OutputEnd | None]:
         token = EOS if self.script.stops_at == k else token_at(work.prompt, k)
@@ -562,11 +562,11 @@ def _explained(run: wire.Run, work: wire.EngineRequest) -> tuple[list[wire.Promp
     positions = range(1, len(work.prompt) // 4)
     middle = len(positions) // 2
 
-    def told(part: range) -> wire.PromptLogprobs:
+    def message(part: range) -> wire.PromptLogprobs:
         logprobs = [wire.TokenLogprobs(logprob=-position) for position in part]
         return wire.PromptLogprobs(run=run, first_position=part.start, logprobs=logprobs)
 
-    return [told(positions[:middle])], [told(positions[middle:])]
+    return [message(positions[:middle])], [message(positions[middle:])]
 
 
 @asynccontextmanager

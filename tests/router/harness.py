@@ -12,6 +12,7 @@ from typing import Any
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
 from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
@@ -26,14 +27,23 @@ from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
 from decant.runtime.channel import Deadline
+from decant.runtime.errors import ServiceError
 from decant.runtime.packed import pack
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
-from decant.state.ids import RequestKey
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import OwnedRequest, StoredRequest
 from decant.state.quota import TenantLimits
 from decant.state.store import Store
 from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
+
+P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
+P2, D2 = ("p2", wire.ROLE_PREFILL), ("d2", wire.ROLE_DECODE)
+"""Workers of a fleet: id and role."""
+
+QUEUED, PREFILLING = Generation.STATE_QUEUED, Generation.STATE_PREFILLING
+HANDING_OFF, DECODING = Generation.STATE_HANDING_OFF, Generation.STATE_DECODING
+SUCCEEDED, FAILED, CANCELLED = Generation.STATE_SUCCEEDED, Generation.STATE_FAILED, Generation.STATE_CANCELLED
 
 PATIENCE = 60.0
 """Seconds until a test gives up: the machine may be busy."""
@@ -191,3 +201,42 @@ def tokens_of(stream: TokenStream) -> list[int]:
 
 def ended_run() -> Finish:
     return Finish(pb.FINISH_REASON_LENGTH)
+
+
+async def stored(store: Store, scene: Core, id: str = "r") -> StoredRequest:
+    """As it is written once nothing is left to do."""
+    async with asyncio.timeout(PATIENCE):
+        await scene.dispatcher.drain()
+    return await store.requests.read(RequestKey("default", id))
+
+
+def states(found: StoredRequest) -> list[int]:
+    return [each.state for each in found.record.transitions]
+
+
+def life_of(worker: FakeWorker) -> Incarnation:
+    return Incarnation.of(worker.facts.peer)
+
+
+def pass_on(worker: FakeWorker, until: int) -> None:
+    """A worker that waits goes on to that output token, and waits there."""
+    worker.script.pause_at = until
+    worker.go.set()
+    worker.go = asyncio.Event()
+
+
+def error_of(stream: TokenStream) -> ServiceError:
+    assert isinstance(stream.end, ServiceError)
+    return stream.end
+
+
+async def nothing_is_left_at(workers: list[FakeWorker]) -> None:
+    prefill, decode = workers
+    await until(lambda: not prefill.prefilling and not decode.runs)
+
+
+def raising(error: Exception) -> Any:
+    async def raises(*_: object, **__: object) -> None:
+        raise error
+
+    return raises

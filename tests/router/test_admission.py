@@ -56,7 +56,7 @@ async def test_a_full_queue_refuses_by_its_limit():
         task.cancel()
 
 
-async def test_the_urgent_come_first_then_those_who_came_first():
+async def test_admission_is_by_priority_then_by_arrival():
     door, [inside] = await full()
     order: list[str] = []
 
@@ -119,7 +119,7 @@ async def test_who_is_cancelled_while_waiting_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("leaves_first", [True, False])
-async def test_a_place_given_to_one_who_is_just_cancelled_goes_on(leaves_first):
+async def test_a_slot_granted_to_a_cancelled_request_goes_to_the_next(leaves_first):
     door, [inside] = await full()
     first, second = (asyncio.create_task(door.enter(0, NEVER)) for _ in range(2))
     await settle()

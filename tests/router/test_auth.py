@@ -17,7 +17,7 @@ from decant.runtime.errors import NotFound, PermissionDenied, Unauthenticated
 from decant.runtime.settings import InvalidSettings
 from decant.state.quota import TenantLimits
 from tests.router.factories import AT_LENGTH, model, tiny, write
-from tests.router.test_service import all_of, asked, refused, scene
+from tests.router.service_harness import all_of, asked, refused, scene
 
 SECRET = "correct horse"
 OTHER = "battery staple"
@@ -81,7 +81,7 @@ def test_a_secret_names_its_tenant(callers: Authenticator) -> None:
         (*bearer("wrong"), *bearer(SECRET)),
     ],
 )
-def test_anything_else_is_refused_in_the_same_words(callers: Authenticator, metadata: Any) -> None:
+def test_all_wrong_credentials_get_the_same_error(callers: Authenticator, metadata: Any) -> None:
     with pytest.raises(Unauthenticated) as refusal:
         callers.tenant_of(metadata)
     assert refusal.value.fault == Unauthenticated().fault
@@ -145,7 +145,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", list(METHODS.values()), ids=list(METHODS))
-async def test_every_method_asks_who_calls(callers: Authenticator, method: Any) -> None:
+async def test_every_method_is_authenticated(callers: Authenticator, method: Any) -> None:
     async with scene(MODELS, callers) as s:
         request = getattr(pb, method.input_type.name)()
         for metadata in (None, bearer("wrong")):

@@ -22,8 +22,7 @@ from decant.router.text.served_model import ServedModel, served
 from decant.runtime.errors import InvalidArgument
 from decant.runtime.model_files import ModelUnreadable, find
 from tests.router.chat_templates import BARE, LIKE
-from tests.router.factories import valid
-from tests.router.test_validation import unpacked
+from tests.router.factories import unpacked, valid
 from tests.router.tokenizers_made import byte_level, folder
 
 HELLO = [pb.Message(role="user", content="hello")]
@@ -117,7 +116,7 @@ async def test_a_conversation_without_messages_is_refused(both):
     assert refused.value.field == "messages.messages"
 
 
-async def test_a_templates_own_refusal_is_told_in_its_words(both):
+async def test_a_templates_own_error_message_reaches_the_client(both):
     ours, _ = both("mistral")
     messages = [pb.Message(role="assistant", content="x")]
     with pytest.raises(InvalidArgument) as refused:

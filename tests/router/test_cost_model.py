@@ -47,7 +47,7 @@ def test_the_threshold_is_where_moving_and_computing_cost_the_same() -> None:
     assert scene.threshold == pytest.approx(100, abs=1)
 
 
-def test_prompts_of_one_length_tell_a_fixed_cost() -> None:
+def test_prompts_of_one_length_give_a_fixed_cost() -> None:
     scene = Scene()
     scene.read(0.001)
     scene.moved(0.05, 0.0, sizes=(300, 300, 300))

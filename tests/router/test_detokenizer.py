@@ -101,7 +101,7 @@ def test_letters_are_not_held_back():
 
 
 @pytest.mark.parametrize("kind", ["tiny-python", "byte_fallback"])
-def test_an_incomplete_character_at_the_end_is_told_as_such(kind):
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(kind):
     ids = tokenizer(kind).encode("x😀", add_special_tokens=False).ids[:-1]
     stream = words(kind).detokenizer(skip_special_tokens=True)
     assert stream.add(ids) == "x"

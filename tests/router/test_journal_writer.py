@@ -23,8 +23,7 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.router.fake_worker import answer, fleet
-from tests.router.harness import PATIENCE, core, ended, make_request, tokens_of, until, written
-from tests.router.test_registry import pass_on
+from tests.router.harness import PATIENCE, core, ended, make_request, pass_on, tokens_of, until, written
 from tests.state.factories import make_store
 from tests.state.ports import free_port
 
@@ -134,8 +133,8 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
         await written(stream, 2)
         await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
         facts = RouterRegistration(peer=new_peer("me"), address="x:1")
-        told: list[str] = []
-        replaced = lambda: told.append("replaced")  # noqa: E731
+        calls: list[str] = []
+        replaced = lambda: calls.append("replaced")  # noqa: E731
         membership = RouterRegistrar(store, facts, scene.router.journal_writer.resync_all, replaced)
         async with BackgroundTask("renewing", partial(membership.run, 0.02)):
             await until(lambda: membership._instance and not scene.owned("r").needs_write)
@@ -150,7 +149,7 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
                         break
             assert found.state == Generation.STATE_DECODING
             await store.routers.register(RouterRegistration(peer=new_peer("me"), address="x:2"))
-            await until(lambda: told)
+            await until(lambda: calls)
         await membership.close()
         (present,) = (await store.routers.listing()).present
         assert present.facts.address == "x:2"

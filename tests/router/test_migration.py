@@ -27,6 +27,7 @@ from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.errors import Cancelled, DeadlineExceeded
 from decant.runtime.packed import pack
 from decant.state.store import Store
+from decant.worker.decode.session import SessionLimits
 from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
 from tests.router.fake_worker import TOKENIZER
 from tests.router.harness import Core, core, ended, make_request, until, written
@@ -120,23 +121,18 @@ def asked(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) 
 TIMINGS = RouterTimings(workers=WorkerTimings(forget_batch=1))
 
 
-@pytest.fixture(autouse=True)
-def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a drain is heard of at many instants of a short answer."""
-    monkeypatch.setattr("decant.worker.decode.session.HEARTBEAT_SECONDS", 0.01)
-
-
 @asynccontextmanager
 async def moving(store: Store, decode: str = "de", prefill: str = "", **terms: Any) -> AsyncIterator[Scene]:
     """Nothing may be left anywhere at its end."""
     async with AsyncExitStack() as stack:
         roles = dict.fromkeys(prefill, wire.ROLE_PREFILL) | dict.fromkeys(decode, wire.ROLE_DECODE)
+        limits = SessionLimits(heartbeat_s=0.01)  # a drain becomes known at many instants of a short answer
         given: dict[str, Any] = {"blocks": 128, "budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S, **terms}
         places, proxies, servers = {}, {}, {}
         for name, role in roles.items():
             servers[name] = await stack.enter_async_context(AsyncExitStack())
             between = proxies[name] = await servers[name].enter_async_context(serving())
-            there = worker(name, role=role, advertise=between.address, **given)
+            there = worker(name, role=role, advertise=between.address, session_limits=limits, **given)
             places[name] = await stack.enter_async_context(there)
             between.target = places[name].address
         made = await stack.enter_async_context(

@@ -14,7 +14,7 @@ SHORT = tuple(range(1, 31))
 LONG = tuple(range(1, 201))
 
 
-async def test_a_short_prompt_takes_the_short_way_and_its_account_says_so(store: Store) -> None:
+async def test_a_short_prompt_is_computed_locally_and_its_receipt_shows_it(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as scene:
         stream = await scene.answer(make_request(prompt=SHORT))
         assert tokens_of(stream) == answer(list(SHORT), 5)
@@ -46,7 +46,7 @@ async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(s
         assert (await scene.answer(make_request("first", SHORT))).path.prefill_worker == "p"
         assert costs._transfer.is_known(costs._now())
         read = costs._on_prefill_worker.per_token
-        assert read == 2.0 / (len(SHORT) - 3), "as the scripted worker told, without what it had cached"
+        assert read == 2.0 / (len(SHORT) - 3), "as the scripted worker reported, without what it had cached"
 
 
 async def test_the_way_follows_what_was_measured_and_is_measured_on_either(store: Store) -> None:
@@ -57,7 +57,7 @@ async def test_the_way_follows_what_was_measured_and_is_measured_on_either(store
             costs.add_transfer(200, 1.0)
         assert (await scene.answer(make_request("cheap", LONG))).path.prefill_worker == ""
         beside = costs._on_decode_worker.per_token
-        assert beside == 3.0 / (len(LONG) - 5), "as the scripted worker told"
+        assert beside == 3.0 / (len(LONG) - 5), "as the scripted worker reported"
         assert (await scene.answer(make_request("dear", LONG[::-1]))).path.prefill_worker == "p"
         assert (await scene.answer(make_request("short", SHORT))).path.prefill_worker == ""
 

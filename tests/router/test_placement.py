@@ -44,7 +44,7 @@ def test_a_cached_prefix_outweighs_as_many_queued_tokens() -> None:
     assert place(crowded, idle, snapshot("d"), tokens=1000) == Placement(idle.incarnation, prefill=True)
 
 
-def test_a_cache_goes_to_the_calm_and_among_equals_to_who_has_most_of_it() -> None:
+def test_a_kv_cache_goes_to_the_least_loaded_worker_then_to_the_one_with_most_cached() -> None:
     calm, holder = snapshot("calm", sequences=3), snapshot("holder", sequences=4, cached_tokens=16)
     assert choose_decode_worker([calm, holder], PlacementRequest(20), 1, Incarnation("p", 1)) == calm.incarnation
     assert (
@@ -80,7 +80,7 @@ def test_tokens_that_are_written_go_to_a_decode_worker() -> None:
     assert place(snapshot("p", P), decode, from_tokens=True) == Placement(decode.incarnation, prefill=False)
 
 
-def test_a_prefill_worker_without_a_partner_is_not_asked() -> None:
+def test_a_prefill_worker_without_a_decode_worker_of_its_layout_is_not_used() -> None:
     decode = snapshot("d")
     assert place(snapshot("p", P, layout=2), decode) == Placement(decode.incarnation, prefill=False)
 
@@ -96,7 +96,7 @@ def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> Non
     )
 
 
-def test_a_cache_goes_to_no_other_layout_and_never_back_to_its_giver() -> None:
+def test_a_kv_cache_goes_to_another_worker_of_the_same_layout() -> None:
     giver = snapshot("p", P)
     assert choose_decode_worker([snapshot("d", layout=2), giver], PlacementRequest(20), 1, giver.incarnation) is None
 
@@ -106,7 +106,7 @@ def test_a_cache_goes_to_another_prefill_worker_when_no_decode_worker_is_left() 
     assert choose_decode_worker([giver, other], PlacementRequest(20), 1, giver.incarnation) == other.incarnation
 
 
-def test_who_failed_is_asked_last_but_asked() -> None:
+def test_a_worker_that_failed_is_chosen_last() -> None:
     failed, idle = snapshot("a", avoided=True), snapshot("b", sequences=99)
     assert place(failed, idle) == Placement(idle.incarnation, prefill=False)
     assert place(failed) == Placement(failed.incarnation, prefill=False)
@@ -152,7 +152,7 @@ def test_requests_of_a_session_have_one_home_in_whatever_order_workers_are_seen(
     assert all(20 < list(homes.values()).count(name) < 80 for name in "abce")
 
 
-def test_when_a_worker_goes_only_its_own_sessions_move() -> None:
+def test_a_removed_worker_changes_only_its_own_sessions() -> None:
     homes = {session: home_of(session, "a", "b", "c", "e") for session in SESSIONS}
     left = {session: home_of(session, "a", "b", "c") for session in SESSIONS}
     assert all(left[session] == home for session, home in homes.items() if home != "e")
@@ -169,7 +169,7 @@ def test_a_home_is_a_hint_that_what_is_known_and_a_long_queue_outweigh() -> None
     assert choose_first_worker([home, holder, snapshot("d")], need) == Placement(other.incarnation, prefill=True)
 
 
-def test_a_home_has_no_more_room_than_it_has() -> None:
+def test_a_full_affinity_worker_gets_no_more_requests() -> None:
     pair = [snapshot("a"), snapshot("b")]
     session = next(
         each
@@ -202,7 +202,7 @@ workers = st.builds(
     st.sampled_from(["", "s"]),
     st.sampled_from([0, 7, 1000]),
 )
-def test_a_choice_is_always_somebody_who_takes_it(
+def test_the_chosen_worker_always_has_capacity(
     present: list[WorkerSnapshot], from_tokens: bool, session: str, handoff_min: int
 ) -> None:
     chosen = choose_first_worker(present, PlacementRequest(10, from_tokens, session, handoff_min))

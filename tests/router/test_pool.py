@@ -34,7 +34,7 @@ async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
             assert stream.path.decode_worker == "d2"
 
 
-async def test_who_comes_later_is_found_and_who_leaves_is_forgotten(store: Store) -> None:
+async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers[:1]) as scene:
         assert names(scene) == {"p"}
         registration = await store.workers.register(workers[1].facts)
@@ -117,7 +117,7 @@ async def test_a_router_leaves_soon_though_a_worker_does_not_answer(store: Store
         assert not list(scene.router.pool.of("m"))
 
 
-async def test_the_window_is_the_shortest_of_those_that_can_be_used(store: Store) -> None:
+async def test_the_context_length_is_the_shortest_of_usable_workers(store: Store) -> None:
     async with fleet(D, D2) as workers:
         workers[0].facts.capacity.max_context_length = 100
         async with core(store, workers) as scene:
@@ -159,7 +159,7 @@ async def test_who_refused_gets_few_before_the_next_word(store: Store) -> None:
         assert view.snapshot().has_capacity
 
 
-async def test_who_loses_requests_is_asked_last_for_a_while(store: Store) -> None:
+async def test_a_worker_that_lost_a_request_is_avoided_for_a_while(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         workers[0].script.fails_at = [0] * 3
         workers[1].script.fails_at = []
@@ -169,7 +169,7 @@ async def test_who_loses_requests_is_asked_last_for_a_while(store: Store) -> Non
         assert len(workers[1].starts) >= 5
 
 
-async def test_a_ticket_is_renewed_with_and_without_a_taker(store: Store) -> None:
+async def test_a_ticket_is_renewed_with_and_without_a_decode_worker(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         prefill, decode = workers
         prefill.script.first_pause = True
@@ -185,7 +185,7 @@ async def test_a_ticket_is_renewed_with_and_without_a_taker(store: Store) -> Non
         decode.go.set()
         prefill.go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
-        assert not decode.renewed, "only the giver is told"
+        assert not decode.renewed, "only at the sender"
 
 
 def names_of(prompt: tuple[int, ...]) -> bytes:
@@ -211,7 +211,7 @@ async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
         assert len(workers[0].prefills) == 1
 
 
-async def test_the_next_of_a_prefix_follows_before_it_was_told_and_then_it_is_forgotten(store: Store) -> None:
+async def test_a_prefix_just_sent_counts_until_its_worker_fails_to_report_it(store: Store) -> None:
     async with fleet(P, P2, D) as workers, core(store, workers) as scene:
         paths = [(await scene.answer(make_request(str(n), (*LONG, n)))).path for n in range(4)]
         assert len({path.prefill_worker for path in paths}) == 1

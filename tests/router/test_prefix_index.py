@@ -21,7 +21,7 @@ def work(tokens: int = 20, salt: bytes = b"s", first: int = 0, **more: object) -
     return wire.EngineRequest(prompt=pack(list(range(first, first + tokens))), salt=salt, **more)  # type: ignore[arg-type]
 
 
-def told(published: object = (), dropped: object = ()) -> wire.Heartbeat:
+def heartbeat(published: object = (), dropped: object = ()) -> wire.Heartbeat:
     """A beat with these names."""
     news = wire.PrefixCacheUpdate(published=_packed(published), dropped=_packed(dropped))
     return wire.Heartbeat(cache=news)
@@ -46,13 +46,13 @@ def test_the_hash_of_a_block_is_that_of_the_protocol() -> None:
     assert list(reported_hashes(pack([1, 2, 3, 4]), b"s", 2)) == [0xBDA8A3AA5B7C1DF9, 0xF56AE48234592E45]
 
 
-def test_what_a_worker_told_is_found_up_to_the_first_block_that_it_lacks() -> None:
+def test_reported_blocks_match_up_to_the_first_missing_one() -> None:
     prefix = PromptBlocks(work())
     names = prefix.hashes(BLOCK)
     cache = WorkerPrefixCache()
-    cache.apply_heartbeat(told([names[0], names[1], names[3]]))
+    cache.apply_heartbeat(heartbeat([names[0], names[1], names[3]]))
     assert prefix.cached_tokens(cache, BLOCK) == 2 * BLOCK
-    cache.apply_heartbeat(told([names[2]], dropped=[names[1]]))
+    cache.apply_heartbeat(heartbeat([names[2]], dropped=[names[1]]))
     assert prefix.cached_tokens(cache, BLOCK) == BLOCK
     assert PromptBlocks(work(salt=b"another")).cached_tokens(cache, BLOCK) == 0
     assert PromptBlocks(work(first=1)).cached_tokens(cache, BLOCK) == 0
@@ -60,14 +60,14 @@ def test_what_a_worker_told_is_found_up_to_the_first_block_that_it_lacks() -> No
 
 def test_one_token_is_always_computed() -> None:
     prefix, cache = PromptBlocks(work(5 * BLOCK)), WorkerPrefixCache()
-    cache.apply_heartbeat(told(prefix.hashes(BLOCK)))
+    cache.apply_heartbeat(heartbeat(prefix.hashes(BLOCK)))
     assert prefix.cached_tokens(cache, BLOCK) == 4 * BLOCK
 
 
-def test_who_wants_no_hits_gets_none_and_who_shares_nothing_names_nothing() -> None:
+def test_requests_with_prompt_logprobs_or_bypass_get_no_cache_hits() -> None:
     explained, bypassing = PromptBlocks(work(prompt_logprobs=0)), PromptBlocks(work(bypass_prefix_cache=True))
     cache = WorkerPrefixCache()
-    cache.apply_heartbeat(told(PromptBlocks(work()).hashes(BLOCK)))
+    cache.apply_heartbeat(heartbeat(PromptBlocks(work()).hashes(BLOCK)))
     assert explained.cached_tokens(cache, BLOCK) == bypassing.cached_tokens(cache, BLOCK) == 0
     assert len(explained.hashes(BLOCK)) == 5, "others will find what it computes"
     assert not bypassing.hashes(BLOCK)
@@ -80,14 +80,14 @@ async def test_a_long_prompt_is_hashed_aside_to_the_same_names() -> None:
     assert list(prefix.hashes(16)) == list(reported_hashes(long.prompt, long.salt, 16))
 
 
-def test_what_is_sent_counts_at_once_and_what_never_comes_up_is_forgotten() -> None:
+def test_expected_blocks_count_at_once_and_are_forgotten_unless_reported() -> None:
     known, prefix = view(), PromptBlocks(work())
     sent = known.reserve(prefix, 20, computed=True)
     assert known.cached_tokens(prefix) == 16
     for _ in range(5):
         known.apply_heartbeat(wire.Heartbeat())
     assert known.cached_tokens(prefix) == 16, "it may be computed late"
-    known.apply_heartbeat(told(prefix.hashes(BLOCK)[:2]))
+    known.apply_heartbeat(heartbeat(prefix.hashes(BLOCK)[:2]))
     sent.release()
     known.apply_heartbeat(wire.Heartbeat())
     assert known.cached_tokens(prefix) == 16, "this beat may be older"
@@ -109,9 +109,9 @@ def test_of_two_that_sent_the_same_the_last_one_decides() -> None:
     assert known.cached_tokens(prefix) == 0
 
 
-def test_what_is_cached_is_neither_work_nor_room() -> None:
+def test_cached_tokens_count_neither_as_work_nor_as_used_blocks() -> None:
     known, prefix = view(), PromptBlocks(work(100))
-    known.apply_heartbeat(told(prefix.hashes(BLOCK)[:20]))
+    known.apply_heartbeat(heartbeat(prefix.hashes(BLOCK)[:20]))
     known.reserve(prefix, 100, computed=True)
     seen = known.snapshot(prefix)
     assert (seen.queued_tokens, seen.free_blocks, seen.cached_tokens) == (20, 95, 96)
@@ -119,32 +119,32 @@ def test_what_is_cached_is_neither_work_nor_room() -> None:
 
 def test_a_new_session_begins_with_nothing() -> None:
     known, prefix = view(), PromptBlocks(work())
-    known.apply_heartbeat(told(prefix.hashes(BLOCK)))
+    known.apply_heartbeat(heartbeat(prefix.hashes(BLOCK)))
     sent = known.reserve(prefix, 20, computed=True)
     known.reset()
     assert known.cached_tokens(prefix) == 0
     sent.release()
-    known.apply_heartbeat(told(prefix.hashes(BLOCK)))
+    known.apply_heartbeat(heartbeat(prefix.hashes(BLOCK)))
     assert known.cached_tokens(prefix) == 16
 
 
 names = st.lists(st.integers(0, 7), max_size=5, unique=True)
 events = st.one_of(
-    st.tuples(st.just("told"), names, names),
+    st.tuples(st.just("heartbeat"), names, names),
     st.tuples(st.just("sent"), names, names),
     st.tuples(st.just("over"), names, names),
 )
 
 
 @given(st.lists(events, max_size=30))
-def test_when_all_that_was_sent_is_over_what_was_told_is_left(
+def test_only_reported_blocks_remain_after_all_requests_ended(
     story: list[tuple[str, list[int], list[int]]],
 ) -> None:
     cache, held, here = WorkerPrefixCache(), set[int](), []
     for kind, some, others in story:
-        if kind == "told":
+        if kind == "heartbeat":
             dropped = [name for name in others if name not in some]
-            cache.apply_heartbeat(told(some, dropped))
+            cache.apply_heartbeat(heartbeat(some, dropped))
             held = (held | set(some)) - set(dropped)
         elif kind == "sent":
             here.append(cache.expect(some))

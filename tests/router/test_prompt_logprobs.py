@@ -68,8 +68,8 @@ async def test_an_echo_without_text_is_refused():
 
 
 def explained(writer: TokenWriter, first: int, end: int) -> None:
-    told = [wire.TokenLogprobs(logprob=-position, rank=1) for position in range(first, end)]
-    writer.add_prompt_logprobs(wire.PromptLogprobs(first_position=first, logprobs=told))
+    entries = [wire.TokenLogprobs(logprob=-position, rank=1) for position in range(first, end)]
+    writer.add_prompt_logprobs(wire.PromptLogprobs(first_position=first, logprobs=entries))
 
 
 async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
@@ -93,7 +93,7 @@ async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
     assert list(response.prompt_logprobs) == list(found)
 
 
-async def test_what_is_said_again_is_taken_once_and_too_much_not_at_all():
+async def test_repeated_prompt_logprobs_count_once_and_surplus_ones_not_at_all():
     made = await valid(**options(prompt_logprobs=1))
     writer, count = TokenWriter(TokenStream(made)), made.prompt_tokens
     for first, end in (1, 3), (1, 2), (2, 4), (5, count), (1, count + 9):
@@ -101,7 +101,7 @@ async def test_what_is_said_again_is_taken_once_and_too_much_not_at_all():
     assert [found.logprob for found in writer.stream.prompt_logprobs] == [-position for position in range(1, count)]
 
 
-async def test_none_are_there_where_none_were_asked_for():
+async def test_there_are_no_prompt_logprobs_unless_requested():
     assert not (await read([5])).messages[0].started.prompt_logprobs
 
 

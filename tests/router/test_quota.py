@@ -228,7 +228,9 @@ async def test_a_cancel_at_another_router_frees_its_share(store: Store, at_work:
         await ended(first)
 
 
-async def test_what_a_drain_leaves_to_others_goes_on_counting(store: Store, at_work: Callable[[], set[str]]) -> None:
+async def test_requests_left_by_a_drain_still_count_for_the_quota(
+    store: Store, at_work: Callable[[], set[str]]
+) -> None:
     async with fleet(P, D) as workers:
         async with core(store, workers, quotas=ONE) as one:
             workers[1].script.pause_at = 2
@@ -244,7 +246,7 @@ async def test_what_a_drain_leaves_to_others_goes_on_counting(store: Store, at_w
             await until(lambda: not at_work())
 
 
-async def test_while_redis_is_away_nobody_is_refused_and_all_count_when_it_is_back(
+async def test_without_redis_no_quota_applies_and_all_requests_count_afterwards(
     store: Store, at_work: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away(*_: object) -> bool:

@@ -184,7 +184,7 @@ async def test_when_the_only_decode_worker_is_lost_the_prefill_worker_decodes(
         await scene.until_clean("p")
 
 
-async def test_a_prefill_worker_that_comes_back_is_asked_again(server: PrivateRedis, store: Store) -> None:
+async def test_a_prefill_worker_that_returns_is_used_again(server: PrivateRedis, store: Store) -> None:
     async with deployment(server, store, p="prefill", d="decode") as scene:
         scene.workers["p"].send_signal(signal.SIGKILL)
         await asyncio.to_thread(scene.workers["p"].wait, PATIENCE)

@@ -210,7 +210,7 @@ async def test_an_incomplete_character_comes_at_the_end_before_finished():
     assert reader.messages[-1].WhichOneof("event") == "finished"
 
 
-async def test_what_was_not_asked_for_is_not_there():
+async def test_fields_that_were_not_requested_are_unset():
     plain = await read([5, 6])
     assert all(delta.text and not delta.token_ids and not delta.logprobs for delta in plain.deltas)
     silent = await read([5, 6], **options(text=False, token_ids=True))
@@ -231,7 +231,7 @@ async def test_log_probabilities_have_their_tokens_text_and_exact_bytes():
         assert [top.logprob for top in entry.top] == [-0.5, -1.5]
 
 
-async def test_alternatives_are_none_where_none_were_asked_for():
+async def test_logprobs_without_requested_alternatives_have_none():
     (entry,) = (await read([5], **options(logprobs=0))).deltas[0].logprobs
     assert not entry.top
     assert entry.HasField("logprob")
@@ -255,7 +255,7 @@ async def test_an_error_before_the_first_token_comes_alone():
     assert reader.messages == []
 
 
-async def test_an_error_does_not_tell_what_was_held_back():
+async def test_an_error_does_not_flush_held_text():
     """A stream that goes on elsewhere tells it then, whole."""
     reader = Reader(TokenStream(await valid()))
     write(reader.stream, *(await ids_of("x😀"))[:-1], end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
@@ -308,7 +308,7 @@ async def test_what_a_stop_is_depends_on_the_models_own_ends():
 
 @given(st.data())
 @settings(max_examples=80, deadline=None)
-async def test_a_reader_who_begins_later_gets_the_rest_of_the_same_text(data):
+async def test_a_reader_that_starts_later_gets_the_rest_of_the_same_text(data):
     """Whatever was cut off by a lost stream: what came before it and what comes now is the whole, once."""
     some = st.lists(st.integers(0, 4095).filter(lambda id: id != EOS), min_size=1, max_size=20)
     emoji = await ids_of("x😀👨‍👩‍👧")
@@ -340,7 +340,7 @@ async def test_a_reader_who_begins_later_gets_the_rest_of_the_same_text(data):
     assert later.messages[-1].seq == len(tokens)
 
 
-async def test_a_reader_who_has_more_than_is_written_waits_for_what_he_lacks():
+async def test_a_reader_with_more_tokens_than_the_stream_waits():
     """What a lost router wrote last may have to be computed once more."""
     reader = Reader(TokenStream(await valid(**options(token_ids=True))), after_seq=3)
     write(reader.stream, 5, 6)
@@ -372,7 +372,7 @@ async def test_who_claims_more_than_was_ever_written_is_refused():
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-async def test_a_delta_waits_for_as_many_tokens_as_were_asked_for_and_the_end_for_none(data):
+async def test_a_delta_waits_for_min_chunk_tokens_except_at_the_end(data):
     chunk = data.draw(st.integers(0, 6))
     tokens = data.draw(st.lists(st.integers(2, 4095), min_size=1, max_size=20))
     fields = {"stream": pb.StreamOptions(min_chunk_tokens=chunk), **options(token_ids=True)}

@@ -85,10 +85,10 @@ class Running:
             while True:
                 raw = await self.stdout.readline()
                 assert raw, f"the router ended before {event!r}: {self.lines}"
-                told: dict[str, object] = json.loads(raw)
-                self.lines.append(told)
-                if told["event"] == event:
-                    return told
+                line: dict[str, object] = json.loads(raw)
+                self.lines.append(line)
+                if line["event"] == event:
+                    return line
 
 
 @asynccontextmanager
@@ -170,7 +170,7 @@ async def test_a_client_is_answered_through_both_pools_and_the_router_drains(
         assert not (await store.routers.listing()).present
 
 
-async def test_a_router_without_workers_is_ready_and_says_so_to_clients(server: PrivateRedis, store: Store) -> None:
+async def test_a_router_without_workers_is_ready_and_refuses_requests(server: PrivateRedis, store: Store) -> None:
     async with router(server) as running:
         await become_ready(running)
         async with grpc.aio.insecure_channel(running.address) as channel:

@@ -98,7 +98,7 @@ async def test_of_two_payloads_the_one_that_is_not_stored_ends_when_the_store_is
     assert (await store.requests.read(first.key)).payload == first.payload
 
 
-async def test_a_request_that_is_stored_goes_on_elsewhere_where_a_worker_has_another_of_its_id(store: Store) -> None:
+async def test_a_stored_request_moves_on_from_a_worker_with_another_request_of_its_id(store: Store) -> None:
     """The other one was accepted by a router that could not reach the store."""
     async with fleet(("d", wire.ROLE_DECODE)) as workers, core(store, workers) as made:
         workers[0].script.refuse = [wire.CAUSE_ID_REUSED]

@@ -158,7 +158,7 @@ def test_special_tokens_of_an_older_model_are_found(tmp_path):
     assert theirs.pad_token_id in ours._encode(text, True)
 
 
-def test_what_it_says_of_itself_is_what_its_files_say(tmp_path):
+def test_a_served_model_has_the_limits_of_its_files(tmp_path):
     place = folder(tmp_path / "m", byte_fallback(), {"chat_template": "{{ messages }}"})
     generation = {"do_sample": True, "temperature": 0.5, "top_k": 20, "eos_token_id": [2, 3]}
     (place / "generation_config.json").write_text(json.dumps(generation))

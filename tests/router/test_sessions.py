@@ -39,7 +39,7 @@ class Watcher:
     def opened(self, session: WorkerSession) -> None:
         self.loads += 1
 
-    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
+    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         self.loads += 1
         self.renewed += beat.renew
 
@@ -118,7 +118,7 @@ async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None
 async def test_runs_that_ended_are_retired_together() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         runs = [make_run(attempt=n) for n in range(20)]
-        heard: list[int] = []
+        counts: list[int] = []
         forget = worker.news
         for run in runs:
             opened.start(run.following)
@@ -126,9 +126,9 @@ async def test_runs_that_ended_are_retired_together() -> None:
             forget.clear()
             async with asyncio.timeout(PATIENCE):
                 await forget.wait()
-            if len(worker.retired) not in heard:
-                heard.append(len(worker.retired))
-        assert len(heard) < 10, "few messages for many runs"
+            if len(worker.retired) not in counts:
+                counts.append(len(worker.retired))
+        assert len(counts) < 10, "few messages for many runs"
 
 
 async def test_runs_of_an_earlier_session_are_cancelled() -> None:
@@ -254,7 +254,7 @@ async def test_the_welcome_reports_an_end_during_a_break() -> None:
         assert run.kinds.count(wire.Ended) == 1
 
 
-async def test_a_session_that_does_not_come_back_loses_its_runs_once() -> None:
+async def test_a_session_that_does_not_reconnect_loses_its_runs_once() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 2
         run = make_run()

@@ -102,14 +102,14 @@ async def longest_stall(work: Callable[[], Awaitable[None]]) -> float:
 
 
 @pytest.mark.parametrize("what", CASES)
-async def test_the_event_loop_goes_on_while_an_accepted_input_is_validated(what: str) -> None:
+async def test_the_event_loop_runs_while_an_accepted_input_is_validated(what: str) -> None:
     stalls: list[float] = []
     while not stalls or (min(stalls) >= LONGEST_STALL and len(stalls) < TRIES):
         stalls.append(await longest_stall(CASES[what]))
     assert min(stalls) < LONGEST_STALL, stalls
 
 
-async def test_the_event_loop_goes_on_while_the_words_of_a_long_text_are_counted() -> None:
+async def test_the_event_loop_runs_while_the_words_of_a_long_text_are_counted() -> None:
     """As by a tokenizer whose tokens may take up any number of spaces."""
     made = model(max_context_length=FITS)
     object.__setattr__(made, "bound", TextBound(4, skips_spaces=True))
@@ -125,7 +125,7 @@ async def test_the_event_loop_goes_on_while_the_words_of_a_long_text_are_counted
     assert min(stalls) < LONGEST_STALL, stalls
 
 
-async def test_the_event_loop_goes_on_while_unknown_fields_are_refused() -> None:
+async def test_the_event_loop_runs_while_unknown_fields_are_refused() -> None:
     unknown = b"\xc0\x3e\x01" * (1 << 20)  # field 1000, a million times
     stalls: list[float] = []
 

@@ -295,7 +295,7 @@ def stops_after(count: int, **more: Any) -> ValidRequest:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("pools", [(P, D), (D,)])
-async def test_workers_are_told_to_cancel_at_a_stop_string(store: Store, count: int, pools: Any) -> None:
+async def test_a_stop_string_cancels_the_run_at_its_worker(store: Store, count: int, pools: Any) -> None:
     async with fleet(*pools) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = count  # they would go on

@@ -21,9 +21,9 @@ from decant.state import keys
 from decant.state.errors import StateError, UnreadableRequest
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
+from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
 from tests.router.fake_worker import answer, fleet
 from tests.router.harness import core, ended, make_request, until
-from tests.router.test_resume_and_takeover import KEY, PROMPT, left_behind, watching
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 DEAD = Incarnation("gone", 1)
@@ -70,7 +70,7 @@ async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_o
             await scene.dispatcher.cancel(KEY)
 
 
-async def test_names_in_open_sets_that_cannot_be_read_are_passed_over(store: Store, bare: sync_redis.Redis) -> None:
+async def test_unreadable_names_in_open_sets_are_skipped(store: Store, bare: sync_redis.Redis) -> None:
     await left_behind(store, *answer(PROMPT, 2))
     bare.sadd(keys.OWNERS, "no incarnation", b"\xff")
     bare.sadd(keys.open_set(DEAD), b"\xff")
@@ -94,7 +94,7 @@ async def test_an_owner_that_cannot_be_read_does_not_end_the_flusher(store: Stor
         await until(lambda: scene.store_is_done)
 
 
-async def test_tokens_that_the_model_does_not_have_are_never_gone_on_with(store: Store) -> None:
+async def test_stored_tokens_outside_the_vocabulary_are_never_continued(store: Store) -> None:
     await left_behind(store, 1 << 20)
 
     async def restore(_: object) -> Any:
@@ -131,7 +131,7 @@ def spoil(bare: Any, source: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_is_stored_a_router_takes_it_over_or_says_why_not(
+async def test_any_stored_data_is_taken_over_or_refused_with_a_reason(
     store: Store, bare: sync_redis.Redis, seed: int
 ) -> None:
     source = random.Random(seed)

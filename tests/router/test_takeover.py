@@ -19,9 +19,9 @@ from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation, RequestKey, State
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
+from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
 from tests.router.fake_worker import MODEL, answer, fleet
 from tests.router.harness import core, ended, make_request, tokens_of, until, written
-from tests.router.test_resume_and_takeover import KEY, PROMPT, left_behind, watching
 from tests.state.factories import router_facts
 from tests.worker.decode_harness import eventually
 
@@ -236,7 +236,7 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
         assert await store.open.of(Incarnation.of(scene.router.peer)) == set()
 
 
-async def test_an_adoption_whose_answer_is_lost_is_gone_on_with(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_adoption_whose_reply_is_lost_is_completed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await left_behind(store, *answer(PROMPT, 2))
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3

@@ -94,7 +94,7 @@ async def test_work_keeps_its_place_until_it_is_done_though_its_caller_has_left(
         assert await texts.run(1, NEVER, lambda: 7) == 7
 
 
-async def test_a_deadline_ends_the_wait_for_work_that_goes_on() -> None:
+async def test_a_deadline_ends_the_wait_for_running_work() -> None:
     texts, held = TextWork(), Held()
     with pytest.raises(DeadlineExceeded):
         await texts.run(1, Deadline.after(0.05), held)

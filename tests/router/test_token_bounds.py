@@ -71,7 +71,7 @@ TEXTS = st.lists(st.one_of(st.text(max_size=20), st.sampled_from([*PARTS, DECOMP
 @pytest.mark.parametrize("kind", BOUNDED)
 @given(TEXTS)
 @settings(max_examples=150, deadline=None)
-def test_no_text_becomes_fewer_tokens_than_its_bound_says(kind: str, text: str) -> None:
+def test_no_text_has_fewer_tokens_than_its_bound(kind: str, text: str) -> None:
     tokenizer, bound = made(kind)
     assert bound.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
 

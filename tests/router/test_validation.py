@@ -1,18 +1,16 @@
-"""What goes in is honoured or refused; what comes out can be run as it stands."""
+"""Validation of requests: ranges, prompt and context, defaults."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decant.protos import inference_pb2 as pb
-from decant.router.api.validation import UNIMPLEMENTED_FIELDS, salt_of, validate
+from decant.router.api.validation import salt_of, validate
 from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
@@ -23,168 +21,15 @@ from decant.router.limits import (
     MAX_STOP_TOKEN_IDS,
     limits,
 )
-from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.output_text import OutputOptions
 from decant.router.text.served_model import Models
 from decant.runtime.channel import Deadline
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import InvalidArgument, NotFound, ServiceError, Unavailable, Unimplemented
-from decant.runtime.packed import unpack
-from tests.router.factories import context_length, model, tiny, valid
+from decant.runtime.errors import InvalidArgument, NotFound, Unavailable
+from tests.router.factories import context_length, model, tiny, unpacked, valid
 
 Sampling, Stopping = pb.SamplingParams, pb.StoppingParams
 DETACH = pb.StreamOptions.ON_DISCONNECT_DETACH
-
-
-def unpacked(packed: bytes) -> list[int]:
-    return list(unpack(packed))
-
-
-# ------------------------------------------------------------------- every field is honoured or refused
-
-CHAT = ChatTemplate("{{ messages[0].role + messages[0].content }}x{{ add_generation_prompt }}", {})
-
-VALUES: dict[str, list[Any]] = {"SamplingParams.logit_bias": [{3: 0.5}]}
-"""What a field is set to where its type alone doesn't say."""
-
-READ_LATER = {"GenerateRequest.user"}
-"""Fields that a valid request only carries; those who read them test it."""
-
-
-def leaves(descriptor: Descriptor, chain: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
-    for field in descriptor.fields:
-        inner = field.message_type
-        if inner is None or inner.GetOptions().map_entry:
-            yield (*chain, field)
-        else:
-            yield from leaves(inner, (*chain, field))
-
-
-FIELDS: list[Any] = list(leaves(pb.DESCRIPTOR.message_types_by_name["GenerateRequest"]))
-
-
-def values(field: Any) -> list[Any]:
-    name = f"{field.containing_type.name}.{field.name}"
-    if name in VALUES:
-        return VALUES[name]
-    match field.cpp_type:
-        case FieldDescriptor.CPPTYPE_STRING:
-            some: list[Any] = ["x"]
-        case FieldDescriptor.CPPTYPE_BOOL:
-            some = [True, False]
-        case FieldDescriptor.CPPTYPE_FLOAT:
-            some = [0.5]
-        case FieldDescriptor.CPPTYPE_ENUM:
-            some = [value.number for value in field.enum_type.values]
-        case _:
-            some = [2]
-    return [[value] for value in some] if field.is_repeated else some
-
-
-def set_to(request: pb.GenerateRequest, chain: tuple[FieldDescriptor, ...], value: Any) -> pb.GenerateRequest:
-    message: Any = request
-    for field in chain[:-1]:
-        message = getattr(message, field.name)
-        message = message.add() if field.is_repeated else message
-    name = chain[-1].name
-    if chain[-1].is_repeated:
-        kind = getattr(message, name)
-        kind.update(value) if isinstance(value, dict) else kind.extend(value)
-    else:
-        setattr(message, name, value)
-    return request
-
-
-async def outcome(request: pb.GenerateRequest) -> Any:
-    try:
-        made = await validate(request, Models([model(chat=CHAT)]), context_length(None), Deadline(), "default")
-    except ServiceError as error:
-        return type(error), str(error)
-    key = None if made.id_generated else made.key
-    work = made.engine_request.SerializeToString(deterministic=True)
-    return key, work, made.output_options, made.prompt_tokens, made.detach_ms, made.session
-
-
-def plain() -> pb.GenerateRequest:
-    return pb.GenerateRequest(prompt="x = 1", sampling=Sampling(seed=7))
-
-
-def name_of(chain: tuple[FieldDescriptor, ...]) -> str:
-    return ".".join(field.name for field in chain)
-
-
-@pytest.mark.parametrize("chain", FIELDS, ids=name_of)
-async def test_no_field_is_passed_over(chain):
-    name = f"{chain[-1].containing_type.name}.{chain[-1].name}"
-    base = await outcome(plain())
-    assert base == await outcome(plain())
-    outcomes = [await outcome(set_to(plain(), chain, value)) for value in values(chain[-1])]
-    if name in READ_LATER:
-        assert outcomes == [base]
-    else:
-        assert any(other != base for other in outcomes)
-
-
-@pytest.mark.parametrize("chain", FIELDS, ids=name_of)
-async def test_what_is_refused_by_name_is_on_the_list_and_what_is_on_it_is_refused(chain):
-    listed = {f"{field.containing_type.name}.{field.name}" for field in chain} & set(UNIMPLEMENTED_FIELDS)
-    refused = set()
-    for value in values(chain[-1]):
-        try:
-            await validate(
-                set_to(plain(), chain, value), Models([model(chat=CHAT)]), context_length(None), Deadline(), "default"
-            )
-        except Unimplemented as error:
-            refused.add(error.field)
-        except InvalidArgument:
-            assert not listed
-        except NotFound:
-            assert name_of(chain) == "model"
-    assert refused == listed
-
-
-async def test_a_refusal_says_what_to_do():
-    chat = pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message(role="user", content="hi")]))
-    for request, message in (
-        (chat, "tiny-python has no chat template: send a text"),
-        (set_n(2), "SamplingParams.n: 1 is all this server does, got 2"),
-    ):
-        with pytest.raises(ServiceError) as caught:
-            await validate(request, Models([tiny()]), context_length(None), Deadline(), "default")
-        assert str(caught.value) == message
-
-
-def set_n(n: int) -> pb.GenerateRequest:
-    return pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(n=n))
-
-
-def test_the_list_names_fields_that_exist():
-    for name in UNIMPLEMENTED_FIELDS:
-        kind, _, field = name.partition(".")
-        assert field in pb.DESCRIPTOR.message_types_by_name[kind].fields_by_name
-
-
-@pytest.mark.parametrize("where", ["", "sampling", "stopping", "response", "cache", "stream", "token_ids"])
-async def test_a_field_of_a_newer_build_is_refused(where):
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3]))
-    inner: Any = getattr(request, where) if where else request
-    inner.MergeFromString(b"\xa2\x06\x01x")  # field 100, a text
-    with pytest.raises(Unimplemented, match="100"):
-        await validate(request, Models([tiny()]), context_length(None), Deadline(), "default")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sampling": Sampling(n=1)},
-        {"stopping": Stopping(include_stop_in_output=False)},
-        {"response": pb.ResponseOptions(echo=False)},
-        {"stream": pb.StreamOptions(on_disconnect=pb.StreamOptions.ON_DISCONNECT_CANCEL, min_chunk_tokens=1)},
-        {"stream": pb.StreamOptions(on_disconnect=DETACH, detach_ttl_ms=MAX_DETACH_TTL_MS)},
-    ],
-)
-async def test_a_field_set_to_what_is_done_anyway_is_honoured(fields):
-    assert await valid(**fields)
 
 
 # ------------------------------------------------------------------------------------------------ ranges
@@ -291,7 +136,7 @@ async def test_a_request_without_any_input_is_refused():
 
 @pytest.mark.parametrize(("tokens", "fits"), [(15, True), (16, False), (17, False)])
 @pytest.mark.parametrize("whose", ["model", "workers"])
-async def test_a_prompt_that_leaves_no_room_is_refused(tokens, fits, whose):
+async def test_a_prompt_that_fills_the_context_is_refused(tokens, fits, whose):
     limited = {"workers_context_length": 16} if whose == "workers" else {"served": model(max_context_length=16)}
     asked = valid(token_ids=pb.TokenIds(ids=[3] * tokens), **limited)
     if fits:
@@ -303,7 +148,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused(tokens, fits, whose):
     assert "15" in refused.value.limit
 
 
-async def test_workers_that_serve_more_than_the_model_was_made_for_are_believed():
+async def test_the_workers_context_length_overrides_the_models():
     """Its rotary scaling may reach further than the positions that its configuration names."""
     made = await valid(
         served=model(max_context_length=16), workers_context_length=64, token_ids=pb.TokenIds(ids=[3] * 40)
@@ -311,7 +156,7 @@ async def test_workers_that_serve_more_than_the_model_was_made_for_are_believed(
     assert made.engine_request.stopping.max_tokens == 24
 
 
-async def test_without_a_window_or_workers_who_name_one_nothing_is_known():
+async def test_without_workers_the_context_length_may_be_unknown():
     with pytest.raises(Unavailable) as refused:
         await valid(served=model(max_context_length=None))
     assert refused.value.reason is Reason.NO_WORKER
@@ -327,7 +172,7 @@ async def test_without_a_window_or_workers_who_name_one_nothing_is_known():
     min_tokens=st.integers(0, 30),
 )
 @settings(max_examples=300, deadline=None)
-async def test_prompt_and_output_always_fit_the_window(prompt, limit, max_tokens, min_tokens):
+async def test_prompt_and_output_always_fit_the_context(prompt, limit, max_tokens, min_tokens):
     stopping = Stopping(max_tokens=max_tokens, min_tokens=min_tokens)
     try:
         made = await valid(token_ids=pb.TokenIds(ids=[3] * prompt), stopping=stopping, workers_context_length=limit)
@@ -348,7 +193,7 @@ async def test_a_prompt_has_its_special_tokens_and_tokens_are_taken_as_they_are(
     assert unpacked((await valid(token_ids=pb.TokenIds(ids=ids))).engine_request.prompt) == ids
 
 
-async def test_a_tokenizer_with_more_words_than_the_model_has_rows_is_held_to_them():
+async def test_token_ids_beyond_the_models_embeddings_are_refused():
     with pytest.raises(InvalidArgument) as refused:
         await valid(prompt="return None", served=model(vocab_size=50))
     assert refused.value.field == "prompt"
@@ -389,7 +234,7 @@ async def test_an_empty_id_is_made_up_and_a_given_one_is_kept():
     assert (given.key.id, given.id_generated, given.payload.request_id) == ("mine", False, "mine")
 
 
-async def test_what_is_wanted_is_what_was_asked_for():
+async def test_output_options_follow_the_request():
     assert (await valid()).output_options == OutputOptions()
     asked = pb.ResponseOptions(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
     made = await valid(response=asked)
@@ -413,10 +258,10 @@ def test_salts_differ_by_tenant_and_by_the_clients_own():
     assert salt_of("a", "b") == salt_of("a", "b")
 
 
-def test_limits_are_told_as_they_are_held():
-    told = limits(max_queued_requests=5, resume_grace_ms=6, result_ttl_ms=7)
-    assert (told.max_queued_requests, told.resume_grace_ms, told.result_ttl_ms) == (5, 6, 7)
-    assert told.max_logprobs == MAX_LOGPROBS
-    assert told.max_outputs == 1
-    assert (told.max_stop_texts, told.max_stop_text_bytes) == (MAX_STOP_TEXTS, MAX_STOP_TEXT_BYTES)
-    assert told.max_detach_ttl_ms == MAX_DETACH_TTL_MS
+def test_reported_limits_are_those_that_are_enforced():
+    values = limits(max_queued_requests=5, resume_grace_ms=6, result_ttl_ms=7)
+    assert (values.max_queued_requests, values.resume_grace_ms, values.result_ttl_ms) == (5, 6, 7)
+    assert values.max_logprobs == MAX_LOGPROBS
+    assert values.max_outputs == 1
+    assert (values.max_stop_texts, values.max_stop_text_bytes) == (MAX_STOP_TEXTS, MAX_STOP_TEXT_BYTES)
+    assert values.max_detach_ttl_ms == MAX_DETACH_TTL_MS

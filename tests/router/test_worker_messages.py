@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -50,14 +50,21 @@ class Views:
     def opened(self, session: WorkerSession) -> None:
         self.load.reset()
 
-    def heard(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
+    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
         self.load.apply_heartbeat(beat)
 
 
-def make_session() -> WorkerSession:
-    """One that is not connected: tests call what its reader calls."""
-    channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    return WorkerSession(wire.Peer(id="r"), wire.Peer(id="w"), channel, Views())
+@asynccontextmanager
+async def unconnected_session() -> AsyncIterator[WorkerSession]:
+    """Tests call what its reader calls."""
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        yield WorkerSession(wire.Peer(id="r"), wire.Peer(id="w"), channel, Views())
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[WorkerSession]:
+    async with unconnected_session() as session:
+        yield session
 
 
 def follow(
@@ -137,8 +144,7 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
         assert stream.logprobs.entries() == [logprobs_from_wire(token, 1) for token in stream.tokens]
 
 
-async def test_a_token_without_the_logprobs_that_were_asked_for_is_never_shown() -> None:
-    session = make_session()
+async def test_a_token_without_requested_logprobs_is_never_sent(session: WorkerSession) -> None:
     stream, events = follow(session, "r", 0, logprobs=1)
     session.on_message(wire.WorkerMessage(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
     assert not stream.tokens
@@ -147,8 +153,9 @@ async def test_a_token_without_the_logprobs_that_were_asked_for_is_never_shown()
 
 
 @pytest.mark.parametrize(("position", "token"), [(3, 1 << 24), (3, LAST), (3 + 1000, 7)])
-async def test_a_token_that_the_request_cannot_have_fails_its_run_alone(position: int, token: int) -> None:
-    session = make_session()
+async def test_a_token_that_the_request_cannot_have_fails_its_run_alone(
+    session: WorkerSession, position: int, token: int
+) -> None:
     stream, events = follow(session, "r", 0)
     other, others = follow(session, "other", 1)
     stream.tokens += [5] * (position - 3)
@@ -159,8 +166,9 @@ async def test_a_token_that_the_request_cannot_have_fails_its_run_alone(position
     assert (other.tokens, others) == ([8], [])
 
 
-async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_waiting_for_more() -> None:
-    session = make_session()
+async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_waiting_for_more(
+    session: WorkerSession,
+) -> None:
     _, events = follow(session, "r", 0)
     end = wire.OutputEnd(reason=wire.OutputEnd.REASON_LENGTH, end_position=LAST)
     session.on_message(wire.WorkerMessage(ended=wire.Ended(run=wire.Run(request="r", epoch=1, attempt=1), end=end)))
@@ -168,9 +176,8 @@ async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_wai
     assert not session.is_busy
 
 
-async def test_logprobs_keep_no_frame_in_memory() -> None:
+async def test_logprobs_keep_no_frame_in_memory(session: WorkerSession) -> None:
     """Frames carry the logprobs of all sequences of a step; one long request keeps only its own."""
-    session = make_session()
     stream, _ = follow(session, "r", 0, logprobs=1)
     others = [
         wire.TokenLogprobs(entry=entry, logprob=-1, rank=1, top_ids=range(20), top_logprobs=[-1.0] * 20)
@@ -278,23 +285,23 @@ def messages(seed: int, runs: list[wire.Run], count: int) -> Iterator[wire.Worke
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 32))
-def test_whatever_a_worker_says_its_session_reads_it_or_breaks_in_order(seed: int) -> None:
+def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
     """ValueError is what the session's reader takes for a broken session, after which its runs move elsewhere."""
 
     async def scene() -> None:
-        session = make_session()
-        streams = [follow(session, request, slot, logprobs=1)[0] for slot, request in enumerate("ab")]
-        for message in messages(seed, RUNS, 40):
-            with suppress(ValueError):
-                session.on_message(message)
-        for stream in streams:
-            assert len(stream.logprobs) == len(stream.tokens) <= 1000
+        async with unconnected_session() as session:
+            streams = [follow(session, request, slot, logprobs=1)[0] for slot, request in enumerate("ab")]
+            for message in messages(seed, RUNS, 40):
+                with suppress(ValueError):
+                    session.on_message(message)
+            for stream in streams:
+                assert len(stream.logprobs) == len(stream.tokens) <= 1000
 
     asyncio.run(scene())
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_a_worker_says_the_router_goes_on(store: Store, seed: int) -> None:
+async def test_the_router_survives_any_message_of_a_worker(store: Store, seed: int) -> None:
     async with fleet(D, D2) as workers, core(store, workers, resume_grace_ms=0) as scene:
         for worker in workers:
             worker.script.pause_at = 2

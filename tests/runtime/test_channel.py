@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
+from grpc._cython import cygrpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc

@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from io import StringIO
 from typing import Any, cast
 
 import grpc
 import pytest
-import structlog
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2
@@ -25,11 +24,9 @@ SECRET = "sk-12345: the inside of the house"
 
 
 @pytest.fixture
-def lines() -> Iterator[StringIO]:
-    out = StringIO()
+def lines(out: StringIO) -> StringIO:
     logs.start("test", LogSettings(log_level="info"), stream=out)
-    yield out
-    structlog.reset_defaults()
+    return out
 
 
 def logged(out: StringIO) -> list[dict[str, Any]]:

@@ -5,29 +5,13 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
 from io import StringIO
 from typing import Any
 
 import pytest
-import structlog
 
 from decant.runtime import logs
 from decant.runtime.logs import LogSettings
-
-
-@pytest.fixture
-def out() -> Iterator[StringIO]:
-    root, transformers = logging.getLogger(), logging.getLogger("transformers")
-    before = root.handlers[:], root.level, transformers.__class__, transformers.handlers[:]
-    stream = StringIO()
-    yield stream
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
-    logging.captureWarnings(False)
-    root.handlers[:], transformers.__class__ = before[0], before[2]
-    transformers.handlers[:] = before[3]
-    root.setLevel(before[1])
 
 
 def lines(out: StringIO) -> list[dict[str, Any]]:

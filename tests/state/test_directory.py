@@ -62,7 +62,7 @@ async def test_who_does_not_renew_is_gone(server: PrivateRedis, bare: sync_redis
         assert not bare.hexists(keys.peers("workers"), f"f:{OLD.id}"), "it left something behind"
 
 
-async def test_a_listing_says_how_long_ago_each_was_renewed(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+async def test_a_listing_has_the_time_since_each_renewal(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=60) as store:
         registered = await store.workers.register(worker_facts(OLD))
         pass_time(bare, 40)
@@ -83,7 +83,7 @@ async def test_who_ran_out_comes_back_by_renewing(store: Store, bare: sync_redis
         assert await incarnations(store) == {OLD}
 
 
-async def test_an_old_life_has_no_effect_on_the_new(store: Store) -> None:
+async def test_an_earlier_incarnation_has_no_effect_on_the_new_one(store: Store) -> None:
     old = await store.workers.register(worker_facts(OLD))
     new = await store.workers.register(worker_facts(NEW))
     with pytest.raises(IncarnationReplaced):
@@ -115,7 +115,7 @@ async def test_registering_twice_keeps_the_order(store: Store) -> None:
     assert await incarnations(store) == {OLD}
 
 
-async def test_a_change_wakes_who_waits(store: Store) -> None:
+async def test_a_change_wakes_waiters(store: Store) -> None:
     seen = await store.workers.listing()
     waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))
     await asyncio.sleep(0.05)
@@ -135,14 +135,14 @@ async def test_a_change_wakes_who_waits(store: Store) -> None:
     assert (await asyncio.wait_for(waiting, 10)).present == ()
 
 
-async def test_a_load_alone_wakes_nobody(store: Store) -> None:
+async def test_a_change_of_load_alone_wakes_no_waiter(store: Store) -> None:
     registered = await store.workers.register(worker_facts(OLD))
     seen = await store.workers.listing()
     await registered.renew(Load(running=5))
     assert (await store.workers.change(seen, timeout_s=0.1)).version == seen.version
 
 
-async def test_one_that_runs_out_wakes_who_waits(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+async def test_an_expiry_wakes_waiters(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=1) as store:
         await store.workers.register(worker_facts(OLD))
         seen = await store.workers.listing()
@@ -150,7 +150,7 @@ async def test_one_that_runs_out_wakes_who_waits(server: PrivateRedis, bare: syn
         assert (await asyncio.wait_for(store.workers.change(seen, timeout_s=30), 10)).present == ()
 
 
-async def test_an_emptied_redis_wakes_who_waits_when_somebody_returns(store: Store, bare: sync_redis.Redis) -> None:
+async def test_a_registration_in_an_emptied_redis_wakes_waiters(store: Store, bare: sync_redis.Redis) -> None:
     registered = await store.workers.register(worker_facts(OLD))
     seen = await store.workers.listing()
     waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))

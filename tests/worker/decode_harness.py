@@ -1,4 +1,4 @@
-"""Workers with torch-free engines behind real gRPC servers, and a router that does what a test says."""
+"""Workers with torch-free engines behind real gRPC servers, and a router that a test drives."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from decant.runtime.errors import ServiceError
 from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.packed import pack, unpack
 from decant.worker.decode.service import DecodeService
+from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.wire_codec import to_request
 
@@ -57,7 +58,17 @@ class Device(FakeDevice):
 class Node:
     """One worker: its engine, its hub, its services on a port. ``async with`` opens and audits it."""
 
-    def __init__(self, name: str, *, blocks: int = 128, running: int = 8, budget: int = 16, **terms: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        blocks: int = 128,
+        running: int = 8,
+        budget: int = 16,
+        session_limits: SessionLimits | None = None,
+        **terms: int,
+    ) -> None:
+        self._session_limits = session_limits
         self.device = Device(blocks)
         self.engine = Engine(
             self.device,
@@ -73,7 +84,8 @@ class Node:
         self.host = EngineHost(self.engine, identity, self._transport, WorkerLimits(**{"lease_ms": 10_000, **terms}))
 
     async def __aenter__(self) -> Self:
-        self.decode = DecodeService(self.host)
+        self.decode = DecodeService(self.host, self._session_limits)
+        self.host.connect(self.decode.run_manager)
         services.add_DecodeServicer_to_server(self.decode, self._server)
         KvSourceService(self.host.sender).add_to(self._server)
         await self.host.__aenter__()
@@ -172,7 +184,7 @@ def written_alone(request: Request, eos: Sequence[int] = ()) -> list[int]:
 
 
 @dataclass
-class Heard:
+class RunRecord:
     """What a router was told of one run. Entries of ``tokens`` are by position."""
 
     tokens: dict[int, int] = field(default_factory=dict)
@@ -200,7 +212,7 @@ class Router:
     def __init__(self, node: Node, name: str = "router", incarnation: int = 1) -> None:
         self.node = node
         self.peer = wire.Peer(id=name, incarnation=incarnation, protocol=1)
-        self.heard: dict[tuple[str, int], Heard] = {}
+        self.records: dict[tuple[str, int], RunRecord] = {}
         self.order: list[tuple[str, int]] = []  # in which runs were taken up
         self.beats: list[wire.Heartbeat] = []
         self.frames: list[wire.Frame] = []
@@ -275,8 +287,8 @@ class Router:
     async def forget(self, *runs: wire.Run) -> None:
         await self.say(forget=wire.ForgetRuns(runs=runs))
 
-    def of(self, run: wire.Run) -> Heard:
-        return self.heard.setdefault((run.request, run.attempt), Heard())
+    def of(self, run: wire.Run) -> RunRecord:
+        return self.records.setdefault((run.request, run.attempt), RunRecord())
 
     async def until(self, reached: Callable[[], object]) -> None:
         """Until what was told makes it so."""
@@ -287,7 +299,7 @@ class Router:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def over(self, *runs: wire.Run) -> list[Heard]:
+    async def over(self, *runs: wire.Run) -> list[RunRecord]:
         """Until these ended, one way or another."""
         await self.until(lambda: all(self.of(run).over for run in runs))
         return [self.of(run) for run in runs]
@@ -333,18 +345,18 @@ class Router:
             self._hear_word(kind, getattr(message, kind))
 
     def _hear_word(self, kind: str, said: Any) -> None:
-        heard = self.of(said.run)
-        heard.words.append(kind)
-        heard.last[kind] = said
+        record = self.of(said.run)
+        record.words.append(kind)
+        record.last[kind] = said
         if kind == "scheduled":
             self.order.append((said.run.request, said.run.attempt))
         if kind == "decode_started":
-            assert "ended" not in heard.last
+            assert "ended" not in record.last
             self._call(said.run, said.slots)
         elif kind == "run_status":
             self._hear_held(said)
         elif kind == "ended":
-            assert all(position < said.end.end_position for position in heard.tokens) or said.end.reason in (
+            assert all(position < said.end.end_position for position in record.tokens) or said.end.reason in (
                 wire.OutputEnd.REASON_CANCELLED,
             )
 
@@ -362,11 +374,11 @@ class Router:
         explained = {logprobs.entry: logprobs for logprobs in frame.logprobs}
         for entry, (slot, position, token) in enumerate(zip(*rows, strict=True)):
             assert slot in self._slots, f"slot {slot} was never told"
-            heard = self.heard[self._slots[slot]]
-            assert heard.tokens.setdefault(position, token) == token, f"another token at {position}"
+            record = self.records[self._slots[slot]]
+            assert record.tokens.setdefault(position, token) == token, f"another token at {position}"
             if entry in explained:
                 explained[entry].entry = 0
-                heard.logprobs[position] = explained[entry]
+                record.logprobs[position] = explained[entry]
 
 
 @asynccontextmanager

@@ -28,7 +28,8 @@ from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.packed import pack
 from decant.runtime.tls import PeerTls
 from decant.worker.decode.service import DecodeService
-from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
+from decant.worker.decode.session import SessionLimits
+from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.wire_codec import to_request
@@ -78,11 +79,17 @@ async def eventually(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-class Place:
+class Place(HostHandler):
     """One worker: its engine, hub and services on a port of their own."""
 
     def __init__(
-        self, engine: Engine, server: grpc.aio.Server, port: int, identity: Identity, terms: WorkerLimits
+        self,
+        engine: Engine,
+        server: grpc.aio.Server,
+        port: int,
+        identity: Identity,
+        terms: WorkerLimits,
+        session_limits: SessionLimits | None = None,
     ) -> None:
         """``identity`` brings no address where its own port is the one under which others reach it."""
         self.engine = engine
@@ -94,21 +101,24 @@ class Place:
         identity = replace(identity, address=identity.address or self.address)
         self.host = EngineHost(engine, identity, self.transport, terms)
         self.prefill = PrefillService(self.host)
-        self.decode = DecodeService(self.host)
+        self.decode = DecodeService(self.host, session_limits)
         self.auditor = AuditService(self.host, self.prefill, self.decode)
-        self.heard: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, asyncio.Event] = {}
-        self.host.step_listeners.append(self._hear)
+        self.connect()
         services.add_PrefillServicer_to_server(self.prefill, server)
         services.add_DecodeServicer_to_server(self.decode, server)
         KvSourceService(self.host.sender).add_to(server)
         services.add_AuditServicer_to_server(self.auditor, server)
 
-    def _hear(self, output: StepOutput) -> None:
+    def connect(self, *first: HostHandler) -> None:
+        self.host.connect(*first, self.prefill, self.decode.run_manager, self)
+
+    def on_step(self, output: StepOutput) -> None:
         events: list[Token | SequenceFinished] = [*output.tokens, *output.ended]
         for event in events:
             if isinstance(event, Token):
-                self.heard.setdefault(event.id, []).append(event.token)
+                self.outputs.setdefault(event.id, []).append(event.token)
             else:
                 self.ends.setdefault(event.id, asyncio.Event()).set()
 
@@ -116,7 +126,7 @@ class Place:
         """What the engine wrote under a name, once it has ended."""
         async with asyncio.timeout(PATIENCE_S):
             await self.ends.setdefault(id, asyncio.Event()).wait()
-        return self.heard.get(id, [])
+        return self.outputs.get(id, [])
 
     def call(self, request: wire.PrefillRequest) -> Call:
         return Call(services.PrefillStub(self.channel).Prefill(request))
@@ -210,6 +220,7 @@ async def worker(
     role: wire.Role = wire.ROLE_PREFILL,
     advertise: str = "",
     step_s: float = 0.0,
+    session_limits: SessionLimits | None = None,
 ) -> AsyncIterator[Place]:
     """A worker that must hold nothing when it is left, leases that nobody ends excepted."""
     stops = frozenset(() if eos is None else (eos,))
@@ -219,7 +230,8 @@ async def worker(
     server = grpc.aio.server(interceptors=[ErrorInterceptor(lambda _: None, services=names)])
     port = server.add_insecure_port("127.0.0.1:0")
     peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=1)
-    place = Place(engine, server, port, Identity(peer, role, MODEL, advertise), WorkerLimits(lease_ms, max_waiting))
+    identity = Identity(peer, role, MODEL, advertise)
+    place = Place(engine, server, port, identity, WorkerLimits(lease_ms, max_waiting), session_limits)
     async with place.host:
         await server.start()
         try:

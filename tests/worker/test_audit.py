@@ -44,7 +44,7 @@ async def test_shared_blocks_are_counted_once() -> None:
             await call.break_off()
 
 
-async def test_a_sequence_that_is_nobodys_is_a_violation() -> None:
+async def test_a_sequence_without_an_owner_is_a_violation() -> None:
     async with worker() as place:
         place.device.hold()
         place.device.let(1)
@@ -59,7 +59,7 @@ async def test_a_sequence_that_is_nobodys_is_a_violation() -> None:
         await place.written("stray")
 
 
-async def test_what_the_store_finds_wrong_is_told_and_not_raised() -> None:
+async def test_violations_of_the_block_pool_are_reported_and_not_raised() -> None:
     async with worker() as place:
 
         def lose(engine: Engine) -> None:

@@ -160,7 +160,7 @@ def test_without_credentials_a_worker_listens_on_loopback_alone(host: str, loopb
         load(DecodeSettings, [*arguments, *server_only], {})
 
 
-def test_a_worker_that_asks_for_certificates_has_one_to_show() -> None:
+def test_a_worker_that_requires_certificates_needs_its_own() -> None:
     served = ["--tls-certificate", "a", "--tls-key", "b", "--tls-client-ca", "c"]
     with pytest.raises(InvalidSettings, match="--tls-client-ca: needs peer_ca, peer_certificate and peer_key"):
         load(DecodeSettings, ["--model", "any", *served], {})

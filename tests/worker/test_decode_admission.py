@@ -1,7 +1,8 @@
-"""Who waits for room is asked for again exactly when room may have come."""
+"""Admission retries waiting runs exactly when blocks may have become free."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,83 +10,106 @@ from typing import Any, cast
 from decant.engine.engine import Engine
 from decant.engine.output import StepOutput
 from decant.engine.request import Request, StopParams
+from decant.engine.transfer import IncomingSequence
 from decant.protos import worker_pb2 as wire
-from decant.worker.decode.admission import DecodeAdmission, Outcome
-from decant.worker.decode.runs import DecodeRun
+from decant.worker.decode.admission import DecodeAdmission
+from decant.worker.decode.run import DecodeRun
 from decant.worker.engine_host import EngineHost
 from tests.worker.decode_harness import Device
 
 
-class Desk:
-    """An entrance whose engine does one thing at a time, when a test says so."""
+class Queue:
+    """Admission to an engine that steps when a test says so."""
 
     def __init__(self) -> None:
         self.engine = Engine(Device(16))
         self.posted: list[tuple[Callable[[Engine], object], Callable[[], object]]] = []
-        self.settled: list[tuple[str, Outcome]] = []
+        self.admitted: list[tuple[str, IncomingSequence | None]] = []
+        self.tasks: list[asyncio.Task[None]] = []
         host = SimpleNamespace(loop=self, waiting_arrivals=0)
-        self.entrance = DecodeAdmission(
-            cast(EngineHost, host), lambda held, outcome: self.settled.append((held.request.id, outcome))
-        )
+        self.admission = DecodeAdmission(cast(EngineHost, host))
 
     def post(self, command: Callable[[Engine], object], then: Callable[[], object]) -> None:
         self.posted.append((command, then))
 
-    def step(self, *between: Callable[[Engine], object]) -> None:
-        """What was posted, then ``between``, then a step; and all that comes of it, in the order of the loop."""
+    async def push(self, name: str, length: int, number: int = 0) -> None:
+        request = Request(name, tuple(range(length)), stop=StopParams(max_tokens=4))
+        run = DecodeRun(wire.Run(request=name), request, wire.Stopping(), (0.0, number), 0.0)
+        run.ticket = wire.Ticket()
+        self.tasks.append(asyncio.create_task(self._enter(run)))
+        await asyncio.sleep(0)
+
+    async def _enter(self, run: DecodeRun) -> None:
+        arrival = await self.admission.enter(run)
+        self.admitted.append((run.request.id, arrival))
+
+    async def step(self, *between: Callable[[Engine], object]) -> None:
+        """The posted commands, then ``between``, then a step, reported in the order of the engine loop."""
         posted, self.posted = self.posted, []
         for command, _ in posted:
             command(self.engine)
         for other in between:
             other(self.engine)
         output: StepOutput = self.engine.step()
-        self.entrance.on_step(output)
+        self.admission.on_step(output)
         for _, then in posted:
             then()
+        await asyncio.sleep(0)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.admitted]
+
+    def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
 
 
-def arriving(name: str, length: int, number: int = 0) -> DecodeRun:
-    request = Request(name, tuple(range(length)), stop=StopParams(max_tokens=4))
-    held = DecodeRun(wire.Run(request=name), request, wire.Stopping(), (0.0, number), 0.0)
-    held.ticket = wire.Ticket()
-    return held
+async def crowded() -> tuple[Queue, Any]:
+    """``late`` waits for the blocks that an arrival has reserved."""
+    queue = Queue()
+    await queue.push("first", 40)
+    await queue.step()
+    await queue.push("late", 40, 1)
+    return queue, queue.admitted[0][1]
 
 
-def crowded() -> tuple[Desk, Any]:
-    """A desk at which ``late`` waits for the room that an arrival holds."""
-    desk = Desk()
-    desk.entrance.push(arriving("first", 40))
-    desk.step()
-    desk.entrance.push(arriving("late", 40, 1))
-    return desk, desk.settled[0][1]
+async def test_blocks_that_became_free_in_the_step_of_the_answer_are_noticed() -> None:
+    queue, arrival = await crowded()
+    await queue.step(lambda _: arrival.abort())  # after the command, before the step
+    assert queue.posted, "no retry, and no other event will cause one"
+    await queue.step()
+    assert queue.names == ["first", "late"]
 
 
-def test_room_that_came_in_the_very_step_of_the_answer_is_seen() -> None:
-    desk, room = crowded()
-    desk.step(lambda _: room.abort())  # behind the question, before the step
-    assert desk.posted, "nobody asks again, and nothing else will happen"
-    desk.step()
-    assert [name for name, _ in desk.settled] == ["first", "late"]
-
-
-def test_nobody_asks_again_while_nothing_changes() -> None:
-    desk, room = crowded()
+async def test_there_is_no_retry_while_nothing_changes() -> None:
+    queue, arrival = await crowded()
     for _ in range(3):
-        desk.step()
-        assert not desk.posted
-    desk.step(lambda _: room.abort())
-    assert len(desk.posted) == 1
-    desk.step()
-    assert not desk.posted
+        await queue.step()
+        assert not queue.posted
+    await queue.step(lambda _: arrival.abort())
+    assert len(queue.posted) == 1
+    await queue.step()
+    assert not queue.posted
 
 
-def test_who_comes_while_the_answer_is_on_its_way_does_not_overtake() -> None:
-    desk, room = crowded()
-    desk.entrance.push(arriving("small", 4, 2))
-    desk.step()
-    assert len(desk.settled) == 1
-    while desk.posted:
-        desk.step()
-    desk.step(lambda _: room.abort())
-    desk.step()
-    assert [name for name, _ in desk.settled] == ["first", "late", "small"]
+async def test_a_run_that_comes_before_the_answer_does_not_overtake() -> None:
+    queue, arrival = await crowded()
+    await queue.push("small", 4, 2)
+    await queue.step()
+    assert len(queue.admitted) == 1
+    while queue.posted:
+        await queue.step()
+    await queue.step(lambda _: arrival.abort())
+    await queue.step()
+    assert queue.names == ["first", "late", "small"]
+
+
+async def test_a_cancelled_run_leaves_the_queue() -> None:
+    queue, arrival = await crowded()
+    await queue.step()
+    queue.tasks[-1].cancel()
+    await asyncio.sleep(0)
+    await queue.step(lambda _: arrival.abort())
+    assert not queue.posted
+    assert queue.names == ["first"]

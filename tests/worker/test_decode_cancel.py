@@ -128,7 +128,7 @@ async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_a_session_that_breaks_costs_one_lease_in_every_state(state: str) -> None:
+async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(state: str) -> None:
     async with standing(state, lease_ms=300) as scene:
         await scene.router.leave()
         await eventually(lambda: not list(scene.node.decode.runs()))
@@ -182,7 +182,7 @@ async def test_a_cancel_before_its_start_refuses_it_for_one_lease() -> None:
         await router.word(make_run(attempt=2), "ended")
 
 
-async def test_what_lies_behind_a_stop_text_is_not_kept() -> None:
+async def test_tokens_behind_a_stop_string_are_not_kept() -> None:
     run, work = make_run(), make_work(10, 100)
     async with Node("d") as node, Router(node) as router:
         node.device.seconds = 0.01
@@ -199,7 +199,7 @@ async def test_what_lies_behind_a_stop_text_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
-async def test_what_lies_behind_a_stop_text_is_not_cached_as_output(ends_by_itself: bool) -> None:
+async def test_tokens_behind_a_stop_string_are_not_cached_as_output(ends_by_itself: bool) -> None:
     run, work = make_run(), make_work(10, 60)
     async with Node("d") as node, Router(node) as router:
         node.device.seconds = 0.002
@@ -231,7 +231,7 @@ async def test_a_cancel_of_another_output_ends_nothing() -> None:
 # -- room -------------------------------------------------------------------------------------------------------
 
 
-async def test_room_goes_by_priority_then_age_and_nobody_overtakes() -> None:
+async def test_blocks_go_by_priority_then_age_and_no_run_overtakes() -> None:
     priorities = {"t/late": 0, "t/urgent": 5, "t/old": 0, "t/tokens": 0}
     works = {name: make_work(60, 3, seed=n, priority=level) for n, (name, level) in enumerate(priorities.items())}
     works["t/old"].age_ms = 9000
@@ -254,7 +254,7 @@ async def test_room_goes_by_priority_then_age_and_nobody_overtakes() -> None:
         await sender.audit()
 
 
-async def test_room_that_comes_while_nothing_is_decoded_is_noticed() -> None:
+async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> None:
     """The blocks are held by a ticket of this very worker: its end is no step's doing."""
     held, run = make_run("t/held"), make_run()
     work, big = make_work(60, 4), make_work(100, 4, seed=1)
@@ -291,6 +291,6 @@ async def test_cancels_at_any_moment_of_an_arrival_leave_nothing() -> None:
             await router.start(run, work, await sender.offer(run, work))
             await asyncio.sleep(0.002 * (n % 12))
             await router.cancel(run)
-        assert {heard.over for heard in await router.over(*runs)} == {"ended"}
+        assert {record.over for record in await router.over(*runs)} == {"ended"}
         await node.audit()
         await sender.audit()

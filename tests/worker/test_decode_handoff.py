@@ -11,7 +11,7 @@ from decant.protos import worker_pb2 as wire
 from tests.worker.decode_harness import Node, alone, eventually, make_run, make_work, routed
 
 
-async def test_a_giver_that_is_not_there_is_named() -> None:
+async def test_an_unreachable_sender_is_named() -> None:
     run, work = make_run(), make_work()
     async with Node("p", lease_ms=300) as sender, routed() as (node, router):
         ticket = await sender.offer(run, work)
@@ -24,7 +24,7 @@ async def test_a_giver_that_is_not_there_is_named() -> None:
         await sender.audit()
 
 
-async def test_a_ticket_whose_lease_is_over_is_told_and_the_next_attempt_goes_on() -> None:
+async def test_an_expired_ticket_is_reported_and_the_next_attempt_succeeds() -> None:
     work = make_work(30, 8)
     async with Node("p", lease_ms=300) as sender, routed() as (node, router):
         run = make_run()
@@ -35,12 +35,12 @@ async def test_a_ticket_whose_lease_is_over_is_told_and_the_next_attempt_goes_on
         assert (failure.cause, failure.peer) == (wire.CAUSE_LEASE_OVER, sender.peer)
         again = make_run(attempt=2)
         await router.start(again, work)
-        [heard] = await router.over(again)
-        assert heard.text(30) == alone(work)
+        [record] = await router.over(again)
+        assert record.text(30) == alone(work)
         await node.audit()
 
 
-async def test_a_giver_that_dies_in_mid_fetch_is_lost_soon() -> None:
+async def test_a_sender_that_dies_during_a_fetch_is_lost_soon() -> None:
     run, work = make_run(), make_work(60, 8)
     async with Node("p", lease_ms=300) as sender, routed() as (node, router):
         sender.device.seconds = 0.5
@@ -116,25 +116,25 @@ async def test_a_bug_of_a_transport_ends_the_run_all_the_same() -> None:
         await sender.audit()
 
 
-async def test_a_worker_takes_from_itself_too() -> None:
+async def test_a_worker_can_fetch_from_itself() -> None:
     run, work = make_run(), make_work(30, 8)
     async with routed() as (node, router):
         await router.start(run, work, await node.offer(run, work))
-        [heard] = await router.over(run)
-        assert heard.text(30) == alone(work)
+        [record] = await router.over(run)
+        assert record.text(30) == alone(work)
         await node.audit()
 
 
-async def test_sealed_tokens_and_the_first_step_come_in_order_when_many_join_at_once() -> None:
+async def test_committed_tokens_precede_the_first_step_when_many_runs_join_at_once() -> None:
     runs = [make_run(f"t/{n}") for n in range(8)]
     works = [make_work(20, 1 + n, seed=n) for n in range(1, 9)]
     async with Node("p", blocks=256) as sender, routed(blocks=256) as (node, router):
         tickets = await asyncio.gather(*(sender.offer(run, work) for run, work in zip(runs, works, strict=True)))
         for run, work, ticket in zip(runs, works, tickets, strict=True):
             await router.start(run, work, ticket)
-        for heard, work in zip(await router.over(*runs), works, strict=True):
-            assert heard.words == ["scheduled", "decode_started", "ended"]
-            assert heard.text(20) == alone(work)
-            assert heard.last["ended"].end.end_position == 20 + len(heard.tokens)
+        for record, work in zip(await router.over(*runs), works, strict=True):
+            assert record.words == ["scheduled", "decode_started", "ended"]
+            assert record.text(20) == alone(work)
+            assert record.last["ended"].end.end_position == 20 + len(record.tokens)
         await node.audit()
         await sender.audit()

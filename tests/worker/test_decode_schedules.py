@@ -10,7 +10,7 @@ import pytest
 
 from decant.engine.engine import Engine
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Heard, Node, Router, alone, eventually, make_run, make_work, owned
+from tests.worker.decode_harness import Node, Router, RunRecord, alone, eventually, make_run, make_work, owned
 
 MOVES = (
     "start",
@@ -30,7 +30,7 @@ MOVES = (
 
 
 class Schedule:
-    """One router and one worker that is too small for what it is given, and a giver beside it."""
+    """One router and one worker that is too small for what it is given, and a sender beside it."""
 
     def __init__(self, seed: int, sender: Node, node: Node) -> None:
         self.rng = random.Random(seed)
@@ -54,7 +54,7 @@ class Schedule:
         return [
             key
             for key, (_, work) in self.works.items()
-            if key not in given_up and not is_over(self.router.heard.get(key, Heard()), len(work.prompt) // 4)
+            if key not in given_up and not is_over(self.router.records.get(key, RunRecord()), len(work.prompt) // 4)
         ]
 
     async def _start(self, ticketed: bool = False) -> None:
@@ -78,7 +78,7 @@ class Schedule:
     async def _forget(self) -> None:
         for key, (run, _) in list(self.works.items()):
             if (
-                "ended" in self.router.heard.get(key, Heard()).last
+                "ended" in self.router.records.get(key, RunRecord()).last
                 and key not in self._open()
                 and self.rng.random() < 0.5
             ):
@@ -116,14 +116,14 @@ class Schedule:
         self.unknown_runs |= {key for key in self._open() if key not in mine}  # given up
 
 
-def is_over(heard: Heard, prompt: int) -> bool:
+def is_over(record: RunRecord, prompt: int) -> bool:
     """Whether the router was told an end, and all tokens before it."""
-    ends = [heard.last["ended"].end] if "ended" in heard.last else []
-    ends += heard.last["run_status"].ended if "run_status" in heard.last else []
+    ends = [record.last["ended"].end] if "ended" in record.last else []
+    ends += record.last["run_status"].ended if "run_status" in record.last else []
     if ends:
         end: wire.OutputEnd = ends[0]
-        return prompt + len(heard.tokens) >= end.end_position
-    return heard.over is not None
+        return prompt + len(record.tokens) >= end.end_position
+    return record.over is not None
 
 
 async def owners_are_known(node: Node, others: set[str]) -> bool:
@@ -146,15 +146,15 @@ async def run_schedule(seed: int, moves: int) -> None:
         schedule = Schedule(seed, sender, node)
         await schedule.play(moves)
         for key, (_, work) in schedule.works.items():
-            heard, text = schedule.router.heard.get(key, Heard()), alone(work)
+            record, text = schedule.router.records.get(key, RunRecord()), alone(work)
             prompt = len(work.prompt) // 4
-            written = heard.text(prompt)
-            assert heard.tokens == {place: text[place - prompt] for place in heard.tokens}
+            written = record.text(prompt)
+            assert record.tokens == {place: text[place - prompt] for place in record.tokens}
             if (
                 key not in schedule.unknown_runs
-            ):  # of one that was given up, the first that is heard may be in the middle
+            ):  # of one that was given up, the first that is record may be in the middle
                 assert written == text[: len(written)]
-            end = heard.last["ended"].end if "ended" in heard.last else wire.OutputEnd()
+            end = record.last["ended"].end if "ended" in record.last else wire.OutputEnd()
             if end.reason == wire.OutputEnd.REASON_LENGTH and key not in schedule.unknown_runs:
                 assert written == text
         await eventually(lambda: owners_are_known(node, set()))

@@ -8,47 +8,47 @@ from decant.protos import worker_pb2 as wire
 from tests.worker.decode_harness import Node, Router, alone, make_run, make_work, routed
 
 
-async def test_the_text_from_tokens_is_that_of_one_engine() -> None:
+async def test_a_run_from_tokens_generates_the_text_of_one_engine() -> None:
     run, work = make_run(), make_work(30, 12)
     async with routed() as (node, router):
         await router.start(run, work)
-        [heard] = await router.over(run)
-        assert heard.text(30) == alone(work)
-        assert heard.words == ["scheduled", "decode_started", "ended"]
-        end = heard.last["ended"].end
+        [record] = await router.over(run)
+        assert record.text(30) == alone(work)
+        assert record.words == ["scheduled", "decode_started", "ended"]
+        end = record.last["ended"].end
         assert (end.reason, end.end_position, end.output) == (wire.OutputEnd.REASON_LENGTH, 42, 0)
-        assert heard.last["decode_started"].WhichOneof("path") == "from_tokens"
-        assert heard.last["decode_started"].slots[0].position == 30
+        assert record.last["decode_started"].WhichOneof("path") == "from_tokens"
+        assert record.last["decode_started"].slots[0].position == 30
         await node.audit()
         assert node.decode.unretired == 1
         await router.forget(run)
 
 
-async def test_the_text_from_a_ticket_is_that_of_one_engine_and_the_sealed_tokens_are_repeated() -> None:
+async def test_a_run_from_a_ticket_generates_the_text_of_one_engine_and_repeats_committed_tokens() -> None:
     run, work = make_run(), make_work(30, 12)
     async with Node("p") as sender, routed() as (node, router):
         await router.start(run, work, await sender.offer(run, work))
-        [heard] = await router.over(run)
-        assert heard.text(30) == alone(work)
-        assert min(heard.tokens) == 30  # the first of them was written by the giver
-        assert heard.words == ["scheduled", "decode_started", "ended"]
-        handoff = heard.last["decode_started"].handoff
+        [record] = await router.over(run)
+        assert record.text(30) == alone(work)
+        assert min(record.tokens) == 30  # the first of them was written by the sender
+        assert record.words == ["scheduled", "decode_started", "ended"]
+        handoff = record.last["decode_started"].handoff
         assert handoff.bytes == 8 * sender.device.block_bytes
         assert handoff.handoff_us > 0
         await node.audit()
         await sender.audit()
 
 
-async def test_what_earlier_attempts_wrote_goes_on_from_there() -> None:
+async def test_output_of_earlier_attempts_is_continued() -> None:
     work = make_work(20, 12)
     text = alone(work)
     for attempt, from_ticket in enumerate((False, True), start=1):
         run, rest = make_run(attempt=attempt), make_work(20, 12, written=text[:5])
         async with Node("p") as sender, routed() as (node, router):
             await router.start(run, rest, await sender.offer(run, rest) if from_ticket else None)
-            [heard] = await router.over(run)
-            assert heard.text(20) == text[5:]
-            assert min(heard.tokens) == 25
+            [record] = await router.over(run)
+            assert record.text(20) == text[5:]
+            assert min(record.tokens) == 25
             await node.audit()
             await sender.audit()
 
@@ -59,8 +59,8 @@ async def test_many_at_once_each_get_their_own() -> None:
         for n, (name, work) in enumerate(works.items()):
             run = make_run(name)
             await router.start(run, work, await sender.offer(run, work) if n % 2 else None)
-        for name, heard in zip(works, await router.over(*map(make_run, works)), strict=True):
-            assert heard.text(0) == alone(works[name])
+        for name, record in zip(works, await router.over(*map(make_run, works)), strict=True):
+            assert record.text(0) == alone(works[name])
         await node.audit()
         await sender.audit()
 
@@ -80,16 +80,16 @@ async def test_log_probabilities_stand_beside_their_tokens() -> None:
     run, work = make_run(), make_work(9, 6, logprobs=2, prompt_logprobs=1)
     async with routed() as (_, router):
         await router.start(run, work)
-        [heard] = await router.over(run)
-        assert sorted(heard.logprobs) == sorted(heard.tokens)
-        assert all(len(entry.top_ids) == 2 for entry in heard.logprobs.values())
-        told = heard.last["prompt_logprobs"]
-        assert told.first_position + len(told.logprobs) == 9
+        [record] = await router.over(run)
+        assert sorted(record.logprobs) == sorted(record.tokens)
+        assert all(len(entry.top_ids) == 2 for entry in record.logprobs.values())
+        message = record.last["prompt_logprobs"]
+        assert message.first_position + len(message.logprobs) == 9
         await router.say(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=9)))
-        before = dict(heard.logprobs)
-        heard.logprobs.clear()
-        await router.until(lambda: len(heard.logprobs) == 6)
-        assert heard.logprobs == before
+        before = dict(record.logprobs)
+        record.logprobs.clear()
+        await router.until(lambda: len(record.logprobs) == 6)
+        assert record.logprobs == before
 
 
 async def test_a_start_that_comes_twice_begins_nothing() -> None:
@@ -99,23 +99,23 @@ async def test_a_start_that_comes_twice_begins_nothing() -> None:
         await router.start(run, work)
         held = await router.word(run, "run_status")
         assert held.phase in (wire.RunStatus.PHASE_WAITING, wire.RunStatus.PHASE_RUNNING)
-        [heard] = await router.over(run)
+        [record] = await router.over(run)
         await router.start(run, work)
-        await router.until(lambda: heard.last["run_status"].phase == wire.RunStatus.PHASE_ENDED)
-        assert heard.last["run_status"].ended[0].end_position == 42
-        assert heard.words.count("ended") == 1
-        assert heard.text(30) == alone(work)
+        await router.until(lambda: record.last["run_status"].phase == wire.RunStatus.PHASE_ENDED)
+        assert record.last["run_status"].ended[0].end_position == 42
+        assert record.words.count("ended") == 1
+        assert record.text(30) == alone(work)
 
 
-async def test_a_prefix_that_is_here_is_told_and_not_computed_again() -> None:
+async def test_a_cached_prefix_is_reported_and_not_computed_again() -> None:
     work = make_work(32, 2)
     async with Node("p") as sender, routed() as (_, router):
         for attempt in (1, 2, 3):
             run = make_run(attempt=attempt)
             await router.start(run, work, await sender.offer(run, work) if attempt == 3 else None)
-            [heard] = await router.over(run)
-            assert heard.last["scheduled"].cached_tokens == (0 if attempt == 1 else 28)
-            assert heard.text(32) == alone(work)
+            [record] = await router.over(run)
+            assert record.last["scheduled"].cached_tokens == (0 if attempt == 1 else 28)
+            assert record.text(32) == alone(work)
 
 
 async def test_max_tokens_that_was_cut_to_the_window_ends_with_it() -> None:
@@ -123,8 +123,8 @@ async def test_max_tokens_that_was_cut_to_the_window_ends_with_it() -> None:
     work.stopping.cut_to_window = True
     async with routed() as (_, router):
         await router.start(run, work)
-        [heard] = await router.over(run)
-        assert heard.last["ended"].end.reason == wire.OutputEnd.REASON_CONTEXT_LENGTH
+        [record] = await router.over(run)
+        assert record.last["ended"].end.reason == wire.OutputEnd.REASON_CONTEXT_LENGTH
 
 
 async def test_preemptions_are_counted_and_change_no_text() -> None:
@@ -133,15 +133,15 @@ async def test_preemptions_are_counted_and_change_no_text() -> None:
     async with routed(blocks=24) as (node, router):
         for run, work in zip(runs, works, strict=True):
             await router.start(run, work)
-        heards = await router.over(*runs)
-        assert [heard.text(12) for heard in heards] == [alone(work) for work in works]
-        assert sum(heard.last["ended"].preemptions for heard in heards) == node.engine.load().preemptions > 0
+        records = await router.over(*runs)
+        assert [record.text(12) for record in records] == [alone(work) for work in works]
+        assert sum(record.last["ended"].preemptions for record in records) == node.engine.load().preemptions > 0
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------
 
 
-async def test_what_can_not_be_taken_up_is_refused_by_name() -> None:
+async def test_an_unacceptable_start_is_refused_with_its_cause() -> None:
     async with Node("p") as sender, routed(blocks=16, max_waiting=3) as (node, router):
         other = make_work()
         other.model = "another"
@@ -183,12 +183,12 @@ async def test_more_than_may_wait_is_refused() -> None:
         await router.wrote(runs[0], 1)
         for run in runs[1:]:
             await router.start(run, make_work(4, 3))
-        heards = await router.over(*runs)
-        assert [heard.over for heard in heards] == ["ended", "ended", "ended", "refused", "refused"]
-        assert {heard.last["refused"].failure.cause for heard in heards[3:]} == {wire.CAUSE_BUSY}
+        records = await router.over(*runs)
+        assert [record.over for record in records] == ["ended", "ended", "ended", "refused", "refused"]
+        assert {record.last["refused"].failure.cause for record in records[3:]} == {wire.CAUSE_BUSY}
 
 
-async def test_a_lower_epoch_is_superseded_and_a_higher_one_begins_anew() -> None:
+async def test_a_lower_epoch_is_superseded_and_a_higher_one_starts_a_new_run() -> None:
     work = make_work(8, 60)
     async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
         node.device.seconds = 0.005
@@ -198,8 +198,8 @@ async def test_a_lower_epoch_is_superseded_and_a_higher_one_begins_anew() -> Non
         assert (await old.word(make_run(), "superseded")).epoch == 2
         await old.start(make_run(epoch=1, attempt=2), work)
         assert (await old.word(make_run(attempt=2), "superseded")).epoch == 2
-        [heard] = await new.over(make_run())
-        assert heard.text(8) == alone(work)
+        [record] = await new.over(make_run())
+        assert record.text(8) == alone(work)
         assert [run.epoch for run, *_ in node.decode.runs()] == [2]
 
 
@@ -208,5 +208,5 @@ async def test_any_length_comes_over(length: int) -> None:
     run, work = make_run(), make_work(length, 6)
     async with Node("p") as sender, routed() as (_, router):
         await router.start(run, work, await sender.offer(run, work))
-        [heard] = await router.over(run)
-        assert heard.text(length) == alone(work)
+        [record] = await router.over(run)
+        assert record.text(length) == alone(work)

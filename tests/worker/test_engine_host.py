@@ -8,12 +8,12 @@ from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
 from decant.handoff.engine_protocol import StepEvents
 from decant.protos import worker_pb2 as wire
-from decant.worker.engine_host import layout_number
+from decant.worker.engine_host import HostHandler, layout_number
 from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, eventually, make_work, worker
 
 
-async def test_the_load_is_what_the_engine_has_and_what_waits_before_it() -> None:
+async def test_the_load_counts_the_engine_and_the_queues_before_it() -> None:
     async with worker(blocks=32) as place:
         host, loop = place.host, place.host.loop
         idle = host.load()
@@ -45,7 +45,7 @@ async def test_the_load_is_what_the_engine_has_and_what_waits_before_it() -> Non
             pass
 
 
-async def test_a_look_is_taken_again_and_again_without_anyone_asking() -> None:
+async def test_the_load_is_sampled_periodically() -> None:
     async with worker() as place:
         await place.host.loop.call(lambda engine: engine.add(to_request("r", make_work(40, 1), model=MODEL)))
         await place.written("r")
@@ -53,7 +53,7 @@ async def test_a_look_is_taken_again_and_again_without_anyone_asking() -> None:
         assert place.host.load().running == 0
 
 
-async def test_a_beat_tells_a_running_step_from_none() -> None:
+async def test_a_heartbeat_distinguishes_a_running_step_from_none() -> None:
     async with worker() as place:
         host = place.host
         assert not host.heartbeat().HasField("step_age_ms"), "idle"
@@ -72,19 +72,27 @@ async def test_a_beat_tells_a_running_step_from_none() -> None:
         assert host.heartbeat().step > told
 
 
-async def test_listeners_hear_a_step_in_order_and_the_giver_last() -> None:
+class Recorder(HostHandler):
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name, self._calls = name, calls
+
+    def on_step(self, _: object) -> None:
+        self._calls.append(self._name)
+
+
+async def test_handlers_get_a_step_in_their_order_and_the_sender_last() -> None:
     async with worker() as place:
-        heard: list[str] = []
-        place.host.step_listeners[:0] = [lambda _: heard.append("first"), lambda _: heard.append("second")]
+        calls: list[str] = []
+        place.connect(Recorder("first", calls), Recorder("second", calls))
         hears = place.host.sender.on_step
 
         def sender(output: StepEvents) -> None:
-            heard.append("sender")
+            calls.append("sender")
             hears(output)
 
         place.host.sender.on_step = sender  # type: ignore[method-assign]
         await place.host.sample_load()
-        assert heard[:3] == ["first", "second", "sender"]
+        assert calls[:3] == ["first", "second", "sender"]
 
 
 def test_layouts_are_equal_as_numbers_when_they_are_equal() -> None:

@@ -10,7 +10,7 @@ def run(epoch: int, request: str = "t/a") -> wire.Run:
     return wire.Run(request=request, epoch=epoch, attempt=1)
 
 
-def test_a_lower_epoch_is_superseded_and_told_the_highest() -> None:
+def test_a_lower_epoch_is_superseded_with_the_highest() -> None:
     epochs = Epochs()
     assert epochs.check(run(2)) is None
     assert epochs.check(run(2)) is None
@@ -20,12 +20,12 @@ def test_a_lower_epoch_is_superseded_and_told_the_highest() -> None:
     assert epochs.check(run(1, "t/b")) is None
 
 
-def test_who_listens_hears_of_a_new_owner_alone() -> None:
-    epochs, heard = Epochs(), list[wire.Run]()
-    epochs.listeners.append(heard.append)
+def test_a_new_owner_and_nothing_else_is_reported() -> None:
+    calls = list[wire.Run]()
+    epochs = Epochs(calls.append)
     for epoch in (1, 1, 3, 2, 3):
         epochs.check(run(epoch))
-    assert heard == [run(3)]
+    assert calls == [run(3)]
 
 
 def test_the_epoch_of_a_live_request_is_kept_however_long_it_is_not_named() -> None:
@@ -74,7 +74,7 @@ def test_a_live_request_has_one_payload() -> None:
     assert not epochs.is_other_request(named(b"two"))
 
 
-def test_an_epoch_is_forgotten_when_nobody_names_its_request_for_long() -> None:
+def test_an_epoch_is_forgotten_when_its_request_is_not_named_for_long() -> None:
     now = 0.0
     epochs = Epochs(keep_s=10, clock=lambda: now)
     epochs.check(run(5))

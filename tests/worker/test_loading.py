@@ -31,7 +31,7 @@ def settings(**given: int) -> DecodeSettings:
     return DecodeSettings(model="any", max_running=4, **given)  # type: ignore[arg-type]
 
 
-def test_the_token_budget_is_chosen_from_what_was_measured_unless_it_is_told() -> None:
+def test_the_token_budget_is_chosen_from_measurements_unless_it_is_set() -> None:
     assert limits_of(settings(), device(SLOW)).token_budget == choose_token_budget(SLOW, 0.25) == 128
     assert limits_of(settings(step_ms=500), device(SLOW)).token_budget == 256
     assert limits_of(settings(token_budget=77), device(SLOW)).token_budget == 77
@@ -43,7 +43,7 @@ def test_a_step_has_a_token_for_each_sequence_of_a_batch_however_slow_the_machin
     assert limits_of(many, device(SLOW)).token_budget == 300
 
 
-def test_the_time_of_a_step_is_what_was_told() -> None:
+def test_the_time_of_a_step_is_that_of_the_settings() -> None:
     assert limits_of(settings(), device(SLOW)).step_seconds == 0.25
     assert limits_of(settings(step_ms=80), device(SLOW)).step_seconds == 0.08
 
@@ -77,7 +77,7 @@ def test_no_more_cores_than_the_control_group_has_time_for(tmp_path: Path, quota
 
 
 @pytest.mark.parametrize("text", ["max 100000", ""])
-def test_without_a_limit_all_cores_that_it_may_run_on(tmp_path: Path, text: str) -> None:
+def test_without_a_quota_all_usable_cores_count(tmp_path: Path, text: str) -> None:
     file = tmp_path / "cpu.max"
     file.write_text(text)
     assert own_cores(file) == own_cores(tmp_path / "no such file") >= 1

@@ -29,8 +29,8 @@ async def take(place: Place, receiver: Place, name: str) -> None:
 async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> None:
     async with worker() as place, worker("d") as receiver:
         given, taken = Registry(process=False), Registry(process=False)
-        WorkerMetrics(given, place.host)
-        WorkerMetrics(taken, receiver.host)
+        place.connect(WorkerMetrics(given, place.host))
+        receiver.connect(WorkerMetrics(taken, receiver.host))
         await take(place, receiver, "a")
         await take(place, receiver, "b")
         found = values(given)
@@ -45,10 +45,10 @@ async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> Non
         assert found["handoff_bytes_sum"] == (8 + 1) * place.host.shape.block_bytes
 
 
-async def test_a_handoff_that_comes_to_nothing_is_counted_by_its_cause() -> None:
+async def test_a_failed_handoff_is_counted_by_its_cause() -> None:
     async with worker() as place, worker("d") as receiver:
         registry = Registry(process=False)
-        WorkerMetrics(registry, receiver.host)
+        receiver.connect(WorkerMetrics(registry, receiver.host))
         work = make_work(30, 4)
         gone = wire.Ticket(id=b"unknown", sender=place.host.peer, address=place.address, layout=place.host.layout)
         with pytest.raises(HandoffFailed):

@@ -1,10 +1,11 @@
-"""A live sequence is given away: both workers write one text, and whatever the taker does, nothing is lost or left."""
+"""A live sequence migrates: both workers generate one text, and whatever the receiver does, nothing is lost or left."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ RUN = make_run()
 
 
 @asynccontextmanager
-async def pair(**terms: int) -> AsyncIterator[tuple[Router, Router]]:
+async def pair(**terms: Any) -> AsyncIterator[tuple[Router, Router]]:
     """A worker that gives and one that takes, each with a session of the same router."""
     async with (
         Node("d", **terms) as sender,
@@ -29,22 +30,22 @@ async def pair(**terms: int) -> AsyncIterator[tuple[Router, Router]]:
 
 async def given(old: Router, run: wire.Run = RUN) -> wire.Ticket:
     """What one more ``Give`` is answered with."""
-    heard = old.of(run)
-    before = heard.words.count("ticket")
+    record = old.of(run)
+    before = record.words.count("ticket")
     await old.say(migrate=wire.Migrate(run=run, output=0))
-    await old.until(lambda: heard.words.count("ticket") > before)
-    ticket: wire.Ticket = heard.last["ticket"]
+    await old.until(lambda: record.words.count("ticket") > before)
+    ticket: wire.Ticket = record.last["ticket"]
     return ticket
 
 
 def with_written(work: wire.EngineRequest, old: Router, prompt: int) -> wire.EngineRequest:
-    """The work as a router says it to the taker, with what it has heard."""
+    """The request as a router sends it to the receiver, with the tokens so far."""
     text = old.of(RUN).text(prompt)
     return make_work(prompt, work.stopping.max_tokens, seed=work.sampling.seed, written=text)
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_both_write_one_text_wherever_it_is_given(seed: int) -> None:
+async def test_source_and_target_generate_one_text_wherever_the_run_migrates(seed: int) -> None:
     rng = random.Random(seed)
     prompt, wanted = rng.randint(1, 60), 200
     work = make_work(prompt, wanted, seed=seed)
@@ -58,10 +59,10 @@ async def test_both_write_one_text_wherever_it_is_given(seed: int) -> None:
         ticket = await given(old)
         device.seconds = 0.001
         await new.start(RUN, with_written(work, old, prompt), ticket)
-        [heard] = await new.over(RUN)
-        assert "decode_started" in heard.words
-        told = old.of(RUN).tokens | heard.tokens
-        assert [told[place] for place in sorted(told)] == alone(work)
+        [record] = await new.over(RUN)
+        assert "decode_started" in record.words
+        tokens = old.of(RUN).tokens | record.tokens
+        assert [tokens[place] for place in sorted(tokens)] == alone(work)
         assert "ended" not in old.of(RUN).last
         await old.forget(RUN)
         await eventually(lambda: not list(old.node.decode.runs()))
@@ -69,28 +70,28 @@ async def test_both_write_one_text_wherever_it_is_given(seed: int) -> None:
         await new.node.audit()
 
 
-async def test_it_is_given_with_its_logprobs() -> None:
+async def test_a_run_migrates_with_its_logprobs() -> None:
     work = make_work(10, 40, logprobs=2)
     async with pair() as (old, new):
         await old.start(RUN, work)
         await old.wrote(RUN, 5)
         ticket = await given(old)
         await new.start(RUN, work, ticket)  # of a router that lacks all of it
-        [heard] = await new.over(RUN)
-        assert heard.text(10) == alone(work)
-        assert sorted(heard.logprobs) == sorted(heard.tokens)
-        assert all(old.of(RUN).logprobs[place] == heard.logprobs[place] for place in old.of(RUN).logprobs)
+        [record] = await new.over(RUN)
+        assert record.text(10) == alone(work)
+        assert sorted(record.logprobs) == sorted(record.tokens)
+        assert all(old.of(RUN).logprobs[place] == record.logprobs[place] for place in old.of(RUN).logprobs)
 
 
-async def test_one_that_nobody_fetches_goes_on() -> None:
+async def test_a_run_whose_ticket_is_not_used_continues() -> None:
     work = make_work(10, 60)
     async with pair(lease_ms=100) as (old, _):
         await old.start(RUN, work)
         await old.wrote(RUN, 2)
         await given(old)
         await eventually(lambda: old.node.host.sender.expired == 1)
-        [heard] = await old.over(RUN)
-        assert heard.text(10) == alone(work)
+        [record] = await old.over(RUN)
+        assert record.text(10) == alone(work)
         await old.node.audit()
 
 
@@ -106,11 +107,11 @@ async def test_the_ticket_is_the_same_until_it_is_withdrawn() -> None:
         assert second.id != first.id
         await new.start(RUN, work, first)
         assert (await new.word(RUN, "failed")).failure.cause == wire.CAUSE_LEASE_OVER
-        [heard] = await old.over(RUN)
-        assert heard.text(10) == alone(work)
+        [record] = await old.over(RUN)
+        assert record.text(10) == alone(work)
 
 
-async def test_its_lease_is_kept_by_the_beats_of_whoever_waits_for_room() -> None:
+async def test_the_lease_is_renewed_by_heartbeats_while_the_target_waits_for_blocks() -> None:
     work = make_work(10, 400)
     async with pair(lease_ms=1000) as (old, _):
         await old.start(RUN, work)
@@ -125,8 +126,8 @@ async def test_its_lease_is_kept_by_the_beats_of_whoever_waits_for_room() -> Non
         await old.over(RUN)
 
 
-async def test_after_the_seal_a_taker_that_does_not_keep_it_fails_it() -> None:
-    """The seal is the giver's last word, whoever loses it."""
+async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
+    """The commit is the sender's last message, even if it is lost."""
     work = make_work(10, 300)
     async with pair() as (old, new):
         await old.start(RUN, work)
@@ -141,7 +142,7 @@ async def test_after_the_seal_a_taker_that_does_not_keep_it_fails_it() -> None:
         await new.node.audit()
 
 
-async def test_a_run_that_has_not_begun_is_sent_elsewhere_and_leaves_its_ticket() -> None:
+async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket() -> None:
     """From tokens, or waiting for room: its cache is there for whoever is asked next."""
     async with Node("p") as prefill, pair(running=1) as (old, new):
         first, waits = make_run("t/first"), make_run("t/waits")
@@ -155,14 +156,14 @@ async def test_a_run_that_has_not_begun_is_sent_elsewhere_and_leaves_its_ticket(
         await old.say(migrate=wire.Migrate(run=waits, output=0))
         assert (await old.word(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
         await new.start(waits, work, ticket)
-        [heard] = await new.over(waits)
-        assert heard.text(30) == alone(work)
+        [record] = await new.over(waits)
+        assert record.text(30) == alone(work)
         await old.cancel(first)
         await old.over(first)
         await prefill.audit()
 
 
-async def test_one_that_is_arriving_is_given_when_it_has_joined() -> None:
+async def test_an_arriving_run_is_offered_when_it_has_joined() -> None:
     work = make_work(60, 100)
     async with Node("p") as prefill, pair() as (old, new):
         prefill.device.seconds = 0.02
@@ -171,16 +172,16 @@ async def test_one_that_is_arriving_is_given_when_it_has_joined() -> None:
         ticket = await given(old)
         assert "decode_started" in old.of(RUN).words
         await new.start(RUN, with_written(work, old, 60), ticket)
-        [heard] = await new.over(RUN)
-        told = old.of(RUN).tokens | heard.tokens
-        assert [told[place] for place in sorted(told)] == alone(work)
+        [record] = await new.over(RUN)
+        tokens = old.of(RUN).tokens | record.tokens
+        assert [tokens[place] for place in sorted(tokens)] == alone(work)
         await old.forget(RUN)
         await old.node.audit()
         await prefill.audit()
 
 
-async def test_a_new_owner_gets_it_back_where_it_runs() -> None:
-    """He knows of no taker: whoever takes it for the earlier owner takes nothing."""
+async def test_adoption_withdraws_the_offer_of_an_earlier_owner() -> None:
+    """An earlier owner knows no receiver, and can fetch nothing."""
     work = make_work(10, 200)
     async with pair() as (old, _), Router(old.node, "another") as other:
         await old.start(RUN, work)
@@ -188,13 +189,13 @@ async def test_a_new_owner_gets_it_back_where_it_runs() -> None:
         await given(old)
         mine = make_run(epoch=2)
         await other.say(adopt=wire.Adopt(run=mine, resume=[wire.ResumePosition(output=0, position=10)]))
-        [heard] = await other.over(mine)
-        assert heard.text(10) == alone(work)
+        [record] = await other.over(mine)
+        assert record.text(10) == alone(work)
         assert not old.node.host.sender.leases.all()
 
 
 @pytest.mark.parametrize("end", ["by itself", "cancelled"])
-async def test_one_that_ends_while_it_is_given_leaves_nothing(end: str) -> None:
+async def test_a_run_that_ends_during_a_migration_leaves_nothing(end: str) -> None:
     work = make_work(10, 20)
     async with pair() as (old, _):
         await old.start(RUN, work)
@@ -202,7 +203,7 @@ async def test_one_that_ends_while_it_is_given_leaves_nothing(end: str) -> None:
         await given(old)
         if end == "cancelled":
             await old.cancel(RUN)
-        [heard] = await old.over(RUN)
-        assert "ended" in heard.last
+        [record] = await old.over(RUN)
+        assert "ended" in record.last
         assert not old.node.host.sender.leases.all()
         await old.node.audit()

@@ -8,7 +8,7 @@ from decant.protos import worker_pb2 as wire
 from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned
 
 
-async def test_a_former_owner_takes_nothing_from_a_live_run_however_old_the_adoption_is() -> None:
+async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_is() -> None:
     run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 25)
     async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
         node.host.epochs._keep_s = 0.0  # all that is not live is forgotten at once
@@ -24,7 +24,7 @@ async def test_a_former_owner_takes_nothing_from_a_live_run_however_old_the_adop
         assert set(new.of(adopted).words) <= {"run_status", "decode_started", "ended"}
 
 
-async def test_what_an_earlier_incarnation_of_a_router_left_goes_on_until_it_is_adopted() -> None:
+async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_are_adopted() -> None:
     """A router that restarts under the same id lists none of it in its hello: it has yet to read what it can adopt."""
     run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 60)
     async with Node("d") as node:
@@ -101,7 +101,7 @@ async def test_a_run_is_not_handed_to_a_request_with_the_same_id_and_another_pay
         await eventually(lambda: not list(node.decode.runs()))
 
 
-async def test_an_id_may_have_another_payload_once_the_first_is_gone() -> None:
+async def test_an_id_may_have_another_payload_once_the_first_is_forgotten() -> None:
     run, work = make_run(), make_work(8, 4, seed=2)
     run.digest = b"a" * 32
     async with Node("d") as node, Router(node, "one") as one, Router(node, "two") as two:

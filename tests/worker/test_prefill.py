@@ -29,7 +29,7 @@ async def ticket_of(call: Call) -> wire.Ticket:
 # -- what is told -----------------------------------------------------------------------------------------------
 
 
-async def test_a_ticket_then_the_first_token_then_the_cache_is_given(place: Place) -> None:
+async def test_ticket_first_token_and_cache_come_in_this_order(place: Place) -> None:
     work = make_work(30)
     async with worker("d") as receiver:
         call = place.ask(work)
@@ -52,7 +52,7 @@ async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(place: Pl
     call = place.ask(make_work(50))  # four steps of 16 tokens
     place.device.let(1)
     await ticket_of(call)
-    assert not place.heard, "no token yet"
+    assert not place.outputs, "no token yet"
     assert place.host.sender.leases.all()
     place.device.go_on()
     await call.expect("first")
@@ -71,7 +71,7 @@ async def test_a_first_token_doesnt_wait_for_a_ticket_of_the_same_step(place: Pl
     await place.emptied()
 
 
-async def test_what_was_found_in_the_cache_is_told(place: Place) -> None:
+async def test_cached_tokens_are_reported(place: Place) -> None:
     for expected in (0, 28):
         call = place.ask(make_work(30, 1), handoff=False)
         first = await call.expect("first")
@@ -79,7 +79,7 @@ async def test_what_was_found_in_the_cache_is_told(place: Place) -> None:
         assert first.cached_tokens == expected
 
 
-async def test_what_earlier_attempts_wrote_is_gone_on_from(place: Place) -> None:
+async def test_prefill_continues_the_output_of_earlier_attempts(place: Place) -> None:
     whole = alone(make_work(20, 10))
     work = make_work(20, 10, written=whole[:4])
     async with worker("d") as receiver:
@@ -113,7 +113,7 @@ async def test_logprobs_of_prompt_and_first_token(place: Place) -> None:
 
 
 @pytest.mark.parametrize("wanted", [1, 10])
-async def test_one_token_without_a_ticket_leaves_nothing_held(place: Place, wanted: int) -> None:
+async def test_one_token_without_a_ticket_keeps_no_blocks(place: Place, wanted: int) -> None:
     work = make_work(30, wanted)
     call = place.ask(work, handoff=False)
     first = await call.expect("first")
@@ -127,7 +127,7 @@ async def test_one_token_without_a_ticket_leaves_nothing_held(place: Place, want
 @pytest.mark.parametrize(
     ("cut", "reason"), [(False, wire.OutputEnd.REASON_LENGTH), (True, wire.OutputEnd.REASON_CONTEXT_LENGTH)]
 )
-async def test_a_first_token_that_is_the_last_says_so(place: Place, cut: bool, reason: wire.OutputEnd.Reason) -> None:
+async def test_a_first_token_that_is_the_last_is_marked(place: Place, cut: bool, reason: wire.OutputEnd.Reason) -> None:
     work = make_work(30, 1)
     work.stopping.cut_to_window = cut
     call = place.ask(work, handoff=False)
@@ -166,7 +166,7 @@ async def test_a_first_token_that_ends_the_sequence_closes_the_fetch_without_fai
 # -- letting go -------------------------------------------------------------------------------------------------
 
 
-async def test_a_call_that_breaks_before_its_turn_ends_the_work(place: Place) -> None:
+async def test_a_call_that_breaks_before_its_turn_ends_the_run(place: Place) -> None:
     place.device.hold()
     busy = place.ask(make_work(100, 1, seed=1), handoff=False, request="t/busy")
     call = place.ask(make_work(100, seed=2))
@@ -213,7 +213,7 @@ async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(place: Place, m
     assert not list(place.prefill.runs())
 
 
-async def test_a_ticket_that_nobody_renews_is_over(place: Place) -> None:
+async def test_a_ticket_that_is_not_renewed_expires(place: Place) -> None:
     async with worker("short", lease_ms=150) as short:
         call = short.ask(make_work(30))
         await ticket_of(call)
@@ -237,7 +237,7 @@ async def test_a_ticket_that_is_renewed_is_not() -> None:
         await place.emptied()
 
 
-async def test_a_taker_that_lets_go_before_the_first_token_ends_the_work(place: Place) -> None:
+async def test_a_receiver_that_releases_before_the_first_token_ends_the_run(place: Place) -> None:
     place.device.hold()
     call = place.ask(make_work(60))
     place.device.let(1)
@@ -305,7 +305,7 @@ async def test_a_new_owner_ends_the_call_of_the_old_one(place: Place) -> None:
     await place.emptied()
 
 
-async def test_an_engine_that_crashes_fails_its_prompts(place: Place) -> None:
+async def test_a_crash_of_the_engine_fails_its_prompts(place: Place) -> None:
     place.device.hold()
     call = place.ask(make_work(60))
     waiting = place.ask(make_work(60, seed=1), request="t/b")
@@ -323,7 +323,7 @@ async def test_an_engine_that_crashes_fails_its_prompts(place: Place) -> None:
 # -- taking up --------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_not_for_this_worker_is_refused(place: Place) -> None:
+async def test_a_request_for_another_worker_is_refused(place: Place) -> None:
     other = wire.Peer(id=place.host.peer.id, incarnation=place.host.peer.incarnation + 1, protocol=1)
     old = wire.Peer(id="router", incarnation=7, protocol=9)
     for router, meant, cause in (
@@ -338,7 +338,7 @@ async def test_what_is_not_for_this_worker_is_refused(place: Place) -> None:
     await call.expect("first")  # what was not for this worker left no epoch behind
 
 
-async def test_work_that_can_not_be_done_is_refused_with_its_cause(place: Place) -> None:
+async def test_an_unservable_request_is_refused_with_its_cause(place: Place) -> None:
     unknown = make_work()
     unknown.model = "other"
     foreign = make_work()
@@ -359,7 +359,7 @@ async def test_work_that_can_not_be_done_is_refused_with_its_cause(place: Place)
     await place.emptied()
 
 
-async def test_a_draining_worker_refuses_and_finishes_what_it_has(place: Place) -> None:
+async def test_a_draining_worker_refuses_new_requests_and_finishes_its_own(place: Place) -> None:
     place.device.hold()
     call = place.ask(make_work(60, 1), handoff=False)
     await place.runs(1)
@@ -376,7 +376,7 @@ async def test_a_draining_worker_refuses_and_finishes_what_it_has(place: Place) 
         await draining
 
 
-async def test_who_comes_when_as_many_wait_as_may_is_told_busy() -> None:
+async def test_a_request_is_refused_as_busy_when_the_queue_is_full() -> None:
     async with worker(max_waiting=2) as place:
         place.device.hold()
         calls = [place.ask(make_work(20, 1, seed=n), handoff=False, request=f"t/{n}") for n in range(2)]
@@ -389,7 +389,7 @@ async def test_who_comes_when_as_many_wait_as_may_is_told_busy() -> None:
             await call.ended()
 
 
-async def test_prompts_wait_while_tickets_hold_more_than_half_of_the_pool() -> None:
+async def test_prompts_wait_while_tickets_keep_more_than_half_of_the_pool() -> None:
     async with worker(blocks=32) as place:
         holders = [place.ask(make_work(32, seed=n), request=f"t/{n}") for n in range(2)]  # 9 of 32 blocks each
         tickets = [await ticket_of(call) for call in holders]
@@ -404,19 +404,19 @@ async def test_prompts_wait_while_tickets_hold_more_than_half_of_the_pool() -> N
         load = place.host.load()
         assert (load.takes_prompts, load.leased_blocks, load.waiting) == (True, 16, 2)
         assert load.queued_tokens == 60
-        assert not [name for name in place.heard if "late" in name or "urgent" in name]
+        assert not [name for name in place.outputs if "late" in name or "urgent" in name]
         place.device.hold()
         await place.host.sender.release(wire.ReleaseRequest(ticket=tickets[0].id))
         place.device.go_on()
         for call in (sooner, waiting, holders[0]):
             await (call.ended() if call is holders[0] else call.expect("first"))
-        order = [name for name in place.heard if "late" in name or "urgent" in name]
+        order = [name for name in place.outputs if "late" in name or "urgent" in name]
         assert "urgent" in order[0]
         await holders[1].break_off()
         await place.emptied()
 
 
-async def test_the_load_says_when_tickets_hold_more_than_half_of_the_pool() -> None:
+async def test_the_load_reports_when_tickets_keep_more_than_half_of_the_pool() -> None:
     async with worker(blocks=32) as place:
         call = place.ask(make_work(68))  # 17 of 32 blocks
         await ticket_of(call)

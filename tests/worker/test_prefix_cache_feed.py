@@ -30,15 +30,15 @@ class Listener:
         news.begin(self)
 
     def take(self) -> bool:
-        told = self._news.take(self)
-        if told is not None:
-            listen(self.known, told)
-        return told is not None
+        update = self._news.take(self)
+        if update is not None:
+            listen(self.known, update)
+        return update is not None
 
 
-def listen(known: set[bytes], told: wire.PrefixCacheUpdate) -> None:
-    published, dropped = split(told.published), split(told.dropped)
-    assert not known.intersection(published), "told twice"
+def listen(known: set[bytes], update: wire.PrefixCacheUpdate) -> None:
+    published, dropped = split(update.published), split(update.dropped)
+    assert not known.intersection(published), "published twice"
     assert known.issuperset(dropped), "dropped, and never published"
     known.update(published)
     known.difference_update(dropped)
@@ -58,7 +58,7 @@ steps = st.lists(
 
 
 @given(steps)
-def test_every_listener_comes_to_know_exactly_what_is_cached(story: Sequence[tuple[str, int]]) -> None:
+def test_every_session_gets_exactly_the_cached_blocks(story: Sequence[tuple[str, int]]) -> None:
     pool, news = BlockPool(6, 4), PrefixCacheFeed()
     holdings: list[BlockTable] = []
     listeners: list[Listener] = []
@@ -84,10 +84,10 @@ def test_every_listener_comes_to_know_exactly_what_is_cached(story: Sequence[tup
     for listener in [*listeners, Listener(news)]:
         listener.take()
         assert listener.known == cached
-        assert not listener.take(), "nothing is told twice"
+        assert not listener.take(), "nothing is published twice"
 
 
-def test_much_news_takes_several_beats_and_a_prefix_comes_before_what_follows_it(
+def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continuations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cache_news, "AT_ONCE", 3)
@@ -95,11 +95,11 @@ def test_much_news_takes_several_beats_and_a_prefix_comes_before_what_follows_it
     news.note(digests)
     news.collect()
     news.begin("s")
-    told = []
+    published = []
     while (part := news.take("s")) is not None:
         assert len(part.published) <= 3 * 8
-        told += split(part.published)
-    assert told == [each[:8] for each in digests]
+        published += split(part.published)
+    assert published == [each[:8] for each in digests]
 
 
 def test_nothing_is_kept_for_a_session_that_ended() -> None:
@@ -125,7 +125,7 @@ async def cached_at(node: Node) -> set[bytes]:
     return {each[:8] for each in digests}
 
 
-async def test_a_session_hears_of_what_is_published_and_of_what_goes() -> None:
+async def test_a_session_gets_published_and_evicted_blocks() -> None:
     async with routed(blocks=16) as (node, router):
         work = make_work(10 * BLOCK, 1)
         await router.start(make_run(), work)
@@ -140,7 +140,7 @@ async def test_a_session_hears_of_what_is_published_and_of_what_goes() -> None:
         assert any(beat.cache.dropped for beat in router.beats)
 
 
-async def test_a_new_session_hears_everything_again() -> None:
+async def test_a_new_session_gets_all_blocks_again() -> None:
     async with routed() as (node, first):
         await first.start(make_run(), make_work(10 * BLOCK, 1))
         await eventually(lambda: len(known_to(first)) == 10)

@@ -186,7 +186,7 @@ async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: Private
 
 
 @pytest.mark.parametrize("slow", ["SLOW_LOAD", "SLOW_STEP"])
-def test_a_worker_that_is_stopped_while_it_loads_ends_without_finishing_the_load(run: Run, slow: str) -> None:
+def test_a_worker_stopped_during_loading_ends_without_finishing_it(run: Run, slow: str) -> None:
     worker = run(**{slow: "100000"})  # far beyond any deadline of the test
     if slow == "SLOW_LOAD":
         worker.until("loading slowly")
@@ -196,7 +196,7 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_without_finishing_the_load
     assert worker.lines[-1]["event"] == "ended"
 
 
-def test_a_worker_that_is_stopped_while_it_imports_ends_at_the_first_turn_of_its_event_loop(run: Run) -> None:
+def test_a_worker_stopped_during_imports_ends_at_the_first_turn_of_its_event_loop(run: Run) -> None:
     worker = run(GREEDY_LOAD="1")
     worker.until("loading greedily")
     assert worker.terminate() == (0, "")
@@ -205,7 +205,7 @@ def test_a_worker_that_is_stopped_while_it_imports_ends_at_the_first_turn_of_its
     assert events[events.index("shutdown") :].count("loading greedily") <= 1
 
 
-def test_a_drain_waits_for_what_is_at_work_and_refuses_the_rest(run: Run) -> None:
+def test_a_drain_waits_for_running_requests_and_refuses_new_ones(run: Run) -> None:
     worker = run(FAKE, *SMALL, "--lease-ms", "3000")
     with channel_to(worker.ready()) as channel:
         peer = audit(channel).worker
@@ -250,7 +250,7 @@ def test_sessions_outlive_the_prompts_whose_tickets_they_renew(run: Run) -> None
     assert worker.ended() == (0, "")
 
 
-def test_an_engine_that_crashes_ends_its_process_after_a_word(run: Run) -> None:
+def test_a_crash_of_the_engine_ends_the_process_after_its_answers(run: Run) -> None:
     worker = run(CRASH="1")
     with channel_to(worker.ready()) as channel:
         (event,) = prefill(channel, audit(channel).worker, handoff=False)
@@ -259,7 +259,7 @@ def test_an_engine_that_crashes_ends_its_process_after_a_word(run: Run) -> None:
     assert "ZeroDivisionError" in worker.until("engine crashed")["reason"]
 
 
-def test_another_life_of_the_same_name_takes_over(run: Run) -> None:
+def test_a_new_incarnation_replaces_the_old_one(run: Run) -> None:
     old = run(FAKE, *SMALL, "--id", "same")
     old.ready()
     new = run(FAKE, *SMALL, "--id", "same")
@@ -272,7 +272,7 @@ def test_a_worker_outlives_its_redis(run: Run, redis: PrivateRedis) -> None:
     worker = run()
     with channel_to(worker.ready()) as channel:
         redis.stop()
-        worker.until("the directory is away; this worker serves on")
+        worker.until("the directory is unavailable; this worker keeps serving")
         (event,) = prefill(channel, audit(channel).worker, handoff=False)
         assert event.HasField("first")
         assert healthy(channel, "ready")
@@ -286,7 +286,7 @@ def metrics_at(port: int) -> dict[str, str]:
     return dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("decant_"))
 
 
-def test_metrics_are_told_on_the_admin_port(run: Run) -> None:
+def test_metrics_are_served_on_the_admin_port(run: Run) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -323,16 +323,14 @@ def test_metrics_are_told_on_the_admin_port(run: Run) -> None:
         (("--block-sise=16",), "did you mean --block-size?"),
     ],
 )
-def test_settings_that_can_not_be_honoured_are_refused_in_one_line(
-    run: Run, arguments: Sequence[str], words: str
-) -> None:
+def test_invalid_settings_are_refused_in_one_line(run: Run, arguments: Sequence[str], words: str) -> None:
     whole = "--step-ms" in arguments  # how an interpreter ends is the same for all
     status, said = run(FAKE, *arguments, whole=whole).ended()
     assert (status, said.count("\n")) == (2, 1), said
     assert words in said
 
 
-def test_a_redis_that_will_never_let_it_in_is_refused(run: Run, redis: PrivateRedis) -> None:
+def test_a_redis_that_denies_access_is_refused(run: Run, redis: PrivateRedis) -> None:
     url = redis.url.replace("unix://", "unix://:no-such-password@")
     status, said = run(FAKE, *SMALL, "--redis-url", url).ended()
     assert (status, said.count("\n")) == (2, 1), said
@@ -383,7 +381,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_model_that_can_not_be_served_is_refused_in_one_line(run: Run, tmp_path: Any) -> None:
+def test_an_unusable_model_is_refused_in_one_line(run: Run, tmp_path: Any) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "no_such_model", "architectures": ["NoSuchModel"]}')

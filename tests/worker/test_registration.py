@@ -67,7 +67,7 @@ async def present(store: Store, running: int) -> DirectoryEntry[WorkerRegistrati
             await asyncio.sleep(0.02)
 
 
-async def test_a_worker_is_there_with_its_load_until_it_leaves(store: Store) -> None:
+async def test_a_worker_is_registered_with_its_load_until_it_leaves(store: Store) -> None:
     scene = Scene(store)
     async with scene.registrar:
         assert (await store.workers.listing()).present[0].load.running == 1, "from the first instant on"
@@ -78,7 +78,7 @@ async def test_a_worker_is_there_with_its_load_until_it_leaves(store: Store) -> 
     assert not (await store.workers.listing()).present
 
 
-async def test_a_change_that_others_must_know_of_is_told_at_once(store: Store) -> None:
+async def test_an_important_change_is_registered_at_once(store: Store) -> None:
     scene = Scene(store)
     scene.registrar._every_s = 3600
     async with scene.registrar:
@@ -87,7 +87,7 @@ async def test_a_change_that_others_must_know_of_is_told_at_once(store: Store) -
         assert (await present(store, 2)).load.draining
 
 
-async def test_another_life_of_the_same_name_ends_this_one(store: Store) -> None:
+async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:
     old, new = Scene(store), Scene(store, 2)
     async with old.registrar, new.registrar:
         async with asyncio.timeout(PATIENCE_S):
@@ -105,15 +105,15 @@ async def test_an_outage_is_said_once_and_the_worker_is_there_again_after_it(ser
             scene = Scene(store)
             async with scene.registrar:
                 server.stop()
-                await eventually(lambda: bool(events(lines, "away")))
+                await eventually(lambda: bool(events(lines, "is unavailable")))
                 await asyncio.sleep(10 * EVERY_S)
                 with server:
                     scene.load = Load(running=7)
                     async with Store(StoreSettings(url, deadline_s=10)) as looking:
                         await present(looking, 7)
-                    await eventually(lambda: bool(events(lines, "back")))
+                    await eventually(lambda: bool(events(lines, "available again")))
                     await scene.registrar.leave()
-    assert len(events(lines, "away")) == 1
+    assert len(events(lines, "is unavailable")) == 1
     assert not scene.replaced.is_set()
 
 
@@ -121,7 +121,7 @@ def events(lines: Sequence[Any], word: str) -> list[Any]:
     return [line for line in lines if word in line["event"]]
 
 
-async def test_a_worker_that_starts_without_redis_comes_when_it_does(server: PrivateRedis) -> None:
+async def test_a_worker_that_starts_without_redis_registers_when_it_is_available(server: PrivateRedis) -> None:
     url = server.url
     server.stop()
     async with Store(StoreSettings(url, deadline_s=0.5)) as store:

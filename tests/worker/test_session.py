@@ -14,8 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, from_call
-from decant.worker.decode import session as sessions
-from decant.worker.decode.session import RouterSession
+from decant.worker.decode.session import RouterSession, SessionLimits
 from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned, routed
 
 
@@ -38,7 +37,7 @@ def hello(node: Node, **changed: int) -> wire.RouterMessage:
     return wire.RouterMessage(hello=wire.Hello(router=router, worker=worker))
 
 
-async def test_another_life_and_another_protocol_are_refused() -> None:
+async def test_another_incarnation_and_another_protocol_are_refused() -> None:
     async with Node("d") as node:
         for changed, reason in (({"incarnation": 8}, Reason.WRONG_PEER), ({"protocol": 9}, Reason.WRONG_PROTOCOL)):
             error = await refusal(node, hello(node, **changed))
@@ -74,7 +73,7 @@ async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None
     assert [line["event"] for line in logs].count("messages of an unknown kind are ignored") == 1
 
 
-async def test_the_welcome_says_who_this_is() -> None:
+async def test_the_welcome_identifies_the_worker() -> None:
     async with routed() as (node, router):
         welcome = router.welcome
         assert welcome is not None
@@ -83,7 +82,7 @@ async def test_the_welcome_says_who_this_is() -> None:
         assert node.decode.sessions == 1
 
 
-async def test_a_newer_session_ends_the_older_and_takes_what_it_names() -> None:
+async def test_a_newer_session_ends_the_older_and_gets_the_runs_that_it_names() -> None:
     named, unnamed, ended = make_run("t/named"), make_run("t/unnamed"), make_run("t/ended")
     works = {run.request: make_work(8, 60, seed=n) for n, run in enumerate((named, unnamed))}
     async with Node("d", lease_ms=500) as node:
@@ -111,7 +110,7 @@ async def test_a_newer_session_ends_the_older_and_takes_what_it_names() -> None:
         await node.audit()
 
 
-async def test_tokens_written_while_nobody_listened_are_there() -> None:
+async def test_tokens_generated_without_a_session_are_sent_to_the_next() -> None:
     run, work = make_run(), make_work(8, 20, logprobs=1, prompt_logprobs=0)
     async with routed() as (node, router):
         node.device.seconds = 0.02
@@ -131,7 +130,7 @@ async def test_tokens_written_while_nobody_listened_are_there() -> None:
         await eventually(lambda: node.decode.unretired == 0)
 
 
-async def test_a_run_that_is_adopted_goes_on_under_its_new_owner() -> None:
+async def test_an_adopted_run_continues_under_its_new_owner() -> None:
     run, work = make_run(), make_work(8, 60)
     async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
         node.device.seconds = 0.02
@@ -163,7 +162,7 @@ async def test_a_hello_of_an_earlier_owner_is_superseded() -> None:
         await old.leave()
 
 
-async def test_beats_go_on_while_a_step_is_long_and_say_how_old_it_is() -> None:
+async def test_heartbeats_continue_during_a_long_step_and_report_its_age() -> None:
     run = make_run()
     async with routed() as (node, router):
         node.device.seconds = 1.5
@@ -187,14 +186,13 @@ async def test_a_silent_router_is_suspect_and_nothing_else() -> None:
             await eventually(lambda: any(line["event"] == "router is silent" for line in logs))
             await router.word(run, "ended")
             await router.say(heartbeat=wire.Heartbeat())
-            await eventually(lambda: any(line["event"] == "router is heard again" for line in logs))
+            await eventually(lambda: any(line["event"] == "router is no longer silent" for line in logs))
         assert router.of(run).text(8) == alone(work)
         await router.leave()
 
 
-async def test_a_router_that_reads_nothing_for_long_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_BEHIND", 5)
-    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat())
+async def test_a_router_with_too_many_unread_messages_loses_its_session() -> None:
+    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat(), SessionLimits(max_unread=5))
     reading, stuck = asyncio.Event(), asyncio.Event()
 
     async def requests() -> AsyncIterator[wire.RouterMessage]:
@@ -214,12 +212,11 @@ async def test_a_router_that_reads_nothing_for_long_loses_its_session(monkeypatc
 
 
 @pytest.mark.parametrize("reads", [False, True])
-async def test_a_router_loses_its_session_by_the_age_of_what_it_leaves_unread(
-    reads: bool, monkeypatch: pytest.MonkeyPatch
+async def test_a_router_loses_its_session_by_the_age_of_its_oldest_unread_message(
+    reads: bool,
 ) -> None:
-    monkeypatch.setattr(sessions, "HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr(sessions, "MAX_UNREAD_SECONDS", 0.1)
-    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat())
+    limits = SessionLimits(heartbeat_s=0.01, max_unread_s=0.1)
+    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat(), limits)
     written, never = asyncio.Event(), asyncio.Event()
     count = 0
 
@@ -247,10 +244,12 @@ async def test_a_router_loses_its_session_by_the_age_of_what_it_leaves_unread(
         assert count == 1
 
 
-async def test_over_the_wire_too_a_router_that_reads_nothing_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_BEHIND", 50)
-    run, work = make_run(), make_work(8, 480)
-    async with Node("d", lease_ms=3000) as node, grpc.aio.insecure_channel(node.address) as channel:
+async def test_a_router_that_reads_nothing_over_grpc_loses_its_session() -> None:
+    run, work, limits = make_run(), make_work(8, 480), SessionLimits(max_unread=50)
+    async with (
+        Node("d", lease_ms=3000, session_limits=limits) as node,
+        grpc.aio.insecure_channel(node.address) as channel,
+    ):
         call = services.DecodeStub(channel).Session()
         await call.write(hello(node))
         await call.write(wire.RouterMessage(start=wire.Start(run=run, engine_request=work)))
@@ -269,7 +268,7 @@ async def test_over_the_wire_too_a_router_that_reads_nothing_loses_its_session(m
 # -- drain and crash --------------------------------------------------------------------------------------------
 
 
-async def test_a_drain_lets_what_runs_end_and_takes_nothing_up() -> None:
+async def test_a_drain_finishes_runs_and_refuses_new_ones() -> None:
     run, late, work = make_run(), make_run("t/late"), make_work(8, 40)
     async with routed() as (node, router):
         node.device.seconds = 0.02

@@ -83,7 +83,7 @@ def test_the_giving_end_parks_after_the_first_token_written_here() -> None:
         ({"priority": 1001}, "priority"),
     ],
 )
-def test_what_is_out_of_range_is_the_clients_mistake_by_name(changed: dict[str, object], field: str) -> None:
+def test_a_value_out_of_range_is_invalid_and_named(changed: dict[str, object], field: str) -> None:
     failure = refused(**changed)
     assert failure.cause == wire.CAUSE_INVALID
     assert failure.violation.field == field
@@ -98,7 +98,7 @@ def test_what_is_out_of_range_is_the_clients_mistake_by_name(changed: dict[str, 
         ({"guide": wire.Guide(json_object=False)}, "guide"),
     ],
 )
-def test_what_this_build_can_not_do_is_unsupported_by_name(changed: dict[str, object], field: str) -> None:
+def test_an_unsupported_field_is_named(changed: dict[str, object], field: str) -> None:
     failure = refused(**changed)
     assert (failure.cause, failure.violation.field) == (wire.CAUSE_UNSUPPORTED, field)
 
@@ -118,7 +118,7 @@ def test_another_model_is_unknown() -> None:
     assert refused(model="other").cause == wire.CAUSE_UNKNOWN_MODEL
 
 
-def test_what_the_engine_refuses_has_the_name_that_the_wire_gives_it() -> None:
+def test_an_engine_error_has_the_field_name_of_the_wire() -> None:
     names = {"token_ids": "prompt", "stop_token_ids": "stopping.stop_token_ids", "logit_bias": "sampling.logit_bias"}
     for engines, wires in names.items():
         assert RequestRejected.of(InvalidRequest(engines, "token ids below 8", 9)).failure.violation.field == wires
@@ -131,9 +131,9 @@ def test_tokens_survive_the_wire() -> None:
 
 
 def test_logprobs_go_over_in_order() -> None:
-    told = logprobs_to_wire(4, TokenLogprobs(9, -0.5, 2, ((7, -0.25), (9, -0.5))))
-    assert (told.entry, told.logprob, told.rank) == (4, -0.5, 2)
-    assert (list(told.top_ids), list(told.top_logprobs)) == ([7, 9], [-0.25, -0.5])
+    message = logprobs_to_wire(4, TokenLogprobs(9, -0.5, 2, ((7, -0.25), (9, -0.5))))
+    assert (message.entry, message.logprob, message.rank) == (4, -0.5, 2)
+    assert (list(message.top_ids), list(message.top_logprobs)) == ([7, 9], [-0.25, -0.5])
     assert not logprobs_to_wire(0, TokenLogprobs(9, -0.5, 1)).top_ids
 
 

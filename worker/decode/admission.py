@@ -1,68 +1,78 @@
-"""The way into the engine: runs that wait for room, the most urgent first, and nobody overtakes.
+"""Admission of runs to the engine: first come, first served within a queue key; no run overtakes another.
 
-    push ──> asked at once ──> added, or room reserved
-                 │ no room                ^
-                 v                        │  an end, a release, a cancel, a step: room may have come
-              waiting ────────────────────┘
+    enter ──> posted at once ──> added, or blocks reserved
+                 │ no blocks           ^
+                 v                     │  a step, an end or a release changed the free blocks
+              waiting ─────────────────┘
 
-A run from tokens always gets in, for the engine has a queue of its own; it waits here only behind a run that waits for
-room, lest that one never gets any. Sequences that the engine preempted go first: it says NoRoom as long as one waits.
+A run without a ticket is always admitted, because the engine has its own queue; it waits here only behind a run that
+waits for blocks, which would starve otherwise. Preempted sequences go first: the engine raises OutOfBlocks meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from decant.engine.engine import Engine
-from decant.engine.errors import EngineError, EngineStopped, InvalidRequest, OutOfBlocks
+from decant.engine.errors import EngineStopped, InvalidRequest, OutOfBlocks
 from decant.engine.output import StepOutput
 from decant.engine.transfer import IncomingSequence
-from decant.worker.decode.runs import DecodeRun
+from decant.worker.decode.run import DecodeRun
 from decant.worker.engine_host import EngineHost
 
-Outcome = IncomingSequence | EngineError | None
-"""Room; or added (None); or InvalidRequest, EngineStopped, and NoRoom for one that somebody meanwhile wants to end."""
+Outcome = IncomingSequence | InvalidRequest | None
+"""Reserved blocks, or an invalid request, or added to the engine (None)."""
 
 
 class DecodeAdmission:
-    """Runs on their way into a hub's engine. ``on_outcome`` hears what became of each that was not withdrawn."""
+    """The queue in front of a host's engine."""
 
-    def __init__(self, host: EngineHost, on_outcome: Callable[[DecodeRun, Outcome], None]) -> None:
+    def __init__(self, host: EngineHost) -> None:
         self._host = host
-        self._on_outcome = on_outcome
-        self._waiting: list[DecodeRun] = []  # most urgent first
-        self._retried: list[DecodeRun] = []  # those for whom the engine is being asked again
+        self._waiting: list[DecodeRun] = []  # by queue key
+        self._retried: list[DecodeRun] = []  # those of a retry that the engine has not answered
+        self._entering: dict[DecodeRun, asyncio.Future[IncomingSequence | None]] = {}
         self._gate = _AdmissionGate()
-        self._on_ended = False  # a sequence ended or parked since the last retry
+        self._has_ended = False  # a sequence ended or parked since the last retry
         self._available = 0  # blocks, after the last step
 
-    def push(self, run: DecodeRun) -> None:
-        """Let a run in as soon as there is room."""
+    async def enter(self, run: DecodeRun) -> IncomingSequence | None:
+        """Wait until the engine has the run: reserved blocks, or None for one that it computes itself.
+
+        Raises InvalidRequest and EngineStopped. If the caller is cancelled, the engine may still add the run: the
+        caller must cancel it there afterwards.
+        """
+        answer: asyncio.Future[IncomingSequence | None] = asyncio.get_running_loop().create_future()
+        self._entering[run] = answer
         if self._waiting or self._retried:
-            insort(self._waiting, run, key=_order)
+            insort(self._waiting, run, key=_queue_key)
             self._count()
         else:
             self._post([run], is_retry=False)
+        try:
+            return await answer
+        finally:
+            del self._entering[run]
+            if self.is_waiting(run):
+                self._waiting.remove(run)
+                self._count()
 
-    def withdraw(self, run: DecodeRun) -> bool:
-        """Take a waiting run out; False when the engine is being asked for it, or was."""
-        if run not in self._waiting:
-            return False
-        self._waiting.remove(run)
-        self._count()
-        return True
+    def is_waiting(self, run: DecodeRun) -> bool:
+        """Whether the run waits for blocks, and the engine is not being asked for them now."""
+        return run in self._waiting
 
     def on_step(self, output: StepOutput) -> None:
-        """Hear the engine: when room may have come, ask for those who wait."""
-        self._on_ended |= bool(output.ended or output.parked)
-        room = output.available
-        if self._waiting and not self._retried and (self._on_ended or room != self._available):
+        """Retry when blocks may have become free."""
+        self._has_ended |= bool(output.ended or output.parked)
+        available = output.available
+        if self._waiting and not self._retried and (self._has_ended or available != self._available):
             self._retry()
-        self._available = room
+        self._available = available
 
     def _retry(self) -> None:
-        self._on_ended = False
+        self._has_ended = False
         self._retried, self._waiting = self._waiting, []
         self._post(self._retried, is_retry=True)
 
@@ -71,56 +81,63 @@ class DecodeAdmission:
         self._host.loop.post(command, then=lambda: self._on_answer(command))
 
     def _on_answer(self, command: _AdmitCommand) -> None:
-        """Tell what came of it; who is left waits on."""
+        """Wake the admitted runs; the others keep waiting."""
         if command.runs is self._retried:
             self._retried = []
         for run, outcome in command.outcomes:
-            self._on_outcome(run, outcome)
+            self._answer(run, outcome)
         for run in command.left:
-            if not command.ran:
-                self._on_outcome(run, EngineStopped("the engine has stopped"))
-            elif run.ending is not None:
-                self._on_outcome(run, OutOfBlocks(0, 0))
-            else:
-                insort(self._waiting, run, key=_order)
-        # What the engine did since it was asked, in the step that came with the answer, may have made room.
-        changed = self._on_ended or command.available != self._available
+            if not command.has_run:
+                self._answer(run, EngineStopped("the engine has stopped"))
+            elif run in self._entering and run.ending is None:
+                insort(self._waiting, run, key=_queue_key)
+        # The step that came with the answer may have freed blocks.
+        changed = self._has_ended or command.available != self._available
         if self._waiting and not self._retried and changed:
             self._retry()
         self._count()
+
+    def _answer(self, run: DecodeRun, outcome: Outcome | EngineStopped) -> None:
+        answer = self._entering.get(run)
+        if answer is None or answer.done():
+            return  # the run was cancelled
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
 
     def _count(self) -> None:
         self._host.waiting_arrivals = len(self._waiting) + len(self._retried)
 
 
 class _AdmissionGate:
-    """Whether somebody found no room since all who waited were last asked for. The engine's thread alone knows."""
+    """Closed while a run waits for blocks. Used by the engine's thread only."""
 
     is_closed = False
 
 
 class _AdmitCommand:
-    """A command for the engine: let these in, in order, up to the first for whom there is no room.
+    """Engine command: admit runs in order, up to the first without blocks.
 
-    ``again``: they are all who wait. Others are turned away while the door is shut, or they would overtake.
+    ``is_retry``: these are all waiting runs. Others are not admitted while the gate is closed, as they would overtake.
     """
 
     def __init__(self, runs: list[DecodeRun], gate: _AdmissionGate, is_retry: bool) -> None:
         self.outcomes: list[tuple[DecodeRun, Outcome]] = []
-        self.available = -1  # blocks, when there was no room; never as many when nobody looked
-        self.ran = False
+        self.available = -1  # blocks, when they did not suffice; -1 equals no real number
+        self.has_run = False
         self.runs = runs
         self._gate = gate
         self._is_retry = is_retry
 
     @property
     def left(self) -> Sequence[DecodeRun]:
-        """Who did not get in."""
+        """The runs that were not admitted."""
         return self.runs[len(self.outcomes) :]
 
     def __call__(self, engine: Engine) -> None:
         """On the engine's thread."""
-        self.ran = True
+        self.has_run = True
         if self._is_retry or not self._gate.is_closed:
             self._gate.is_closed = False
             self._admit(engine)
@@ -142,5 +159,5 @@ class _AdmitCommand:
             self.outcomes.append((run, outcome))
 
 
-def _order(run: DecodeRun) -> tuple[float, int]:
+def _queue_key(run: DecodeRun) -> tuple[float, int]:
     return run.queue_key

@@ -1,27 +1,30 @@
-"""Frames: the tokens of one step for one router, in three packed arrays.
+"""Frames: the tokens of one step for one router, in three packed arrays of uint32.
 
-slots      3   5   9   9      who     a frame takes four bytes of each per token, whatever the number of
-positions 17 204  40  41      where   sequences; nothing is built per token but these
-tokens    88 519   7 301      what
+slots      3   5   9   9
+positions 17 204  40  41
+tokens    88 519   7 301
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from decant.engine.plan import TokenLogprobs
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
-from decant.worker.decode.runs import DecodeRun
 from decant.worker.wire_codec import logprobs_to_wire
 
+if TYPE_CHECKING:
+    from decant.worker.decode.run import DecodeRun
+
 MAX_TOKENS = 65_536
-"""Most tokens in one frame; what is repeated of a long output comes in several."""
+"""Maximum tokens in one frame."""
 
 
 class Frame:
-    """A frame that is being filled. ``add`` is called once a token; all else is done once a frame."""
+    """A frame under construction. Only appending to the arrays is done per token."""
 
     __slots__ = ("logprobs", "positions", "slots", "tokens")
 
@@ -32,11 +35,11 @@ class Frame:
         self.logprobs: list[wire.TokenLogprobs] = []
 
     def add_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Log-probabilities of the token that was added last."""
+        """Of the token that was added last."""
         self.logprobs.append(logprobs_to_wire(len(self.tokens) - 1, logprobs))
 
     def message(self, step: int) -> wire.WorkerMessage:
-        """As it goes over the wire; filled in place, for a message that is put into another is copied."""
+        """Fills the message in place: protobuf copies a submessage that is assigned."""
         message = wire.WorkerMessage()
         frame = message.frame
         frame.step = step
@@ -57,6 +60,6 @@ def replay_frames(run: DecodeRun, start: int, step: int) -> Iterator[wire.Worker
         frame.slots = array("I", [run.slot]) * count
         position = run.request.prompt_len + first
         frame.positions = array("I", range(position, position + count))
-        explained = (index for index in range(first, first + count) if index in run.logprobs)
-        frame.logprobs.extend(logprobs_to_wire(index - first, run.logprobs[index]) for index in explained)
+        indexes = (index for index in range(first, first + count) if index in run.logprobs)
+        frame.logprobs.extend(logprobs_to_wire(index - first, run.logprobs[index]) for index in indexes)
         yield frame.message(step)

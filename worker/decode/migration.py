@@ -1,8 +1,8 @@
-"""Live sequences on their way to another worker: their runs go on here until the seal, the giver's last word.
+"""The source's side of a migration: a run continues here until its commit is sent to the target.
 
-give ──> ticket ──> its fetch opens, blocks move ──> sealed ──> retired: the taker has joined
-           │              │                            └──> failed: nobody has it, the owner begins anew
-           └──────────────┴── withdrawn, lease over, fetch broken: the run goes on as if nothing had been asked
+migrate ──> ticket ──> fetch opens, blocks move ──> committed ──> forgotten: the target has joined
+              │              │                         └──> failed: the target was lost
+              └──────────────┴── withdrawn, lease over, fetch broken: the run continues here
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from functools import partial
 
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
-from decant.worker.decode.runs import DecodeRun, RunTable
+from decant.worker.decode.run import DecodeRun
+from decant.worker.decode.run_table import RunTable
 from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import logprobs_to_wire
 
 
 class MigrationSource:
-    """The gifts of one worker. ``fail`` hears of a run that was sealed, and that nobody took."""
+    """Tickets for the live sequences of one worker. ``fail`` ends a committed run whose target was lost."""
 
     def __init__(self, host: EngineHost, runs: RunTable, fail: Callable[[DecodeRun, wire.Failure], None]) -> None:
         self._host = host
         self._runs = runs
         self._fail = fail
-        host.sender.leases.listeners.append(self._on_lease_end)
 
     def issue_ticket(self, run: DecodeRun) -> None:
-        """Tell the owner of a running sequence the ticket for its cache; the same one until that ends."""
+        """Send the owner a ticket for a running sequence: the same one while it is live and unopened."""
         if run.offered is None:
             ticket = wire.Ticket(
                 run=run.ref,
@@ -46,44 +46,44 @@ class MigrationSource:
             run.session.send(wire.WorkerMessage(ticket=run.offered))
 
     def withdraw(self, run: DecodeRun) -> None:
-        """The owner has no use for the ticket: the run goes on, or has failed where it was sealed."""
+        """There is no target: the run continues, or fails if it was committed."""
         run.migration_requested = False
         if run.offered is None:
             return
         if self._host.sender.leases.find(run.offered.id) is None:
-            self._fail(run, _abandoned("its taker was lost"))
+            self._fail(run, _abandoned("the target was lost"))
             return
-        failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="its owner withdrew the ticket")
+        failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the owner withdrew the ticket")
         self._host.sender.reclaim(run.offered.id, failure)
 
     def is_committed(self, run: DecodeRun) -> bool:
-        """Whether its seal was sent: another worker may run it now."""
+        """Whether the commit was sent: the target may run it now."""
         if run.offered is None:
             return False
         lease = self._host.sender.leases.find(run.offered.id)
         return lease is None or lease.committed
 
     def end(self, run: DecodeRun, *, by_itself: bool) -> None:
-        """The run is over here. Who fetches one that ended by itself is told so by its fetch."""
+        """The run has ended. If it ``by_itself``, its open fetch reports that nothing is left."""
         lease = None if run.offered is None else self._host.sender.leases.find(run.offered.id)
         if lease is not None and not (by_itself and lease.opened):
-            failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the run is over where it was given")
+            failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the run has ended at its source")
             self._host.sender.reclaim(lease.ticket.id, failure)
 
-    def _on_lease_end(self, lease: Lease) -> None:
+    def on_lease_end(self, lease: Lease) -> None:
         run = self._runs.by_sequence.get(lease.sequence)
         if run is None or run.offered is None or run.offered.id != lease.ticket.id:
             return
         if not lease.committed:
             run.offered = None
         elif not lease.owned and run.ending is None:
-            self._fail(run, _abandoned(lease.failure.detail if lease.failure else "its taker let go of it"))
+            self._fail(run, _abandoned(lease.failure.detail if lease.failure else "the target released it"))
 
 
 def _abandoned(detail: str) -> wire.Failure:
-    return wire.Failure(cause=wire.CAUSE_OWNER_LOST, detail=f"given away, and nobody has it: {detail}")
+    return wire.Failure(cause=wire.CAUSE_OWNER_LOST, detail=f"migrated, and no worker has it: {detail}")
 
 
 def _logprobs(run: DecodeRun) -> Iterable[wire.TokenLogprobs]:
-    """Of all its output that has some."""
+    """Log-probabilities of the output so far."""
     return [logprobs_to_wire(index, logprobs) for index, logprobs in run.logprobs.items()]

@@ -1,7 +1,7 @@
-"""``Decode`` as a gRPC service: who may open a session, and which of its words goes where.
+"""The Decode service: opens sessions and dispatches their messages.
 
-hello ──> this life, this protocol? ──> the same router's older session ends ──> welcome ──> words each way
-                                                end, break, cancel ──> its runs are orphans <──┘
+hello ──> check incarnation, protocol ──> end the router's older session ──> welcome ──> messages each way
+                                                  end, break, cancel ──> its runs are orphans <──┘
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from decant.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, 
 from decant.runtime.heartbeat import loop_timeout
 from decant.runtime.peer import is_compatible, same_incarnation
 from decant.worker.decode.run_manager import DecodeRunManager
-from decant.worker.decode.session import RouterSession
+from decant.worker.decode.session import RouterSession, SessionLimits
 from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import other_request
 
 HELLO_SECONDS = 5.0
-"""How long a call may say nothing before it is a session."""
+"""Time for the hello after a call begins."""
 RETRY_SECONDS = 0.1
 
 _Context = grpc.aio.ServicerContext[wire.RouterMessage, wire.WorkerMessage]
@@ -32,25 +32,26 @@ _log = logs.get(__name__)
 
 
 class DecodeService(services.DecodeServicer):
-    """The sessions of one worker."""
+    """The sessions of one worker. Its ``run_manager`` handles the host's events."""
 
-    def __init__(self, host: EngineHost) -> None:
+    def __init__(self, host: EngineHost, session_limits: SessionLimits | None = None) -> None:
         self._host = host
-        self._decoding = DecodeRunManager(host)
+        self._session_limits = session_limits
+        self.run_manager = DecodeRunManager(host)
         self._sessions: dict[str, RouterSession] = {}  # by the router's id
         self._drained = False
         self._commands: dict[str, Callable[[RouterSession, Any], None]] = {
-            "start": self._decoding.start,
-            "cancel": self._decoding.cancel,
-            "adopt": self._decoding.adopt,
-            "resend": self._decoding.resend,
-            "migrate": self._decoding.migrate,
+            "start": self.run_manager.start,
+            "cancel": self.run_manager.cancel,
+            "adopt": self.run_manager.adopt,
+            "resend": self.run_manager.resend,
+            "migrate": self.run_manager.migrate,
         }
 
     async def Session(  # noqa: N802 - the name on the wire
         self, requests: AsyncIterator[wire.RouterMessage], context: _Context
     ) -> None:
-        """One session, for as long as both sides live."""
+        """One session, until either side ends it."""
         hello = await _hello(requests)
         if hello is None:
             return
@@ -65,8 +66,8 @@ class DecodeService(services.DecodeServicer):
     # -- audit and drain ----------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
-        """Of every run that is held: the run, its output, its phase, the engine's name of its sequence."""
-        for run in dict.fromkeys((*self._decoding.runs, *self._decoding.runs.leaving)):
+        """Run, output, phase and sequence id of every run."""
+        for run in dict.fromkeys((*self.run_manager.runs, *self.run_manager.executor.executing)):
             yield run.ref, run.output, run.phase, run.request.id
 
     @property
@@ -75,37 +76,37 @@ class DecodeService(services.DecodeServicer):
 
     @property
     def fetches_taking(self) -> int:
-        """Fetches that are open."""
-        return sum(run.phase == wire.RunStatus.PHASE_ARRIVING for run in self._decoding.runs)
+        """Open fetches."""
+        return sum(run.phase == wire.RunStatus.PHASE_ARRIVING for run in self.run_manager.runs)
 
     @property
     def orphans(self) -> int:
-        """Runs that go on and whose owner has no session."""
-        return sum(run.session is None and run.end is None for run in self._decoding.runs)
+        """Unfinished runs without a session."""
+        return sum(run.session is None and run.end is None for run in self.run_manager.runs)
 
     @property
     def cancel_marks(self) -> int:
-        return len(self._decoding.runs.cancel_tombstones)
+        return len(self.run_manager.runs.cancel_tombstones)
 
     @property
     def unretired(self) -> int:
-        """Runs that ended and whose tokens are still kept."""
-        return sum(run.end is not None for run in self._decoding.runs)
+        """Ended runs that no router has forgotten."""
+        return sum(run.end is not None for run in self.run_manager.runs)
 
     async def drain(self) -> None:
-        """Take up nothing new, wait until no run is left, then end the sessions."""
+        """Refuse new runs, wait until there is none, then end the sessions."""
         self._host.draining = True
-        await self._decoding.runs.emptied()
+        await self.run_manager.runs.emptied()
         self._drained = True
         for session in self._sessions.values():
             session.end()
 
     async def close(self) -> None:
-        """End every run and every session at once; the engine still steps."""
+        """End all runs and sessions; the engine must still run."""
         self._drained = True
         for session in self._sessions.values():
             session.end(_leaving())
-        await self._decoding.close()
+        await self.run_manager.close()
 
     # -- a session begins and ends ------------------------------------------------------------------------------
 
@@ -113,58 +114,58 @@ class DecodeService(services.DecodeServicer):
         if self._drained:
             raise _leaving()
         if not same_incarnation(hello.worker, self._host.peer):
-            raise FailedPrecondition(Reason.WRONG_PEER, f"this is another life than {hello.worker.incarnation:x}")
+            raise FailedPrecondition(Reason.WRONG_PEER, f"another incarnation than {hello.worker.incarnation:x}")
         if not is_compatible(hello.router.protocol):
-            raise FailedPrecondition(Reason.WRONG_PROTOCOL, f"protocol {hello.router.protocol} is not spoken here")
+            raise FailedPrecondition(Reason.WRONG_PROTOCOL, f"protocol {hello.router.protocol} is not supported")
         if not hello.router.id:
             raise InvalidArgument("hello.router.id", "not empty", "")
 
     def _open(self, hello: wire.Hello) -> RouterSession:
-        """In place of the router's older session: that one ends, and its runs have no owner for the moment."""
-        session = RouterSession(hello.router, self._make_heartbeat)
+        """Replaces the router's older session, whose runs are orphans until the welcome."""
+        session = RouterSession(hello.router, self._make_heartbeat, self._session_limits)
         older = self._sessions.get(hello.router.id)
         self._sessions[hello.router.id] = session
         self._host.cache.begin(session)
         if older is not None:
             older.end(Aborted(Reason.SUPERSEDED, "a newer session of this router is open"))
-            self._decoding.detach(older)
+            self.run_manager.ownership.detach(older)
         return session
 
     def _leave(self, session: RouterSession) -> None:
         self._host.cache.end(session)
         if self._sessions.get(session.router.id) is session:
             del self._sessions[session.router.id]
-        self._decoding.detach(session)
+        self.run_manager.ownership.detach(session)
 
     def _welcome(self, session: RouterSession, hello: wire.Hello) -> None:
-        """Say what is held of what the router names, then bring each up to date."""
-        host, decoding = self._host, self._decoding
+        """Report the runs that the hello names, then send what the router lacks of each."""
+        host, manager = self._host, self.run_manager
         welcome = wire.Welcome(worker=host.peer, role=host.role, model=host.model, layout=host.layout)
-        found, refused = [], []
+        known, refusals = [], []
         for owned in hello.owned:
             if refusal := self._refusal(owned.run):
-                refused.append(refusal)
-            elif run := decoding.runs.get(owned.run):
-                welcome.runs.append(decoding.attach(run, session, owned.run, owned.resume))
-                found.append((run, owned.resume))
+                refusals.append(refusal)
+            elif run := manager.runs.get(owned.run):
+                welcome.runs.append(manager.ownership.attach(run, session, owned.run, owned.resume))
+                known.append((run, owned.resume))
             else:
                 welcome.unknown_runs.append(owned.run)
-        welcome.orphans.extend(run.ref for run in decoding.orphans_of(session.router))
+        welcome.orphans.extend(run.ref for run in manager.ownership.orphans_of(session.router))
         session.send(wire.WorkerMessage(welcome=welcome))
-        for refusal in refused:
+        for refusal in refusals:
             session.send(refusal)
-        for run, next in found:
-            decoding.catch_up(run, next)
-        _log.info("session opened", router=session.router.id, run=len(found), orphans=len(welcome.orphans))
+        for run, resume in known:
+            manager.ownership.catch_up(run, resume)
+        _log.info("session opened", router=session.router.id, run=len(known), orphans=len(welcome.orphans))
 
-    # -- what a router says -------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------
 
     def _handle(self, session: RouterSession, message: wire.RouterMessage) -> None:
         kind = message.WhichOneof("message")
         if kind == "forget":
             for ref in message.forget.runs:
                 if self._owns(session, ref):
-                    self._decoding.forget(ref)
+                    self.run_manager.forget(ref)
         elif kind == "heartbeat":
             for ticket in message.heartbeat.renew:
                 self._host.sender.leases.renew_unopened(ticket)
@@ -178,14 +179,14 @@ class DecodeService(services.DecodeServicer):
             raise InvalidArgument("message", "hello once, as the first", kind)
 
     def _owns(self, session: RouterSession, ref: wire.Run) -> bool:
-        """Whether the sender owns the request; it is notified when not."""
+        """Whether the session's router owns the request; if not, it is notified."""
         refusal = self._refusal(ref)
         if refusal is not None:
             session.send(refusal)
         return refusal is None
 
     def _refusal(self, ref: wire.Run) -> wire.WorkerMessage | None:
-        """What a router is answered that doesn't own the request which it names."""
+        """The answer to a router that does not own the request."""
         epochs = self._host.epochs
         if epochs.is_other_request(ref):
             return wire.WorkerMessage(refused=wire.Refused(run=ref, failure=other_request()))
@@ -194,10 +195,10 @@ class DecodeService(services.DecodeServicer):
 
     def _make_heartbeat(self, session: RouterSession) -> wire.Heartbeat:
         heartbeat = self._host.heartbeat()
-        heartbeat.renew.extend(self._decoding.renewals_of(session))
-        news = self._host.cache.take(session)
-        if news is not None:
-            heartbeat.cache.CopyFrom(news)
+        heartbeat.renew.extend(self.run_manager.ownership.unopened_tickets_of(session))
+        update = self._host.cache.take(session)
+        if update is not None:
+            heartbeat.cache.CopyFrom(update)
         routers = [each.router for each in self._sessions.values() if not each.is_lost]
         names = frozenset((router.id, router.incarnation) for router in routers)
         if names != session.routers_sent:
@@ -207,7 +208,7 @@ class DecodeService(services.DecodeServicer):
 
 
 async def _hello(requests: AsyncIterator[wire.RouterMessage]) -> wire.Hello | None:
-    """The first word; None of a caller who left without one."""
+    """The first message; None if the caller ends the stream without one."""
     try:
         async with loop_timeout(HELLO_SECONDS):
             message = await anext(requests)

@@ -1,7 +1,7 @@
-"""One session with one router: what is said to it, in order, and that it and this worker live.
+"""The worker's side of a session with a router: ordered messages and heartbeats.
 
-requests ──> read ──> hear                 tell ──> outgoing ──> write ──> the router
-              │  end of the stream                     ^ beats, four a second, whatever the engine does
+requests ──> read ──> handle               send ──> outgoing ──> write ──> router
+              │  end of the stream                     ^ heartbeats
               └──> over <── end(error) <── too far behind, replaced, drained
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
 import grpc
 
@@ -20,13 +21,19 @@ from decant.runtime.errors import Aborted, ServiceError
 from decant.runtime.heartbeat import HEARTBEAT_SECONDS, Silence
 from decant.runtime.peer import UnknownMessages
 
-MAX_BEHIND = 10_000
-"""Messages that a router may leave unread; then its session ends, and it can come back for what it lacks."""
-MAX_UNREAD_SECONDS = 10.0
-"""Age of the oldest message that a router may leave unread. What it lacks comes in fewer messages when it is back."""
-
 LAST_WRITE_SECONDS = 0.5
-"""For the write that is under way when a session ends. A router that reads nothing lets it take for ever."""
+"""For the write in progress when a session ends. A router that reads nothing would block it forever."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Interval of heartbeats, and how far a router may fall behind before its session ends: in messages, and in seconds
+    since the oldest. A router that comes back gets what it lacks in fewer messages."""
+
+    heartbeat_s: float = HEARTBEAT_SECONDS
+    max_unread: int = 10_000
+    max_unread_s: float = 10.0
+
 
 Write = Callable[[wire.WorkerMessage], Awaitable[None]]
 
@@ -34,19 +41,23 @@ _log = logs.get(__name__)
 
 
 class RouterSession:
-    """The worker's side. ``tell`` may be called at any time: after the end nothing of it is sent."""
+    """``send`` may be called at any time; after the end it does nothing."""
 
-    def __init__(self, router: wire.Peer, make_heartbeat: Callable[[RouterSession], wire.Heartbeat]) -> None:
+    def __init__(
+        self,
+        router: wire.Peer,
+        make_heartbeat: Callable[[RouterSession], wire.Heartbeat],
+        limits: SessionLimits | None = None,
+    ) -> None:
         self.router = router
+        self._limits = limits or SessionLimits()
         self.unknown = UnknownMessages(router.id)
         self.routers_sent: frozenset[tuple[str, int]] = frozenset()
-        """Routers with a live session here, as this one was notified of last."""
+        """Ids and incarnations of the routers that the last heartbeat with `routers` named."""
         self._make_heartbeat = make_heartbeat
-        self._outgoing: asyncio.Queue[tuple[int, wire.WorkerMessage] | None] = (
-            asyncio.Queue()
-        )  # with the tick it came in
+        self._outgoing = asyncio.Queue[tuple[int, wire.WorkerMessage] | None]()  # with the tick of `send`
         self._ticks = 0
-        self._written: int | None = None  # the tick of the message that is being written
+        self._written: int | None = None  # tick of the message that is being written
         self._over = asyncio.Event()
         self._error: ServiceError | None = None
         self._free_slots: list[int] = []
@@ -54,18 +65,17 @@ class RouterSession:
         self._silence = Silence()
         self._suspect = False
 
-    # -- speaking -----------------------------------------------------------------------------------------------
-
     def send(self, message: wire.WorkerMessage) -> None:
-        """Send a message after all that were told before."""
+        """Enqueue a message."""
         if self._over.is_set():
             return
         self._outgoing.put_nowait((self._ticks, message))
-        if self._outgoing.qsize() > MAX_BEHIND:
-            self.end(Aborted(Reason.QUEUE_FULL, f"the router left more than {MAX_BEHIND} messages unread"))
+        if self._outgoing.qsize() > self._limits.max_unread:
+            detail = f"the router left more than {self._limits.max_unread} messages unread"
+            self.end(Aborted(Reason.QUEUE_FULL, detail))
 
     def end(self, error: ServiceError | None = None) -> None:
-        """The session is over: with ``error`` at once, without one when all that was told has gone out."""
+        """End the session: with ``error`` at once, without one after the messages in the queue."""
         if error is None:
             self._outgoing.put_nowait(None)
         elif not self._over.is_set():
@@ -73,7 +83,7 @@ class RouterSession:
             self._over.set()
 
     def take_slot(self) -> int:
-        """A number for an output, the smallest that is free."""
+        """The smallest free slot."""
         if self._free_slots:
             return heapq.heappop(self._free_slots)
         self._slots += 1
@@ -82,15 +92,13 @@ class RouterSession:
     def free_slot(self, slot: int) -> None:
         heapq.heappush(self._free_slots, slot)
 
-    # -- its life -----------------------------------------------------------------------------------------------
-
     async def serve(
         self,
         requests: AsyncIterator[wire.RouterMessage],
         write: Write,
         handle: Callable[[RouterSession, wire.RouterMessage], None],
     ) -> None:
-        """Until either side is through, or raises what ``end`` or ``hear`` brought."""
+        """Run the session until either side ends it. Raises the error of ``end`` or ``handle``."""
         writing = asyncio.create_task(self._write(write))
         parts = (self._over.wait(), self._read(requests, handle), self._send_heartbeats())
         jobs: list[asyncio.Task[object]] = [writing, *[asyncio.create_task(part) for part in parts]]
@@ -99,7 +107,7 @@ class RouterSession:
         finally:
             self._over.set()
             self._outgoing.put_nowait(None)
-            # Of a write that is cancelled gRPC never hears, and then the call's status may not go out either.
+            # gRPC loses a cancelled write, and possibly the call's status with it.
             await asyncio.wait([writing], timeout=LAST_WRITE_SECONDS)
             for job in jobs:
                 job.cancel()
@@ -125,29 +133,30 @@ class RouterSession:
                 await write(message)
                 self._written = None
         except (grpc.aio.InternalError, grpc.aio.UsageError):
-            return  # the router has gone
+            return  # the router has left
 
     async def _send_heartbeats(self) -> None:
-        """A beat says that this process lives; the step that runs is not asked."""
+        """Heartbeats come from the event loop, whether or not a step ends."""
+        limits = self._limits
         while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(limits.heartbeat_s)
             self.send(wire.WorkerMessage(heartbeat=self._make_heartbeat(self)))
             self._silence.tick()
             self._watch()
             self._ticks += 1
-            if self._written is not None and (self._ticks - self._written) * HEARTBEAT_SECONDS > MAX_UNREAD_SECONDS:
-                self.end(Aborted(Reason.QUEUE_FULL, f"the router read nothing for {MAX_UNREAD_SECONDS:g} s"))
+            if self._written is not None and (self._ticks - self._written) * limits.heartbeat_s > limits.max_unread_s:
+                self.end(Aborted(Reason.QUEUE_FULL, f"the router read nothing for {limits.max_unread_s:g} s"))
 
     @property
     def is_lost(self) -> bool:
-        """Whether the router has been silent for so long that it no longer counts as alive."""
+        """Whether the router has been silent for so long that it counts as dead."""
         return self._silence.is_lost
 
     def _watch(self) -> None:
-        """A silent router is suspect and no more: its runs are orphans only when the session breaks."""
+        """Log when the router becomes silent. Its runs become orphans only when the session breaks."""
         suspect = self._silence.is_suspect
         if suspect and not self._suspect:
             _log.warning("router is silent", router=self.router.id, seconds=self._silence.seconds)
         elif self._suspect and not suspect:
-            _log.info("router is heard again", router=self.router.id)
+            _log.info("router is no longer silent", router=self.router.id)
         self._suspect = suspect

@@ -1,11 +1,11 @@
-"""The prompts that a worker reads for others, and whose turn it is.
+"""The prefill runs of a worker, and their order.
 
-    waiting ──> entered ──> begun ──> told ──> gone
-       │      (engine)    (ticket)  (first token)
-       └──────────┴───────────┴── ended, cancelled, lost ──^
+    waiting ──> admitted ──> begun ──> first token sent ──> removed
+       │        (engine)   (ticket)
+       └───────────┴──────────┴── ended, cancelled, lost ──^
 
-A cache that waits for its taker holds blocks and does nothing. So that those never choke the worker, a prompt enters
-only while those that have entered hold at most half of the pool.
+A cache that waits for its receiver keeps blocks. So a prompt is admitted only while the admitted ones keep at most half
+of the pool.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from decant.worker.epochs import Epochs
 
 @dataclass(slots=True, eq=False)
 class PrefillRun:
-    """One prompt on its way through the engine. ``events`` are what its caller is still to be told; None: no more."""
+    """A prompt. ``events`` go to its call; None ends them."""
 
     ref: wire.Run
-    request: Request  # for the engine, whose name of the sequence is ``request.id``
+    request: Request  # ``request.id`` identifies the sequence in the engine
     stopping: wire.Stopping
     handoff: bool
     received: float  # time.monotonic
-    queue_key: float  # the smallest goes first
+    queue_key: float  # the smallest is admitted first
     is_admitted: bool = False
     begun: SequenceStarted | None = None
     ticket: wire.Ticket | None = None
     first: Token | None = None
-    sent_first_token: bool = False  # the first token
+    sent_first_token: bool = False
     deadline: asyncio.TimerHandle | None = None
     events: asyncio.Queue[wire.PrefillEvent | None] = field(default_factory=asyncio.Queue)
 
@@ -45,7 +45,7 @@ class PrefillRun:
 
     @property
     def output(self) -> int:
-        """Index of its output."""
+        """Index of the output."""
         return self.request.sampling.output_index
 
     @property
@@ -57,7 +57,7 @@ class PrefillRun:
 
 
 class PrefillQueue:
-    """All prompts that are alive, by the engine's name for them. Those that wait are kept in order."""
+    """All runs by sequence id; the waiting ones are sorted."""
 
     def __init__(self, block_size: int, total_blocks: int, epochs: Epochs) -> None:
         self.waiting: list[PrefillRun] = []
@@ -79,22 +79,21 @@ class PrefillQueue:
         return self._alive.get(id)
 
     async def emptied(self) -> None:
-        """Wait until none is alive."""
+        """Wait until there is no run."""
         await self._empty.wait()
 
     @property
     def not_begun(self) -> int:
-        """Those that wait, here or in the engine."""
+        """Number of runs that wait, here or in the engine."""
         return sum(run.begun is None for run in self._alive.values())
 
     @property
     def full(self) -> bool:
-        """Whether those that have entered hold, or will hold, more than half of the pool."""
-        held = sum(self._blocks(run) for run in self._alive.values() if run.is_admitted)
-        return 2 * held > self._total_blocks
+        """Whether the admitted runs keep, or will keep, more than half of the pool."""
+        blocks = sum(self._blocks(run) for run in self._alive.values() if run.is_admitted)
+        return 2 * blocks > self._total_blocks
 
     def add(self, run: PrefillRun) -> None:
-        """One more that waits."""
         self._alive[run.id] = run
         self._epochs.hold(run.ref)
         self._empty.clear()
@@ -102,7 +101,7 @@ class PrefillQueue:
         self.waiting_tokens += len(run.request.token_ids)
 
     def admit(self) -> Iterator[PrefillRun]:
-        """Those whose turn it is, most urgent first; they have entered when they are given."""
+        """Admit the runs whose turn it is, in order."""
         while self.waiting and not self.full:
             run = self.waiting[0]
             self._leave_queue(run)
@@ -110,7 +109,7 @@ class PrefillQueue:
             yield run
 
     def remove(self, run: PrefillRun) -> bool:
-        """Forget one that is over, whatever it was doing; False when that was said before."""
+        """Remove a run in any phase; False if it was removed before."""
         if self._alive.pop(run.id, None) is None:
             return False
         self._epochs.release(run.ref)
@@ -127,7 +126,7 @@ class PrefillQueue:
         self.waiting_tokens -= len(run.request.token_ids)
 
     def _blocks(self, run: PrefillRun) -> int:
-        """What it takes of the pool, without what it found there."""
+        """Blocks that the run needs beyond its cached prefix."""
         blocks = -(-(len(run.request.token_ids) + 1) // self._block_size)
         return blocks if run.begun is None else blocks - run.begun.cached // self._block_size
 

@@ -1,11 +1,11 @@
-"""The Prefill service: reads a prompt, tells its first token, and gives the cache away.
+"""The Prefill service: computes a prompt, sends its first token, and keeps its KV cache for a receiver.
 
-    call ── accept ── its turn ── engine: first chunk ──> ticket ── first token ── cache released ── OK
-              │                        └── prompt_logprobs ──^         └── the token was the last ── OK
-              └──> refused, superseded            failed <── deadline, lease over, engine, taker gave up
+    call ── accepted ── its turn ── engine: first chunk ──> ticket ── first token ── cache released ── OK
+              │                        └── prompt_logprobs ──^         └── it was the last token ── OK
+              └──> refused, superseded            failed <── deadline, lease, engine, receiver
 
-A call that breaks, or whose owner is superseded, ends its work, unless a fetch is open: from then on the fetch and
-its lease keep it, and only the deadline is still enforced here.
+A call that breaks, or whose owner is superseded, cancels its run unless a fetch is open: then the run continues under
+the lease, and only the deadline is still enforced here.
 """
 
 from __future__ import annotations
@@ -28,34 +28,31 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime import logs
 from decant.runtime.peer import is_compatible, same_incarnation
-from decant.worker.engine_host import EngineHost
+from decant.worker.engine_host import EngineHost, HostHandler
+from decant.worker.prefill.messages import first_logprobs, first_tokens, prompt_logprobs
 from decant.worker.prefill.prefill_queue import PrefillQueue, PrefillRun
-from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_to_wire, other_request, queue_key, to_request
+from decant.worker.wire_codec import RequestRejected, other_request, queue_key, to_request
 
 _log = logs.get(__name__)
 
-_Told = TypeVar("_Told", SequenceStarted, PromptLogprobs, Token, SequenceFinished)
+_Event = TypeVar("_Event", SequenceStarted, PromptLogprobs, Token, SequenceFinished)
 
 
-class PrefillService(services.PrefillServicer):
-    """Serves prompts over one hub. ``async with`` is not needed: what it holds goes with its calls and leases."""
+class PrefillService(services.PrefillServicer, HostHandler):
+    """Prefill over one host; a handler of the host's events. A run frees what it has when its call or lease ends."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._prompts = PrefillQueue(host.block_size, host.total_blocks, host.epochs)
         self._numbers = itertools.count()
-        host.step_listeners.append(self._on_step)
-        host.crash_listeners.append(self._on_crash)
-        host.epochs.listeners.append(self._on_new_owner)
-        host.sender.leases.listeners.append(self._on_lease_end)
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
-        """Run, output, phase and the engine's name of all that is at work."""
+        """Run, output, phase and sequence id of every run."""
         for run in self._prompts:
             yield run.ref, run.output, run.phase, run.id
 
     async def drain(self) -> None:
-        """Wait until nothing is at work."""
+        """Wait until there is no run."""
         await self._prompts.emptied()
 
     async def Prefill(  # noqa: N802 - the name on the wire
@@ -77,25 +74,25 @@ class PrefillService(services.PrefillServicer):
             finally:
                 self._on_call_closed(run)
 
-    # -- taking up -----------------------------------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------------------------
 
     def _accept(self, request: wire.PrefillRequest) -> PrefillRun:
-        """The call's place in the queue. Raises WorkRefused, _NotTheOwner."""
+        """Add a run to the queue. Raises RequestRejected, _StaleOwner."""
         host, work = self._host, request.engine_request
-        self._check_addressed(request)
+        _check(host, request)
         name = f"prefill-{next(self._numbers)}:{request.run.request}"
-        asked = to_request(name, work, model=host.model, park_after=request.handoff or _needs_park(work))
-        if len(asked.token_ids) > host.window:
-            detail = f"{len(asked.token_ids)} tokens, and the window here is {host.window}"
+        engine_request = to_request(name, work, model=host.model, park_after=request.handoff or _needs_park(work))
+        if len(engine_request.token_ids) > host.window:
+            detail = f"{len(engine_request.token_ids)} tokens; the maximum context length is {host.window}"
             raise _rejected(wire.CAUSE_NEVER_FITS, detail)
         if self._prompts.not_begun + host.waiting_arrivals >= host.max_waiting:
             raise _rejected(wire.CAUSE_BUSY, f"{host.max_waiting} runs wait already")
         if work.HasField("remaining_ms") and not work.remaining_ms:
-            raise _rejected(wire.CAUSE_DEADLINE, "nothing is left of its time")
+            raise _rejected(wire.CAUSE_DEADLINE, "the deadline has passed")
         now = time.monotonic()
         run = PrefillRun(
             ref=request.run,
-            request=asked,
+            request=engine_request,
             stopping=work.stopping,
             handoff=request.handoff,
             received=now,
@@ -108,30 +105,15 @@ class PrefillService(services.PrefillServicer):
         self._admit()
         return run
 
-    def _check_addressed(self, request: wire.PrefillRequest) -> None:
-        """Raises WorkRefused where it can't be for this worker or not now, _NotTheOwner."""
-        if not is_compatible(request.router.protocol):
-            raise _rejected(wire.CAUSE_WRONG_PROTOCOL, f"protocol {request.router.protocol} is not spoken here")
-        if not same_incarnation(request.worker, self._host.peer):
-            raise _rejected(wire.CAUSE_WRONG_PEER, "another life of this worker is meant")
-        if self._host.epochs.is_other_request(request.run):
-            raise RequestRejected(other_request())
-        if (superseded := self._host.epochs.check(request.run)) is not None:
-            raise _StaleOwner(superseded)
-        if self._host.draining:
-            raise _rejected(wire.CAUSE_DRAINING, "this worker is draining")
-        if not self._host.loop.healthy:
-            raise _rejected(wire.CAUSE_ENGINE, "this worker's engine has ended")
-
     def _admit(self) -> None:
-        """Give those to the engine whose turn it is."""
+        """Add the runs whose turn it is to the engine."""
         for run in self._prompts.admit():
             self._add_to_engine(run)
         self._host.waiting_prompts = len(self._prompts.waiting)
         self._host.waiting_tokens = self._prompts.waiting_tokens
 
     def _add_to_engine(self, run: PrefillRun) -> None:
-        """Its caller doesn't wait for the answer, which comes with a step: he may have to be told something sooner."""
+        """Without waiting for the answer, which comes with a step: the deadline may be earlier."""
         refusals: list[InvalidRequest] = []
 
         def add(engine: Engine) -> None:
@@ -146,17 +128,15 @@ class PrefillService(services.PrefillServicer):
 
         self._host.loop.post(add, then=answered)
 
-    # -- what the engine tells -----------------------------------------------------------------------------------
+    # -- events of the engine ------------------------------------------------------------------------------------
 
-    def _on_step(self, output: StepOutput) -> None:
+    def on_step(self, output: StepOutput) -> None:
         if not self._prompts:
             return
         for run, begun in self._live(output.begun):
             run.begun = begun
-        for run, told in self._live(output.prompt_logprobs):
-            entries = [logprobs_to_wire(entry, logprobs) for entry, logprobs in enumerate(told.entries)]
-            part = wire.PromptLogprobs(run=run.ref, first_position=told.position, logprobs=entries)
-            run.send(prompt_logprobs=part)
+        for run, part in self._live(output.prompt_logprobs):
+            run.send(prompt_logprobs=prompt_logprobs(run, part))
         for run, token in self._live(output.tokens):
             run.first = token
         for id in output.parked:
@@ -164,20 +144,20 @@ class PrefillService(services.PrefillServicer):
                 self._on_parked(parked)
         for run, ended in self._live(output.ended):
             self._on_ended(run, ended)
-        for run, _ in self._live(output.begun):  # last: a client waits for a first token that came with this step
+        for run, _ in self._live(output.begun):  # last: first tokens must not wait for tickets
             if run.handoff:
                 self._issue_ticket(run)
         if output.begun:
-            self._admit()  # what they found in the cache makes room for others
+            self._admit()  # cached prefixes leave blocks for other prompts
 
-    def _live(self, told: Iterable[_Told]) -> Iterator[tuple[PrefillRun, _Told]]:
-        """What is told of prompts that are still at work here, with the prompt."""
-        for one in told:
-            if run := self._prompts.get(one.id):
-                yield run, one
+    def _live(self, events: Iterable[_Event]) -> Iterator[tuple[PrefillRun, _Event]]:
+        """The events of runs that have not ended, with their runs."""
+        for event in events:
+            if run := self._prompts.get(event.id):
+                yield run, event
 
     def _issue_ticket(self, run: PrefillRun) -> None:
-        """Its first chunk is computed: the taker is chosen now."""
+        """The first chunk is computed: now the router chooses the receiver."""
         ticket = wire.Ticket(
             run=run.ref,
             sender=self._host.peer,
@@ -187,30 +167,30 @@ class PrefillService(services.PrefillServicer):
             tokens=len(run.request.token_ids),
             outputs=[run.output],
         )
-        logprobs = partial(_first_logprobs, run)
+        logprobs = partial(first_logprobs, run)
         run.ticket = self._host.sender.issue(ticket, run.id, run.request.prompt_len, logprobs)
         run.send(ticket=run.ticket)
 
     def _on_parked(self, run: PrefillRun) -> None:
-        run.send(first=_first_tokens(run))
+        run.send(first=first_tokens(run))
         run.sent_first_token = True
         if not run.handoff:
             self._end(run)
 
     def _on_ended(self, run: PrefillRun, ended: SequenceFinished) -> None:
-        """It ended by itself. Its ticket stays, for who opens it late is to hear that nothing is left."""
+        """The engine finished the sequence. Its ticket stays: a late fetch is answered that nothing is left."""
         if ended.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
             self._fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=ended.detail or "ended by the engine"))
             return
         run.ticket = None
-        self._end(run, first=_first_tokens(run, ended))
+        self._end(run, first=first_tokens(run, ended))
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _end(self, run: PrefillRun, failure: wire.Failure | None = None, **event: object) -> None:
-        """The one way out: frees what it holds, tells its caller the last event, and lets others enter.
+        """End a run: free its blocks, send ``event`` as the last of the call, and admit others.
 
-        ``failure`` is what an open fetch is told.
+        ``failure`` is sent to an open fetch.
         """
         if not self._prompts.remove(run):
             return
@@ -230,7 +210,7 @@ class PrefillService(services.PrefillServicer):
             self._host.loop.post(lambda engine: engine.cancel(run.id))
 
     def _on_call_closed(self, run: PrefillRun, **event: object) -> None:
-        """Its caller goes, or is sent away: the work ends too, unless somebody fetches it."""
+        """The call has ended, or its owner is superseded: end the run, unless its fetch is open."""
         lease = self._host.sender.leases.find(run.ticket.id) if run.ticket else None
         if lease is None or not lease.opened:
             self._end(run, wire.Failure(cause=wire.CAUSE_OWNER_LOST, detail="the call broke"), **event)
@@ -239,10 +219,10 @@ class PrefillService(services.PrefillServicer):
             run.events.put_nowait(None)
 
     def _on_deadline(self, run: PrefillRun) -> None:
-        self._fail(run, wire.Failure(cause=wire.CAUSE_DEADLINE, detail="its time was over"))
+        self._fail(run, wire.Failure(cause=wire.CAUSE_DEADLINE, detail="the deadline has passed"))
 
-    def _on_lease_end(self, lease: Lease) -> None:
-        """Its taker is done with the cache, or nobody renewed the ticket."""
+    def on_lease_end(self, lease: Lease) -> None:
+        """The receiver released the cache, or the ticket expired."""
         run = self._prompts.get(lease.sequence)
         if run is None:
             return
@@ -252,66 +232,46 @@ class PrefillService(services.PrefillServicer):
         elif run.sent_first_token:
             self._end(run)
         else:
-            detail = "the taker let go before the first token"
+            detail = "the receiver released the cache before the first token"
             self._fail(run, wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver))
 
-    def _on_new_owner(self, ref: wire.Run) -> None:
+    def on_new_owner(self, ref: wire.Run) -> None:
         for run in self._prompts:
             if run.ref.request == ref.request and run.ref.epoch < ref.epoch:
                 self._on_call_closed(run, superseded=wire.Superseded(run=run.ref, epoch=ref.epoch))
 
-    def _on_crash(self, stopped: EngineStopped) -> None:
+    def on_crash(self, stopped: EngineStopped) -> None:
         for run in self._prompts:
             self._fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(stopped)))
 
 
 class _StaleOwner(Exception):
-    """A later owner of the request was heard of."""
+    """The request has a newer owner."""
 
     def __init__(self, superseded: wire.Superseded) -> None:
         self.superseded = superseded
 
 
+def _check(host: EngineHost, request: wire.PrefillRequest) -> None:
+    """Whether this worker can accept the request now. Raises RequestRejected, _StaleOwner."""
+    if not is_compatible(request.router.protocol):
+        raise _rejected(wire.CAUSE_WRONG_PROTOCOL, f"protocol {request.router.protocol} is not supported")
+    if not same_incarnation(request.worker, host.peer):
+        raise _rejected(wire.CAUSE_WRONG_PEER, "the request is for another incarnation of this worker")
+    if host.epochs.is_other_request(request.run):
+        raise RequestRejected(other_request())
+    if (superseded := host.epochs.check(request.run)) is not None:
+        raise _StaleOwner(superseded)
+    if host.draining:
+        raise _rejected(wire.CAUSE_DRAINING, "this worker is draining")
+    if not host.loop.healthy:
+        raise _rejected(wire.CAUSE_ENGINE, "the engine of this worker has stopped")
+
+
 def _needs_park(work: wire.EngineRequest) -> bool:
-    """Whether the engine, left alone, would write more than the one token that is wanted."""
+    """Whether the sequence must be parked after one token, because more are allowed."""
     written = len(work.outputs[0].tokens) // 4 if work.outputs else 0
     return work.stopping.max_tokens > written + 1
-
-
-def _first_tokens(run: PrefillRun, ended: SequenceFinished | None = None) -> wire.FirstTokens:
-    begun, token = run.begun, run.first
-    assert begun is not None
-    assert token is not None
-    timeline = begun.timeline
-    assert timeline.scheduled is not None
-    assert timeline.first_token is not None
-    return wire.FirstTokens(
-        tokens=[_first(run, token, ended)],
-        cached_tokens=min(begun.cached, run.request.prompt_len),
-        queued_us=_microseconds(timeline.scheduled - run.received),
-        prefill_us=_microseconds(timeline.first_token - timeline.scheduled),
-    )
-
-
-def _first(run: PrefillRun, token: Token, ended: SequenceFinished | None) -> wire.FirstTokens.First:
-    first = wire.FirstTokens.First(output=run.output, token=token.token)
-    if token.logprobs is not None:
-        first.logprobs.CopyFrom(logprobs_to_wire(0, token.logprobs))
-    if ended is not None:
-        first.finished.output = run.output
-        first.finished.reason = end_reason(ended.reason, run.stopping)
-        first.finished.end_position = run.request.prompt_len + token.position + 1
-    return first
-
-
-def _first_logprobs(run: PrefillRun) -> list[wire.TokenLogprobs]:
-    """Of the token that the seal speaks of."""
-    token = run.first
-    return [] if token is None or token.logprobs is None else [logprobs_to_wire(token.position, token.logprobs)]
-
-
-def _microseconds(seconds: float) -> int:
-    return max(0, round(seconds * 1_000_000))
 
 
 def _rejected(cause: wire.Cause, detail: str) -> RequestRejected:

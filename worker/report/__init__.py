@@ -1,1 +1,1 @@
-"""What a worker reports of itself: audit, metrics, contents of its prefix cache."""
+"""A worker's reports: audit, metrics, changes of its prefix cache."""

@@ -1,7 +1,7 @@
-"""The Audit service: every block of a worker, accounted for from the store's own map.
+"""The Audit service: an account of every block of a worker, from the block pool's own map.
 
-The engine is looked at between two steps, on its thread; the services' tables on the event loop, before and after.
-A run that comes or goes meanwhile is in one of the two, so a block that nobody there owns is a fault.
+The pool is read between two steps on the engine's thread; the services' runs before and after it on the event loop. A
+run that begins or ends meanwhile is in one of the two, so a block without an owner is a violation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from decant.protos import worker_pb2_grpc as services
 from decant.worker.engine_host import EngineHost
 
 RunRow = tuple[wire.Run, int, wire.RunStatus.Phase, str]
-"""Run, output, phase, and the engine's name of its sequence."""
+"""Run, output, phase, sequence id."""
 
 
 class HasRuns(Protocol):
@@ -31,7 +31,7 @@ class HasRuns(Protocol):
 
 
 class Decodes(HasRuns, Protocol):
-    """The Decode service, as far as it is counted here."""
+    """The counts of the Decode service."""
 
     @property
     def sessions(self) -> int: ...
@@ -47,7 +47,7 @@ class Decodes(HasRuns, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The store between two steps: blocks by owner, how many nobody holds, and what does not add up."""
+    """The block pool between two steps: blocks by owner, counts, and violations."""
 
     held: Mapping[str, list[int]]
     free: int
@@ -59,14 +59,14 @@ class _Map:
 
 
 class _Tables(NamedTuple):
-    """What the services say they own."""
+    """The runs and leases of the services."""
 
     runs: dict[str, RunRow]
     leases: list[Lease]
 
 
 class AuditService(services.AuditServicer):
-    """Answers for one hub and the services over it."""
+    """Audits one host and its services."""
 
     def __init__(self, host: EngineHost, prefill: HasRuns, decode: Decodes) -> None:
         self._host = host
@@ -79,32 +79,32 @@ class AuditService(services.AuditServicer):
         return await self.audit()
 
     async def audit(self) -> wire.AuditResponse:
-        """The account now. Raises EngineStopped."""
+        """Raises EngineStopped."""
         before = self._tables()
-        found = await self._host.loop.call(_sample)
+        pool = await self._host.loop.call(_sample)
         after = self._tables()
-        answer = self._account(before, after, found)
-        answer.violations.extend([*found.violations, *_unaccounted(answer, found, {**before.runs, **after.runs})])
+        answer = self._account(before, after, pool)
+        answer.violations.extend([*pool.violations, *_unaccounted(answer, pool, {**before.runs, **after.runs})])
         return answer
 
     def _tables(self) -> _Tables:
         rows = (*self._prefill.runs(), *self._decode.runs())
         return _Tables({row[3]: row for row in rows}, self._host.sender.leases.all())
 
-    def _account(self, before: _Tables, after: _Tables, found: _Map) -> wire.AuditResponse:
+    def _account(self, before: _Tables, after: _Tables, pool: _Map) -> wire.AuditResponse:
         host, now = self._host, asyncio.get_running_loop().time()
         ticketed = {lease.sequence for lease in (*before.leases, *after.leases)}
-        exported = {owner for owner in found.held if owner.startswith(lease_owner(""))}
-        leased = found.blocks(*ticketed, *exported)
+        exported = {owner for owner in pool.held if owner.startswith(lease_owner(""))}
+        leased = pool.blocks(*ticketed, *exported)
         answer = wire.AuditResponse(
             worker=host.peer,
             role=host.role,
             block_bytes=host.shape.block_bytes,
             total_blocks=host.total_blocks,
-            free_blocks=found.free,
-            cached_blocks=found.cached,
+            free_blocks=pool.free,
+            cached_blocks=pool.cached,
             leased_blocks=len(leased),
-            owned_blocks=len(found.blocks(*found.held) - leased),
+            owned_blocks=len(pool.blocks(*pool.held) - leased),
             sessions=self._decode.sessions,
             fetches=self._decode.fetches_taking + sum(lease.opened for lease in after.leases),
             orphans=self._decode.orphans,
@@ -112,7 +112,7 @@ class AuditService(services.AuditServicer):
             unretired=self._decode.unretired,
         )
         for name, (run, output, phase, _) in {**before.runs, **after.runs}.items():
-            blocks = len(found.blocks(name))
+            blocks = len(pool.blocks(name))
             if blocks or (name in after.runs and phase != wire.RunStatus.PHASE_ENDED):
                 answer.owners.add(run=run, output=output, phase=phase, blocks=blocks)
         for lease in after.leases:
@@ -121,7 +121,7 @@ class AuditService(services.AuditServicer):
                 ticket=ticket.id,
                 run=ticket.run,
                 receiver=lease.receiver,
-                blocks=len(found.blocks(*holders)),
+                blocks=len(pool.blocks(*holders)),
                 remaining_ms=lease.remaining_ms(now),
             )
         return answer
@@ -133,15 +133,15 @@ def _sample(engine: Engine) -> _Map:
         engine.check_integrity()
     except AssertionError as error:
         violations.append(str(error))
-    pool = engine.pool
-    return _Map(pool.held_by(), pool.free, pool.cached, violations)
+    blocks = engine.pool
+    return _Map(blocks.held_by(), blocks.free, blocks.cached, violations)
 
 
-def _unaccounted(answer: wire.AuditResponse, found: _Map, runs: Mapping[str, RunRow]) -> Iterable[str]:
-    """What the engine and the services disagree on."""
+def _unaccounted(answer: wire.AuditResponse, pool: _Map, runs: Mapping[str, RunRow]) -> Iterable[str]:
+    """Contradictions between the engine and the services."""
     parts = answer.free_blocks + answer.cached_blocks + answer.owned_blocks + answer.leased_blocks
     if parts != answer.total_blocks:
         yield f"{parts} of {answer.total_blocks} blocks are accounted for"
-    for owner, blocks in found.held.items():
+    for owner, blocks in pool.held.items():
         if owner not in runs and not owner.startswith(lease_owner("")):
             yield f"{len(blocks)} blocks are held for {owner}, which is no run's sequence"

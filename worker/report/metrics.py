@@ -1,4 +1,4 @@
-"""What a worker counts: its cache and batch when they are asked for, tokens and handoffs as they come."""
+"""Metrics of a worker: its cache and batch, tokens and handoffs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from decant.handoff.errors import HandoffFailed
 from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
 from decant.runtime.metrics import EngineMetrics, PromptSource, Registry
-from decant.worker.engine_host import EngineHost
+from decant.worker.engine_host import EngineHost, HostHandler
 
 
-class WorkerMetrics:
-    """Hears one hub, from when it is made."""
+class WorkerMetrics(HostHandler):
+    """Metrics of one host. Gauges are read when metrics are scraped; counters follow the host's events."""
 
     def __init__(self, registry: Registry, host: EngineHost) -> None:
         self._metrics = metrics = EngineMetrics(
@@ -20,15 +20,12 @@ class WorkerMetrics:
         )
         self._host = host
         self._preemptions = 0
-        self._arriving: set[str] = set()  # sequences whose cache comes from elsewhere
+        self._arriving: set[str] = set()  # sequences whose KV cache is fetched
         metrics.running.set_function(lambda: host.load().running)
         metrics.waiting.set_function(lambda: host.load().waiting)
         metrics.cache_usage.set_function(lambda: host.last_load.held_blocks / host.total_blocks)
-        host.step_listeners.append(self._on_step)
-        host.receiver.began.append(self._on_fetch)
-        host.receiver.ended.append(self._on_fetched)
 
-    def _on_step(self, output: StepOutput) -> None:
+    def on_step(self, output: StepOutput) -> None:
         if output.tokens:
             self._metrics.generated.inc(len(output.tokens))
         for begun in output.begun:
@@ -41,10 +38,10 @@ class WorkerMetrics:
             self._metrics.preemptions.inc(self._host.last_load.preemptions - self._preemptions)
             self._preemptions = self._host.last_load.preemptions
 
-    def _on_fetch(self, arrival: IncomingSequence) -> None:
+    def on_fetch(self, arrival: IncomingSequence) -> None:
         self._arriving.add(arrival.id)
 
-    def _on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
+    def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
         if isinstance(outcome, TransferResult):
             cached = arrival.cached_blocks * self._host.block_size
             self._metrics.prompt[PromptSource.CACHED].inc(cached)

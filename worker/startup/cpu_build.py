@@ -1,7 +1,7 @@
-"""Which build of the kernels a worker runs, and with it the instructions that torch and oneDNN may use.
+"""Selects the build of the CPU kernels, and with it the instructions of torch and oneDNN.
 
-Without a choice each takes the best that the CPU has. A build for a lesser CPU shows what such a machine computes:
-the same tokens are not promised between them, for sums are rounded in other places.
+By default each uses the best that the CPU supports. Another build reproduces the results of such a CPU: tokens may
+differ between builds, because sums are rounded differently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ENVIRONMENT = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "none": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
 }
-"""Read by torch and oneDNN when they are imported. Without AVX2 there are no kernels of our own."""
+"""Read by torch and oneDNN when they are imported. Decant's own kernels need AVX2."""
 
 _MODULES = {"avx512": "_kernels_avx512", "avx2": "_kernels", "none": "torch"}
 """The last word of ``decant.engine.cpu.kernels.kind()``."""
@@ -27,18 +27,18 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def choose(build: Build) -> None:
-    """Set what decides the build, before torch is imported. Raises InvalidConfig for a CPU without AVX2."""
+    """Call it before torch is imported. Raises InvalidConfig for a CPU without AVX2."""
     if build == "avx2" and not _has_avx2():
         raise InvalidConfig("kernels", "auto or none on a CPU without AVX2", build)
     os.environ.update(_ENVIRONMENT.get(build, {}))
 
 
 def _has_avx2() -> bool:
-    """Always false where there is no /proc/cpuinfo: kernels are built for x86-64 Linux alone."""
+    """False without /proc/cpuinfo: the kernels are for x86-64 Linux only."""
     return _CPU_INFO.exists() and "avx2" in _CPU_INFO.read_text(encoding="utf-8").split()
 
 
 def check(build: Build, kind: str) -> None:
-    """Raises InvalidConfig unless ``kind``, what ``decant.engine.cpu.kernels.kind`` says, is of the build."""
+    """Raises InvalidConfig unless ``kind``, from ``decant.engine.cpu.kernels.kind``, is of the build."""
     if build != "auto" and kind.split()[-1] != _MODULES[build]:
         raise InvalidConfig("kernels", f"a build that this CPU and installation can run, not {kind}", build)

@@ -1,7 +1,7 @@
-"""Services that are there from the start and answer once the model is loaded.
+"""gRPC services that are registered before the server listens, and attached once the model is loaded.
 
-A server takes its methods before it listens; a worker's services need its engine, which takes long to load. Until
-``arrive`` every call is refused by name, so that nobody takes a worker that starts for one that is broken.
+A gRPC server takes no services after its start, and a worker's services need the engine. Until ``attach`` every call is
+refused with UNAVAILABLE, so that a starting worker does not look broken.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 RETRY_S = 1.0
 
 Add = Callable[[Any], None]
-"""Adds a servicer's methods to what it is given: ``add_PrefillServicer_to_server`` and its like."""
+"""Adds a servicer's methods to a server, as ``add_PrefillServicer_to_server`` does."""
 
 
 class DeferredService(grpc.GenericRpcHandler):
-    """The methods of one service, whoever will answer them."""
+    """The methods of one service."""
 
     def __init__(self, descriptor: ServiceDescriptor) -> None:
         self._handlers: list[grpc.GenericRpcHandler] = []
@@ -34,22 +34,22 @@ class DeferredService(grpc.GenericRpcHandler):
         server.add_generic_rpc_handlers((self,))
 
     def attach(self, add: Add) -> None:
-        """From now on calls are answered by what ``add`` adds."""
+        """Serve calls with what ``add`` adds."""
         add(self)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """What gRPC asks for each call."""
+        """Called by gRPC for each call."""
         for handler in self._handlers:
             return handler.service(handler_call_details)
         return self._refusals.get(handler_call_details.method)
 
-    # What ``add`` does with a server:
+    # The methods of a server that ``add`` calls:
 
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
         self._handlers.extend(handlers)
 
     def add_registered_method_handlers(self, name: str, handlers: Mapping[str, Handler]) -> None:
-        """The same methods once more, for servers that look them up faster."""
+        """The same methods again, for servers with a faster look-up."""
 
 
 async def _refuse(*_: object) -> NoReturn:
@@ -57,7 +57,6 @@ async def _refuse(*_: object) -> NoReturn:
 
 
 def _refusing(method: MethodDescriptor) -> Handler:
-    """Answers with a refusal, whatever came."""
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,

@@ -1,4 +1,4 @@
-"""The model on its device, measured: the one place that brings torch into a worker."""
+"""Loads and measures the model: the only place where a worker imports torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decant.worker.startup import cpu_build
 _T = TypeVar("_T")
 
 _WEIGHTS = "Loading weights"
-"""What transformers calls its loop over the tensors of a checkpoint."""
+"""The name of transformers' progress bar over the tensors of a checkpoint."""
 _REPORT_S = 1.0
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -28,7 +28,7 @@ _log = logs.get(__name__)
 
 
 def load_model(settings: WorkerSettings) -> Device:
-    """Loads the model, then measures what its steps take. Raises ModelRefused, InvalidConfig."""
+    """Load the model and measure its steps. Raises ModelRefused, InvalidConfig."""
     cpu_build.choose(settings.kernels)
     import torch
     from transformers.utils import logging
@@ -40,7 +40,7 @@ def load_model(settings: WorkerSettings) -> Device:
 
     logging.disable_progress_bar()
     threads = settings.threads or own_cores()
-    torch.set_num_threads(threads)  # for this thread, and for all that begin later
+    torch.set_num_threads(threads)  # for this thread and those that start later
     cpu_build.check(settings.kernels, native.kind())
     _log.info("loading", model=settings.model, kernels=native.kind(), threads=threads)
     config = ModelConfig(
@@ -69,7 +69,7 @@ def _report(percent: int) -> None:
 
 @contextmanager
 def _reporting(set_hook: Callable[[Any], Any], first: int, last: int) -> Iterator[None]:
-    """Reports the reading of tensors, about every ``_REPORT_S``, as `first` to `last` percent."""
+    """Report the loading of tensors every ``_REPORT_S`` as `first` to `last` percent."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
@@ -93,8 +93,8 @@ def _with_progress(tensors: Collection[_T], first: int, last: int) -> Iterator[_
 
 
 def limits_of(settings: WorkerSettings, device: Device) -> Limits:
-    """What was asked for, else: the model's window or what the KV memory holds, whichever is less; as many tokens as
-    fit in a step's time, and at least one for each sequence in a batch."""
+    """The settings. By default the context length is what model and KV memory allow, and the token budget is what fits
+    in a step's time, but at least one token per sequence of a batch."""
     window = settings.window or min(device.context_length, device.num_blocks * device.block_size)
     seconds = settings.step_ms / 1000
     budget = settings.token_budget or max(settings.max_running, choose_token_budget(device.costs, seconds))
@@ -102,7 +102,7 @@ def limits_of(settings: WorkerSettings, device: Device) -> Limits:
 
 
 def own_cores(quota: Path = _CPU_QUOTA) -> int:
-    """Cores that this process may run on, no more than its control group has time for."""
+    """Usable cores, limited by the CPU quota of the control group."""
     cores = len(usable_cores())
     try:
         share, period = (int(word) for word in quota.read_text().split())

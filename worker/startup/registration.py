@@ -1,8 +1,8 @@
-"""A worker's place in the directory: taken once it can serve, renewed with its load, left when it drains.
+"""A worker's registration in the directory: renewed with its load, removed when it drains.
 
 register ── renew, renew ... ── renew at once: draining ── renew ... ── remove
-    └── Redis is away: said once, tried again at the next turn; the worker serves on
-                 └── another life of this worker registered: this one is over
+    └── Redis is unavailable: logged once, retried at the next renewal; the worker keeps serving
+                 └── another incarnation of this worker registered: this one ends
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _log = logs.get(__name__)
 
 
 class Registrar:
-    """Keeps one worker registered inside its ``async with``. ``on_replaced`` hears that another life took its place.
+    """Keeps a worker registered inside its ``async with``, with the ``load()`` of each renewal.
 
-    ``load`` is asked at each renewal.
+    ``on_replaced`` is called when another incarnation has registered.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Registrar:
         self._renewing = BackgroundTask("registration", self._renew_always)
 
     async def __aenter__(self) -> Self:
-        """Tries once. Raises StoreFault for a Redis that will never do; one that is away is tried again."""
+        """Raises StoreFault for an unsuitable Redis; an unavailable one is retried later."""
         try:
             await self._renew()
         except StoreUnavailable as error:
@@ -62,7 +62,7 @@ class Registrar:
         await self.leave()
 
     async def leave(self) -> None:
-        """Renew no more, and be no longer in the directory where it can be reached. May be repeated."""
+        """Stop renewing and remove the registration if Redis is available. May be repeated."""
         await self._renewing.close()
         registration, self._registration = self._registration, None
         if registration is not None:
@@ -70,11 +70,11 @@ class Registrar:
                 await registration.remove()
 
     def renew_now(self) -> None:
-        """The load has changed in a way that others should know of at once."""
+        """Renew at once: the load has changed in a way that matters."""
         self._now.set()
 
     async def _renew_always(self) -> None:
-        """Until it is cancelled or replaced."""
+        """Returns only when another incarnation has registered."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):
@@ -93,7 +93,7 @@ class Registrar:
                 self._log_availability(None)
 
     async def _renew(self) -> None:
-        """Raises Replaced, StoreUnavailable, StoreFault."""
+        """Raises IncarnationReplaced, StoreUnavailable, StoreFault."""
         if self._registration is None:
             self._registration = await self._workers.register(self._facts, self._load())
             _log.info("registered", peer=self._facts.peer.id, address=self._facts.address)
@@ -101,9 +101,9 @@ class Registrar:
             await self._registration.renew(self._load())
 
     def _log_availability(self, error: Exception | None) -> None:
-        """That Redis went away, and that it came back, is logged once each."""
+        """Log each change once."""
         if error is not None and not self._is_unavailable:
-            _log.warning("the directory is away; this worker serves on", reason=str(error))
+            _log.warning("the directory is unavailable; this worker keeps serving", reason=str(error))
         elif error is None and self._is_unavailable:
-            _log.info("the directory is back")
+            _log.info("the directory is available again")
         self._is_unavailable = error is not None

@@ -1,0 +1,66 @@
+"""Requests of a router that died, and routers that watch for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from decant.protos.inference_pb2 import Generation
+from decant.protos.state_pb2 import RequestRecord
+from decant.router.recovery.takeover import OrphanRecovery
+from decant.router.timings import TakeoverTimings
+from decant.runtime.background import BackgroundTask
+from decant.runtime.peer import new_peer
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.journal import Entry
+from decant.state.keys import Ttls
+from decant.state.owned import OwnedRequest
+from decant.state.store import Store
+from decant.state.store_instance import StoreInstance
+from tests.router.fake_worker import MODEL
+from tests.router.harness import (
+    Core,
+    make_request,
+)
+from tests.state.factories import router_facts
+
+TIMINGS = TakeoverTimings()
+PROMPT = [1, 2, 3]
+KEY = RequestKey("default", "r")
+
+
+async def left_behind(store: Store, *tokens: int, layout: int | None = None, **asked: Any) -> None:
+    """A request whose router is not registered, and has written so much of it. With ``layout`` it ran at a worker of
+    such a one that promised equal bits, or none with 0; that one is gone too."""
+    request = make_request(**asked)
+    record = RequestRecord(model=MODEL, seed=4, prompt_tokens=3)
+    if layout is not None:
+        record.attempts.add(attempt=1, decode_worker=new_peer("lost"), layout=layout)
+    owned = OwnedRequest.begin(KEY, Incarnation("gone", 1), request.payload, record, datetime.now(UTC))
+    await store.requests.accept(owned)
+    owned.append(Entry(0, token) for token in tokens)
+    owned.transition(Generation.STATE_DECODING, datetime.now(UTC))
+    await store.requests.write(owned)
+
+
+@asynccontextmanager
+async def watching(
+    store: Store,
+    scene: Core,
+    refill_s: float = 0.0,
+    registration_s: float = 0.2,
+    is_connected: Callable[[Incarnation], bool] = lambda _: False,
+    timings: TakeoverTimings = TIMINGS,
+) -> AsyncIterator[None]:
+    """The router is registered and takes over what others leave. What it takes for a registration's time is short."""
+    incarnation, ttls = Incarnation.of(scene.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
+    store.instance = StoreInstance(store._client, ttls)
+    registration = await store.routers.register(router_facts(incarnation))
+    takeover = OrphanRecovery(store, scene.dispatcher, incarnation, is_connected, ttls, timings)
+    try:
+        async with BackgroundTask("takeover", takeover.run):
+            yield
+    finally:
+        await registration.remove()

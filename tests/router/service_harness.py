@@ -1,0 +1,118 @@
+"""The public service over a scripted registry, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc
+from decant.router.api.auth import Authenticator, NoAuthentication
+from decant.router.api.service import InferenceService, ServerInfoSource
+from decant.router.limits import limits
+from decant.router.request.token_stream import TokenStream
+from decant.router.text.served_model import Models
+from decant.router.timings import RouterTimings
+from decant.runtime.channel import open_channel
+from decant.runtime.errors import (
+    ServiceError,
+    from_call,
+)
+from decant.runtime.health import Readiness
+from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.server import Server
+from decant.runtime.server_settings import ServerSettings
+from decant.runtime.tls import PeerTls
+from decant.state.ids import Incarnation
+from tests.router.factories import STOPPED, ScriptedRegistry, tiny, write
+
+PATIENCE = 60.0
+HERE = Incarnation("router-a", 1)
+CANCEL = pb.CancelGenerationResponse
+
+
+UNREAD_S = RouterTimings().unread_s
+
+
+@dataclass
+class Scene:
+    stub: Any
+    dispatcher: ScriptedRegistry
+    server: Server
+    registry: Registry
+
+    async def stream(self) -> TokenStream:
+        async with asyncio.timeout(PATIENCE):
+            return await self.dispatcher.streams.get()
+
+    async def lost(self) -> TokenStream:
+        async with asyncio.timeout(PATIENCE):
+            return await self.dispatcher.lost.get()
+
+    def count(self, name: str) -> float | None:
+        return self.registry.collectors.get_sample_value(f"decant_{name}", {"model": "tiny-python"})
+
+
+def made(
+    dispatcher: ScriptedRegistry,
+    registry: Registry,
+    served: Models | None = None,
+    callers: Authenticator | None = None,
+    unread_s: float = UNREAD_S,
+) -> InferenceService:
+    served = served or Models([tiny()])
+    reported = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
+    about = ServerInfoSource(HERE, "1.2.3", reported, lambda: True, lambda: False)
+    authenticator = callers or NoAuthentication(served)
+    return InferenceService(served, cast(Any, dispatcher), about, RequestMetrics(registry), authenticator, unread_s)
+
+
+@asynccontextmanager
+async def scene(
+    served: Models | None = None, callers: Authenticator | None = None, unread_s: float = UNREAD_S
+) -> AsyncIterator[Scene]:
+    """Anybody may call, unless it is said who."""
+    dispatcher, registry = ScriptedRegistry(), Registry(process=False)
+    served = served or Models([tiny()])
+    service = made(dispatcher, registry, served, callers, unread_s).service()
+    server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
+    await server.start()
+    running = asyncio.create_task(server.run())
+    channel = open_channel(server.address, PeerTls())
+    try:
+        yield Scene(inference_pb2_grpc.InferenceServiceStub(channel), dispatcher, server, registry)
+    finally:
+        await channel.close()
+        server.shutdown.request("the test ends")
+        server.shutdown.request("the test ends")
+        await asyncio.wait([running])
+
+
+def asked(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**{"prompt": "def f(x):", **fields})
+
+
+async def refused(call: Awaitable[Any]) -> ServiceError:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return from_call(error.value)
+
+
+async def all_of(call: Any) -> list[pb.GenerateStreamResponse]:
+    """What is left of a stream."""
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    if await call.code() is not grpc.StatusCode.OK:
+        await call.wait_for_connection()  # raises what it ended with
+    return messages
+
+
+def writes(*tokens: int, end: Any = STOPPED) -> Callable[[TokenStream], None]:
+    return lambda stream: write(stream, *tokens, end=end)

@@ -1,0 +1,229 @@
+"""Another router resumes or cancels a request, and becomes its owner."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos.inference_pb2 import Generation
+from decant.router.request.token_stream import TokenStream
+from decant.runtime.error_details import Reason, ResumePoint
+from decant.runtime.errors import Aborted, Cancelled, Unavailable
+from decant.state import keys
+from decant.state.errors import StoreUnavailable
+from decant.state.ids import Incarnation, RequestKey
+from decant.state.store import Store
+from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.harness import (
+    D,
+    P,
+    core,
+    ended,
+    make_request,
+    pass_on,
+    raising,
+    tokens_of,
+    until,
+    written,
+)
+
+PROMPT = [1, 2, 3]
+KEY = RequestKey("default", "r")
+
+
+def lose_runs(worker: FakeWorker) -> None:
+    for run in worker.runs.values():
+        assert run.task is not None
+        run.task.cancel()
+    worker.runs.clear()
+
+
+async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request())
+        await written(first, 3)
+        await until(lambda: one.owned("r").synced_entries == 3)
+        async with core(store, workers) as two:
+            second = await two.dispatcher.resume(KEY)
+            assert isinstance((await ended(first)).end, Aborted)
+            workers[1].go.set()
+            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            assert (len(workers[1].adopts), len(workers[1].starts)) == (1, 1), "nothing is begun again"
+            await until(lambda: two.store_is_done)
+            found = await store.requests.read(KEY)
+            assert (found.epoch, found.attempt, found.state) == (2, 1, Generation.STATE_SUCCEEDED)
+            assert [entry.token for entry in found.entries] == second.tokens
+
+
+async def test_a_request_without_a_worker_continues_from_its_stored_tokens(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request())
+        await written(first, 3)
+        await until(lambda: one.owned("r").synced_entries == 3)
+        async with core(store, workers) as two:
+            lose_runs(workers[1])
+            second = await two.dispatcher.resume(KEY)
+            pass_on(workers[1], 4)
+            await written(second, 4)
+            workers[1].go.set()
+            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            await one.dispatcher.close()
+            await until(lambda: one.store_is_done and two.store_is_done)
+            found = await store.requests.read(KEY)
+            assert (found.epoch, found.attempt, found.state) == (2, 2, Generation.STATE_SUCCEEDED)
+
+
+async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request())
+        await written(first, 3)
+        await until(lambda: one.owned("r").synced_entries == 3)
+        async with core(store, workers) as two:
+            assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
+            await until(lambda: workers[1].cancels)
+            assert (workers[1].cancels[0].run.epoch, workers[1].cancels[0].run.attempt) == (2, 1)
+            assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
+            await until(lambda: two.store_is_done)
+            assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
+            workers[1].go.set()
+            assert isinstance((await ended(first)).end, Cancelled), "and not superseded: it has no other reader"
+
+
+async def test_a_cancel_at_another_router_ends_the_stream_as_cancelled(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 3)
+        await until(lambda: scene.owned("r").synced_entries == 3)
+        await store.requests.cancel(KEY, Incarnation("other", 1))
+        pass_on(workers[1], 4)
+        assert isinstance((await ended(stream)).end, Cancelled)
+
+
+@pytest.mark.parametrize(("epoch", "reason"), [(2, Reason.OWNER_CHANGED), (1, Reason.SUPERSEDED)])
+async def test_without_redis_the_epoch_decides_whether_a_client_may_resume(
+    store: Store, monkeypatch: pytest.MonkeyPatch, epoch: int, reason: Reason
+) -> None:
+    """Only a client's stream begins an epoch that runs already at a worker; a greater epoch is a takeover's."""
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
+        workers[1].script.pause_at = 3
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(store.requests, "read", raising(StoreUnavailable("away")))
+            (run,) = workers[1].runs.values()
+            workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=epoch)), run)
+            error = (await ended(stream)).end
+            assert isinstance(error, Aborted)
+            assert error.reason is reason
+
+
+@pytest.mark.parametrize("resumed_by_client", [False, True], ids=["taken over", "resumed elsewhere"])
+@pytest.mark.parametrize("notified_by", ["worker", "store"])
+async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_the_request(
+    store: Store, notified_by: str, resumed_by_client: bool
+) -> None:
+    flush_ms = 10 if notified_by == "store" else 10_000
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=flush_ms) as scene:
+        workers[1].script.pause_at = 3
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 3)
+        await store.requests.adopt(KEY, Incarnation("other", 1), None if resumed_by_client else 1)
+        if notified_by == "worker":
+            (run,) = workers[1].runs.values()
+            workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=2)), run)
+        else:
+            pass_on(workers[1], until=4)
+        error = (await ended(stream)).end
+        assert isinstance(error, Aborted)
+        if resumed_by_client:
+            assert (error.reason, error.resume) == (Reason.SUPERSEDED, None)
+        else:
+            assert (error.reason, error.resume) == (Reason.OWNER_CHANGED, ResumePoint(0, len(stream.tokens)))
+        assert (await store.requests.read(KEY)).owner == Incarnation("other", 1)
+
+
+async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[0].script.prefill_pause = True
+        stream = await scene.dispatcher.begin(make_request())
+        await store.requests.adopt(KEY, Incarnation("other", 1), 1)
+        scene.owned("r").transition(Generation.STATE_PREFILLING, datetime.now(UTC))
+        error = (await ended(stream)).end
+        assert isinstance(error, Unavailable)
+        assert error.reason is Reason.OWNER_CHANGED
+        workers[0].go.set()
+
+
+async def test_who_owns_it_no_longer_cancels_it_where_it_is_owned(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
+        workers[1].script.pause_at = 3
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 3)
+        await store.requests.adopt(KEY, Incarnation("other", 1))
+        assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
+        found = await store.requests.read(KEY)
+        assert (found.epoch, found.state) == (3, Generation.STATE_CANCELLED), "the owner learns it too"
+
+
+SHOWN = pb.ResponseOptions(logprobs=2, prompt_logprobs=1)
+
+
+def has_prompt_logprobs(stream: TokenStream) -> bool:
+    """Every token of it, and of the prompt, has the logprobs that a worker gave it."""
+    prompt = [found.logprob for found in stream.prompt_logprobs]
+    output = [(found.logprob, list(found.top_ids)) for found in stream.logprobs]
+    return prompt == [-1, -2] and output == [(-token, [token, token + 1]) for token in stream.tokens]
+
+
+@pytest.mark.parametrize("holder_is_there", [True, False])
+async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there: bool) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request(shown=SHOWN))
+        await written(first, 3)
+        await until(lambda: one.owned("r").synced_entries == 3)
+        seen = (await one.dispatcher.get(KEY)).stream
+        assert has_prompt_logprobs(seen)
+        async with core(store, workers) as two:
+            if not holder_is_there:
+                lose_runs(workers[1])
+            assert has_prompt_logprobs((await two.dispatcher.get(KEY)).stream)
+            second = await two.dispatcher.resume(KEY)
+            assert second.tokens[:3] == first.tokens, "no token is waited for that is written"
+            assert has_prompt_logprobs(second)
+            if not holder_is_there:
+                pass_on(workers[1], 4)
+                await written(second, 4)
+            workers[1].go.set()
+            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            assert has_prompt_logprobs(second)
+            await one.dispatcher.close()
+            await until(lambda: one.store_is_done and two.store_is_done)
+        again = await one.dispatcher.resume(KEY)
+        assert again.recorded is not None
+        assert len(again.tokens) == 5
+        assert has_prompt_logprobs(again)
+
+
+async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_read_again(store: Store) -> None:
+    """The worker that continues sends each token once."""
+    async with fleet(P, D) as workers, core(store, workers) as one:
+        workers[1].script.pause_at = 3
+        first = await one.dispatcher.begin(make_request(shown=SHOWN))
+        await written(first, 3)
+        await until(lambda: one.owned("r").synced_entries == 3)
+        await store._client.execute("HDEL", keys.request(KEY), "prompt_logprobs")
+        async with core(store, workers) as two:
+            second = await two.dispatcher.resume(KEY)
+            pass_on(workers[1], 4)
+            await written(second, 4)
+            workers[1].go.set()
+            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            assert has_prompt_logprobs(second)

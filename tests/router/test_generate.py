@@ -1,0 +1,195 @@
+"""Generate and GenerateStream: messages, errors, deadlines, clients that disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from decant.protos import inference_pb2 as pb
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    QueueFull,
+    Unimplemented,
+)
+from decant.runtime.interceptor import ClientDisconnected
+from decant.runtime.metrics import Registry
+from tests.router.factories import AT_LENGTH, STOPPED, ScriptedRegistry, write
+from tests.router.service_harness import (
+    PATIENCE,
+    all_of,
+    asked,
+    made,
+    refused,
+    scene,
+    writes,
+)
+
+
+async def test_a_stream_arrives_as_it_is_written():
+    async with scene() as s:
+        call = s.stub.GenerateStream(asked(request_id="r"))
+        stream = await s.stream()
+        write(stream, 5)
+        assert (await call.read()).HasField("started")
+        assert (await call.read()).delta.num_tokens == 1
+        write(stream, 6, 1, end=STOPPED)
+        assert (await call.read()).seq == 3
+        last = await call.read()
+        assert last.finished.eos_token_id == 1
+        assert last.usage.completion_tokens == 3
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+        assert s.dispatcher.lost.empty()
+
+
+async def test_nothing_is_sent_before_the_first_token():
+    """Metadata alone would commit the call: a client's gRPC could not try again elsewhere."""
+    async with scene() as s:
+        call = s.stub.GenerateStream(asked())
+        stream = await s.stream()
+        metadata = asyncio.ensure_future(call.initial_metadata())
+        done, _ = await asyncio.wait([metadata], timeout=0.3)
+        assert not done
+        write(stream, 5)
+        async with asyncio.timeout(PATIENCE):
+            await metadata
+        write(stream, end=AT_LENGTH)
+        await all_of(call)
+
+
+async def test_the_whole_answer_is_one_response():
+    async with scene() as s:
+        s.dispatcher.plan = writes(5, 6, 1)
+        response = await s.stub.Generate(asked(response=pb.ResponseOptions(token_ids=True)))
+        assert list(response.outputs[0].token_ids) == [5, 6, 1]
+        assert response.usage.completion_tokens == 3
+        assert response.request_id
+        assert s.dispatcher.lost.empty()
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_errors_arrive_as_they_are(method):
+    async with scene() as s:
+
+        def call(**fields: Any) -> Awaitable[Any]:
+            made = getattr(s.stub, method)(asked(**fields))
+            return made if method == "Generate" else all_of(made)
+
+        assert isinstance(await refused(call(prompt="")), InvalidArgument)
+        assert isinstance(await refused(call(model="none")), NotFound)
+        assert isinstance(await refused(call(lora_name="x")), Unimplemented)
+        s.dispatcher.refusal = QueueFull(3, retry_after=1.5)
+        full = await refused(call())
+        assert (full.reason, full.retry_after) == (Reason.QUEUE_FULL, 1.5)
+        s.dispatcher.refusal = None
+        s.dispatcher.plan = writes(5, end=Cancelled())
+        assert (await refused(call())).reason is Reason.CANCELLED
+        assert s.dispatcher.lost.empty()
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+@pytest.mark.parametrize("tokens", [0, 2])
+async def test_a_client_that_leaves_has_lost_its_stream(method, tokens):
+    async with scene() as s:
+        call = getattr(s.stub, method)(asked())
+        reading = asyncio.ensure_future(call if method == "Generate" else all_of(call))
+        stream = await s.stream()
+        write(stream, *[5] * tokens)
+        with capture_logs() as lines:
+            call.cancel()
+            assert await s.lost() is stream
+            async with asyncio.timeout(PATIENCE):
+                await s.server._interceptor.idle()
+        await asyncio.wait([reading])
+        assert [line["outcome"] for line in lines if line["event"] == "request ended"] == ["left"]
+        assert not [line for line in lines if line["log_level"] in ("warning", "error")]
+
+
+@pytest.mark.parametrize("error", [grpc.aio.InternalError("gone"), grpc.aio.UsageError("gone")])
+async def test_a_write_that_fails_is_the_first_that_is_seen_of_a_client_that_left(error):
+    class Context:
+        def time_remaining(self) -> None:
+            return None
+
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+        async def write(self, message: Any) -> None:
+            raise error
+
+    dispatcher = ScriptedRegistry()
+    dispatcher.plan = lambda stream: write(stream, 5)
+    service = made(dispatcher, Registry(process=False))
+    with pytest.raises(ClientDisconnected):
+        await service.GenerateStream(asked(), Context())
+    assert dispatcher.lost.get_nowait() is dispatcher.streams.get_nowait()
+
+
+async def test_a_client_that_leaves_while_it_is_being_written_to_has_lost_its_stream():
+    async with scene() as s:
+        call = s.stub.GenerateStream(asked())
+        stream = await s.stream()
+
+        async def keep_writing() -> None:
+            while True:
+                write(stream, *[5] * 50)
+                await asyncio.sleep(0)
+
+        writing = asyncio.create_task(keep_writing())
+        await call.read()
+        with capture_logs() as lines:
+            call.cancel()
+            assert await s.lost() is stream
+            async with asyncio.timeout(PATIENCE):
+                await s.server._interceptor.idle()
+        writing.cancel()
+        assert not [line for line in lines if line["log_level"] in ("warning", "error")]
+
+
+async def test_a_call_that_ends_after_its_deadline_is_no_lost_stream(monkeypatch):
+    async with scene() as s:
+        call = s.stub.GenerateStream(asked(), timeout=PATIENCE)
+        stream = await s.stream()
+        monkeypatch.setattr(type(stream.request.deadline), "is_over", True)
+        call.cancel()
+        async with asyncio.timeout(PATIENCE):
+            await s.server._interceptor.idle()
+        assert s.dispatcher.lost.empty()
+
+
+async def test_the_calls_deadline_is_the_requests_own():
+    async with scene() as s:
+        call = s.stub.GenerateStream(asked(), timeout=30)
+        left = (await s.stream()).request.deadline.remaining()
+        assert left is not None
+        assert 0 < left < 33
+        call.cancel()
+        s.dispatcher.plan = writes(1)
+        await s.stub.Generate(asked())
+        assert (await s.stream()).request.deadline.remaining() is None
+
+
+async def test_a_request_that_ends_by_its_deadline_gets_deadline_exceeded():
+    async with scene() as s:
+        s.dispatcher.plan = writes(5, end=DeadlineExceeded())
+        error = await refused(s.stub.Generate(asked()))
+        assert error.reason is Reason.DEADLINE_EXCEEDED
+
+
+async def test_requests_are_counted_by_model():
+    async with scene() as s:
+        s.dispatcher.plan = writes(5, 6, 1)
+        await s.stub.Generate(asked())
+        await all_of(s.stub.GenerateStream(asked()))
+        assert s.count("generation_tokens_total") == 6
+        assert s.count("e2e_request_latency_seconds_count") == 2
+        assert s.count("time_to_first_token_seconds_count") == 2

@@ -1,0 +1,77 @@
+"""A router takes over the requests of one that died."""
+
+from __future__ import annotations
+
+import pytest
+
+from decant.protos.inference_pb2 import Generation
+from decant.state.errors import OwnerAlive
+from decant.state.ids import Incarnation
+from decant.state.store import Store
+from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
+from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.harness import (
+    D,
+    P,
+    core,
+    ended,
+    make_request,
+    tokens_of,
+    until,
+    written,
+)
+
+
+async def test_a_dead_routers_request_continues_at_one_router(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
+        async with watching(store, one), watching(store, two):
+            await until(lambda: workers[1].starts)
+            owner = one if KEY in one.dispatcher.executions.open else two
+            stream = await owner.dispatcher.resume(KEY)
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+            assert len(workers[1].starts) == 1
+            await until(lambda: one.store_is_done and two.store_is_done)
+        found = await store.requests.read(KEY)
+        assert (found.epoch, found.attempt, found.state) == (2, 2, Generation.STATE_SUCCEEDED)
+        assert await store.open.of(Incarnation("gone", 1)) == set()
+
+
+async def test_a_taken_over_request_without_a_reader_ends_after_its_grace(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2))
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=100) as scene:
+        workers[1].script.pause_at = 3
+        async with watching(store, scene):
+            await until(lambda: scene.dispatcher.executions.running)
+            await until(lambda: not scene.dispatcher.executions.running and scene.store_is_done)
+        assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
+
+
+async def test_no_router_counts_as_dead_before_live_routers_had_time_to_register(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers write their requests to an emptied Redis before they are registered there again."""
+    orphaned, looks = store.open.orphaned, []
+
+    async def looked() -> set[Incarnation]:
+        looks.append((await store.instance.current()).refill_left_s)
+        return await orphaned()
+
+    monkeypatch.setattr(store.open, "orphaned", looked)
+    workers: list[FakeWorker] = []
+    async with core(store, workers) as scene, watching(store, scene, refill_s=1.0):
+        await until(lambda: looks)
+    assert looks[0] == 0
+
+
+async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
+        workers[1].script.pause_at = 2
+        async with watching(store, one):
+            stream = await one.dispatcher.begin(make_request())
+            await written(stream, 2)
+            await until(lambda: one.owned("r").synced_entries == 2)
+            with pytest.raises(OwnerAlive):
+                await two.dispatcher.take_over(KEY)
+        workers[1].go.set()
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)

@@ -1,0 +1,133 @@
+"""Requests on a split, a local and a mixed path: tokens, receipt, finish reason."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.request.token_stream import Finish
+from decant.runtime.packed import unpack
+from decant.state.store import Store
+from tests.router.fake_worker import EOS, answer, fleet
+from tests.router.harness import (
+    D2,
+    DECODING,
+    HANDING_OFF,
+    P2,
+    PREFILLING,
+    QUEUED,
+    SUCCEEDED,
+    D,
+    P,
+    core,
+    ended,
+    make_request,
+    nothing_is_left_at,
+    states,
+    stored,
+    tokens_of,
+    until,
+)
+
+PROMPT = [1, 2, 3]
+
+
+async def test_a_split_request_fills_its_receipt_from_both_workers(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        stream = await scene.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
+        assert stream.end == Finish(pb.FINISH_REASON_LENGTH)
+        path = stream.path
+        assert (path.prefill_worker, path.decode_worker, path.attempts) == ("p", "d", 1)
+        assert (path.prefill_s, path.handoff_s, path.decode_wait_s, path.handoff_bytes) == (2, 4, 5, 1234)
+        assert path.queue_s is not None
+        assert path.decode_began_at is not None
+        assert stream.cached_tokens == 3
+        found = await stored(store, scene)
+        assert [entry.token for entry in found.entries] == answer(PROMPT, 5)
+        assert states(found) == [QUEUED, PREFILLING, HANDING_OFF, DECODING, SUCCEEDED]
+        assert found.record.usage.completion_tokens == 5
+        await until(lambda: workers[1].retired)
+
+
+async def test_one_token_needs_no_decode_worker(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        stream = await scene.answer(make_request(max_tokens=1))
+        assert tokens_of(stream) == answer(PROMPT, 1)
+        assert not workers[0].prefills[0].handoff
+        assert not workers[1].starts
+        assert stream.path.decode_worker == ""
+        assert states(await stored(store, scene)) == [QUEUED, PREFILLING, SUCCEEDED]
+
+
+@pytest.mark.parametrize("late", [True, False])
+async def test_a_first_token_that_ends_the_output_leaves_nothing_at_the_decode_worker(store: Store, late: bool) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[0].script.stops_at = 0
+        workers[0].script.first_is_late = late
+        workers[0].script.first_pause = True
+        stream = await scene.dispatcher.begin(make_request())
+        await until(lambda: workers[1].starts)
+        workers[0].go.set()
+        assert (await ended(stream)).end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
+        assert (stream.path.attempts, stream.path.decode_worker) == (1, "")
+        await nothing_is_left_at(workers)
+
+
+@pytest.mark.parametrize("role", [wire.ROLE_PREFILL, wire.ROLE_DECODE])
+async def test_workers_of_one_role_answer_without_a_handoff(store: Store, role: wire.Role) -> None:
+    async with fleet(("only", role)) as workers, core(store, workers) as scene:
+        stream = await scene.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
+        assert (stream.path.prefill_worker, stream.path.decode_worker) == ("", "only")
+        assert stream.path.prefill_s == 3
+        assert stream.cached_tokens == 5
+        assert states(await stored(store, scene)) == [QUEUED, DECODING, SUCCEEDED]
+
+
+async def test_workers_with_different_layouts_do_not_hand_over(store: Store) -> None:
+    async with fleet(P, D) as workers:
+        workers[1].facts.layout += 1
+        async with core(store, workers) as scene:
+            stream = await scene.answer(make_request())
+            assert tokens_of(stream) == answer(PROMPT, 5)
+            assert stream.path.decode_worker == "d"
+            assert not workers[0].prefills
+
+
+async def test_the_finish_reason_is_the_workers(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.stops_at = 3
+        stream = await scene.answer(make_request("eos", max_tokens=9))
+        assert stream.end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
+        assert stream.tokens == [*answer(PROMPT, 3), EOS]
+        stream = await scene.answer(make_request("stop", max_tokens=9, stop_token_ids=[EOS]))
+        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_token_id=EOS)
+        workers[1].script.stops_at = None
+        stream = await scene.answer(make_request("cut", cut_to_window=True))
+        assert stream.end == Finish(pb.FINISH_REASON_CONTEXT_LENGTH)
+
+
+async def test_workers_get_the_whole_request_with_its_present_age_and_deadline(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        await scene.answer(make_request(seconds=1000))
+        work = workers[1].starts[0].engine_request
+        assert list(unpack(work.prompt)) == PROMPT
+        assert 900_000 < work.remaining_ms <= 1_000_000
+        assert workers[0].prefills[0].engine_request.sampling == work.sampling
+        await scene.answer(make_request("forever"))
+        assert not workers[1].starts[1].engine_request.HasField("remaining_ms")
+
+
+async def test_many_concurrent_requests_get_their_own_tokens(store: Store) -> None:
+    async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
+        requests = [make_request(str(n), (n, 1, 2), 1 + n % 9) for n in range(100)]
+        streams = await asyncio.gather(*[scene.answer(request) for request in requests])
+        for n, stream in enumerate(streams):
+            assert tokens_of(stream) == answer([n, 1, 2], 1 + n % 9)
+        assert all(worker.starts for worker in workers[2:])
+        assert all(worker.prefills for worker in workers[:2])
+        await until(lambda: not any(worker.runs for worker in workers))

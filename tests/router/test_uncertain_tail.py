@@ -1,0 +1,162 @@
+"""Streams of clients that have more tokens than the store: equal, uncertain, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from decant.protos import worker_pb2 as wire
+from decant.router.request.reader_lease import wait_for_resume_point
+from decant.router.request.token_stream import TokenStream
+from decant.runtime.error_details import Reason, ResumePoint
+from decant.runtime.errors import Aborted, Cancelled, OutOfRange
+from decant.state.store import Store
+from tests.router.abandoned_requests import KEY, PROMPT, left_behind
+from tests.router.fake_worker import LAYOUT, answer, fleet
+from tests.router.harness import (
+    PATIENCE,
+    D,
+    P,
+    core,
+    ended,
+    make_request,
+    tokens_of,
+    until,
+    written,
+)
+
+
+async def begun_behind(stream: TokenStream, after_seq: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await wait_for_resume_point(stream, after_seq)
+
+
+async def test_an_equal_tail_is_resumed(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        stream = await scene.dispatcher.resume(KEY)
+        waiting = asyncio.create_task(begun_behind(stream, 4))
+        await until(lambda: len(stream.tokens) == 3)
+        assert not waiting.done(), "the reader has token 4 already, and waits for the next"
+        workers[1].go.set()
+        await waiting
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+async def test_of_one_that_was_just_accepted_the_tail_is_what_all_workers_write(store: Store, alike: bool) -> None:
+    await left_behind(store, layout=None)
+    async with fleet(P, D) as workers:
+        workers[0].facts.equal_bits = alike
+        async with core(store, workers) as scene:
+            stream = await scene.dispatcher.resume(KEY)
+            if alike:
+                await begun_behind(stream, 4)
+            else:
+                await refused_behind(stream, 4, certain=0)
+            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+
+
+@pytest.mark.parametrize("layout", [None, 0, LAYOUT + 1])
+async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certain(
+    store: Store, layout: int | None
+) -> None:
+    """Unknown where it ran; it ran where equal bits aren't promised; it ran on another kind of worker."""
+    await left_behind(store, *answer(PROMPT, 2), layout=layout)
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        stream = await scene.dispatcher.resume(KEY)
+        await refused_behind(stream, 4, certain=2)
+        await written(stream, 3)
+        await refused_behind(stream, 3, certain=2)
+        await begun_behind(stream, 2)
+        workers[1].go.set()
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        await begun_behind(stream, 4)
+
+
+async def refused_behind(stream: TokenStream, after_seq: int, *, certain: int) -> None:
+    with pytest.raises(Aborted) as caught:
+        await begun_behind(stream, after_seq)
+    assert (caught.value.reason, caught.value.fault.resume) == (Reason.TAIL_UNCERTAIN, ResumePoint(0, certain))
+
+
+async def test_one_worker_that_promises_nothing_is_enough_to_refuse(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
+    async with fleet(P, D) as workers:
+        workers[1].facts.equal_bits = False
+        async with core(store, workers) as scene:
+            stream = await scene.dispatcher.resume(KEY)
+            await refused_behind(stream, 4, certain=2)
+            await ended(stream)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+async def test_what_is_uncertain_stays_so_in_the_store_until_somebody_reads_it_anew(
+    store: Store, is_read: bool
+) -> None:
+    await left_behind(store, *answer(PROMPT, 2), layout=0)
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 4
+        stream = await scene.dispatcher.resume(KEY)
+        await written(stream, 4)
+        if is_read:
+            await begun_behind(stream, 0)
+        await until(lambda: scene.owned("r").synced_entries == 4)
+        workers[1].go.set()
+        await ended(stream)
+        await until(lambda: scene.store_is_done)
+        again = await scene.dispatcher.resume(KEY)
+        assert again.recorded is not None
+        if is_read:
+            await begun_behind(again, 4)
+        else:
+            await refused_behind(again, 4, certain=2)
+            await begun_behind(again, 2)
+
+
+async def test_what_was_uncertain_to_one_router_is_to_the_next(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2), layout=0)
+    async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
+        workers[1].script.pause_at = 4
+        stream = await one.dispatcher.resume(KEY)
+        await written(stream, 4)
+        await until(lambda: one.owned("r").synced_entries == 4)
+        stream = await two.dispatcher.resume(KEY)
+        await refused_behind(stream, 3, certain=2)
+        workers[1].go.set()
+        await ended(stream)
+
+
+async def test_the_next_attempt_continues_from_the_tokens_already_sent(store: Store) -> None:
+    """The tokens that were shown are the next worker's input, whatever it promises."""
+    async with fleet(P, D, ("e", wire.ROLE_DECODE)) as workers:
+        for worker in workers:
+            worker.facts.equal_bits = False
+        workers[1].script.fails_at = workers[2].script.fails_at = [3]
+        async with core(store, workers) as scene:
+            stream = await scene.answer(make_request())
+            assert tokens_of(stream) == answer(PROMPT, 5)
+            assert stream.path.attempts > 1
+            await begun_behind(stream, 4)
+
+
+async def test_a_reader_that_waits_for_a_tail_gets_the_requests_end(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        workers[1].script.pause_at = 3
+        stream = await scene.dispatcher.resume(KEY)
+        waiting = asyncio.create_task(begun_behind(stream, 4))
+        await until(lambda: len(stream.tokens) == 3)
+        await scene.dispatcher.cancel(KEY)
+        with pytest.raises(Cancelled):
+            await waiting
+
+
+async def test_a_resume_point_after_the_last_token_is_refused(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers) as scene:
+        stream = await scene.answer(make_request())
+        with pytest.raises(OutOfRange):
+            await begun_behind(stream, 6)

@@ -1,0 +1,173 @@
+"""The events of a schedule, each a method with one number that chooses its details."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+
+from decant.engine.errors import EngineError
+from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import to_request
+from tests.worker.decode_harness import alone, make_work
+from tests.worker.schedule_trial import Trial
+from tests.worker.scheduled_router import Expected
+from tests.worker.stepped_worker import LEASE_S
+
+
+@cache
+def reference_text(length: int, wanted: int, seed: int) -> list[int]:
+    return alone(make_work(length, wanted, seed=seed))
+
+
+class Actions:
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+
+    def _begin(self, value: int, *, has_ticket: bool) -> None:
+        number = len(self.trial.runs)
+        length, wanted = 1 + value % 19, 1 + value // 19 % 9
+        ref = wire.Run(request=f"t/{number}", epoch=1, attempt=1)
+        work = make_work(length, wanted, seed=number)
+        if value % 11 == 0:
+            work.remaining_ms = 1 + 40 * (value % 7)
+        work.priority = value % 3 - 1
+        run = self.trial.runs[ref.request] = Expected(ref, work, reference_text(length, wanted, number))
+        router = self.trial.router_of(run)
+        if not router.is_open:
+            run.end = "unknown"
+            return
+        router.send(start=self._start_message(run, self.trial.prefill.offer(ref, work) if has_ticket else None))
+
+    def _start_message(self, run: Expected, ticket: wire.Ticket | None = None) -> wire.Start:
+        return wire.Start(run=run.ref, engine_request=run.work, ticket=ticket)
+
+    def start(self, value: int) -> None:
+        self._begin(value, has_ticket=False)
+
+    def fetch(self, value: int) -> None:
+        self._begin(value, has_ticket=True)
+
+    def repeat(self, value: int) -> None:
+        """A Start that is sent again."""
+        run = self.trial.pick(value)
+        if run is not None and run.end is None and not run.is_forgotten:
+            run.is_repeated = True
+            self.trial.router_of(run).send(start=self._start_message(run))
+
+    def cancel(self, value: int) -> None:
+        run = self.trial.pick(value)
+        if run is None:
+            return
+        cancel = wire.Cancel(run=run.ref, reason=[wire.Cancel.REASON_CLIENT, wire.Cancel.REASON_DEADLINE][value % 2])
+        if value % 5 == 0 and run.tokens and run.stop_position is None:
+            cancel.reason = wire.Cancel.REASON_STOP_TEXT
+            cancel.end_position = run.stop_position = min(run.tokens) + value % len(run.tokens)
+        self.trial.router_of(run).send(cancel=cancel)
+
+    def forget(self, value: int) -> None:
+        run = self.trial.pick(value)
+        if run is not None:
+            self.trial.forget(run)
+
+    def resend(self, value: int) -> None:
+        run = self.trial.pick(value)
+        if run is not None and run.end is None:
+            resume = wire.ResumePosition(position=run.prompt)
+            self.trial.router_of(run).send(resend=wire.Resend(run=run.ref, resume=resume))
+
+    def adopt(self, value: int) -> None:
+        """The other router takes the run over."""
+        run = self.trial.pick(value)
+        if run is None or run.end is not None or run.is_migrating:
+            return
+        other = {"a": "b", "b": "a"}[run.owner]
+        if self.trial.routers[other].is_open:
+            run.owner = other
+            run.ref = wire.Run(request=run.ref.request, epoch=run.ref.epoch + 1, attempt=1)
+            run.tokens.clear()
+            self.trial.routers[other].send(adopt=wire.Adopt(run=run.ref, resume=[run.resume]))
+
+    def replace(self, value: int) -> None:
+        """The owner starts another attempt at the request, after it cancelled this one."""
+        run = self.trial.pick(value)
+        if run is None or run.end is not None or run.is_migrating or not self.trial.router_of(run).is_open:
+            return
+        router = self.trial.router_of(run)
+        run.end = "dropped"
+        router.send(cancel=wire.Cancel(run=run.ref, reason=wire.Cancel.REASON_ATTEMPT))
+        self.trial.forget(run)
+
+    def migrate(self, value: int) -> None:
+        run = self.trial.pick(value)
+        if run is not None and run.end is None and not run.is_migrating:
+            self.trial.router_of(run).send(migrate=wire.Migrate(run=run.ref, withdrawn=value % 4 == 0))
+
+    def receive(self, value: int) -> None:
+        """Another worker fetches a run that was offered."""
+        run = self.trial.pick(value)
+        if run is not None and run.offer is not None and not run.is_migrating and run.end is None:
+            run.is_migrating = True
+            task = asyncio.create_task(self._move(run, run.offer))
+            self.trial.moves.add(task)
+
+    async def _move(self, run: Expected, ticket: wire.Ticket) -> None:
+        request = to_request(f"moved/{run.ref.request}", run.work, model="m")
+        host = self.trial.target.host
+        try:
+            arrival = await host.loop.call(
+                lambda engine: engine.transfers.reserve(request), undo=lambda _, made: made.abort()
+            )
+            result = await host.receiver.receive(self.trial.target.source("d"), ticket, arrival)
+        except (HandoffFailed, SequenceAlreadyFinished, EngineError):
+            self.trial.router_of(run).send(migrate=wire.Migrate(run=run.ref, withdrawn=True))
+        else:
+            assert list(result.output) == run.text[: len(result.output)]
+            run.end = run.end or "migrated"
+            self.trial.forget(run)
+        finally:
+            run.is_migrating, run.offer = False, None
+
+    def step(self, value: int) -> None:
+        [self.trial.node, self.trial.prefill, self.trial.target, self.trial.node][value % 4].loop.turn()
+
+    def deliver(self, value: int) -> None:
+        [self.trial.node, self.trial.prefill, self.trial.target, self.trial.node][value % 4].loop.deliver()
+
+    def round(self, _: int) -> None:
+        self.trial.round()
+
+    async def wait(self, value: int) -> None:
+        await asyncio.sleep([0.01, 0.1, 0.3, 1.1, LEASE_S + 0.1][value % 5])
+
+    async def leave(self, value: int) -> None:
+        await self.trial.routers["ab"[value % 2]].leave()
+
+    async def open(self, value: int) -> None:
+        """A new session; its hello may leave runs out, which are then orphans."""
+        router = self.trial.routers["ab"[value % 2]]
+        mine = [run for run in self.trial.runs.values() if run.owner == router.name and run.end is None]
+        named = mine if value % 3 else mine[::2]
+        for run in mine:
+            if run not in named:
+                run.end, run.is_forgotten = "dropped", True
+        await router.open(named)
+
+    def stall(self, _: int) -> None:
+        """Messages of fetches stop, or go on."""
+        if self.trial.network.flows.is_set():
+            self.trial.network.flows.clear()
+        else:
+            self.trial.network.flows.set()
+
+    def cut(self, value: int) -> None:
+        self.trial.network.breaks = True
+        self.trial.network.loses_releases = value % 2 == 0
+
+    def drain(self, value: int) -> None:
+        if value % 4 == 0 and self.trial.drain is None:
+            self.trial.drain = asyncio.create_task(self.trial.node.decode.drain())
+
+    def crash(self, value: int) -> None:
+        if value % 8 == 0:
+            self.trial.node.device.broken = True

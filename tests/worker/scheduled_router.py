@@ -1,0 +1,189 @@
+"""A router's end of a session in one process: it records what it receives of each run, and checks each message."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from decant.protos import worker_pb2 as wire
+from decant.runtime.errors import ServiceError, Unavailable
+from decant.runtime.packed import unpack
+from tests.router.virtual_time import settle
+from tests.worker.stepped_worker import Node
+
+
+@dataclass
+class Expected:
+    """A run that a router started, and what its present owner received of it."""
+
+    ref: wire.Run
+    work: wire.EngineRequest
+    text: list[int]
+    owner: str = "a"
+    tokens: dict[int, int] = field(default_factory=dict)
+    end: str | None = None
+    """How it ended for its owner: the name of the message, "unknown", "migrated", or "dropped"."""
+    offer: wire.Ticket | None = None
+    is_migrating: bool = False
+    is_forgotten: bool = False
+    stop_position: int | None = None
+    """Of a stop string, which its router reported."""
+    is_repeated: bool = False
+    """Started twice: a refused Start may be followed by one that is accepted."""
+    end_position: int | None = None
+    """As the worker named it; tokens before it may still be on their way."""
+
+    @property
+    def prompt(self) -> int:
+        return len(self.work.prompt) // 4
+
+    @property
+    def resume(self) -> wire.ResumePosition:
+        position = self.prompt
+        while position in self.tokens:
+            position += 1
+        return wire.ResumePosition(position=position)
+
+
+class RouterClient:
+    """A router's end of its session, which checks each message."""
+
+    def __init__(self, name: str, node: Node, runs: dict[str, Expected]) -> None:
+        self.name = name
+        self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
+        self._node = node
+        self._runs = runs
+        self._requests = asyncio.Queue[wire.RouterMessage | None]()
+        self._task: asyncio.Task[None] | None = None
+        self._slots: dict[int, Expected] = {}
+        self._has_welcome = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    async def open(self, runs: list[Expected]) -> None:
+        """A new session that names these runs; also in place of an open one."""
+        older = self._task
+        self._slots.clear()
+        self._has_welcome = False
+        requests = self._requests = asyncio.Queue[wire.RouterMessage | None]()
+
+        async def incoming() -> AsyncIterator[wire.RouterMessage]:
+            while (message := await requests.get()) is not None:
+                yield message
+
+        owned = [wire.Hello.Owned(run=run.ref, resume=[run.resume]) for run in runs]
+        self.send(hello=wire.Hello(router=self.peer, worker=self._node.host.peer, owned=owned))
+        context: Any = _Context(self, requests)
+        self._task = asyncio.create_task(self._node.decode.Session(incoming(), context))
+        await settle()
+        if older is not None:
+            with contextlib.suppress(ServiceError, asyncio.CancelledError):
+                await older
+        if self._task.done() and isinstance(self._task.exception(), Unavailable):
+            assert not list(self._node.decode.run_manager.runs), "a drained worker has runs"
+            for run in runs:
+                run.end = run.end or "unknown"
+
+    async def leave(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(ServiceError, asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+    def send(self, **message: Any) -> None:
+        self._requests.put_nowait(wire.RouterMessage(**message))
+
+    def receive(self, message: wire.WorkerMessage) -> None:
+        kind = message.WhichOneof("message")
+        assert kind is not None
+        assert self._has_welcome == (kind != "welcome"), f"{kind} before the welcome, or a second welcome"
+        if kind == "welcome":
+            self._on_welcome(message.welcome)
+        elif kind == "frame":
+            self._on_frame(message.frame)
+        elif kind != "heartbeat":
+            body = getattr(message, kind)
+            run = self._runs[body.run.request]
+            for slot in getattr(body, "slots", ()):
+                self._slots[slot.slot] = run
+            if run.owner == self.name:
+                getattr(self, f"_on_{kind}", lambda *_: None)(run, body)
+
+    def _on_welcome(self, welcome: wire.Welcome) -> None:
+        self._has_welcome = True
+        for status in welcome.runs:
+            self._slots[status.slots[0].slot] = self._runs[status.run.request]
+            self._on_run_status(self._runs[status.run.request], status)
+        for ref in welcome.unknown_runs:
+            self._end(self._runs[ref.request], "unknown")
+        for ref in welcome.orphans:
+            self.send(cancel=wire.Cancel(run=ref))
+
+    def _on_frame(self, frame: wire.Frame) -> None:
+        rows = [unpack(packed) for packed in (frame.slots, frame.positions, frame.tokens)]
+        for slot, position, token in zip(*rows, strict=True):
+            assert slot in self._slots, f"slot {slot} is not assigned in this session"
+            run = self._slots[slot]
+            assert token == run.text[position - run.prompt], f"another token at {position} of {run.ref.request}"
+            if run.owner == self.name:
+                run.tokens[position] = token
+                self._end_when_complete(run)
+
+    def _on_run_status(self, run: Expected, status: wire.RunStatus) -> None:
+        assert len(status.slots) == 1
+        if status.ended:
+            run.end_position = status.ended[0].end_position
+        self._end_when_complete(run)
+
+    def _end_when_complete(self, run: Expected) -> None:
+        if run.end_position is not None and run.end_position <= run.resume.position:
+            self._end(run, "ended")
+
+    def _on_decode_started(self, run: Expected, message: wire.DecodeStarted) -> None:
+        assert run.end is None or run.is_forgotten or run.is_repeated, run.end
+
+    def _on_ended(self, run: Expected, message: wire.Ended) -> None:
+        first = min(run.tokens, default=message.end.end_position)
+        has_all = all(position in run.tokens for position in range(first, message.end.end_position))
+        assert has_all or run.is_forgotten or run.is_repeated, "ended, with a gap"
+        if message.end.reason == wire.OutputEnd.REASON_LENGTH:
+            assert message.end.end_position in (run.prompt + len(run.text), run.stop_position)
+        self._end(run, "ended")
+
+    def _on_failed(self, run: Expected, message: wire.Failed) -> None:
+        is_unknown = message.failure.cause == wire.CAUSE_UNKNOWN_RUN
+        may_follow = is_unknown or run.is_forgotten or run.is_migrating or run.is_repeated
+        assert run.end is None or may_follow, run.end
+        self._end(run, "failed")
+
+    def _on_refused(self, run: Expected, message: wire.Refused) -> None:
+        assert run.end is None or run.is_forgotten or run.is_repeated, run.end
+        assert not run.tokens or run.is_forgotten
+        self._end(run, "refused")
+
+    def _on_superseded(self, run: Expected, message: wire.Superseded) -> None:
+        assert message.run.epoch < run.ref.epoch, "superseded, and owns it"
+
+    def _on_ticket(self, run: Expected, ticket: wire.Ticket) -> None:
+        run.offer = ticket
+
+    def _end(self, run: Expected, how: str) -> None:
+        run.end = run.end or how
+
+
+class _Context:
+    """The part of a servicer context that a session uses."""
+
+    def __init__(self, client: RouterClient, requests: asyncio.Queue[wire.RouterMessage | None]) -> None:
+        self._client = client
+        self._requests = requests
+
+    async def write(self, message: wire.WorkerMessage) -> None:
+        if self._client._requests is self._requests:  # else a newer session has taken its place
+            self._client.receive(message)

@@ -1,0 +1,226 @@
+"""The life of a run as one coroutine, from admission until the worker keeps nothing of it but its tokens.
+
+execute:   admitted ──> blocks reserved ──> fetched and joined ──> finished ──> Ended is sent
+              └──────────────── no ticket ─────────────────────────^
+cancel:    cancels the coroutine where it waits; it releases the engine's blocks and the sender's ticket
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from decant.engine.errors import EngineStopped, InvalidRequest
+from decant.engine.output import SequenceFinished
+from decant.engine.request import FinishReason
+from decant.engine.transfer import IncomingSequence
+from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
+from decant.handoff.receiver import TransferResult
+from decant.protos import worker_pb2 as wire
+from decant.runtime import logs
+from decant.worker.decode.admission import DecodeAdmission
+from decant.worker.decode.migration import MigrationSource
+from decant.worker.decode.notifications import microseconds
+from decant.worker.decode.run import DecodeRun
+from decant.worker.decode.run_table import RunTable
+from decant.worker.engine_host import EngineHost
+from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_from_wire
+
+_log = logs.get(__name__)
+
+
+class RunExecutor:
+    """Runs the coroutines and supervises them. ``close`` waits for all; cancel them before."""
+
+    def __init__(self, host: EngineHost, runs: RunTable) -> None:
+        self.admission = DecodeAdmission(host)
+        self.migrations = MigrationSource(host, runs, self.fail)
+        self.step = 0
+        """The engine's last one."""
+        self._host = host
+        self._runs = runs
+        self._tasks: dict[DecodeRun, asyncio.Task[None]] = {}
+        self._interruptible: set[DecodeRun] = set()
+
+    @property
+    def executing(self) -> list[DecodeRun]:
+        """Runs that may have something in the engine, also those that are no longer in the table."""
+        return list(self._tasks)
+
+    def start(self, run: DecodeRun, remaining_ms: int | None) -> None:
+        """``remaining_ms``: until the deadline, which cancels the run; None: there is none."""
+        loop = asyncio.get_running_loop()
+        if remaining_ms is not None:
+            run.deadline = loop.call_later(remaining_ms / 1000, self.cancel, run, wire.OutputEnd.REASON_DEADLINE)
+        task = self._tasks[run] = asyncio.create_task(self.execute(run))
+        task.add_done_callback(lambda done: self._on_done(run, done))
+
+    async def execute(self, run: DecodeRun) -> None:
+        """From admission to the run's end; at its return the run has nothing in the engine."""
+        try:
+            finished = await self._until_finished(run)
+        except asyncio.CancelledError:
+            if run.ending is None:
+                raise
+            await self._release(run)
+            self._finish(run)
+        except InvalidRequest as error:
+            self.refuse(run, RequestRejected.of(error).failure)
+        except EngineStopped as error:
+            self.refuse(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(error)))
+        except (HandoffFailed, SequenceAlreadyFinished) as error:
+            assert run.ticket is not None
+            self.fail(run, _failure_from(error, run.ticket.sender))
+        else:
+            if finished.reason is FinishReason.FAILED:
+                self.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=finished.detail))
+            else:
+                self._finish(run)
+
+    async def _until_finished(self, run: DecodeRun) -> SequenceFinished:
+        """The only part of the coroutine that `cancel` interrupts."""
+        if run.ending is not None:  # cancelled before the coroutine began
+            raise asyncio.CancelledError
+        self._interruptible.add(run)
+        try:
+            arrival = await self.admission.enter(run)
+            if arrival is not None:
+                await self._fetch(run, arrival)
+            return await asyncio.shield(run.finished)  # the event may come after a cancellation
+        finally:
+            self._interruptible.discard(run)
+
+    async def _fetch(self, run: DecodeRun, arrival: IncomingSequence) -> None:
+        """Fetch the KV cache into the reserved blocks; the run is in the batch then."""
+        assert run.ticket is not None
+        run.phase = wire.RunStatus.PHASE_ARRIVING
+        run.notify.scheduled(arrival.cached_blocks * self._host.shape.block_size)
+        source = self._host.transport.source(run.ticket.address)
+        transfer = await self._host.receiver.receive(source, run.ticket, arrival)
+        run.phase = wire.RunStatus.PHASE_RUNNING
+        run.tokens.extend(transfer.output[run.prior_tokens :])
+        for entry in transfer.logprobs:
+            if run.prior_tokens <= entry.entry < len(transfer.output):
+                run.logprobs[entry.entry] = logprobs_from_wire(transfer.output[entry.entry], entry)
+        # The engine may have reported steps of the sequence before the fetch returned.
+        early, run.tokens_before_join = run.tokens_before_join, []
+        for token in early:
+            run.add_token(token)
+        run.decode_started = _decode_started(run, transfer)
+        run.notify.decode_started(run.request.prompt_len + run.prior_tokens)
+        run.notify.tokens_from(run.prior_tokens, self.step)
+        if run.migration_requested:
+            self.migrations.issue_ticket(run)
+
+    async def _release(self, run: DecodeRun) -> None:
+        """Free what a cancelled run has, here and at the sender of its cache."""
+        if run.ticket is not None and run.phase != wire.RunStatus.PHASE_RUNNING and not run.keeps_ticket:
+            self._host.receiver.decline(self._host.transport.source(run.ticket.address), run.ticket)
+        self.migrations.end(run, by_itself=False)
+        is_done = asyncio.Event()
+        self._host.loop.post(lambda engine: engine.cancel(run.request.id, run.num_cacheable), then=is_done.set)
+        await is_done.wait()
+
+    def _finish(self, run: DecodeRun) -> None:
+        """The output is complete: the engine finished it, else (no event) it was cancelled."""
+        if run.end is not None or run not in self._runs:
+            return
+        reason = _end_reason(run)
+        if run.truncated_at is not None:
+            if run.finished.done() and run.num_cacheable is not None:  # the cancellation came too late for the engine
+                self.truncate_cached(run, run.num_cacheable)
+            del run.tokens[run.truncated_at :]
+        run.phase = wire.RunStatus.PHASE_ENDED
+        run.end = wire.OutputEnd(output=run.output, reason=reason, end_position=run.position)
+        self.migrations.end(run, by_itself=True)
+        self._runs.stop_events(run)
+        run.stop_timers()
+        if run.session is None:
+            self.start_orphan_timer(run)
+        run.notify.ended()
+        if run.is_forgotten:
+            self.drop(run)
+
+    def _on_done(self, run: DecodeRun, task: asyncio.Task[None]) -> None:
+        """An exception that `execute` does not expect fails the run."""
+        del self._tasks[run]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a run failed", request_id=run.ref.request, exc_info=error)
+            self.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=f"{type(error).__name__}: {error}"))
+
+    # -- from outside the coroutine -----------------------------------------------------------------------------
+
+    def cancel(self, run: DecodeRun, reason: wire.OutputEnd.Reason) -> None:
+        """Cancel a run in any phase; Ended is sent once nothing of it is left. The first reason wins."""
+        if run.end is None and run.ending is None:
+            run.ending = reason
+            if run in self._interruptible:
+                self._interruptible.discard(run)
+                self._tasks[run].cancel()
+
+    def fail(self, run: DecodeRun, failure: wire.Failure) -> None:
+        """End a run before its output is complete, and forget it: the owner has the tokens that were sent."""
+        if run in self._runs and run.end is None:
+            run.notify.failed(failure)
+            self._remove(run)
+
+    def refuse(self, run: DecodeRun, failure: wire.Failure) -> None:
+        """End a run that the engine has not begun; its ticket stays valid for another worker."""
+        if run in self._runs and run.end is None:
+            run.notify.refused(failure)
+            self._remove(run)
+
+    def drop(self, run: DecodeRun) -> None:
+        """Forget a run without a message to its owner."""
+        run.detach()
+        self.cancel(run, wire.OutputEnd.REASON_CANCELLED)
+        self._runs.remove(run)
+
+    def start_orphan_timer(self, run: DecodeRun) -> None:
+        """Drop the run after one lease."""
+        run.stop_orphan_timer()
+        run.orphan_timer = asyncio.get_running_loop().call_later(self._host.lease_s, self.drop, run)
+
+    def truncate_cached(self, run: DecodeRun, position: int) -> None:
+        """Evict what a finished run cached from ``position`` on."""
+        tokens = [*run.request.token_ids[: run.request.prompt_len], *run.tokens]
+        self._host.loop.post(lambda engine: engine.forget(tokens, run.request.salt, position))
+
+    async def close(self) -> None:
+        """Wait for all coroutines, then for the messages to the senders of their caches."""
+        while self._tasks:
+            await asyncio.wait(self._tasks.values())
+        await self._host.receiver.close()
+
+    def _remove(self, run: DecodeRun) -> None:
+        self.migrations.end(run, by_itself=False)
+        run.detach()
+        self._runs.remove(run)
+        run.keeps_ticket = True
+        self.cancel(run, wire.OutputEnd.REASON_CANCELLED)
+
+
+def _decode_started(run: DecodeRun, transfer: TransferResult) -> wire.DecodeStarted:
+    began = run.timeline.scheduled if run.timeline else None
+    owned = transfer.owned if began is None else min(began, transfer.owned)
+    path = wire.DecodeStarted.Handoff(handoff_us=microseconds(owned - transfer.opened), bytes=transfer.received)
+    path.decode_wait_us = 0 if began is None else microseconds(began - owned)
+    return wire.DecodeStarted(handoff=path)
+
+
+def _end_reason(run: DecodeRun) -> wire.OutputEnd.Reason:
+    """The engine's, unless the run was cancelled: before the engine finished it, or before it joined here."""
+    event: SequenceFinished | None = run.finished.result() if run.finished.done() else None
+    has_joined = run.phase == wire.RunStatus.PHASE_RUNNING
+    if event is None or not has_joined or event.reason in (FinishReason.CANCELLED, FinishReason.FAILED):
+        return run.ending or wire.OutputEnd.REASON_CANCELLED
+    return end_reason(event.reason, run.stopping)
+
+
+def _failure_from(error: HandoffFailed | SequenceAlreadyFinished, sender: wire.Peer) -> wire.Failure:
+    if isinstance(error, SequenceAlreadyFinished):
+        detail = "nothing is left to fetch: the sequence ended with its first token"
+        return wire.Failure(cause=wire.CAUSE_CANCELLED, detail=detail)
+    failure = error.message()
+    if not failure.HasField("peer") and failure.cause != wire.CAUSE_ENGINE:
+        failure.peer.CopyFrom(sender)
+    return failure

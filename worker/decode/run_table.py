@@ -1,0 +1,80 @@
+"""All runs of a decode worker by key and by sequence, and the tombstones of cancelled ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from decant.protos import worker_pb2 as wire
+from decant.worker.decode.run import DecodeRun, Key, key_of
+from decant.worker.epochs import Epochs
+
+
+class RunTable:
+    """Iterating is safe while runs are added and removed."""
+
+    def __init__(self, epochs: Epochs) -> None:
+        self.cancel_tombstones: dict[Key, tuple[int, asyncio.TimerHandle]] = {}  # epoch and expiry
+        self._epochs = epochs
+        self._runs: dict[Key, DecodeRun] = {}
+        self._by_sequence: dict[str, DecodeRun] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __iter__(self) -> Iterator[DecodeRun]:
+        return iter(tuple(self._runs.values()))
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __contains__(self, run: DecodeRun) -> bool:
+        return self._runs.get(run.key) is run
+
+    def get(self, ref: wire.Run) -> DecodeRun | None:
+        return self._runs.get(key_of(ref))
+
+    @property
+    def by_sequence(self) -> dict[str, DecodeRun]:
+        """Runs whose engine events matter, by the sequence's id. Read-only."""
+        return self._by_sequence
+
+    def add(self, run: DecodeRun) -> None:
+        self._empty.clear()
+        self._runs[run.key] = run
+        self._epochs.hold(run.ref)
+        self._by_sequence[run.request.id] = run
+
+    def stop_events(self, run: DecodeRun) -> None:
+        """Ignore further events of the engine about the run."""
+        self._by_sequence.pop(run.request.id, None)
+
+    def remove(self, run: DecodeRun) -> None:
+        """May be repeated."""
+        run.stop_timers()
+        self.stop_events(run)
+        if run in self:
+            del self._runs[run.key]
+            self._epochs.release(run.ref)
+            if not self._runs:
+                self._empty.set()
+
+    async def emptied(self) -> None:
+        """Wait until there is no run."""
+        await self._empty.wait()
+
+    def add_tombstone(self, ref: wire.Run, seconds: float) -> None:
+        """For ``seconds``, refuse a Start of this run by this owner or an earlier one."""
+        key = key_of(ref)
+        if key in self.cancel_tombstones:
+            self.cancel_tombstones.pop(key)[1].cancel()
+        timer = asyncio.get_running_loop().call_later(seconds, self.cancel_tombstones.pop, key, None)
+        self.cancel_tombstones[key] = ref.epoch, timer
+
+    def has_tombstone(self, ref: wire.Run) -> bool:
+        tombstone = self.cancel_tombstones.get(key_of(ref))
+        return tombstone is not None and ref.epoch <= tombstone[0]
+
+    def clear_tombstones(self) -> None:
+        for _, timer in self.cancel_tombstones.values():
+            timer.cancel()
+        self.cancel_tombstones.clear()

@@ -1,0 +1,50 @@
+"""Messages about a prefill run, made from the engine's events."""
+
+from __future__ import annotations
+
+from decant.engine.output import PromptLogprobs, SequenceFinished, Token
+from decant.protos import worker_pb2 as wire
+from decant.worker.prefill.prefill_queue import PrefillRun
+from decant.worker.wire_codec import end_reason, logprobs_to_wire
+
+
+def first_tokens(run: PrefillRun, ended: SequenceFinished | None = None) -> wire.FirstTokens:
+    """``ended``: the event if the first token is also the output's last."""
+    begun, token = run.begun, run.first
+    assert begun is not None
+    assert token is not None
+    timeline = begun.timeline
+    assert timeline.scheduled is not None
+    assert timeline.first_token is not None
+    return wire.FirstTokens(
+        tokens=[_first(run, token, ended)],
+        cached_tokens=min(begun.cached, run.request.prompt_len),
+        queued_us=_microseconds(timeline.scheduled - run.received),
+        prefill_us=_microseconds(timeline.first_token - timeline.scheduled),
+    )
+
+
+def first_logprobs(run: PrefillRun) -> list[wire.TokenLogprobs]:
+    """For the commit: those of the first token, if the request has them."""
+    token = run.first
+    return [] if token is None or token.logprobs is None else [logprobs_to_wire(token.position, token.logprobs)]
+
+
+def prompt_logprobs(run: PrefillRun, part: PromptLogprobs) -> wire.PromptLogprobs:
+    entries = [logprobs_to_wire(entry, logprobs) for entry, logprobs in enumerate(part.entries)]
+    return wire.PromptLogprobs(run=run.ref, first_position=part.position, logprobs=entries)
+
+
+def _first(run: PrefillRun, token: Token, ended: SequenceFinished | None) -> wire.FirstTokens.First:
+    first = wire.FirstTokens.First(output=run.output, token=token.token)
+    if token.logprobs is not None:
+        first.logprobs.CopyFrom(logprobs_to_wire(0, token.logprobs))
+    if ended is not None:
+        first.finished.output = run.output
+        first.finished.reason = end_reason(ended.reason, run.stopping)
+        first.finished.end_position = run.request.prompt_len + token.position + 1
+    return first
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1_000_000))
