@@ -193,7 +193,7 @@ class IncomingSequence:
         if list(commit.output[: len(known)]) != known or commit.computed != tokens - 1:
             raise TransferRejected(f"{self.id}: the commit is not of this sequence")
         missing = [index for index in needed if index not in self._checksums]
-        if missing or max(self._checksums, default=0) >= stop:
+        if missing or max(self._checksums, default=-1) >= stop:
             raise TransferRejected(f"{self.id}: committed with blocks {missing} missing, {len(self._checksums)} here")
         sums = [self._checksums[index] for index in sorted(self._checksums)]
         if transfer_checksum(self._checksum, commit.computed, commit.output, sums) != commit.checksum:
