@@ -109,14 +109,16 @@ HASHED, READ = 5, 20
 """Percent of a load done when the weight files are hashed, and when they are read."""
 
 
-def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: None) -> ModelDevice:
+def load(
+    config: ModelConfig, progress: Callable[[int], None] = lambda percent: None, backend: Backend | None = None
+) -> ModelDevice:
     """Load a checkpoint and decide whether it is served. Raises ModelRefused, InvalidConfig.
 
     The reference is computed by transformers' own attention before anything is replaced. ``progress`` gets the percent
-    done.
+    done. ``backend``: by default that of ``config.device``.
     """
     progress(0)
-    backend = make_backend(checkpoint.choose_device(config.device))
+    backend = backend or make_backend(checkpoint.choose_device(config.device))
     source = checkpoint.open(config.model, config.revision)
     dtype = source.choose_dtype(config.dtype, backend.dtypes)
     context_length = source.choose_context_length(config.context_length)
