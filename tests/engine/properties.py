@@ -1,4 +1,4 @@
-"""What must hold after every action. Each raises AssertionError, and ``test_mutations`` shows that each can."""
+"""Properties checked after every action. Each raises AssertionError; the tests in ``mutations`` show that each can."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ class World:
             self.check()
         steps = properties.steps_needed(list(self.requests.values()), CONTEXT_LENGTH)
         while any(engine.has_work or properties.parked(engine) for engine in self.engines):
-            assert steps, "somebody never finishes"
+            assert steps, "a sequence never finishes"
             steps -= 1
             self.resume(0)
             for where in (0, 1):

@@ -33,8 +33,8 @@ from decant.engine.model.step_batch import flatten as flatten_in_numpy
 from decant.engine.plan import Row
 from decant.engine.request import Request
 from decant.engine.sampler_state import SamplerState
-from tests.engine.test_sampler import MIXES
-from tests.engine.test_sampler import row as sampled_row
+from tests.engine.sampler.harness import MIXES
+from tests.engine.sampler.harness import row as sampled_row
 
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="this CPU has no AVX2, or no compiler was here")
 
