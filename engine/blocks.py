@@ -9,7 +9,7 @@ A block is in exactly one of three states::
 An allocation is a ``BlockTable`` with an owner; ``release`` is the only way to return it. The reference count of a
 block is the number of live tables that list it; ``check_integrity`` recounts from the tables.
 
-With a sliding or chunked window a table frees the blocks that no later query sees, and is filled chunk by chunk::
+With a sliding or chunked window a table frees the blocks that no later query sees::
 
     blocks    [ null | null | 7 | 3 | 9 ]        freed = 2
 """
@@ -36,7 +36,7 @@ def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) 
 
 
 class CachedPrefix(NamedTuple):
-    """The longest cached start of a sequence: ``freed`` blocks that no later query sees, then the cached ``blocks``."""
+    """Cached start of a sequence: ``freed`` blocks that no later query sees, then the cached ``blocks``."""
 
     freed: int
     blocks: Sequence[int]

@@ -140,7 +140,6 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute or emit anything."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._ended)
 
     def step(self) -> StepOutput:
@@ -169,7 +168,7 @@ class Engine:
     ) -> None:
         """Apply a result: KV is computed; a row's token is emitted, and may end or park its sequence.
 
-        The common path is inlined: with hundreds of rows each call less saves a tenth of a millisecond.
+        The common path is inlined: with hundreds of rows a call takes 0.1 ms.
         """
         now, size = self._clock(), self.pool.block_size
         self.predictor.note(plan.decodes, plan.prompts, now - started)
@@ -259,7 +258,7 @@ class Engine:
         stop_token: int | None = None,
         detail: str = "",
     ) -> None:
-        """The only way a sequence leaves with an event: dequeue it, free its blocks, emit its end."""
+        """Dequeue a sequence, free its blocks, emit its end."""
         del self.sequences[sequence.id]
         if self.parked.pop(sequence.id, None) is None:
             self.scheduler.remove(sequence)
@@ -283,11 +282,9 @@ class Engine:
     # -- inspect ------------------------------------------------------------------------------------------------
 
     def load(self) -> Load:
-        """Snapshot of the current load."""
         return inspection.load(self)
 
     def blocks_of(self, ids: Iterable[str]) -> int:
-        """Number of distinct blocks that these sequences and their exports hold."""
         return inspection.blocks_of(self, ids)
 
     def check_integrity(self) -> None:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def load(engine: Engine) -> Load:
-    """Snapshot of the current load."""
     scheduler, pool, transfers = engine.scheduler, engine.pool, engine.transfers
     return Load(
         running=len(scheduler.running),

@@ -9,15 +9,13 @@ There are no prefill and decode phases. One step, with a budget of 12 tokens and
     waiting   D  [|...]                        3   then new sequences until the budget is spent
               E  [|........................]   0   no budget left: keeps its position in the queue
 
-Chunked prompts, prefix hits, recomputation after preemption and sequences that arrive with their KV are one case:
-``computed`` starts at another value.
+After a prefix hit, a preemption or a handoff only the start value of ``computed`` differs.
 
-A sequence is admitted when the blocks of all its tokens are available. With a window, as many as it holds at once
-suffice: it gets further blocks chunk by chunk, while the blocks behind its window are freed.
+A sequence is admitted when blocks for all its tokens are available. With a window it needs only as many as it has at
+the same time; it gets more per chunk, while blocks before the window are freed.
 
-The budget is one of tokens and of predicted seconds, whichever is spent first. Decodes are never cut. Prompts beside
-decodes get the rest of the step's seconds, so that a chunk shrinks as its context grows, but at least
-``DECODE_STRETCH_FACTOR`` - 1 times as long as the decodes take, and at least one block.
+The budget limits tokens and predicted seconds. Decodes are never cut. Prompts beside decodes get the rest of the
+seconds, but at least ``DECODE_STRETCH_FACTOR`` - 1 times those of the decodes, and at least one block.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ PROMPT_LOGPROB_CHUNK = 128
 """Most tokens per step of a prompt whose every position needs logits (rows x vocabulary)."""
 
 PREFILL_ONLY_FACTOR = 4
-"""A step without decodes may take this many times ``step_seconds``: it delays new prompts, arrivals and cancels, but
-no output. Fewer, longer steps spend less on a step's fixed cost."""
+"""A step without decodes may take this many times ``step_seconds``: it delays no output, and the fixed cost of a step
+is paid less often."""
 DECODE_STRETCH_FACTOR = 4
-"""A step may take this many times as long as its decodes alone, if that is more than ``step_seconds``. Otherwise
-prompts would progress slowly, few sequences would decode together, and each step would read all weights for few."""
+"""A step may take this many times as long as its decodes alone, if that is more than ``step_seconds``; else prompts
+would progress slowly and few sequences would decode together."""
 PREFIX_LOOKAHEAD = 32
 """Number of waiting sequences whose cached prefix is counted in ``queued_tokens``."""
 
@@ -56,9 +54,9 @@ STEPS_PER_PRIORITY = 256
 
 
 def priority_key(step: int, arrival: int, priority: int) -> tuple[float, int]:
-    """Sort key, most urgent first: the step of arrival, moved forward by the priority; ``arrival`` breaks ties.
+    """Sort key, most urgent first: the step of arrival, earlier by the priority; ``arrival`` breaks ties.
 
-    A key never changes, so no sequence starves: each is at some time ahead of all that arrive later.
+    A key never changes, so no sequence starves.
     """
     return (step - priority * STEPS_PER_PRIORITY, arrival)
 
@@ -215,15 +213,13 @@ class Scheduler:
         return table if length <= len(table.blocks) * self.pool.block_size < needed else None
 
     def _max_slots(self, sequence: Sequence) -> int:
-        """Slots behind the computed tokens of a prompt that it can have in this step; one block stays available for
-        each running sequence."""
+        """Slots for uncomputed tokens of a prompt in its blocks and the available ones, less one per running sequence."""
         table = sequence.block_table
         assert table is not None
         more = max(0, self.pool.available - len(self.running))
         return (len(table.blocks) + more) * self.pool.block_size - sequence.computed
 
     def _grow_for_chunk(self, sequence: Sequence, end: int) -> None:
-        """Give a prompt blocks up to position ``end``."""
         table = sequence.block_table
         assert table is not None
         missing = self.pool.blocks_for(end) - len(table.blocks)
@@ -242,8 +238,8 @@ class Scheduler:
     def _admit_next(self, reserved_slots: int) -> Sequence | None:
         """Move the most urgent waiting sequence to the running ones if the blocks that it needs at once are available.
 
-        Strictly in order: a sequence never overtakes one that waits for blocks. One block per running sequence stays
-        available, so that an arrival does not cause a preemption at once.
+        In order: a sequence never overtakes one that waits for blocks. One block per running sequence stays available,
+        so that an admission does not cause a preemption.
         """
         if not self.waiting or len(self.running) + reserved_slots >= self.limits.max_running:
             return None
@@ -277,7 +273,7 @@ class Scheduler:
 
 
 class _Budget:
-    """The rest of a step for prompts, after its decodes: tokens, and seconds as far as they can be predicted."""
+    """Tokens and predicted seconds that a step has left for prompts."""
 
     def __init__(self, limits: Limits, predictor: StepTimePredictor, decodes: StepWork, block_size: int) -> None:
         self.decodes = decodes
@@ -293,7 +289,6 @@ class _Budget:
 
     @property
     def tokens(self) -> int:
-        """Tokens spent so far."""
         return self.decodes.tokens + self.prompts.tokens
 
     @property

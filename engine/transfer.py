@@ -216,7 +216,7 @@ class IncomingSequence:
     def _close(self, table: BlockTable, filled: int) -> None:
         """Stop writes and publish verified blocks.
 
-        Blocks of the first ``filled`` tokens were full when they came: a partial block comes only with a commit.
+        Blocks of the first ``filled`` tokens were full when received: a partial block comes only with a commit.
         """
         with self._copying:
             self.closed = True

@@ -86,16 +86,15 @@ class NativeBackend(CpuBackend):
 
 def flatten(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
     """``step_batch.flatten``, compiled (``kernels/batch_from_python.h``): in Python hundreds of rows take too long."""
-    ordered, row_table, flattened, begun, table, width = kernels.flatten(rows, block_size, blank)
+    ordered, row_table, flattened, new_blocks, table, width = kernels.flatten(rows, block_size, blank)
     return FlatBatch(
         ordered,
         np.frombuffer(row_table, np.int64).reshape(6, -1),
         np.frombuffer(flattened, np.int64).reshape(3, -1),
-        np.frombuffer(begun, np.int64),
+        np.frombuffer(new_blocks, np.int64),
         np.frombuffer(table, np.int32).reshape(-1, width),
     )
 
 
 def make_cpu_backend() -> CpuBackend:
-    """The best backend that this CPU and this build have."""
     return CpuBackend() if KERNELS is None else NativeBackend(KERNELS)

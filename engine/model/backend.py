@@ -116,7 +116,6 @@ class TorchBackend:
 
 
 def make_backend(device: torch.device) -> Backend:
-    """The backend for a device."""
     if device.type == "cpu":
         from decant.engine.cpu.backend import make_cpu_backend
 

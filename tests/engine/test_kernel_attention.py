@@ -93,7 +93,7 @@ class Scene:
         views: Sequence[AttentionWindow] = [self.shape.view] * 2
         if kind is PagedAttention:
             # It reads whole blocks, so those that are begun are cleared before, as in every step.
-            self.store.clear(flat.begun)
+            self.store.clear(flat.new_blocks)
             return PagedAttention(self.store, views, flat)
         assert KERNELS is not None
         return NativeAttention(KERNELS, self.store, views, flat)

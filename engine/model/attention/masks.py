@@ -1,4 +1,4 @@
-"""What each layer sees, learnt from transformers' mask functions rather than from configuration names."""
+"""The window of each layer, found by calling transformers' mask functions; configuration names are not used."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ def _candidates(
 
 
 def _step(starts: list[int]) -> int:
-    """The chunk size: greatest common divisor of the chunk starts."""
     size = starts[0]
     for start in starts[1:]:
         size = int(torch.gcd(torch.tensor(size), torch.tensor(start)))
