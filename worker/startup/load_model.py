@@ -33,17 +33,12 @@ def load_model(settings: WorkerSettings) -> Device:
     import torch
     from transformers.utils import logging
 
-    from decant.engine.checkpoint.checkpoint import choose_device
     from decant.engine.model import calibration
-    from decant.engine.model.backend import make_backend
     from decant.engine.model.model import HASHED, READ, ModelConfig, load
 
     logging.disable_progress_bar()
     threads = settings.threads or own_cores()
     torch.set_num_threads(threads)  # for this thread and those that start later
-    backend = make_backend(choose_device(settings.device))
-    cpu_build.check(settings.kernels, backend.kind)
-    _log.info("loading", model=settings.model, kernels=backend.kind, threads=threads)
     config = ModelConfig(
         model=settings.model,
         revision=settings.model_revision,
@@ -52,7 +47,11 @@ def load_model(settings: WorkerSettings) -> Device:
         context_length=settings.window,
         kv_bytes=settings.kv_bytes,
         block_size=settings.block_size,
+        cuda_kernels=settings.cuda_kernels,
     )
+    backend = config.make_backend()
+    cpu_build.check(settings.kernels, backend.kind)
+    _log.info("loading", model=settings.model, kernels=backend.kind, threads=threads)
     with _reporting(logging.set_tqdm_hook, HASHED, READ):
         device = load(config, _report, backend)
     _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=backend.fused_layers(device.model))
