@@ -213,7 +213,7 @@ class Scheduler:
         return table if length <= len(table.blocks) * self.pool.block_size < needed else None
 
     def _max_slots(self, sequence: Sequence) -> int:
-        """Slots for uncomputed tokens of a prompt in its blocks and the available ones, less one per running sequence."""
+        """Slots for uncomputed tokens of a prompt: its own and all available ones but a block per running sequence."""
         table = sequence.block_table
         assert table is not None
         more = max(0, self.pool.available - len(self.running))
