@@ -166,7 +166,7 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     except REFUSED:
         assert other or not all(0 <= block < BLOCKS for row in rows for block in row.blocks)
         return
-    assert found.shape == (1, count, kv_heads * group, value_dim)
+    assert found.shape == (1, count, query.shape[1], value_dim)  # any multiple of the KV heads may attend
     used = [block for row in rows for block in row.blocks]
     if other or any(row.start for row in rows) or len(set(used)) < len(used):
         return  # another dtype; blocks that nothing wrote, or that two sequences write
