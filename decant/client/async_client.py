@@ -90,8 +90,8 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncStream:
-        """The answer as it is generated. It resumes by itself when a connection breaks. Leaving it early, or cancelling
-        the task that reads it, cancels the request, except with ``on_disconnect="detach"``.
+        """The answer as it is generated. It resumes when a connection breaks. Leaving it early, or cancelling the task
+        that reads it, cancels the request, except with ``on_disconnect="detach"``.
 
         >>> async with client.stream("def add(a, b):", temperature=0.7, seed=1) as stream:
         ...     async for delta in stream:

@@ -1,7 +1,6 @@
-"""Options of a request: keyword arguments named as in protos/inference.proto, and the messages that carry them.
+"""Options of a request: keyword arguments with the names of the fields in protos/inference.proto, and the messages.
 
-The groups of GenerateRequest (sampling, stopping, response, guided, cache, stream) are flattened: their field
-names are unique. None is the same as leaving an option out.
+The groups of GenerateRequest (sampling, stopping, ...) are flattened. None is the same as unset.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ M = TypeVar("M", bound=Message)
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """A conversation, oldest message first: ``{"role": "user", "content": "..."}``."""
 Prompt: TypeAlias = str | Sequence[int] | Messages
-"""Text; token ids; or messages."""
+"""Text, token ids, or messages."""
 
 
 class Options(TypedDict, total=False):
-    """Options of a request. protos/inference.proto defines their meaning and values."""
+    """Options of a request, defined in protos/inference.proto."""
 
     request_id: str | None
     model: str | None
@@ -99,8 +98,10 @@ def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
 
 
 def named_request(prompt: Prompt | None, messages: Messages | None, options: Options) -> pb.GenerateRequest:
-    """A request with an id, generated where `options` has none: the service runs an id once, however often it is sent.
-    Raises as `request`, and TypeError unless exactly one of `prompt` and `messages` is given."""
+    """A request with an id, generated if `options` has none, so that repeated calls run once.
+
+    Raises as `request`, and TypeError unless exactly one of `prompt` and `messages` is set.
+    """
     if prompt is None and messages is None:
         request("", options)  # raises for token ids that are passed as token_ids=
     if (prompt is None) == (messages is None):
@@ -134,7 +135,7 @@ def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens
 
 
 def fill(made: M, **values: Any) -> M:
-    """Set these fields, except those that are None, and return the message. Raises InvalidArgument."""
+    """Set the fields that are not None and return the message. Raises InvalidArgument."""
     for name, value in values.items():
         if value is not None:
             _set_field(made, name, value, name)
@@ -191,7 +192,7 @@ def _set_option(made: pb.GenerateRequest, name: str, value: object) -> None:
 
 
 def _to_field_value(name: str, value: object) -> object:
-    """The value for the message's field, of an option that has a shorter form."""
+    """The field's value of an option with a shorter form."""
     if name == "stop" and isinstance(value, str):
         return [value]
     if name == "json_schema" and isinstance(value, Mapping):
@@ -202,13 +203,13 @@ def _to_field_value(name: str, value: object) -> object:
 
 
 def _set_field(message: Message, name: str, value: Any, option: str, given: object = None) -> None:
-    """Set one field to `value`. An error names `option` and shows the value `given` for it."""
+    """Set one field to `value`. An error names `option` and shows its value `given`."""
     field = message.DESCRIPTOR.fields_by_name[name]
     try:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             getattr(message, name).update(value)
         elif field.is_repeated and isinstance(value, str | bytes | bytearray):
-            raise TypeError("a sequence of its own kind")
+            raise TypeError("a text is not a list of values")
         elif field.is_repeated:
             getattr(message, name).extend(value)
         else:
@@ -219,7 +220,7 @@ def _set_field(message: Message, name: str, value: Any, option: str, given: obje
 
 
 def _expected(field: Any, value: object) -> str:
-    """Values of a field, in Python's terms."""
+    """Valid values of a field, in Python's terms."""
     if field.name == "token_ids" and not field.is_repeated:
         return "True or False; as input, token ids are the prompt: generate([1, 2])"
     if field.name == "on_disconnect":

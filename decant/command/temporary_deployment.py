@@ -1,4 +1,4 @@
-"""A deployment that a command starts for itself and ends."""
+"""A deployment for the duration of a command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END_SECONDS = 120.0
 
 @contextmanager
 def temporary_deployment(*arguments: str) -> Iterator[Deployment]:
-    """A new `decant up` with more arguments, until the end of the ``with``. Raises CommandFailed if its start fails."""
+    """A `decant up` until the end of the ``with``. Raises CommandFailed if its start fails."""
     up = ("up", "--port", "0", "--log-format", "json")
     command = [sys.executable, "-P", "-m", "decant.command", *up, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -33,7 +33,7 @@ def temporary_deployment(*arguments: str) -> Iterator[Deployment]:
                 break
         else:
             raise CommandFailed("the deployment did not come up:\n" + "".join(lines[-_LAST_LINES:]))
-        # Its processes would block in a log call once the pipe is full.
+        # Else its processes would block in a log call when the pipe is full.
         threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
         yield next(one for one in deployments.running() if one.pid == process.pid)
     finally:

@@ -1,4 +1,4 @@
-"""Waits for a deployment on this machine: while it starts, and while `up` restarts a process."""
+"""Waits for a deployment on this machine, while it starts or restarts a process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SAY_S = 2.0
 
 
 class Waiting:
-    """Waits at most `seconds` in all; None: `STARTING_S`, but not for a deployment without any trace yet.
+    """Waits at most `seconds` in all; None: `STARTING_S`, but only for a deployment with a record.
 
-    `option` is named in errors: it selects another deployment. `say` is called with the reason of the wait.
+    Errors name `option`, which selects another deployment. `say` receives the reason of the wait.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Waiting:
         self._next_say = 0.0
 
     def deployment(self) -> Deployment:
-        """The newest deployment here, once it has started. Raises CommandFailed."""
+        """Wait until the newest deployment has started. Raises CommandFailed."""
         while True:
             try:
                 found = deployments.latest(self._option)
@@ -53,9 +53,9 @@ class Waiting:
             self._pause(text)
 
     def for_restart(self, deployment: Deployment) -> bool:
-        """Wait until all its processes are ready. Returns False if they were, and when the time is over.
+        """Wait until all its processes are ready. Returns False if they were, or the time is over.
 
-        Raises CommandFailed where the deployment is ending.
+        Raises CommandFailed if the deployment is ending.
         """
         waited = False
         while (found := deployments.of(deployment.pid)) is not None:
