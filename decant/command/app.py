@@ -166,7 +166,7 @@ def demo() -> None:
 
 
 app.command()(plan)
-app.command()(bench)
+app.add_typer(bench, name="bench")
 
 
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}

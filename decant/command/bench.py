@@ -1,4 +1,4 @@
-"""`decant bench`: its options; `decant.bench` measures."""
+"""`decant bench`: its options and subcommands; `decant.bench` measures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ import typer
 from typer import Option
 
 from decant.command import options as opt
+from decant.command.bench_batching import batching
 from decant.command.errors import CommandFailed, one_line_errors
+from decant.command.files import write_report
+
+bench = typer.Typer()
+bench.command()(batching)
 
 Up = Annotated[bool, Option("--up", help="Start a deployment on this machine, measure it and end it.")]
 Model = Annotated[str | None, Option(help="Model id; with --up the folder to serve; unset: the default.")]
@@ -41,7 +46,8 @@ Seed = Annotated[int, Option(help="Seed of prompts, lengths and arrivals.")]
 Html = Annotated[Path | None, Option(help="Also write a report with charts, as one HTML file.")]
 
 
-def bench(  # noqa: PLR0913 - a command's options are its parameters
+@bench.callback(invoke_without_command=True)
+def measure(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
     address: opt.Address = None,
     up: Up = False,
@@ -72,6 +78,8 @@ def bench(  # noqa: PLR0913 - a command's options are its parameters
     Random prompts with forced output lengths, in an open loop (--rate), a closed loop (--concurrency) or all at once.
     JSON has the keys of `vllm bench serve`. Ends with 1 if every request failed.
     """
+    if ctx.invoked_subcommand is not None:
+        return
     with one_line_errors():
         _measure(ctx.params)
 
@@ -93,7 +101,7 @@ def _measure(params: dict[str, Any]) -> None:
     except InvalidBenchmark as error:
         raise CommandFailed(str(error), status=2) from None
     if params["html"] is not None:
-        _write(params["html"], to_html(result, options.slos))
+        write_report(params["html"], to_html(result, options.slos))
     if params["as_json"]:
         print(report.to_json(result))
     else:
@@ -108,13 +116,6 @@ def _up_arguments(params: dict[str, Any]) -> list[str] | None:
         return None
     model = ["--model", params["model"]] if params["model"] else []
     return ["--prefill", str(params["prefill"]), "--decode", str(params["decode"]), *model]
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandFailed(f"--html: {file}: {error.strerror}") from None
 
 
 def _options(params: dict[str, Any]) -> Any:
