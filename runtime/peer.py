@@ -52,8 +52,8 @@ def is_compatible(protocol: int) -> bool:
 
 def enum_name(enum: EnumTypeWrapper, value: int) -> str:
     """The name of a value, or the number of an unknown one."""
-    found = enum.DESCRIPTOR.values_by_number.get(value)
-    return str(value) if found is None else found.name
+    descriptor = enum.DESCRIPTOR.values_by_number.get(value)
+    return str(value) if descriptor is None else descriptor.name
 
 
 def same_incarnation(one: wire.Peer, other: wire.Peer) -> bool:

@@ -127,8 +127,8 @@ class PrivateRedis:
             over = time.monotonic() > ends
             if over or not self.running:
                 output.seek(0)
-                said = output.read().decode(errors="replace").strip()
-                raise PrivateRedisFailed(f"{'did not answer in time' if over else 'ended'}: {said[-2000:]}")
+                text = output.read().decode(errors="replace").strip()
+                raise PrivateRedisFailed(f"{'did not answer in time' if over else 'ended'}: {text[-2000:]}")
             time.sleep(0.005)
 
     def __enter__(self) -> Self:

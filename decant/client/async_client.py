@@ -117,8 +117,8 @@ class AsyncClient:
     async def generation(self, request_id: str) -> Generation:
         """State and output so far of a request, until it expires. Raises NotFound.
 
-        >>> found = await client.generation("6f9c")
-        >>> found.state, found.last_seq, found.text
+        >>> job = await client.generation("6f9c")
+        >>> job.state, job.last_seq, job.text
         (<GenerationState.DECODING: 'decoding'>, 2, 'return a')
         """
         request = fill(pb.GetGenerationRequest(), request_id=request_id)

@@ -67,6 +67,6 @@ def with_options(method: Callable[_P, _R]) -> Callable[_P, _R]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [inspect.Parameter(name, keyword, default=None, annotation=hints[name]) for name in OPTION_HELP]
     signature = inspect.signature(method)
-    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    method.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    method.__signature__ = signature.replace(parameters=[*parameters, *options])  # type: ignore[attr-defined]
     return method

@@ -89,12 +89,12 @@ _GROUP_OF = {field.name: group for group, kind in _GROUPS.items() for field in k
 
 def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Raises InvalidArgument for a value that its field can't hold, TypeError for an unknown option."""
-    made = pb.GenerateRequest()
-    _set_input(made, prompt)
+    message = pb.GenerateRequest()
+    _set_input(message, prompt)
     for name, value in options.items():
         if value is not None:
-            _set_option(made, name, value)
-    return made
+            _set_option(message, name, value)
+    return message
 
 
 def named_request(prompt: Prompt | None, messages: Messages | None, options: Options) -> pb.GenerateRequest:
@@ -110,36 +110,36 @@ def named_request(prompt: Prompt | None, messages: Messages | None, options: Opt
         )
     if messages is not None and not _are_messages(messages):
         raise InvalidArgument("messages", 'a list of {"role": ..., "content": ...}', repr(messages))
-    made = request(cast(Prompt, prompt if messages is None else messages), options)
-    made.request_id = made.request_id or str(uuid.uuid4())
-    return made
+    message = request(cast(Prompt, prompt if messages is None else messages), options)
+    message.request_id = message.request_id or str(uuid.uuid4())
+    return message
 
 
 def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: bool | None) -> pb.TokenizeRequest:
     """Raises InvalidArgument."""
-    made = fill(pb.TokenizeRequest(return_tokens=True), model=model, add_special_tokens=add_special_tokens)
+    message = fill(pb.TokenizeRequest(return_tokens=True), model=model, add_special_tokens=add_special_tokens)
     if isinstance(text, str):
-        _set_field(made, "text", text, "text")
+        _set_field(message, "text", text, "text")
     elif _are_messages(text):
-        add_messages(made.messages, text)
+        add_messages(message.messages, text)
     else:
         raise InvalidArgument("text", "a text or messages", repr(text))
-    return made
+    return message
 
 
 def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
     """Raises InvalidArgument."""
-    made = fill(pb.DetokenizeRequest(), model=model, skip_special_tokens=skip_special_tokens)
-    _set_field(made, "token_ids", token_ids, "token_ids")
-    return made
+    message = fill(pb.DetokenizeRequest(), model=model, skip_special_tokens=skip_special_tokens)
+    _set_field(message, "token_ids", token_ids, "token_ids")
+    return message
 
 
-def fill(made: M, **values: Any) -> M:
+def fill(message: M, **values: Any) -> M:
     """Set the fields that are not None and return the message. Raises InvalidArgument."""
     for name, value in values.items():
         if value is not None:
-            _set_field(made, name, value, name)
-    return made
+            _set_field(message, name, value, name)
+    return message
 
 
 def add_messages(target: pb.Messages, messages: Sequence[Any]) -> None:
@@ -148,21 +148,21 @@ def add_messages(target: pb.Messages, messages: Sequence[Any]) -> None:
         field = f"messages[{index}]"
         if not isinstance(message, Mapping) or not message.keys() <= {"role", "content"}:
             raise InvalidArgument(field, "role and content, and nothing else", repr(message))
-        made = target.messages.add()
+        added = target.messages.add()
         for name, value in message.items():
-            _set_field(made, name, value, f"{field}.{name}")
+            _set_field(added, name, value, f"{field}.{name}")
 
 
-def _set_input(made: pb.GenerateRequest, prompt: Any) -> None:
+def _set_input(message: pb.GenerateRequest, prompt: Any) -> None:
     if isinstance(prompt, str):
-        _set_field(made, "prompt", prompt, "prompt")
+        _set_field(message, "prompt", prompt, "prompt")
     elif isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__len__"):
         raise InvalidArgument("prompt", _PROMPTS, repr(prompt))
     elif _are_messages(prompt):
-        add_messages(made.messages, prompt)
+        add_messages(message.messages, prompt)
     else:
         try:
-            made.token_ids.ids.extend(prompt)
+            message.token_ids.ids.extend(prompt)
         except (TypeError, ValueError):
             raise InvalidArgument("prompt", f"{_PROMPTS}; token ids are ints from 0", repr(prompt)) from None
 
@@ -174,18 +174,18 @@ def _are_messages(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def _set_option(made: pb.GenerateRequest, name: str, value: object) -> None:
+def _set_option(message: pb.GenerateRequest, name: str, value: object) -> None:
     if name == "add_generation_prompt":
-        if made.WhichOneof("input") != "messages":
+        if message.WhichOneof("input") != "messages":
             raise InvalidArgument(name, "only with messages", value)
-        _set_field(made.messages, name, value, name)
+        _set_field(message.messages, name, value, name)
     elif name == "choice":
-        made.guided.choice.SetInParent()
-        _set_field(made.guided.choice, "choices", value, name)
+        message.guided.choice.SetInParent()
+        _set_field(message.guided.choice, "choices", value, name)
     elif group := _GROUP_OF.get(name):
-        _set_field(getattr(made, group), name, _to_field_value(name, value), name, value)
+        _set_field(getattr(message, group), name, _to_field_value(name, value), name, value)
     elif name in Options.__annotations__:
-        _set_field(made, name, value, name)
+        _set_field(message, name, value, name)
     else:
         near = difflib.get_close_matches(name, [*Options.__annotations__, "timeout", "messages"], n=1)
         raise TypeError(f"no such option: {name}" + (f"; did you mean {near[0]}?" if near else ""))

@@ -104,8 +104,8 @@ def _check_port(host: str, port: int) -> None:
             probe.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                found = listener(port) or "another process"
+                process = listener(port) or "another process"
                 advice = "give another --port, or 0 for a free one"
-                raise CommandFailed(f"--port: {port} is in use by {found}; {advice}", status=2) from None
+                raise CommandFailed(f"--port: {port} is in use by {process}; {advice}", status=2) from None
             where = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
             raise CommandFailed(f"{where}: can't listen on {host}:{port}: {error.strerror}", status=2) from None
