@@ -20,7 +20,7 @@ from decant.command.options import tls_from
 from decant.command.waiting import Waiting
 
 TOKEN = "DECANT_TOKEN"
-"""Variable with the tenant's secret: other users can read command lines."""
+"""Variable with the tenant's secret, because other users can read command lines."""
 
 UNSET: tuple[Any, ...] = (None, [], ())
 """Values of options that are not on the command line."""
@@ -48,7 +48,7 @@ class Clock:
         return None if self.last is None else (self.last - self.sent) * 1000
 
     def tpot_ms(self, tokens: int) -> float | None:
-        """The mean time of a token after the first."""
+        """Mean time of a token after the first."""
         if self.first is None or self.last is None or tokens < 2:
             return None
         return (self.last - self.first) * 1000 / (tokens - 1)
@@ -56,7 +56,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class GenerateArgs:
-    """Options of the call and its output. `address` as in `decant.Client`."""
+    """`address` as in `decant.Client`."""
 
     address: str | Sequence[str]
     tls: Tls | None = None
@@ -120,8 +120,7 @@ def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
 
 
 def run_here(args: GenerateArgs, prompt: Prompt, options: Options, waiting: Waiting) -> str:
-    """As `run`, with the newest deployment on this machine. Waits while it starts, and while it restarts a process that
-    the request needs."""
+    """As `run`, with the newest deployment on this machine. Waits while it starts, and while it restarts a process."""
     while True:
         deployment = waiting.deployment()
         try:
@@ -151,9 +150,9 @@ def _print_status(line: str) -> None:
 
 @contextlib.contextmanager
 def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
-    """Ctrl-C ends the stream, cancels its request and is raised then; a second one is raised at once.
+    """Ctrl-C ends the stream, cancels its request and is then raised; a second one is raised at once.
 
-    A KeyboardInterrupt at any point could be raised inside gRPC, and be lost there or leave a lock held.
+    A KeyboardInterrupt inside gRPC could be lost or leave a lock locked.
     """
     is_interrupted = False
 

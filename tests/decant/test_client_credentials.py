@@ -50,7 +50,7 @@ async def test_a_tls_mismatch_is_explained_in_the_error(tmp_path: Path, address:
         for where, tls, advice in (
             (served.server.address, decant.Tls(ca=ours.ca, name="other"), "give it as Tls(name=...)"),
             (served.server.address, decant.Tls(), "does not chain to the roots of tls="),
-            (address, decant.Tls(ca=ours.ca), "it speaks plaintext, and TLS is asked for"),
+            (address, decant.Tls(ca=ours.ca), "it uses plaintext: leave out tls= (--ca)"),
             ("127.0.0.1:1", None, "Connection refused"),
         ):
             async with AsyncClient(where, tls=tls) as client:
