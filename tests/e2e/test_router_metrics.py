@@ -13,6 +13,7 @@ from decant.runtime.metrics import ProcessMetrics, RequestMetrics
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from docs.generate.metrics import Recorder
+from tests.e2e.deployment import PATIENCE_S
 from tests.e2e.metrics_page import Totals, read_totals, until_metric
 from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
 from tests.router.test_auth import SECRET, bearer, digest
@@ -36,6 +37,12 @@ def start(scene: Scene, count: int = 5) -> asyncio.Future[list[int]]:
     return asyncio.ensure_future(read(call))
 
 
+async def until_refused(request: asyncio.Future[list[int]]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await asyncio.wait_for(request, PATIENCE_S)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def answer_one(scene: Scene) -> Totals:
     """After a failed attempt and another one."""
     scene.workers[1].script.fails_at = [2]
@@ -55,9 +62,7 @@ async def fill_queue(scene: Scene) -> Totals:
     await until_metric(scene.admin_port, "decant_requests_running", lambda count: count == 1)
     waiting = start(scene)
     await until_metric(scene.admin_port, "decant_requests_waiting", lambda count: count == 1)
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await start(scene)
-    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await until_refused(start(scene))
     totals = await asyncio.to_thread(read_totals, scene.admin_port)
     assert totals["decant_waiting_prompt_tokens"] == len(PROMPT)
     assert totals["decant_waiting_prompt_seconds"] > 0
@@ -71,6 +76,7 @@ async def fill_queue(scene: Scene) -> Totals:
 
 async def lose_store(scene: Scene, redis: sync_redis.Redis) -> Totals:
     """Redis answers no write while a request ends."""
+    await until_metric(scene.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 0)
     redis.client_pause(60_000, all=False)
     assert len(await start(scene)) == 5
     await until_metric(scene.admin_port, "decant_state_store_available", lambda value: value == 0)
