@@ -23,6 +23,8 @@ from decant.command.deployments import Deployment
 from decant.command.up import exec_child as lifelines
 from tests.decant.supervisor_harness import PATIENCE_S, Up, nothing_left, plan, stand_ins, up
 
+pytestmark = pytest.mark.slow
+
 PAIR = {"prefill-1": "", "decode-1": ""}
 ROUTER = {"router-1": ""}
 
