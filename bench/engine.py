@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from bench import contenders, machine, medians, plot, report, table, workloads
-from bench import model_shapes as shapes
 from bench import subprocess_runner as child
 from bench.contenders import BASELINES, OURS, Unavailable, title_of
 from bench.options import positive
 from bench.subprocess_runner import Job, OnProgress
 from bench.workloads import GENERATORS, InvalidWorkload, Item
+from decant.bench import model_shapes as shapes
 from decant.runtime.cores import usable_cores
 
 DTYPES = ("bfloat16", "float32")

@@ -24,9 +24,9 @@ from rich.progress import track
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from bench import model_shapes as shapes
 from bench.medians import in_turn
 from bench.options import positive
+from decant.bench import model_shapes as shapes
 from decant.engine.checkpoint import checkpoint
 from decant.engine.model.attention import AttentionCall, attending
 from decant.engine.model.model import ModelConfig, ModelDevice, load

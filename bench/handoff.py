@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.kv_endpoints import End, Span, Steps, seconds
-from bench.model_shapes import checkpoint
 from bench.options import positive
+from decant.bench.model_shapes import checkpoint
 from decant.engine.errors import InvalidConfig
 from decant.handoff.packing import MESSAGE_BYTES
 from decant.handoff.service import KvSourceService

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.model_shapes import cache_folder
+from decant.bench.model_shapes import cache_folder
 
 
 class NotInstallable(RuntimeError):

@@ -18,10 +18,10 @@ import openvino as ov
 import openvino_genai as genai
 
 from bench.metrics import summarise
-from bench.model_shapes import cache_folder
 from bench.open_loop import WARM_UP, drive
 from bench.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
+from decant.bench.model_shapes import cache_folder
 
 
 class Server:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import model_shapes as shapes
+from decant.bench import model_shapes as shapes
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from bench import model_shapes as shapes
+from decant.bench import model_shapes as shapes
 from decant.engine.engine import Engine
 from decant.engine.model.model import ModelConfig, load
 from decant.engine.request import Request, StopParams

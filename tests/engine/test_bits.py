@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from bench import model_shapes as shapes
 from decant import models
+from decant.bench import model_shapes as shapes
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.cpu.linear import PackedLinear
 from decant.engine.engine import Engine

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import model_shapes as shapes
+from decant.bench import model_shapes as shapes
 from decant.engine.model.model import ModelConfig, load
 from tests.engine import tiny
 

@@ -1,6 +1,6 @@
 """Checkpoints in the shapes of known models with random weights; speed does not depend on the weights.
 
-python -m bench.model_shapes --shape qwen2.5-0.5b --out DIR
+python -m decant.bench.model_shapes --shape qwen2.5-0.5b --out DIR
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _write(config: dict[str, Any], folder: Path, seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.model_shapes", description="make a checkpoint of random weights"
+        prog="python -m decant.bench.model_shapes", description="make a checkpoint of random weights"
     )
     parser.add_argument("--shape", choices=list(SHAPES), required=True)
     parser.add_argument("--out", type=Path, help="a new or empty folder (default: in the cache)")
