@@ -22,10 +22,10 @@ from decant.state.errors import StateError
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
+from tests.ports import reserved_port
 from tests.router.fake_worker import answer, fleet
 from tests.router.harness import PATIENCE, core, ended, make_request, pass_on, tokens_of, until, written
 from tests.state.factories import make_store
-from tests.state.ports import free_port
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
@@ -35,10 +35,8 @@ KEY = RequestKey("default", "r")
 @pytest.fixture
 def own() -> Iterator[PrivateRedis]:
     """A Redis that a test may stop."""
-    server = PrivateRedis(port=free_port())
-    server.start()
-    yield server
-    server.stop()
+    with reserved_port() as port, PrivateRedis(port=port) as server:
+        yield server
 
 
 def writes(bare: sync_redis.Redis) -> int:
