@@ -1,17 +1,19 @@
 """Backend: how a model is computed on one kind of device. ``model.load`` makes one; nothing else asks for the device.
 
 ``prepare`` rewrites the model once; the other methods serve each step. ``TorchBackend`` is the plain path, on any
-device that torch knows. ``engine.cpu`` has the backend for CPUs.
+device that torch knows. ``engine.cpu`` has the backend for CPUs, ``engine.cuda`` the one with Triton kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from importlib.util import find_spec
+from typing import Literal, Protocol
 
 import torch
 
+from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model.attention import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
@@ -20,6 +22,8 @@ from decant.engine.model.kv_store import KvStore
 from decant.engine.model.sampler import Sampler
 from decant.engine.model.step_batch import FlatBatch, Ints, flatten
 from decant.engine.plan import Row
+
+CudaKernels = Literal["none", "triton"]
 
 PARTS = frozenset({"linear", "attention", "elementwise", "sampler"})
 """Parts of a step in which a row's bits may depend on the other rows."""
@@ -101,8 +105,16 @@ class TorchBackend:
         return nullcontext()
 
 
-def make_backend(device: torch.device) -> Backend:
-    """The backend for a device."""
+def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none") -> Backend:
+    """The backend for a device. Raises InvalidConfig if the device or the installation can't run ``cuda_kernels``."""
+    if cuda_kernels == "triton":
+        if device.type != "cuda":
+            raise InvalidConfig("cuda_kernels", f"none on the device {device}", cuda_kernels)
+        if find_spec("triton") is None:
+            raise InvalidConfig("cuda_kernels", "none without the package triton (extra cuda)", cuda_kernels)
+        from decant.engine.cuda.backend import CudaBackend
+
+        return CudaBackend(device)
     if device.type == "cpu":
         from decant.engine.cpu.backend import make_cpu_backend
 

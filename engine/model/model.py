@@ -14,7 +14,7 @@ from decant.engine.errors import InvalidConfig, check_whole
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model import rope
 from decant.engine.model.attention.paged import TILE
-from decant.engine.model.backend import PARTS, Backend, make_backend
+from decant.engine.model.backend import PARTS, Backend, CudaKernels, make_backend
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.probe import (
     ProbeResult,
@@ -41,6 +41,7 @@ class ModelConfig:
     context_length  longest sequence, in tokens; None: the checkpoint's
     kv_bytes        memory for the blocks
     block_size      tokens per block: a power of two of at most 128
+    cuda_kernels    what computes attention on CUDA: torch alone (none), or Triton kernels, not measured on a GPU yet
     """
 
     model: str
@@ -50,6 +51,7 @@ class ModelConfig:
     context_length: int | None = None
     kv_bytes: int = 1 << 30
     block_size: int = 16
+    cuda_kernels: CudaKernels = "none"
 
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
@@ -112,7 +114,7 @@ def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: 
     done.
     """
     progress(0)
-    backend = make_backend(checkpoint.choose_device(config.device))
+    backend = make_backend(checkpoint.choose_device(config.device), config.cuda_kernels)
     source = checkpoint.open(config.model, config.revision)
     dtype = source.choose_dtype(config.dtype, backend.dtypes)
     context_length = source.choose_context_length(config.context_length)

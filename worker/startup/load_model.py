@@ -51,6 +51,7 @@ def load_model(settings: WorkerSettings) -> Device:
         context_length=settings.window,
         kv_bytes=settings.kv_bytes,
         block_size=settings.block_size,
+        cuda_kernels=settings.cuda_kernels,
     )
     with _reporting(logging.set_tqdm_hook, HASHED, READ):
         device = load(config, _report)
