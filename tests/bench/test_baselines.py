@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import contenders, engine, report, workloads
-from bench import subprocess_runner as child
+from bench import engine, workloads
 from bench.baselines import environment
-from bench.contenders import CONTENDERS, Contender
-from bench.open_loop import drive
-from bench.subprocess_runner import ChildFailed, Job
+from bench.comparison import contenders, report
+from bench.comparison import subprocess_runner as child
+from bench.comparison.contenders import CONTENDERS, Contender
+from bench.comparison.open_loop import drive
+from bench.comparison.subprocess_runner import ChildFailed, Job
 from bench.workloads import Item
 
 WORKS = """
-    from bench.metrics import Served, summarise
+    from bench.comparison.metrics import Served, summarise
 
     def measure(job, on_progress):
         print("chatter of a library")

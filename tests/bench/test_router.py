@@ -14,9 +14,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from bench import frames, load, router
-from bench import grpc_baseline as bare
-from bench.load import Job
+from bench import router
+from bench.deployment.load import Job
+from bench.deployment.processes import frames, load
+from bench.deployment.processes import grpc_baseline as bare
 from bench.router import GOALS, Goal, LoadFailed
 from tests.ports import reserved_port
 
@@ -99,7 +100,9 @@ async def test_a_load_generator_with_errors_has_no_result() -> None:
 async def test_a_session_takes_in_what_a_scripted_worker_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "WARM_SECONDS", 0.05)
     assert await frames.tokens_per_second(3, 0.3) > 0
-    assert not [child for child in psutil.Process().children(recursive=True) if "bench.frames" in child.cmdline()]
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if "bench.deployment.frames" in child.cmdline()
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Runs a measurement in its own process, with its own memory, threads and caches.
 
-parent                                  python -m bench.subprocess_runner MODULE
+parent                                  python -m bench.comparison.subprocess_runner MODULE
   job, one JSON object  ── stdin ──>    MODULE.measure(job, on_progress)
   {"progress": 0.25}    <── stdout ──   at each progress report
   {"result": {...}}     <── stdout ──   last
@@ -75,10 +75,10 @@ def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = No
     with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
         if python is not None:
             # Only this package is visible: another environment has its own dependencies.
-            (Path(folder) / "bench").symlink_to(Path(__file__).resolve().parent)
+            (Path(folder) / "bench").symlink_to(Path(__file__).resolve().parents[1])
             env["PYTHONPATH"] = folder
         process = subprocess.Popen(
-            [str(python or sys.executable), "-m", "bench.subprocess_runner", module],
+            [str(python or sys.executable), "-m", "bench.comparison.subprocess_runner", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

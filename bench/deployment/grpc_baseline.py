@@ -1,6 +1,6 @@
 """The cost of gRPC alone: a server in the router's position that knows each answer and its schedule.
 
-python -m bench.grpc_baseline FIRST_MS STEP_MS prints the port that it serves.
+python -m bench.deployment.grpc_baseline FIRST_MS STEP_MS prints the port that it serves.
 """
 
 from __future__ import annotations

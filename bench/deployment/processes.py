@@ -39,7 +39,7 @@ class Speed:
 
 
 class Deployment:
-    """A running deployment. ``address`` is the router's, ``bare`` that of ``bench.grpc_baseline``."""
+    """A running deployment. ``address`` is the router's, ``bare`` that of ``bench.deployment.grpc_baseline``."""
 
     def __init__(
         self, address: str, bare: str, folder: Path, processes: dict[str, psutil.Process], redis: Client
@@ -79,10 +79,10 @@ async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
         for role in ROLES:
             fake = [str(folder / f"{role}.times"), str(speed.first_ms), str(speed.step_ms)]
             model = ["--model", str(models.path()), "--model-id", MODEL, "--id", role, "--port", "0"]
-            command = ["bench.fake_worker", role, *fake, *model, *shared]
+            command = ["bench.deployment.fake_worker", role, *fake, *model, *shared]
             started = await stack.enter_async_context(_process(command, folder / f"{role}.log"))
             processes[role] = psutil.Process(started.pid)
-        command = ["bench.grpc_baseline", str(speed.first_ms), str(speed.step_ms)]
+        command = ["bench.deployment.grpc_baseline", str(speed.first_ms), str(speed.step_ms)]
         baseline = await stack.enter_async_context(_process(command, folder / "bare.log", stdout=PIPE))
         processes["bare"] = psutil.Process(baseline.pid)
         async with asyncio.timeout(READY_SECONDS):
@@ -138,7 +138,7 @@ async def _printed_port(process: Process) -> int:
     assert process.stdout
     line = await process.stdout.readline()
     if not line:
-        raise RuntimeError("bench.grpc_baseline ended before it served")
+        raise RuntimeError("bench.deployment.grpc_baseline ended before it served")
     return int(line)
 
 
