@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import venv
 from collections.abc import Iterable
 from io import StringIO
 from pathlib import Path
@@ -66,6 +67,12 @@ def test_a_silent_one_is_ended(scripts: None, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ChildFailed) as caught:
         child.run("baseline_hangs", JOB, lambda _: None)
     assert caught.value.reason == "ended by SIGKILL"
+
+
+def test_the_child_needs_no_installed_package(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare")
+    with pytest.raises(ChildFailed, match=r"module 'bench\.workloads' has no attribute 'measure'"):
+        child.run("bench.workloads", JOB, lambda _: None, tmp_path / "bare" / "bin" / "python")
 
 
 @pytest.mark.slow
