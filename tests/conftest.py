@@ -45,6 +45,14 @@ def pytest_configure() -> None:
         raise pytest.UsageError(str(error)) from None
 
 
+LONGEST = "tests/build/test_kernels.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests start first, so that other processes run all others beside them."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 AIO: WeakSet[Any] = WeakSet()
 """Servers and channels of grpc.aio."""
 
