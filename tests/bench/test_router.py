@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from bench import router
+from bench.deployment import frames, load
+from bench.deployment import grpc_baseline as bare
 from bench.deployment.load import Job
-from bench.deployment.processes import frames, load
-from bench.deployment.processes import grpc_baseline as bare
 from bench.router import GOALS, Goal, LoadFailed
 from tests.ports import reserved_port
 

@@ -259,7 +259,7 @@ def test_offline_a_hub_name_is_refused_without_a_connection_or_a_wait(monkeypatc
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     calls: list[str] = []
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: calls.append(f"resolve {host}") or [])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: calls.append(f"resolve {host}"))
     monkeypatch.setattr(socket.socket, "connect", lambda _, address: calls.append(f"connect {address}"))
     monkeypatch.setattr(time, "sleep", lambda seconds: calls.append(f"sleep {seconds}"))
     with pytest.raises(ModelRefused, match=r"decant-tests/not-a-model.*no hub name within reach"):
