@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.metrics import distribution
+from bench.comparison.metrics import distribution
 from bench.options import positive
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine

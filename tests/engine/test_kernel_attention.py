@@ -124,7 +124,7 @@ def test_it_is_the_attention_of_plain_products_and_leaves_the_same_cache(shape: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])])
 @pytest.mark.parametrize("kind", [NativeAttention, PagedAttention])
 def test_a_row_has_the_same_bits_in_any_chunks_batch_and_threads(
     kind: type, shape: Shape, dtype: torch.dtype, threads: None

@@ -137,6 +137,19 @@ async def written(stream: TokenStream, count: int) -> None:
         await stream.wait_beyond(count - 1)
 
 
+async def begin_paused(
+    scene: Core, worker: FakeWorker, tokens: int, *, request: ValidRequest | None = None, is_stored: bool = False
+) -> TokenStream:
+    """A stream whose decode worker pauses after so many tokens, when they are there; `is_stored`: and in the store."""
+    worker.script.pause_at = tokens
+    request = request or make_request()
+    stream = await scene.dispatcher.begin(request)
+    await written(stream, tokens)
+    if is_stored:
+        await until(lambda: scene.owned(request.key.id).synced_entries == tokens)
+    return stream
+
+
 async def until(condition: Callable[[], object], *workers: FakeWorker) -> None:
     """Until something holds that these workers' news, or a moment's time, may bring about."""
     async with asyncio.timeout(PATIENCE):

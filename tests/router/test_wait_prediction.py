@@ -143,6 +143,7 @@ async def test_what_waits_for_a_place_counts_against_the_limit(store: Store) -> 
         assert len(scene.router.pool.wait_predictors[MODEL]) == 0
 
 
+@pytest.mark.slow
 async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(store: Store) -> None:
     """Far more at once than gRPC itself lets wait by default."""
     calls = 1500

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from bench.contenders import OURS, title_of
-from bench.table import limits_of, workloads_of
+from bench.comparison.contenders import OURS, title_of
+from bench.comparison.table import limits_of, workloads_of
 
 BAR = 40
 """Columns of the longest bar."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from bench import subprocess_runner as child
 from bench.baselines import environment
-from bench.subprocess_runner import Job, OnProgress
+from bench.comparison import subprocess_runner as child
+from bench.comparison.subprocess_runner import Job, OnProgress
 
 
 class Contender(NamedTuple):
@@ -24,7 +24,7 @@ OURS = "decant"
 _NEEDS = Path(environment.__file__).parent
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
-        OURS: Contender("Decant", "bench.own_engine"),
+        OURS: Contender("Decant", "bench.comparison.own_engine"),
         "static": Contender("transformers, static batches", "bench.baselines.static"),
         "continuous": Contender("transformers, continuous batching", "bench.baselines.continuous"),
         "vllm": Contender("vLLM", "bench.baselines.vllm", _NEEDS / "vllm.txt"),

@@ -12,8 +12,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.scheduler_overhead import VOCABULARY, NullDevice
-from bench.subprocess_runner import Job, OnProgress
 from decant.engine.engine import Engine
 from decant.engine.model.model import ModelConfig
 from decant.engine.request import Request, StopParams

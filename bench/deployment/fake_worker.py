@@ -1,6 +1,6 @@
 """A real worker process with an engine that only takes time.
 
-    python -m bench.fake_worker ROLE TIMES FIRST_MS STEP_MS [the worker's own command line]
+    python -m bench.deployment.fake_worker ROLE TIMES FIRST_MS STEP_MS [the worker's own command line]
 
 For every computed prompt the worker appends the engine's part of the time to first token to the file TIMES:
 `{"id": ..., "engine_ms": ...}`, from the call's arrival to the token, including the wait for the current step.

@@ -1,11 +1,11 @@
 """Runs a measurement in its own process, with its own memory, threads and caches.
 
-parent                                  python -m bench.subprocess_runner MODULE
+parent                                  python -m bench.comparison.subprocess_runner MODULE
   job, one JSON object  ── stdin ──>    MODULE.measure(job, on_progress)
   {"progress": 0.25}    <── stdout ──   at each progress report
   {"result": {...}}     <── stdout ──   last
 
-This module needs only the standard library, because the environment of a baseline runs it too.
+This module and what it imports need only the standard library, because the environment of a baseline runs it too.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from bench.workloads import Item
 OnProgress = Callable[[float], None]
 """Called with the share of a job that is done, from 0 to 1."""
 
+ROOT = Path(__file__).resolve().parents[2]
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
 
 
@@ -74,11 +75,12 @@ def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = No
     env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
     with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
         if python is not None:
-            # Only this package is visible: another environment has its own dependencies.
-            (Path(folder) / "bench").symlink_to(Path(__file__).resolve().parent)
+            # Another environment has its own dependencies; what is imported of these needs none.
+            for name in ("bench", "decant"):
+                (Path(folder) / name).symlink_to(ROOT / name)
             env["PYTHONPATH"] = folder
         process = subprocess.Popen(
-            [str(python or sys.executable), "-m", "bench.subprocess_runner", module],
+            [str(python or sys.executable), "-m", "bench.comparison.subprocess_runner", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

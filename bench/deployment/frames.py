@@ -2,7 +2,7 @@
 
 scripted worker, a process  ── frame: slots, positions, tokens of N sequences ──>  Session -> Pen -> Course
 
-python -m bench.frames SEQUENCES      is the worker; its first line is the port
+python -m bench.deployment.frames SEQUENCES      is the worker; its first line is the port
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Listener:
 async def tokens_per_second(sequences: int, seconds: float) -> float:
     """Tokens per second that a session writes into courses, with ``sequences`` in every frame."""
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-m", "bench.frames", str(sequences)]
+    command = [sys.executable, "-m", "bench.deployment.frames", str(sequences)]
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdin is not None
     assert process.stdout is not None

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import AttentionInterface
 
+from bench.comparison.metrics import resident
+from bench.comparison.own_engine import Meter, Stopwatch, layers, make_engine, weights
+from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.machine import read_bytes, reader
-from bench.metrics import resident
-from bench.own_engine import Meter, Stopwatch, layers, make_engine, weights
-from bench.subprocess_runner import Job, OnProgress
 from decant.engine.cpu.fused_layer import unfuse
 from decant.engine.cpu.linear import PackedLinear
 from decant.engine.engine import Engine

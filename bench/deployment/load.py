@@ -1,4 +1,4 @@
-"""Clients of a router in their own process: ``python -m bench.load``.
+"""Clients of a router in their own process: ``python -m bench.deployment.load``.
 
     parent                                   here
       job, one JSON object  ── stdin ──>     opens a channel, starts

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from bench.metrics import distribution, summarise
-from bench.open_loop import WARM_UP, drive
-from bench.roofline import Step, Weights
-from bench.subprocess_runner import Job, OnProgress
+from bench.comparison.metrics import distribution, summarise
+from bench.comparison.open_loop import WARM_UP, drive
+from bench.comparison.roofline import Step, Weights
+from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 from decant.engine.cpu.linear import FixedRows, PackedExperts, PackedLinear
 from decant.engine.engine import Engine

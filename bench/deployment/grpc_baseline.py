@@ -1,12 +1,13 @@
 """The cost of gRPC alone: a server in the router's position that knows each answer and its schedule.
 
-python -m bench.grpc_baseline PORT FIRST_MS STEP_MS
+python -m bench.deployment.grpc_baseline FIRST_MS STEP_MS prints the port that it serves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -49,18 +50,19 @@ class Bare(services.InferenceServiceServicer):
             self._next = None
 
 
-async def serve(port: int, first_ms: float, step_ms: float) -> None:
-    """Serve until terminated."""
+async def serve(first_ms: float, step_ms: float, on_serving: Callable[[int], object]) -> None:
+    """Serve until terminated; `on_serving` gets the port."""
     asked = shutdown.Shutdown()
     asked.on_signals()
     server = grpc.aio.server()
     services.add_InferenceServiceServicer_to_server(Bare(first_ms / 1000, step_ms / 1000), server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
+    port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     freeze_gc()
+    on_serving(port)
     await asked.requested()
     await server.stop(None)
 
 
 if __name__ == "__main__":
-    shutdown.run(serve(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])))
+    shutdown.run(serve(float(sys.argv[1]), float(sys.argv[2]), lambda port: print(port, flush=True)))

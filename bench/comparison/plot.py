@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 from xml.sax.saxutils import escape
 
-from bench.contenders import CONTENDERS, OURS, title_of
-from bench.table import workloads_of
+from bench.comparison.contenders import CONTENDERS, OURS, title_of
+from bench.comparison.table import workloads_of
 
 WIDTH, MARGIN = 780, 24
 LABELS, FIGURES = 240, 60

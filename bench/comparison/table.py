@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench.roofline import Rates, Step, Weights
+from bench.comparison.roofline import Rates, Step, Weights
 
 RATE_OF_GOALS = 1e12
 """Operations a second of the machine that the goals in seconds are for; elsewhere they scale with the product rate."""

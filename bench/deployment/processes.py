@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Speed:
 
 
 class Deployment:
-    """A running deployment. ``address`` is the router's, ``bare`` that of ``bench.grpc_baseline``."""
+    """A running deployment. ``address`` is the router's, ``bare`` that of ``bench.deployment.grpc_baseline``."""
 
     def __init__(
         self, address: str, bare: str, folder: Path, processes: dict[str, psutil.Process], redis: Client
@@ -75,34 +75,37 @@ async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
         stack.push_async_callback(client.close)
         processes = {"redis": psutil.Process((await client.execute("INFO", "server"))["process_id"])}
-        port, bare = free_port(), free_port()
         shared = ["--redis-url", redis.url]
         for role in ROLES:
             fake = [str(folder / f"{role}.times"), str(speed.first_ms), str(speed.step_ms)]
             model = ["--model", str(models.path()), "--model-id", MODEL, "--id", role, "--port", "0"]
-            command = ["bench.fake_worker", role, *fake, *model, *shared]
-            processes[role] = await stack.enter_async_context(_process(command, folder / f"{role}.log"))
-        command = ["bench.grpc_baseline", str(bare), str(speed.first_ms), str(speed.step_ms)]
-        processes["bare"] = await stack.enter_async_context(_process(command, folder / "bare.log"))
+            command = ["bench.deployment.fake_worker", role, *fake, *model, *shared]
+            started = await stack.enter_async_context(_process(command, folder / f"{role}.log"))
+            processes[role] = psutil.Process(started.pid)
+        command = ["bench.deployment.grpc_baseline", str(speed.first_ms), str(speed.step_ms)]
+        baseline = await stack.enter_async_context(_process(command, folder / "bare.log", stdout=PIPE))
+        processes["bare"] = psutil.Process(baseline.pid)
         async with asyncio.timeout(READY_SECONDS):
             await _registered(redis.url)
-            command = ["router", "--models", f"{MODEL}={models.path()}", "--port", str(port), *shared]
+            command = ["router", "--models", f"{MODEL}={models.path()}", "--port", "0", *shared]
             command += ["--handoff-min-tokens", "0"]  # every prompt uses the handoff
-            processes["router"] = await stack.enter_async_context(_process(command, folder / "router.log"))
-            address = f"127.0.0.1:{port}"
+            started = await stack.enter_async_context(_process(command, folder / "router.log"))
+            processes["router"] = psutil.Process(started.pid)
+            address = await _router_address(redis.url)
             await _serving(address)
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{bare}") as channel:
-                await channel.channel_ready()
-        yield Deployment(address, f"127.0.0.1:{bare}", folder, processes, client)
+            bare = f"127.0.0.1:{await _printed_port(baseline)}"
+        yield Deployment(address, bare, folder, processes, client)
 
 
 @asynccontextmanager
-async def _process(command: Sequence[str], log: Path) -> AsyncIterator[psutil.Process]:
-    """Run one of our modules with its output in a file; terminate it and wait at the end."""
+async def _process(command: Sequence[str], log: Path, stdout: int | None = None) -> AsyncIterator[Process]:
+    """Run one of our modules; terminate it and wait at the end. Its output goes to the file, or to `stdout`."""
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdout=output, stderr=output)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", *command, stdout=stdout or output, stderr=output
+        )
     try:
-        yield psutil.Process(process.pid)
+        yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -122,6 +125,23 @@ async def _registered(url: str) -> None:
             listing = await store.workers.change(listing, READY_SECONDS)
 
 
+async def _router_address(url: str) -> str:
+    """Wait until the directory has the router."""
+    async with Store(StoreSettings(url)) as store:
+        listing = await store.routers.listing()
+        while not listing.present:
+            listing = await store.routers.change(listing, READY_SECONDS)
+        return listing.present[0].facts.address
+
+
+async def _printed_port(process: Process) -> int:
+    assert process.stdout
+    line = await process.stdout.readline()
+    if not line:
+        raise RuntimeError("bench.deployment.grpc_baseline ended before it served")
+    return int(line)
+
+
 async def _serving(address: str) -> None:
     """Wait until the server at that address is ready."""
     async with grpc.aio.insecure_channel(address) as channel:
@@ -129,11 +149,3 @@ async def _serving(address: str) -> None:
         async for answer in watch:
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 return
-
-
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from bench.metrics import Served
-from bench.subprocess_runner import OnProgress
+from bench.comparison.metrics import Served
+from bench.comparison.subprocess_runner import OnProgress
 from bench.workloads import Item
 
 WARM_UP = (Item("warm-up", list(range(96)), 4, 0.0),)
