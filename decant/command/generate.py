@@ -10,16 +10,20 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
 
 from decant import Cancelled, Client, Options, Prompt, ServiceError, Stream, Tls, Unavailable
-from decant.command.errors import CommandFailed
+from decant.command.errors import CommandFailed, one_line_errors
+from decant.command.options import tls_from
 from decant.command.waiting import Waiting
 
 TOKEN = "DECANT_TOKEN"
 """Variable with the tenant's secret: other users can read command lines."""
+
+UNSET: tuple[Any, ...] = (None, [], ())
+"""Values of options that are not on the command line."""
 
 
 @dataclass
@@ -58,6 +62,31 @@ class GenerateArgs:
     tls: Tls | None = None
     timeout: float | None = None
     as_json: bool = False
+
+
+def run_command(params: dict[str, Any]) -> None:
+    """Run `decant generate` with the parameters of its command line."""
+    with one_line_errors():
+        text = _read_prompt(params["prompt"])
+        prompt: Prompt = [{"role": "user", "content": text}] if params["chat"] else text
+        values = {name: params.get(name) for name in Options.__annotations__}
+        options = cast(Options, {name: value for name, value in values.items() if value not in UNSET})
+        tls, as_json = tls_from(params), params["as_json"]
+        args = GenerateArgs(params["address"] or "", tls, params["timeout"], as_json)
+        if params["address"] is None:
+            line = run_here(args, prompt, options, Waiting("--address", params["wait"]))
+        else:
+            line = run(args, prompt, options)
+        if not as_json:
+            print(line, file=sys.stderr)
+
+
+def _read_prompt(argument: str | None) -> str:
+    if argument is not None and argument != "-":
+        return argument
+    if argument is None and sys.stdin.isatty():
+        raise CommandFailed("PROMPT: a text, or '-' for standard input", status=2)
+    return sys.stdin.read()
 
 
 def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
