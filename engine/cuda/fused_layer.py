@@ -131,7 +131,7 @@ class FusedLayer:
 
     def _heads(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """[T, heads * width] -> [1, heads, T, width], each head normalized."""
-        heads = rows.unflatten(1, (-1, self.width))
+        heads: torch.Tensor = rows.unflatten(1, (-1, self.width))
         if norm is not None:
             heads = norm(heads.flatten(0, 1)).view_as(heads)
         return heads.transpose(0, 1)[None]
