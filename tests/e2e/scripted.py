@@ -18,7 +18,8 @@ from decant.runtime.errors import ServiceError, from_call
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.fork_server import Forked
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import PATIENCE, until
 from tests.router.test_router_process import become_ready, router, usable
 

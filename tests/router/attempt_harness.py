@@ -23,7 +23,7 @@ from decant.state.directory import DirectoryEntry, Listing
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation
 from decant.state.owned import OwnedRequest, StoredRequest
-from tests.router.fake_worker import MODEL, TOKENIZER
+from tests.router.fake_script import MODEL, TOKENIZER
 from tests.router.harness import make_request
 from tests.router.scripted_runs import EOS, PROMPT, token_at
 from tests.router.scripted_workers import Channel, ScriptedWorker, World

@@ -36,7 +36,8 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import OwnedRequest, StoredRequest
 from decant.state.quota import TenantLimits
 from decant.state.store import Store
-from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
+from tests.router.fake_script import MODEL, TOKENIZER
+from tests.router.fake_worker import FakeWorker
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 P2, D2 = ("p2", wire.ROLE_PREFILL), ("d2", wire.ROLE_DECODE)

@@ -16,7 +16,8 @@ from decant.state import keys
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
     D,
     P,

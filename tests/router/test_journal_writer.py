@@ -23,7 +23,8 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.ports import reserved_port
-from tests.router.fake_worker import answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import fleet
 from tests.router.harness import PATIENCE, begin_paused, core, ended, make_request, pass_on, tokens_of, until
 from tests.state.factories import make_store
 

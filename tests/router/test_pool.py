@@ -10,7 +10,9 @@ from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, Fleet, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_state import Fleet
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import Core, begin_paused, core, ended, make_request, tokens_of, until, written
 
 P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)

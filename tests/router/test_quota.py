@@ -23,7 +23,8 @@ from decant.state.ids import RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.quota import Quotas, TenantLimits
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import Core, begin_paused, core, ended, make_request, tokens_of, until
 from tests.state.factories import make_store
 from tests.state.test_every_operation import Tape

@@ -22,7 +22,8 @@ from decant.runtime.errors import (
 )
 from decant.state.ids import RequestKey
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
     CANCELLED,
     DECODING,

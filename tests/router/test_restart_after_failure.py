@@ -15,7 +15,8 @@ from decant.runtime.errors import Aborted, AlreadyExists, Unavailable
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import RequestKey
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
     Core,
     D,

@@ -13,7 +13,8 @@ from decant.runtime.errors import AlreadyExists, Cancelled, DeadlineExceeded, No
 from decant.state.ids import RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
     D,
     P,

@@ -24,7 +24,8 @@ from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.fork_server import Forked, completed
 from tests.router.factories import tiny
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import PATIENCE
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)

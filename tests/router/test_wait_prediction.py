@@ -27,7 +27,8 @@ from decant.runtime.tls import PeerTls
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
 from tests.router.factories import model
-from tests.router.fake_worker import MODEL, fleet
+from tests.router.fake_script import MODEL
+from tests.router.fake_worker import fleet
 from tests.router.harness import Core, core, ended, make_request, until
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
