@@ -15,9 +15,9 @@ import triton
 from triton.errors import TritonError
 
 from decant.engine.cuda.attention import TritonAttention
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
 from decant.engine.model.attention import AttentionBackend, AttentionCall
-from decant.engine.model.attention.masks import AttentionWindow, Kind
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.backend import TorchBackend
 from decant.engine.model.kv_store import KvStore
