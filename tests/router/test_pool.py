@@ -43,6 +43,7 @@ async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(
         await workers[1].stop()
         await until(lambda: len(list(scene.router.pool.of("m"))) == 1)
         assert names(scene) == {"p"}
+        assert scene.router.pool.membership.prefix_indexes["m"].block_sizes.total() == 1
 
 
 async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(store: Store) -> None:
