@@ -54,7 +54,6 @@ class _SendState:
     prompt_tokens: int
     logprobs: Callable[[], Iterable[wire.TokenLogprobs]]
     is_live: bool = False
-    parked: bool = False
     ended: bool = False  # the sequence finished, or its ticket ended
     export: KvExport | None = None  # set while its blocks may be read
     blocks: int = 0  # sent
@@ -98,12 +97,15 @@ class KvSender:
         logprobs: Callable[[], Iterable[wire.TokenLogprobs]] = tuple,
         *,
         is_live: bool = False,
+        is_parked: bool = False,
     ) -> wire.Ticket:
         """Issue a ticket for a sequence with ``park_after``, or (``is_live``) for any other.
 
-        ``logprobs`` is called at the commit, for those of its output tokens.
+        ``is_parked``: the step that parked it is over. ``logprobs`` is called at the commit, for its output tokens.
         """
-        self._states[sequence] = _SendState(prompt_tokens, logprobs, is_live)
+        state = self._states[sequence] = _SendState(prompt_tokens, logprobs, is_live)
+        if is_parked:
+            state.settled.set()
         return self.leases.issue(ticket, sequence)
 
     def on_step(self, output: StepEvents) -> None:
@@ -121,7 +123,6 @@ class KvSender:
     def _wake(self, name: str, *, parked: bool = False, ended: bool = False) -> None:
         state = self._states.get(name)
         if state is not None:
-            state.parked |= parked
             state.ended |= ended
             state.changed.set()
             if parked or ended:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from decant.engine.cuda import sampler as cuda_sampler
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.model.sampler import Sampler, random_number
-from tests.engine.test_sampler import EOS, MIXES, VOCAB, exact, logits_of, row
+from tests.engine.sampler.harness import EOS, MIXES, VOCAB, exact, logits_of, row
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 SEEDS = 3

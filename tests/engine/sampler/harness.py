@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,6 +70,35 @@ def sample(
 
 
 both_samplers = pytest.mark.usefixtures("each_sampler")
+
+
+def exact(drawn: Row, logits: torch.Tensor) -> np.ndarray:
+    """The documented distribution, in float64 and step by step."""
+    sampling, stop = drawn.request.sampling, drawn.request.stop
+    scores: np.ndarray = logits.double().numpy().copy()
+    output = drawn.tokens[drawn.request.prompt_len :]
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += bias
+    if len(output) < stop.min_tokens:
+        scores[sorted(stop.stop_token_ids | EOS)] = -np.inf
+    for token in set(drawn.tokens):
+        scores[token] *= sampling.repetition_penalty ** (-1 if scores[token] > 0 else 1)
+    for token in set(output):
+        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * list(output).count(token)
+    if sampling.temperature == 0:
+        run_alone: np.ndarray = np.eye(len(scores))[scores.argmax()]
+        return run_alone
+    scores /= sampling.temperature
+    if 0 < sampling.top_k < len(scores):
+        scores[scores < np.sort(scores)[-sampling.top_k]] = -np.inf
+    shares: np.ndarray = np.exp(scores - scores.max())
+    shares /= shares.sum()
+    order = np.argsort(-shares)
+    kept = np.cumsum(shares[order]) - shares[order] < sampling.top_p
+    shares[order[~kept]] = 0
+    shares[shares < sampling.min_p * shares.max()] = 0
+    shares /= shares.sum()
+    return shares
 
 
 def logits_of(seed: int, count: int = 1, vocabulary: int = VOCAB) -> torch.Tensor:

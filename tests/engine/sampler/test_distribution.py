@@ -11,7 +11,6 @@ from scipy import stats
 
 import decant.engine.model.sampler as sampler_module
 from decant.engine.model.sampler import PIECE
-from decant.engine.plan import Row
 from tests.engine.sampler.harness import (
     EOS,
     MIXES,
@@ -20,6 +19,7 @@ from tests.engine.sampler.harness import (
     RANDOM,
     VOCAB,
     both_samplers,
+    exact,
     logits_of,
     row,
     sample,
@@ -28,35 +28,6 @@ from tests.engine.sampler.harness import (
 pytestmark = pytest.mark.slow
 
 DRAWS = 6_000
-
-
-def exact(drawn: Row, logits: torch.Tensor) -> np.ndarray:
-    """The documented distribution, in float64 and step by step."""
-    sampling, stop = drawn.request.sampling, drawn.request.stop
-    scores: np.ndarray = logits.double().numpy().copy()
-    output = drawn.tokens[drawn.request.prompt_len :]
-    for token, bias in sampling.logit_bias.items():
-        scores[token] += bias
-    if len(output) < stop.min_tokens:
-        scores[sorted(stop.stop_token_ids | EOS)] = -np.inf
-    for token in set(drawn.tokens):
-        scores[token] *= sampling.repetition_penalty ** (-1 if scores[token] > 0 else 1)
-    for token in set(output):
-        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * list(output).count(token)
-    if sampling.temperature == 0:
-        run_alone: np.ndarray = np.eye(len(scores))[scores.argmax()]
-        return run_alone
-    scores /= sampling.temperature
-    if 0 < sampling.top_k < len(scores):
-        scores[scores < np.sort(scores)[-sampling.top_k]] = -np.inf
-    shares: np.ndarray = np.exp(scores - scores.max())
-    shares /= shares.sum()
-    order = np.argsort(-shares)
-    kept = np.cumsum(shares[order]) - shares[order] < sampling.top_p
-    shares[order[~kept]] = 0
-    shares[shares < sampling.min_p * shares.max()] = 0
-    shares /= shares.sum()
-    return shares
 
 
 def draws(drawn: dict[str, Any], logits: torch.Tensor, **options: Any) -> np.ndarray:
