@@ -38,9 +38,18 @@ def plan(  # noqa: PLR0913 - a command's options are its parameters
     kv_dtype: Annotated[
         str | None, typer.Option(help="Dtype of the KV cache, also int8 or fp8; unset: that of --dtype.")
     ] = None,
-    prompt_tokens: Annotated[str, typer.Option(help="Prompt length, or range of lengths.")] = "1500-2000",
-    output_tokens: Annotated[str, typer.Option(help="Output length, or range of lengths.")] = "500",
-    rate: Annotated[float, typer.Option(help="Requests per second.")] = 1.0,
+    prompt_tokens: Annotated[
+        str | None, typer.Option(help="Prompt length, or range of lengths; unset: 1500-2000.")
+    ] = None,
+    output_tokens: Annotated[str | None, typer.Option(help="Output length, or range of lengths; unset: 500.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second; unset: 1, or those of --trace.")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            help="File with arrivals and lengths instead, as CSV or JSON lines with arrival_s, prompt_tokens and "
+            "output_tokens.",
+        ),
+    ] = None,
     slo: Annotated[str, typer.Option(help="Objectives, such as ttft=500ms,tpot=50ms.", show_default=False)] = "",
     quantile: Annotated[float, typer.Option(help="Share of the requests that has to meet the TTFT objective.")] = 0.99,
     sequence_lengths: Annotated[

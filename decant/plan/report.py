@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decant.plan.inputs import Inputs
-from decant.plan.quantities import show_bytes, show_seconds
+from decant.plan.quantities import Lengths, show_bytes, show_seconds
 from decant.plan.sizing import Plan
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -25,7 +25,12 @@ def document(inputs: Inputs, plan: Plan) -> dict[str, Any]:
         "dtype": inputs.dtype,
         "quantization": inputs.quantization,
         "kv_dtype": inputs.kv_dtype,
-        "workload": asdict(workload),
+        "workload": {
+            "prompt": _lengths(workload.prompt),
+            "output": _lengths(workload.output),
+            "rate": workload.rate,
+            "quantile": workload.quantile,
+        },
         "slo": asdict(inputs.slo),
         "memory": {
             "weights_bytes": room.weights,
@@ -39,6 +44,10 @@ def document(inputs: Inputs, plan: Plan) -> dict[str, Any]:
         "plan": asdict(plan),
         "profile": inputs.profile.document() if inputs.profile else None,
     }
+
+
+def _lengths(lengths: Lengths) -> dict[str, float]:
+    return {"low": lengths.low, "high": lengths.high, "mean": lengths.mean}
 
 
 def tpots(inputs: Inputs) -> list[tuple[int, float]]:
@@ -78,6 +87,7 @@ def _service(inputs: Inputs, plan: Plan) -> Sequence[tuple[str, str]]:
     return (
         (f"prefill of {inputs.workload.prompt} tokens", f"{show_seconds(plan.prefill_mean)} on average"),
         ("prefill workers", f"{plan.prefill_workers:,}, busy {plan.prefill_use:.0%} of the time"),
+        ("TTFT p50", show_seconds(plan.ttft_median)),
         (f"TTFT {share}, longest prompt", show_seconds(plan.ttft)),
         ("decode workers", decoding),
         ("TPOT", show_seconds(plan.tpot)),

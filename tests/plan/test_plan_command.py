@@ -39,7 +39,7 @@ def test_json_has_the_figures_of_the_table() -> None:
     document = plan(*A100, "--sequence-length", "2048", "--prompt-tokens", "100", "--output-tokens", "10-30")
     assert document["memory"]["kv_bytes_per_token"] == 819200
     assert document["memory"]["sequences_of"] == {"2048": 7}
-    assert document["workload"]["output"] == {"low": 10, "high": 30}
+    assert document["workload"]["output"] == {"low": 10, "high": 30, "mean": 20}
     assert document["plan"]["prefill_workers"] >= 1
 
 
