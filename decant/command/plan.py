@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from decant.command.errors import CommandFailed, one_line_errors
+
+if TYPE_CHECKING:
+    from decant.plan.inputs import Inputs
+    from decant.plan.outcome import Outcome
+    from decant.plan.sizing import Plan
 
 
 def plan(  # noqa: PLR0913 - a command's options are its parameters
@@ -61,13 +66,26 @@ def plan(  # noqa: PLR0913 - a command's options are its parameters
         typer.Option(help="Measured costs instead of rates: a JSON file, or `measure` for this machine's CPU."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of `--calibrate measure`: those of one worker.")] = 1,
+    simulate: Annotated[
+        int | None,
+        typer.Option(min=1, help="Also simulate so many requests, placed by the router's code on the planned workers."),
+    ] = None,
+    routers: Annotated[int | None, typer.Option(min=1, help="Simulated routers; unset: 1.")] = None,
+    burstiness: Annotated[
+        float | None, typer.Option(help="Simulated arrivals: below 1 they come in bursts; unset: 1, which is Poisson.")
+    ] = None,
+    prefix_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Simulated prompts begin with so many shared tokens; unset: 0."),
+    ] = None,
+    prefixes: Annotated[int | None, typer.Option(min=1, help="Different shared prefixes; unset: 1.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
     """Compute which workers a workload needs, before anything runs.
 
     Shows the KV cache of a token, the tokens and sequences that fit, prefill time, TPOT over batch size, workers of
     each role, goodput, and bytes per second between the pools. What is impossible ends with 1, and with what would
-    make it possible.
+    make it possible. `--simulate` shows what bursts, placement and shared prefixes do to the plan.
     """
     from decant.command.status import new_console
     from decant.engine.errors import ModelRefused
@@ -81,9 +99,21 @@ def plan(  # noqa: PLR0913 - a command's options are its parameters
         try:
             parsed = inputs.parse(options)
             made = Sizing(parsed.speed, parsed.room, parsed.workload, parsed.slo).plan()
+            outcome = None if parsed.scenario is None else _simulated(parsed, made)
         except (InvalidPlan, ModelRefused) as error:
             raise CommandFailed(str(error)) from None
         if as_json:
-            print(json.dumps(report.document(parsed, made)))
+            print(json.dumps(report.document(parsed, made, outcome)))
         else:
-            report.show(parsed, made, new_console())
+            report.show(parsed, made, new_console(), outcome)
+
+
+def _simulated(inputs: Inputs, made: Plan) -> Outcome:
+    from decant.plan.outcome import outcome
+    from decant.plan.simulation import Scenario, Simulation
+
+    options: dict[str, Any] = dict(inputs.scenario or {})
+    scenario = Scenario(made.prefill_workers, made.decode_workers, **options)
+    simulation = Simulation(inputs.speed, inputs.room, inputs.workload, scenario)
+    simulation.run()
+    return outcome(simulation, inputs.slo)

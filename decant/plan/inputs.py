@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,6 +49,11 @@ class PlanOptions:
     sequence_lengths: Sequence[int] = ()
     calibrate: str | None = None
     threads: int = 1
+    simulate: int | None = None
+    routers: int | None = None
+    burstiness: float | None = None
+    prefix_tokens: int | None = None
+    prefixes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,8 @@ class Inputs:
     slo: Slo
     lengths: tuple[int, ...] = ()
     profile: Profile | None = None
+    scenario: Mapping[str, float] | None = None
+    """Options of a simulation; None: none is run."""
 
 
 def parse(options: PlanOptions) -> Inputs:
@@ -97,7 +104,20 @@ def parse(options: PlanOptions) -> Inputs:
         slo=parse_slo(options.slo),
         lengths=tuple(options.sequence_lengths),
         profile=profile,
+        scenario=_scenario(options),
     )
+
+
+def _scenario(options: PlanOptions) -> dict[str, float] | None:
+    names = ("routers", "burstiness", "prefix_tokens", "prefixes")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.simulate is None:
+        for name, value in given.items():
+            raise InvalidPlan(f"--{name.replace('_', '-')}", "with --simulate", value)
+        return None
+    if options.trace is not None and options.burstiness is not None:
+        raise InvalidPlan("--burstiness", "without --trace, which has the arrivals", options.burstiness)
+    return {"requests": options.simulate, **given}
 
 
 def _shape(options: PlanOptions) -> ModelShape:
