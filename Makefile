@@ -24,7 +24,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(AT_ONCE) --dist worksteal
 PYTHON ?=
 # Many container images forbid bytecode; each process would compile torch and transformers again (6 s).
 export PYTHONDONTWRITEBYTECODE :=
-CUDA_PACKAGES := triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
+CUDA_PACKAGES := cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
     cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
 
 # Marker files: the environment is up to date; one stub stands for all of them.

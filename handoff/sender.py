@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from decant.engine.errors import EngineError
-from decant.engine.transfer import KvExport
+from decant.engine.transfer import BlockRun, KvExport
 from decant.engine.transfer import TransferCommit as EngineCommit
 from decant.handoff.codec import encode
 from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEngine
@@ -249,7 +249,7 @@ class KvSender:
     def _filled(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
         """Chunks with the unsent blocks; copied one at a time."""
         while (export := state.export) and state.blocks < len(export.runs):
-            some = export.runs[state.blocks : state.blocks + self._shape.blocks_per_message]
+            some = _consecutive(export.runs[state.blocks : state.blocks + self._shape.blocks_per_message])
             blocks = [FilledBlock(run.index, export.read(run.index), run.checksum) for run in some]
             for message in pack(lease.ticket.run, self._shape, blocks):
                 state.messages += 1
@@ -304,6 +304,11 @@ class KvSender:
 
 def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineCommit | None:
     return engine.transfers.finalize_running(id, sent)
+
+
+def _consecutive(runs: list[BlockRun]) -> list[BlockRun]:
+    """The first blocks without a gap between their indexes: what one message can carry."""
+    return [run for at, run in enumerate(runs) if run.index == runs[0].index + at]
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partialmethod
+from pathlib import Path
 from typing import Any, cast, get_args
 from weakref import WeakSet
 
@@ -21,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # a spinning barrier waits for a thread that is not running
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not Path("/proc/driver/nvidia/version").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported, which transformers may do
 
 BUILD = cast(cpu_build.Build, os.environ.get("DECANT_KERNELS", "auto"))
 assert BUILD in get_args(cpu_build.Build), f"DECANT_KERNELS: {BUILD}"

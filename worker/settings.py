@@ -58,6 +58,11 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
     kernels: Build = Field(
         default="auto", description="build of the CPU kernels; none: torch alone; auto: the best one for this CPU"
     )
+    cuda_kernels: Literal["none", "triton"] = Field(
+        default="none",
+        description="kernels of a CUDA device; none: torch alone; triton: EXPERIMENTAL, never run on a GPU, torch "
+        "replaces those that fail a trial at start",
+    )
     lease_ms: int = Field(
         default=10_000, ge=1_000, description="milliseconds for which a ticket keeps its blocks unless it is renewed"
     )

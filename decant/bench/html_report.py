@@ -1,23 +1,19 @@
-"""A result as one HTML file: the answer, charts as inline SVG, and the figures. It loads nothing."""
+"""A result as one HTML file with inline SVG."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from decant.bench.benchmark import Result
 from decant.bench.chart import COLOURS, Axis, Chart
 from decant.bench.figures import percentile
+from decant.bench.html_page import page, table
 
 _Run = Mapping[str, Any]
 
 BINS = 40
-_STYLE = """body{font:15px/1.5 Helvetica,Arial,sans-serif;color:#212529;max-width:1180px;margin:2em auto;padding:0 1em}
-.charts{display:flex;flex-wrap:wrap;gap:1em}svg{width:560px;max-width:100%;font-family:inherit}
-table{border-collapse:collapse;margin-top:1em}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #dee2e6}
-.answer{font-size:1.25em;font-weight:bold}"""
 _PARTS = {"router": COLOURS[5], "queue": COLOURS[1], "prefill": COLOURS[0]}
 _ROWS = (
     ("completed", "completed", "{:d}"),
@@ -45,13 +41,7 @@ def to_html(result: Result, slos: Mapping[str, float]) -> str:
         ]
     charts.append(_timeline(runs[-1]))
     title = f"decant bench: {runs[0]['model_id']}, {runs[0]['date']}"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>\n<h1>{escape(title)}</h1>\n"
-        f'<p class="answer">{escape(result.sentence)}</p>\n<div class="charts">'
-        + "\n".join(chart.svg() for chart in charts)
-        + f"</div>\n{_table(runs)}\n</body></html>\n"
-    )
+    return page(title, result.sentence, charts, [_table(runs)])
 
 
 def _label(run: _Run) -> str:
@@ -133,9 +123,5 @@ def _running(spans: Sequence[tuple[float, float]], end: float) -> list[tuple[flo
 
 
 def _table(runs: Sequence[_Run]) -> str:
-    head = "".join(f"<th>{escape(_label(run))}</th>" for run in runs)
-    rows = [
-        f"<tr><th>{escape(label)}</th>" + "".join(f"<td>{form.format(run[key])}</td>" for run in runs) + "</tr>"
-        for label, key, form in _ROWS
-    ]
-    return f"<table><tr><th></th>{head}</tr>\n" + "\n".join(rows) + "</table>"
+    rows = [(label, *(form.format(run[key]) for run in runs)) for label, key, form in _ROWS]
+    return table("", ("", *map(_label, runs)), rows)

@@ -1,14 +1,17 @@
-"""A deployment that a command starts for itself and ends."""
+"""A deployment for the duration of a command."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from decant.command import deployments
 from decant.command.deployments import Deployment
@@ -16,14 +19,35 @@ from decant.command.errors import CommandFailed
 
 _LAST_LINES = 20
 _END_SECONDS = 120.0
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 @contextmanager
-def temporary_deployment(*arguments: str) -> Iterator[Deployment]:
-    """A new `decant up` with more arguments, until the end of the ``with``. Raises CommandFailed if its start fails."""
+def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[Deployment]:
+    """A new `decant up` with more arguments and environment variables, until the end of the ``with``.
+
+    It also ends if this process gets SIGTERM. Raises CommandFailed if its start fails. For the main thread.
+    """
+    with _exit_on_sigterm(), _started(arguments, variables) as process:
+        yield next(one for one in deployments.running() if one.pid == process.pid)
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that every ``with`` of this process ends."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _started(arguments: tuple[str, ...], variables: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
     up = ("up", "--port", "0", "--log-format", "json")
     command = [sys.executable, "-P", "-m", "decant.command", *up, *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {**os.environ, **variables}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert process.stdout is not None
     try:
         lines = []
@@ -33,9 +57,9 @@ def temporary_deployment(*arguments: str) -> Iterator[Deployment]:
                 break
         else:
             raise CommandFailed("the deployment did not come up:\n" + "".join(lines[-_LAST_LINES:]))
-        # Its processes would block in a log call once the pipe is full.
+        # Else its processes would block in a log call when the pipe is full.
         threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
-        yield next(one for one in deployments.running() if one.pid == process.pid)
+        yield process
     finally:
         process.terminate()
         process.wait(timeout=_END_SECONDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
@@ -21,7 +23,7 @@ These run one process each, in the foreground, until SIGTERM or Ctrl-C. Their op
 def render() -> str:
     root = get_command(app)
     assert isinstance(root, TyperGroup)
-    commands = {name: command for name, command in root.commands.items() if isinstance(command, TyperCommand)}
+    commands = dict(_commands(root))
     processes = {name: command for name, command in commands.items() if _takes_settings(command)}
     parts = [head("Command line", "the command's options"), INTRO]
     for name, command in commands.items():
@@ -31,11 +33,21 @@ def render() -> str:
     return page([*parts, "## Processes", PROCESSES, table(("command", ""), rows)])
 
 
-def _takes_settings(command: TyperCommand) -> bool:
+def _commands(group: TyperGroup, prefix: str = "") -> Iterator[tuple[str, TyperCommand | TyperGroup]]:
+    """Every command by its full name; a group's own options come before its subcommands."""
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield f"{prefix}{name}", command
+            yield from _commands(command, f"{prefix}{name} ")
+        elif isinstance(command, TyperCommand):
+            yield f"{prefix}{name}", command
+
+
+def _takes_settings(command: TyperCommand | TyperGroup) -> bool:
     return bool(command.context_settings.get("ignore_unknown_options"))
 
 
-def _section(name: str, command: TyperCommand) -> list[str]:
+def _section(name: str, command: TyperCommand | TyperGroup) -> list[str]:
     context = typer.Context(command, info_name=f"decant {name}")
     usage = command.get_usage(context).removeprefix("Usage: ")
     rows = [_row(parameter) for parameter in command.params if isinstance(parameter, TyperArgument | TyperOption)]
@@ -43,7 +55,7 @@ def _section(name: str, command: TyperCommand) -> list[str]:
     return [*parts, table(("option", "default", ""), rows)] if rows else parts
 
 
-def _help(command: TyperCommand) -> str:
+def _help(command: TyperCommand | TyperGroup) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n"))
 
 

@@ -1,17 +1,19 @@
 """Backend: how a model is computed on one kind of device. ``model.load`` makes one; nothing else asks for the device.
 
 ``prepare`` rewrites the model once; the other methods serve each step. ``TorchBackend`` is the plain path, on any
-device that torch knows. ``engine.cpu`` has the backend for CPUs.
+device that torch knows. ``engine.cpu`` has the backend for CPUs, ``engine.cuda`` the one with Triton kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from importlib.util import find_spec
+from typing import Literal, Protocol
 
 import torch
 
+from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model.attention import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
@@ -19,7 +21,9 @@ from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.sampler import Sampler
 from decant.engine.model.step_batch import FlatBatch, Ints, flatten
-from decant.engine.plan import Row
+from decant.engine.plan import Device, Row
+
+CudaKernels = Literal["none", "triton"]
 
 PARTS = frozenset({"linear", "attention", "elementwise", "sampler"})
 """Parts of a step in which a row's bits may depend on the other rows."""
@@ -68,6 +72,14 @@ class Backend(Protocol):
         """Entered around a step: makes torch's elementwise loops independent of the number of rows."""
         ...
 
+    def choose_threads(self, device: Device, most: int) -> int:
+        """Have torch use the number of CPU threads, at most ``most``, with which steps are fastest; returns it."""
+        ...
+
+    def fused_layers(self, model: torch.nn.Module) -> int:
+        """Number of decoder layers of a prepared model that run in one call; for logs."""
+        ...
+
 
 class TorchBackend:
     """Plain torch: the model's own modules, paged attention in torch's products, sampling in tensor operations."""
@@ -100,9 +112,23 @@ class TorchBackend:
     def step_threads(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def choose_threads(self, device: Device, most: int) -> int:
+        return most
 
-def make_backend(device: torch.device) -> Backend:
-    """The backend for a device."""
+    def fused_layers(self, model: torch.nn.Module) -> int:
+        return 0
+
+
+def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none") -> Backend:
+    """The backend for a device. Raises InvalidConfig if the device or the installation can't run ``cuda_kernels``."""
+    if cuda_kernels == "triton":
+        if device.type != "cuda":
+            raise InvalidConfig("cuda_kernels", f"none on the device {device}", cuda_kernels)
+        if find_spec("triton") is None:
+            raise InvalidConfig("cuda_kernels", "none without the package triton (extra cuda)", cuda_kernels)
+        from decant.engine.cuda.backend import CudaBackend
+
+        return CudaBackend(device)
     if device.type == "cpu":
         from decant.engine.cpu.backend import make_cpu_backend
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = {
     "parity": ("tests/engine/test_parity.py", "-k", "llama or mistral or gemma2 or gpt2 or gpt_oss or qwen2_moe"),
     "rows": ("tests/engine/test_bits.py", "-k", "small"),
-    "conformance": ("tests/engine/test_conformance.py", "tests/engine/test_conformance_handoff.py"),
+    "conformance": ("tests/engine/conformance", "tests/engine/conformance_handoff"),
     "demo": ("tests/decant/test_up.py", "-k", "demo"),
 }
 

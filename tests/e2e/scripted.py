@@ -34,6 +34,7 @@ class Scene:
     workers: list[FakeWorker]
     address: str
     process: Forked
+    admin_port: int | None = None
 
     def stream(self, count: int = 5, **fields: Any) -> Any:
         return self.stub.GenerateStream(asked(count, **fields), timeout=PATIENCE)
@@ -79,7 +80,8 @@ async def scripted(
             await store.workers.register(worker.facts)
         await until(lambda: all(worker.hellos for worker in workers))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(running.address, NO_LIMITS))
-        yield Scene(InferenceServiceStub(channel), channel, workers, running.address, running.process)
+        stub = InferenceServiceStub(channel)
+        yield Scene(stub, channel, workers, running.address, running.process, running.admin_port)
 
 
 async def read(call: Any) -> list[int]:

@@ -11,9 +11,9 @@ import torch
 
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.kernels import KERNELS
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
 from decant.engine.model.attention import AttentionBackend, AttentionCall
-from decant.engine.model.attention.masks import AttentionWindow, Kind
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import FlatBatch, flatten
@@ -93,7 +93,7 @@ class Scene:
         views: Sequence[AttentionWindow] = [self.shape.view] * 2
         if kind is PagedAttention:
             # It reads whole blocks, so those that are begun are cleared before, as in every step.
-            self.store.clear(flat.begun)
+            self.store.clear(flat.new_blocks)
             return PagedAttention(self.store, views, flat)
         assert KERNELS is not None
         return NativeAttention(KERNELS, self.store, views, flat)

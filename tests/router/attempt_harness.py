@@ -16,6 +16,7 @@ from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
+from decant.runtime.metrics import Registry, RequestMetrics
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from decant.state.directory import DirectoryEntry, Listing
@@ -137,6 +138,7 @@ class Trial:
             "journal_writer": self.listener,
             "quota_leases": self.listener,
             "restore": None,
+            "metrics": RequestMetrics(Registry(process=False)),
         }
         peer = new_peer("router")
         self.router = RouterServices(peer, checked, Admission(10, 10), self.pool, ended_s=60.0, **parts)

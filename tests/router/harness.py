@@ -28,6 +28,7 @@ from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import ServiceError
+from decant.runtime.metrics import Registry, RequestMetrics
 from decant.runtime.packed import pack
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
@@ -164,8 +165,9 @@ async def core(
     checked = RouterSettings(**options)
     admission = Admission(checked.max_active, checked.queue_limit)
     quota_leases = QuotaLeases(store.quotas, quotas)
+    metrics = RequestMetrics(Registry(process=False))
     router = RouterServices(
-        peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, 3600.0, timings
+        peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, metrics, 3600.0, timings
     )
     dispatcher = RequestRegistry(router)
     async with AsyncExitStack() as stack:

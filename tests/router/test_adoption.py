@@ -53,6 +53,7 @@ async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
             workers[1].go.set()
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
             assert (len(workers[1].adopts), len(workers[1].starts)) == (1, 1), "nothing is begun again"
+            assert two.router.metrics.adopted.labels("m")._value.get() == 1
             await until(lambda: two.store_is_done)
             found = await store.requests.read(KEY)
             assert (found.epoch, found.attempt, found.state) == (2, 1, Generation.STATE_SUCCEEDED)

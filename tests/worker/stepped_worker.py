@@ -18,6 +18,7 @@ from decant.handoff.packing import checksum
 from decant.protos import worker_pb2 as wire
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
+from decant.worker.prefill.service import PrefillService
 from decant.worker.wire_codec import to_request
 from tests.worker.decode_harness import BLOCK, Device
 
@@ -117,8 +118,8 @@ class Node:
                 self,
                 WorkerLimits(lease_ms=round(LEASE_S * 1000), max_waiting=4),
             )
-        self.decode = DecodeService(self.host)
-        self.host.connect(self.decode.run_manager)
+        self.prefill, self.decode = PrefillService(self.host), DecodeService(self.host)
+        self.host.connect(self.prefill, self.decode.run_manager)
         nodes[name] = self
 
     @property
@@ -141,10 +142,11 @@ class Node:
     def assert_empty(self) -> None:
         """Nothing is kept for any run."""
         decode = self.decode
+        assert not list(self.prefill.runs())
         assert not list(decode.runs())
         assert (decode.sessions, decode.fetches_taking, decode.orphans, decode.unretired) == (0, 0, 0, 0)
         assert decode.cancel_marks == 0
-        assert self.host.waiting_arrivals == 0
+        assert (self.host.waiting_arrivals, self.host.waiting_prompts, self.host.waiting_tokens) == (0, 0, 0)
         assert not self.host.sender.leases.all()
         assert not self.host.epochs._live
         if self.host.loop.healthy:

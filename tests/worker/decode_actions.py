@@ -10,7 +10,7 @@ from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
 from decant.worker.wire_codec import to_request
 from tests.worker.decode_harness import alone, make_work
-from tests.worker.schedule_trial import Trial
+from tests.worker.decode_trial import Trial
 from tests.worker.scheduled_router import Expected
 from tests.worker.stepped_worker import LEASE_S
 
@@ -20,7 +20,9 @@ def reference_text(length: int, wanted: int, seed: int) -> list[int]:
     return alone(make_work(length, wanted, seed=seed))
 
 
-class Actions:
+class RouterActions:
+    """What routers send, and their sessions."""
+
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
 
@@ -103,6 +105,26 @@ class Actions:
         if run is not None and run.end is None and not run.is_migrating:
             self.trial.router_of(run).send(migrate=wire.Migrate(run=run.ref, withdrawn=value % 4 == 0))
 
+    async def leave(self, value: int) -> None:
+        await self.trial.routers["ab"[value % 2]].leave()
+
+    async def open(self, value: int) -> None:
+        """A new session; its hello may leave runs out, which are then orphans."""
+        router = self.trial.routers["ab"[value % 2]]
+        mine = [run for run in self.trial.runs.values() if run.owner == router.name and run.end is None]
+        named = mine if value % 3 else mine[::2]
+        for run in mine:
+            if run not in named:
+                run.end, run.is_forgotten = "dropped", True
+        await router.open(named)
+
+
+class WorkerActions:
+    """What migration targets, engines and the network do."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+
     def receive(self, value: int) -> None:
         """Another worker fetches a run that was offered."""
         run = self.trial.pick(value)
@@ -139,19 +161,6 @@ class Actions:
 
     async def wait(self, value: int) -> None:
         await asyncio.sleep([0.01, 0.1, 0.3, 1.1, LEASE_S + 0.1][value % 5])
-
-    async def leave(self, value: int) -> None:
-        await self.trial.routers["ab"[value % 2]].leave()
-
-    async def open(self, value: int) -> None:
-        """A new session; its hello may leave runs out, which are then orphans."""
-        router = self.trial.routers["ab"[value % 2]]
-        mine = [run for run in self.trial.runs.values() if run.owner == router.name and run.end is None]
-        named = mine if value % 3 else mine[::2]
-        for run in mine:
-            if run not in named:
-                run.end, run.is_forgotten = "dropped", True
-        await router.open(named)
 
     def stall(self, _: int) -> None:
         """Messages of fetches stop, or go on."""

@@ -1,0 +1,158 @@
+"""Ways to serve a queue with the same KV memory, each measured in real steps of the engine.
+
+    STATIC_ALL    batches one after another, each row padded to the longest answer of all
+    STATIC_BATCH  each row padded to the longest answer of its batch
+    RESERVING     continuous; a sequence reserves KV memory for the longest answer that a request may have
+    PAGED         continuous; a sequence holds blocks for the tokens that it has
+    SEPARATE      as PAGED, but a step computes either prompts or decodes
+
+A static batch is an engine run whose sequences all have the padded length: padding is computed, as in a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from decant.bench.batching.engine_run import Answer, OnTokens, Trace, make_engine, request, serve
+from decant.bench.batching.queues import Queue
+from decant.bench.figures import distribution
+from decant.engine.plan import Device
+from decant.engine.request import Request
+
+STATIC_ALL = "static, padded to the longest of all"
+STATIC_BATCH = "static, padded to its batch"
+RESERVING = "continuous, reserving"
+PAGED = "continuous, paged"
+SEPARATE = "continuous, paged, separate prefill steps"
+CONTENDERS = (STATIC_ALL, STATIC_BATCH, RESERVING, PAGED, SEPARATE)
+
+STATIC_SAMPLE = 5
+"""Static batches that are measured; the others are scaled from these by their steps."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A queue served by one contender. Answers in order of the queue, without padding.
+
+    measured, batches  static batches that ran, and all of them; equal for others
+    """
+
+    contender: str
+    answers: Sequence[Answer]
+    seconds: float
+    decode_steps: int
+    used: Sequence[int] = ()
+    held: Sequence[int] = ()
+    preemptions: int = 0
+    measured: int = 1
+    batches: int = 1
+
+    def summary(self, queue: Queue) -> dict[str, Any]:
+        """Figures as a document; latency counts from the start of the queue."""
+        tokens = sum(len(one.tokens) for one in self.answers)
+        further = tokens - len(self.answers)
+        return {
+            "duration": self.seconds,
+            "output_throughput": tokens / self.seconds,
+            "request_throughput": len(self.answers) / self.seconds,
+            "useful_per_step": further / self.decode_steps if self.decode_steps else 0.0,
+            "decode_steps": self.decode_steps,
+            "kv_used": fmean(self.used) / queue.kv_tokens if self.used else 0.0,
+            "kv_lost_in_blocks": 1 - sum(self.used) / sum(self.held) if sum(self.held) else 0.0,
+            "preemptions": self.preemptions,
+            "measured_batches": self.measured,
+            "batches": self.batches,
+            **distribution("latency", [one.tokens[-1] for one in self.answers]),
+            **distribution("ttft", [one.tokens[0] for one in self.answers]),
+            **distribution("itl", [gap for one in self.answers for gap in one.gaps]),
+        }
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`token_budget`: tokens of a step that mixes prompts and decodes. `on_tokens` is called after each step."""
+
+    device: Device
+    token_budget: int
+    seed: int
+    on_tokens: OnTokens
+
+
+def run(contender: str, queue: Queue, setup: Setup) -> Run:
+    """Serve the queue."""
+    if contender in (STATIC_ALL, STATIC_BATCH):
+        return _static(contender, queue, setup)
+    max_running = queue.reserved if contender == RESERVING else len(queue.outputs)
+    separate = contender == SEPARATE
+    budget = max(setup.token_budget, queue.prompt_len) if separate else setup.token_budget
+    engine = make_engine(setup.device, queue.kv_tokens, budget, max_running, separate_prefill=separate)
+    requests = _requests(queue, queue.outputs, setup)
+    trace = serve(engine, requests, queue.outputs, setup.on_tokens)
+    answers = [trace.answers[one.id] for one in requests]
+    steps = len(trace.decode_steps)
+    return Run(contender, answers, trace.seconds, steps, trace.used, trace.held, trace.preemptions)
+
+
+def sample(batches: int, most: int = STATIC_SAMPLE) -> list[int]:
+    """Indices of the batches to measure, evenly spread."""
+    count = min(batches, most)
+    return [index * batches // count for index in range(count)]
+
+
+@dataclass
+class _Pace:
+    """Seconds of the prompts of a batch, and of a step, of the measured batches."""
+
+    prompts: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+
+    def note(self, trace: Trace) -> None:
+        self.prompts.append(max(one.tokens[0] for one in trace.answers.values()))
+        self.steps += trace.decode_steps
+
+    def predict(self, size: int, padded: int) -> Trace:
+        """A batch that did not run, with the mean times of those that did."""
+        first = fmean(self.prompts)
+        step = fmean(self.steps) if self.steps else 0.0
+        tokens = [first + step * index for index in range(padded)]
+        return Trace({str(index): Answer(0.0, tokens[-1], tokens) for index in range(size)}, tokens[-1])
+
+
+def _static(contender: str, queue: Queue, setup: Setup) -> Run:
+    """Batches one after another. The clock counts what a batch took, or would have taken."""
+    batches, longest = queue.batches, max(queue.outputs)
+    padded = [longest if contender == STATIC_ALL else max(batch) for batch in batches]
+    pace, traces = _Pace(), dict[int, Trace]()
+    for index in sample(len(batches)):
+        traces[index] = _batch(queue, batches[index], padded[index], setup)
+        pace.note(traces[index])
+    clock, answers = 0.0, list[Answer]()
+    for index, batch in enumerate(batches):
+        trace = traces.get(index) or pace.predict(len(batch), padded[index])
+        for output, answer in zip(batch, trace.answers.values(), strict=True):
+            own = [clock + at for at in answer.tokens[:output]]
+            answers.append(Answer(clock + answer.begun, clock + trace.seconds, own))
+        clock += trace.seconds
+    used = [tokens for trace in traces.values() for tokens in trace.used]
+    steps = sum(length - 1 for length in padded)
+    return Run(contender, answers, clock, steps, used, measured=len(traces), batches=len(batches))
+
+
+def _batch(queue: Queue, outputs: Sequence[int], padded: int, setup: Setup) -> Trace:
+    """One batch in real steps: all prompts, then decodes of every row until the padded length."""
+    kv_tokens = len(outputs) * (queue.prompt_len + padded + setup.device.block_size)
+    budget = max(setup.token_budget, queue.prompt_len)
+    engine = make_engine(setup.device, kv_tokens, budget, len(outputs), separate_prefill=True)
+    return serve(engine, _requests(queue, [padded] * len(outputs), setup), outputs, setup.on_tokens)
+
+
+def _requests(queue: Queue, outputs: Sequence[int], setup: Setup) -> list[Request]:
+    rng, size = Random(setup.seed), setup.device.vocab_size
+    return [
+        request(str(index), [rng.randrange(size) for _ in range(queue.prompt_len)], output)
+        for index, output in enumerate(outputs)
+    ]

@@ -1,0 +1,136 @@
+"""One engine serves requests that all wait at the start; each step and each answer is recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, cast
+
+from decant.engine.engine import Engine
+from decant.engine.output import StepOutput
+from decant.engine.plan import Device, StepPlan
+from decant.engine.request import Request, StopParams
+from decant.engine.scheduler import Limits, Scheduler
+from decant.engine.sequence import Sequence as EngineSequence
+
+NO_LIMIT_S = 3600.0
+"""Step time that no step reaches: the token budget alone limits a step."""
+
+OnTokens = Callable[[int], None]
+"""Is called with the number of tokens of each step."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """Seconds after the start of the run. `tokens`: when each token was drawn.
+
+    begun  first step with its prompt
+    freed  its slot is free again; after its last token only in a static batch
+    """
+
+    begun: float = 0.0
+    freed: float = 0.0
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.tokens)]
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one engine did.
+
+    decode_steps  seconds of each step in which a sequence got a token after its first
+    used          tokens in KV memory that belong to a prompt or an answer, by step
+    held          tokens for which blocks were held, by step
+    """
+
+    answers: dict[str, Answer]
+    seconds: float = 0.0
+    decode_steps: list[float] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    preemptions: int = 0
+
+
+class SeparatePrefill(Scheduler):
+    """A step computes prompts or decodes, never both; prompts first."""
+
+    def schedule(self, reserved_slots: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
+        plan, sequences = super().schedule(reserved_slots)
+        decodes = plan.decodes.tokens
+        if not plan.prompts.tokens or not decodes:
+            return plan, sequences
+        # Sequences that are left out of a step stay as they are.
+        return StepPlan(plan.rows[decodes:], plan.prompts.tokens, prompts=plan.prompts), sequences[decodes:]
+
+
+class _PartOfDevice:
+    """A device of which an engine uses the first `num_blocks` blocks."""
+
+    def __init__(self, device: Device, num_blocks: int) -> None:
+        self._device = device
+        self.num_blocks = num_blocks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+def make_engine(
+    device: Device, kv_tokens: int, token_budget: int, max_running: int, *, separate_prefill: bool = False
+) -> Engine:
+    """An engine with KV memory for `kv_tokens` tokens, whose steps are limited by tokens alone."""
+    num_blocks = kv_tokens // device.block_size
+    part = cast(Device, _PartOfDevice(device, num_blocks))
+    context_length = min(device.context_length, num_blocks * device.block_size)
+    limits = Limits(max(token_budget, max_running), max_running, context_length, NO_LIMIT_S)
+    engine = Engine(part, limits, clock=time.perf_counter)
+    if separate_prefill:
+        engine.scheduler = SeparatePrefill(engine.pool, limits, engine.predictor)
+    return engine
+
+
+def request(id: str, prompt: Sequence[int], output_len: int) -> Request:
+    """A greedy request with a forced length that shares no prefix."""
+    stop = StopParams(max_tokens=output_len, min_tokens=output_len, ignore_eos=True)
+    return Request(id, tuple(prompt), stop=stop, use_prefix_cache=False)
+
+
+def serve(engine: Engine, requests: Sequence[Request], own: Sequence[int], on_tokens: OnTokens) -> Trace:
+    """Serve all requests. `own`: output length of each without padding, at most its forced length."""
+    trace = Trace({one.id: Answer() for one in requests})
+    ends = {one.id: one.prompt_len + length for one, length in zip(requests, own, strict=True)}
+    for one in requests:
+        engine.add(one)
+    began = step_began = time.perf_counter()
+    while engine.has_work:
+        output = engine.step()
+        now = time.perf_counter()
+        _record(trace, output, step_began - began, now - began)
+        _record_memory(trace, engine, ends)
+        on_tokens(len(output.tokens))
+        step_began = now
+    trace.seconds = step_began - began
+    trace.preemptions = engine.scheduler.preemptions
+    return trace
+
+
+def _record(trace: Trace, output: StepOutput, begin: float, end: float) -> None:
+    for started in output.begun:
+        trace.answers[started.id].begun = begin
+    if any(token.position for token in output.tokens):
+        trace.decode_steps.append(end - begin)
+    for token in output.tokens:
+        trace.answers[token.id].tokens.append(end)
+    for ended in output.ended:
+        trace.answers[ended.id].freed = end
+
+
+def _record_memory(trace: Trace, engine: Engine, ends: dict[str, int]) -> None:
+    running = engine.scheduler.running
+    trace.used.append(sum(min(one.computed, ends[one.id]) for one in running))
+    size = engine.pool.block_size
+    trace.held.append(sum(len(one.block_table.blocks) for one in running if one.block_table) * size)

@@ -1,0 +1,17 @@
+"""Loads the model of the experiment into this process; the only module here that imports torch."""
+
+from __future__ import annotations
+
+from decant.engine.plan import Device
+
+
+def load_device(folder: str, dtype: str, kv_bytes: int, threads: int) -> Device:
+    """A model on this machine's CPU. Raises ModelRefused, InvalidConfig."""
+    import torch
+    from transformers.utils import logging
+
+    from decant.engine.model.model import ModelConfig, load
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    return load(ModelConfig(folder, dtype=dtype, device="cpu", kv_bytes=kv_bytes))

@@ -1,0 +1,103 @@
+"""The CUDA backend: the only module of ``engine.cuda`` that the rest of the engine uses.
+
+Used on request only (``ModelConfig.cuda_kernels``): the kernels have never run on a GPU, only in triton's interpreter
+on CPU tensors. Attention is a Triton kernel where a trial at load passes; the rest is torch's.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+from triton.errors import TritonError
+
+from decant.engine.cuda.attention import TritonAttention
+from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
+from decant.engine.model.attention import AttentionBackend, AttentionCall
+from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.attention.paged import PagedAttention
+from decant.engine.model.backend import TorchBackend
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.step_batch import FlatBatch, Ints, flatten
+from decant.engine.plan import Row
+from decant.engine.request import Request
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}
+"""Largest difference of a kernel from torch in a trial, relative to the norm of torch's result."""
+
+TRIAL_SPANS = ((0, 5), (18, 19), (2, 4))
+"""First and last + 1 position of the rows of a trial."""
+
+Attention = Callable[[KvStore, Sequence[AttentionWindow], FlatBatch], AttentionBackend]
+
+
+class CudaBackend(TorchBackend):
+    """CUDA devices with triton. ``fallbacks``: why torch computes a part in the place of its kernel, by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.fallbacks: dict[str, str] = {}
+
+    @property
+    def kind(self) -> str:
+        parts = "torch" if "attention" in self.fallbacks else "triton"
+        return f"{super().kind}, attention {parts}, triton {triton.__version__}"
+
+    def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
+        """Also tries the kernels on the layout's shapes."""
+        for spec in dict.fromkeys(layout.layers):
+            if "attention" not in self.fallbacks and (reason := try_attention(spec, layout, dtype, self.device)):
+                self.fallbacks["attention"] = reason
+                logger.warning("attention runs in torch instead of its Triton kernel: %s", reason)
+        return super().make_store(layout, num_blocks, dtype)
+
+    def make_attention(
+        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
+    ) -> AttentionBackend:
+        if "attention" in self.fallbacks:
+            return PagedAttention(store, views, flat)
+        return TritonAttention(store, views, flat)
+
+
+@torch.inference_mode()
+def try_attention(spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel can't be used for this layer on this device; None if it agrees with torch."""
+    try:
+        ours, theirs = (_attend(make, spec, layout, dtype, device) for make in (TritonAttention, PagedAttention))
+    except (TritonError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    difference = float((ours - theirs).norm() / theirs.norm())
+    if difference < TOLERANCE[dtype]:
+        return None
+    return f"heads of {spec.key_dim} and {spec.value_dim} differ from torch's by {difference:.2g}"
+
+
+def _attend(
+    make: Attention, spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Output of one layer in the second of two steps over blocks of its own."""
+    one = KvLayout((spec,), layout.block_size, layout.itemsize)
+    count = -(-max(end for _, end in TRIAL_SPANS) // layout.block_size)
+    store = KvStore(one, count * len(TRIAL_SPANS), dtype, device)
+    generator = torch.Generator().manual_seed(0)
+    store.blocks.copy_(torch.randn(store.blocks.shape, generator=generator))
+    rows = []
+    for index, (start, end) in enumerate(TRIAL_SPANS):
+        blocks = array("i", range(index * count, (index + 1) * count))
+        rows.append(Row(Request(str(index), (0,) * end), [0] * end, start, end, blocks, True))
+    flat = flatten(rows, layout.block_size, store.blank)
+    query, key, value = (
+        torch.randn(1, heads, len(flat.tokens), width, generator=generator).to(device, dtype)
+        for heads, width in (
+            (2 * spec.kv_heads, spec.key_dim),
+            (spec.kv_heads, spec.key_dim),
+            (spec.kv_heads, spec.value_dim),
+        )
+    )
+    call = AttentionCall(0, query, key, value, spec.key_dim**-0.5, None, None, None)
+    return make(store, [AttentionWindow(Kind.SLIDING, 16)], flat).attend(call).float()

@@ -1,0 +1,47 @@
+"""`decant bench batching` as a process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-P", "-m", "decant.command", "bench", "batching"]
+
+
+def batching(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.slow
+def test_the_small_model_is_measured_and_padding_costs_throughput(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    done = batching("--requests", "32", "--caps", "64", "--prompt-tokens", "32", "--kv-tokens", "768", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert "continuous, paged, against static batches" in done.stdout
+    done = batching("--requests", "32", "--caps", "64", "--threads", "1", "--json", "--html", str(report))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["model_id"] == "tiny-python"
+    assert document["sentence"] in report.read_text()
+    eighth = document["queues"][0]
+    assert eighth["over_batch"]["slots"] == pytest.approx(4.0, rel=0.01)
+    # A loaded machine stretches single steps; the number of steps differs by 3.7 times.
+    assert eighth["over_batch"]["throughput"] > 1.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--caps", "x"), "--caps: whole numbers from 2, separated by commas, got x"),
+        (("--model", "/nowhere"), "--model /nowhere: neither a checkpoint's folder nor one of"),
+    ],
+)
+def test_what_can_not_be_measured_is_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = batching(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,51 @@
+"""SIGTERM of a command that started a deployment ends that deployment too."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from decant.command import deployments
+
+BENCH = ("bench", "--up", "--requests", "100000", "--concurrency", "1", "--output-tokens", "64")
+DEADLINE_S = 240.0
+
+
+def until(find: Callable[[], list[psutil.Process]], bench: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    ends = time.monotonic() + DEADLINE_S
+    while time.monotonic() < ends:
+        assert bench.poll() is None, "the command ended by itself"
+        if found := find():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("the deployment did not get so far")
+
+
+@pytest.mark.parametrize("state", ["starting", pytest.param("measuring", marks=pytest.mark.slow)])
+def test_sigterm_leaves_no_process_and_no_record(state: str) -> None:
+    bench = subprocess.Popen([sys.executable, "-P", "-m", "decant.command", *BENCH], stderr=subprocess.DEVNULL)
+
+    def processes() -> list[psutil.Process]:
+        """All of the deployment, once it is in that state."""
+        children = psutil.Process(bench.pid).children(recursive=True)
+        records = [one for one in deployments.running() if one.pid in {child.pid for child in children}]
+        if not records or (state == "measuring" and not records[0].has_started):
+            return []
+        return children
+
+    try:
+        left = until(processes, bench)
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    finally:
+        bench.terminate()
+        bench.wait(DEADLINE_S)
+    _, alive = psutil.wait_procs(left, timeout=10.0)
+    assert not alive
+    assert not [one for one in deployments.running() if one.pid in {process.pid for process in left}]

@@ -1,0 +1,194 @@
+"""Triton attention against a float64 reference, in triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from decant.engine.cuda import attention
+from decant.engine.cuda.attention import TritonAttention
+from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
+from decant.engine.model.attention import AttentionCall
+from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.step_batch import flatten
+from decant.engine.plan import Row
+from decant.engine.request import Request
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+BLOCK = 16
+
+
+class Case(NamedTuple):
+    """Shapes and options of one layer, and the start and end of each row."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    view: AttentionWindow = AttentionWindow()
+    softcap: float | None = None
+    sinks: bool = False
+    spans: tuple[tuple[int, int], ...] = ((0, 37), (40, 41), (3, 22), (0, 1), (89, 90))
+
+
+CASES = {
+    "grouped": Case(),
+    "one head per key": Case(heads=2, kv_heads=2, dtype=torch.float16),
+    "group of 7": Case(heads=7, kv_heads=1, key_dim=64, value_dim=64, dtype=torch.float16),
+    "wide heads": Case(heads=2, kv_heads=1, key_dim=256, value_dim=256),
+    "odd widths": Case(key_dim=80, value_dim=72),
+    "sliding": Case(view=AttentionWindow(Kind.SLIDING, 24)),
+    "chunked": Case(view=AttentionWindow(Kind.CHUNKED, 24), dtype=torch.float16),
+    "softcap": Case(softcap=2.0),
+    "sinks": Case(sinks=True),
+    "float32": Case(dtype=torch.float32, view=AttentionWindow(Kind.SLIDING, 7), sinks=True, softcap=3.0),
+}
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+class Scene:
+    """Random keys and values of every sequence, and the step that computes the last positions of each."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(case.dtype)
+
+        self.queries = [random(case.heads, end - start, case.key_dim) for start, end in case.spans]
+        self.keys = [random(case.kv_heads, end, case.key_dim) for _, end in case.spans]
+        self.values = [random(case.kv_heads, end, case.value_dim) for _, end in case.spans]
+        self.sinks = random(case.heads) if case.sinks else None
+
+    def run(self, chosen: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Output [tokens, heads, value dim] of each chosen row, all in one step over blocks of NaN."""
+        case = self.case
+        layer = LayerSpec(case.kv_heads, case.key_dim, case.value_dim)
+        layout = KvLayout((layer, layer), BLOCK, case.dtype.itemsize)
+        rows, free = [], 2
+        for index in reversed(chosen):
+            start, end = case.spans[index]
+            count = -(-end // BLOCK)
+            blocks = array("i", range(free + count - 1, free - 1, -1))
+            rows.append(Row(Request(str(index), (1,) * end), [1] * end, start, end, blocks, True))
+            free += count
+        store = KvStore(layout, free, case.dtype, DEVICE)
+        store.blocks.fill_(float("nan"))
+        _, keys, values = store._layers[1]
+        for row in rows:
+            index = int(row.request.id)
+            for position in range(row.start):
+                place = row.blocks[position // BLOCK], position % BLOCK
+                keys[place], values[place] = self.keys[index][:, position], self.values[index][:, position]
+        flat = flatten(rows, BLOCK, store.blank)
+        before = store.blocks.clone()
+        order = [int(row.request.id) for row in flat.rows]
+        starts = [case.spans[index][0] for index in order]
+        call = AttentionCall(
+            layer=1,
+            query=torch.cat([self.queries[index] for index in order], 1)[None].to(DEVICE),
+            key=torch.cat([self.keys[index][:, start:] for index, start in zip(order, starts, strict=True)], 1)[None],
+            value=torch.cat([self.values[index][:, start:] for index, start in zip(order, starts, strict=True)], 1)[
+                None
+            ],
+            scaling=case.key_dim**-0.5,
+            softcap=case.softcap,
+            sinks=self.sinks,
+            mask=None,
+        )
+        call = call._replace(key=call.key.to(DEVICE), value=call.value.to(DEVICE))
+        backend = TritonAttention(store, [case.view] * 2, flat)
+        out = backend.attend(call)[0].cpu()
+        self._check_written(store, before, flat.slot_mapping.tolist())
+        lengths = [case.spans[index][1] - case.spans[index][0] for index in order]
+        return dict(zip(order, out.split(lengths), strict=True))
+
+    def _check_written(self, store: KvStore, before: torch.Tensor, slots: Sequence[int]) -> None:
+        """All but the step's slots of layer 1 is as it was."""
+        expected = before
+        start = store.layout.offsets[1]
+        width = self.case.kv_heads * self.case.key_dim, self.case.kv_heads * self.case.value_dim
+        for slot in slots:
+            block, index = divmod(slot, BLOCK)
+            for at, size in ((start, width[0]), (start + BLOCK * width[0], width[1])):
+                part = slice(at + index * size, at + (index + 1) * size)
+                assert store.blocks[block, part].isfinite().all()
+                expected[block, part] = store.blocks[block, part]
+        assert torch.equal(store.blocks.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+    def reference(self, index: int) -> torch.Tensor:
+        case = self.case
+        start, end = case.spans[index]
+        group = case.heads // case.kv_heads
+        query = self.queries[index].double()
+        key, value = (part[index].double().repeat_interleave(group, 0) for part in (self.keys, self.values))
+        scores = query @ key.transpose(1, 2) * case.key_dim**-0.5
+        if case.softcap is not None:
+            scores = torch.tanh(scores / case.softcap) * case.softcap
+        positions, at = torch.arange(start, end), torch.arange(end)
+        hidden = (at > positions[:, None]) | (at < case.view.first(positions)[:, None])
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.sinks is not None:
+            sinks = self.sinks.double()[:, None, None].expand(-1, len(positions), 1)
+            return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value).transpose(0, 1)
+        expected: torch.Tensor = (scores.softmax(-1) @ value).transpose(0, 1)
+        return expected
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of two tiles, so that short sequences have several."""
+    monkeypatch.setattr(attention, "SPLIT", 32)
+    monkeypatch.setattr(attention, "TILE", 16)
+    monkeypatch.setattr(attention, "CHUNK_ROWS", 32)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_attention_agrees_with_float64(case: Case) -> None:
+    scene = Scene(case)
+    results = scene.run(range(len(case.spans)))
+    for index, result in results.items():
+        expected = scene.reference(index)
+        assert (result.double() - expected).norm() <= TOLERANCE[case.dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("view", [AttentionWindow(), AttentionWindow(Kind.SLIDING, 24)], ids=["full", "sliding"])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(view: AttentionWindow) -> None:
+    scene = Scene(Case(heads=2, kv_heads=1, view=view, sinks=True))
+    together = scene.run(range(5))
+    for chosen in ((0,), (4,), (4, 1), (2, 0, 3)):
+        for index, result in scene.run(chosen).items():
+            assert torch.equal(result, together[index])
+
+
+def test_splits_in_parallel_have_the_bits_of_splits_in_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode merges the splits of several programs, a chunk walks them in one."""
+    monkeypatch.setattr(attention, "CHUNK_ROWS", 16)
+    case = Case(spans=((80, 90),), sinks=True)
+    chunk = Scene(case)
+    by_chunk = chunk.run([0])[0]
+    last = Scene(case._replace(spans=((89, 90),)))
+    last.keys, last.values, last.sinks = chunk.keys, chunk.values, chunk.sinks
+    last.queries = [chunk.queries[0][:, -1:]]
+    assert torch.equal(last.run([0])[0][0], by_chunk[-1])
+
+
+def test_a_call_of_another_shape_is_refused() -> None:
+    scene = Scene(Case(spans=((0, 2),)))
+    layer = LayerSpec(1, 64, 64)
+    store = KvStore(KvLayout((layer,), BLOCK, 2), 1, torch.bfloat16, DEVICE)
+    row = Row(Request("0", (1, 1)), [1, 1], 0, 2, array("i", [0]), True)
+    query, key, value = (part[0][None] for part in (scene.queries, scene.keys, scene.values))
+    call = AttentionCall(0, query, key, value, 1.0, None, None, None)
+    with pytest.raises(ValueError, match="layer 0"):
+        TritonAttention(store, [AttentionWindow()], flatten([row], BLOCK, store.blank)).attend(call)

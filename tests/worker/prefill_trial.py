@@ -1,0 +1,216 @@
+"""A prefill worker between calls of routers and a receiver, and what must be left of them at the end.
+
+routers ── Prefill ──> worker p <── fetches ── worker e
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from decant.engine.engine import Engine
+from decant.engine.errors import EngineError
+from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import to_request
+from tests.router.virtual_time import settle
+from tests.worker.stepped_worker import LEASE_S, Network, Node
+
+ROUNDS = 400
+"""Rounds of engine steps in which every call must end once no fault is left."""
+
+
+class PrefillCall:
+    """A router's call, which checks the order and the content of its events."""
+
+    def __init__(self, node: Node, request: wire.PrefillRequest, text: list[int]) -> None:
+        self.node = node
+        self.request = request
+        self.text = text
+        self.ticket: wire.Ticket | None = None
+        self.first: wire.FirstTokens.First | None = None
+        self.end: str | None = None
+        """The name of the last event, "complete", or "broken"."""
+        self.cause: wire.Cause | None = None
+        self.is_receiving = False
+        self.is_disturbed = False
+        """The receiver released the cache early, or the fetch met a fault."""
+        self._next_logprobs = 1
+        self._task = asyncio.create_task(self._read())
+
+    @property
+    def is_open(self) -> bool:
+        return not self._task.done()
+
+    @property
+    def is_at_worker(self) -> bool:
+        """Whether the worker has the run, perhaps after the call."""
+        key = self.request.run.request, self.request.run.attempt
+        return key in {(ref.request, ref.attempt) for ref, *_ in self.node.prefill.runs()}
+
+    @property
+    def has_open_fetch(self) -> bool:
+        lease = self.node.host.sender.leases.find(self.ticket.id) if self.ticket else None
+        return lease is not None and lease.opened
+
+    async def break_off(self) -> None:
+        """The connection breaks. The worker frees the run at once, unless its fetch is open."""
+        if self.is_open:
+            self.end = self.end or "broken"
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            await settle()
+            assert self.has_open_fetch or not self.is_at_worker, "a run without a call and a fetch"
+
+    async def result(self) -> None:
+        """Raise what the call raised."""
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
+
+    async def _read(self) -> None:
+        context: Any = None
+        async with aclosing(self.node.prefill.Prefill(self.request, context)) as events:  # type: ignore[type-var]
+            async for event in events:
+                kind = event.WhichOneof("event")
+                assert self.end is None, f"{kind} after {self.end}"
+                getattr(self, f"_on_{kind}")(getattr(event, kind))
+        if self.end is None:
+            assert self.first is not None, "the call ended without the first token"
+            self.end = "complete"
+        assert self.end == "superseded" or not self.is_at_worker, "the call ended before its run"
+
+    def _on_ticket(self, ticket: wire.Ticket) -> None:
+        assert self.request.handoff
+        assert self.ticket is None
+        assert ticket.run == self.request.run
+        self.ticket = ticket
+
+    def _on_prompt_logprobs(self, part: wire.PromptLogprobs) -> None:
+        assert self.first is None, "prompt logprobs after the first token"
+        assert part.first_position == self._next_logprobs
+        self._next_logprobs += len(part.logprobs)
+
+    def _on_first(self, first: wire.FirstTokens) -> None:
+        assert self.first is None
+        work = self.request.engine_request
+        assert not work.HasField("prompt_logprobs") or self._next_logprobs == len(work.prompt) // 4
+        [self.first] = first.tokens
+        assert self.first.token == self.text[0]
+        if self.first.HasField("finished"):
+            self.end = "complete"
+
+    def _on_failed(self, failed: wire.Failed) -> None:
+        self.end, self.cause = "failed", failed.failure.cause
+        match self.cause:
+            case wire.CAUSE_DEADLINE:
+                assert self.request.engine_request.HasField("remaining_ms")
+            case wire.CAUSE_ENGINE:
+                assert self.node.device.broken
+            case wire.CAUSE_LEASE_OVER:
+                assert self.ticket is not None
+            case wire.CAUSE_PEER_LOST | wire.CAUSE_RECLAIMED:
+                assert self.is_disturbed
+            case _:
+                raise AssertionError(f"unexpected {failed}")
+
+    def _on_refused(self, refused: wire.Refused) -> None:
+        assert self.ticket is None
+        assert self.first is None
+        self.end, self.cause = "refused", refused.failure.cause
+
+    def _on_superseded(self, superseded: wire.Superseded) -> None:
+        assert superseded.epoch > self.request.run.epoch
+        assert self.has_open_fetch or not self.is_at_worker, "a run whose owner is superseded, without a fetch"
+        self.end = "superseded"
+
+
+class PrefillTrial:
+    """The workers, all calls, and the invariants of what happens between them."""
+
+    def __init__(self) -> None:
+        self.network = Network()
+        self.network.flows.set()
+        self.nodes: dict[str, Node] = {}
+        self.node = Node("p", self.nodes, self.network, 14)
+        self.receiver = Node("e", self.nodes, self.network, 64)
+        self.calls: list[PrefillCall] = []
+        self.fetches: set[asyncio.Task[None]] = set()
+        self.drain: asyncio.Task[None] | None = None
+        self.complaints: list[dict[str, Any]] = []
+
+    async def begin(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))
+        for node in self.nodes.values():
+            await node.host.__aenter__()
+
+    def pick(self, value: int) -> PrefillCall | None:
+        """A call, the later ones more often."""
+        recent = self.calls[-3:] if value % 2 else self.calls
+        return recent[value // 2 % len(recent)] if recent else None
+
+    def receive(self, call: PrefillCall) -> None:
+        """The receiver fetches the call's cache."""
+        call.is_receiving = True
+        self.fetches.add(asyncio.create_task(self._receive(call)))
+
+    async def _receive(self, call: PrefillCall) -> None:
+        assert call.ticket is not None
+        request = to_request(f"moved/{len(self.fetches)}", call.request.engine_request, model="m")
+        host = self.receiver.host
+        try:
+            arrival = await host.loop.call(
+                lambda engine: engine.transfers.reserve(request), undo=lambda _, made: made.abort()
+            )
+            transfer = await host.receiver.receive(self.receiver.source("p"), call.ticket, arrival)
+        except (HandoffFailed, EngineError):
+            call.is_disturbed = True
+        except SequenceAlreadyFinished:
+            assert call.text[0] in call.request.engine_request.stopping.stop_token_ids or len(call.text) == 1
+        else:
+            assert list(transfer.output) == call.text[:1]
+
+    def round(self) -> None:
+        for node in self.nodes.values():
+            node.loop.turn()
+            node.loop.deliver_all()
+
+    async def finish(self) -> None:
+        """No more faults: each call ends without another message of its router, and nothing of it is left."""
+        self.network.breaks = self.network.loses_releases = False
+        self.network.flows.set()
+        await self._until_over()
+        for call in self.calls:
+            await call.result()
+        for fetch in self.fetches:
+            fetch.result()
+        for name in [*self.receiver.engine.sequences, *self.receiver.engine.transfers.arrivals]:
+            self.receiver.host.loop.post(partial(Engine.cancel, id=name))
+        await asyncio.sleep(2 * LEASE_S)
+        for _ in range(6):
+            self.round()
+            await settle()
+        for node in self.nodes.values():
+            node.assert_empty()
+        await self._close()
+
+    async def _until_over(self) -> None:
+        for _ in range(ROUNDS):
+            if not any(call.is_open for call in self.calls) and all(fetch.done() for fetch in self.fetches):
+                return
+            self.round()
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"calls without an end; the worker has {list(self.node.prefill.runs())}")
+
+    async def _close(self) -> None:
+        if self.drain is not None:
+            async with asyncio.timeout(10):
+                await self.drain
+        for node in self.nodes.values():
+            await node.decode.close()
+            await node.host.__aexit__(None, None, None)
+        await settle()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not self.complaints

@@ -1,0 +1,59 @@
+"""Runs of a decode worker under any order of messages, engine steps, breaks and timers.
+
+Whatever the order: a router gets the tokens that an engine on its own generates, each run ends once for its owner, and
+the worker keeps nothing of it afterwards.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.router.virtual_time import run
+from tests.worker.decode_actions import RouterActions, WorkerActions
+from tests.worker.decode_trial import Trial
+from tests.worker.schedules import Schedule, in_many_orders, perform, quiet_log, schedules
+
+__all__ = ["quiet_log"]
+
+COMMON = ("start", "fetch", "step", "deliver", "round", "round", "wait")
+MESSAGES = ("cancel", "forget", "resend", "repeat", "adopt", "replace", "migrate", "receive", "receive")
+FAULTS = ("leave", "open", "stall", "cut")
+ENDS = ("drain", "crash")
+
+
+async def play(schedule: Schedule) -> None:
+    trial = Trial()
+    await trial.begin()
+    await perform(schedule, RouterActions(trial), WorkerActions(trial))
+    await trial.finish()
+
+
+@in_many_orders
+@given(schedules(*COMMON, *COMMON, *MESSAGES))
+def test_runs_end_once_and_leave_nothing_in_any_order_of_messages(schedule: Schedule) -> None:
+    run(play(schedule))
+
+
+@in_many_orders
+@given(schedules(*COMMON, *COMMON, *MESSAGES, *FAULTS))
+def test_runs_end_once_and_leave_nothing_under_faults(schedule: Schedule) -> None:
+    run(play(schedule))
+
+
+@in_many_orders
+@given(schedules(*COMMON, *COMMON, *MESSAGES, *FAULTS, *ENDS))
+def test_runs_end_once_and_leave_nothing_when_the_worker_drains_or_its_engine_crashes(
+    schedule: Schedule,
+) -> None:
+    run(play(schedule))
+
+
+@in_many_orders
+@given(
+    st.integers(0, 255), st.integers(0, 40), st.sampled_from([*MESSAGES, "leave", "cut", "stall"]), st.integers(0, 255)
+)
+def test_a_fetched_run_survives_one_event_at_any_instant(size: int, instant: int, event: str, value: int) -> None:
+    """Every instant between the Start and the end, in half steps of each engine."""
+    steps = [("deliver" if half % 2 else "step", half // 2) for half in range(60)]
+    run(play([("fetch", size), *steps[:instant], (event, value), *steps[instant:]]))
