@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
 from decant.command import options as opt
 from decant.command.errors import CommandFailed, one_line_errors
+
+if TYPE_CHECKING:
+    from decant.plan.inputs import Inputs
+    from decant.plan.outcome import Outcome
+    from decant.plan.sizing import Plan
 
 Model = Annotated[str | None, Option(help="Folder with a config.json, or such a file.")]
 Shape = Annotated[
@@ -33,9 +38,16 @@ ComputeEfficiency = Annotated[float, Option(help="Share of the peak rate that a 
 Dtype = Annotated[str, Option(help="Dtype: bfloat16, float16 or float32.")]
 Quantization = Annotated[str | None, Option(help="Quantization of the weights: int8, fp8 or int4; unset: none.")]
 KvDtype = Annotated[str | None, Option(help="Dtype of the KV cache, also int8 or fp8; unset: that of --dtype.")]
-PromptTokens = Annotated[str, Option(help="Prompt length, or range of lengths.")]
-OutputTokens = Annotated[str, Option(help="Output length, or range of lengths.")]
-Rate = Annotated[float, Option(help="Requests per second.")]
+PromptTokens = Annotated[str | None, Option(help="Prompt length, or range of lengths; unset: 1500-2000.")]
+OutputTokens = Annotated[str | None, Option(help="Output length, or range of lengths; unset: 500.")]
+Rate = Annotated[float | None, Option(help="Requests per second; unset: 1, or those of --trace.")]
+Trace = Annotated[
+    str | None,
+    Option(
+        help="File with arrivals and lengths instead, as CSV or JSON lines with arrival_s, prompt_tokens and "
+        "output_tokens."
+    ),
+]
 Quantile = Annotated[float, Option(help="Share of the requests that has to meet the TTFT objective.")]
 SequenceLengths = Annotated[
     list[int] | None,
@@ -46,6 +58,18 @@ Calibrate = Annotated[
     Option(help="Measured costs instead of rates: a JSON file, or `measure` for this machine's CPU."),
 ]
 Threads = Annotated[int, Option(min=1, help="Threads of `--calibrate measure`: those of one worker.")]
+Simulate = Annotated[
+    int | None,
+    Option(min=1, help="Also simulate so many requests, placed by the router's code on the planned workers."),
+]
+Routers = Annotated[int | None, Option(min=1, help="Simulated routers; unset: 1.")]
+Burstiness = Annotated[
+    float | None, Option(help="Simulated arrivals: below 1 they come in bursts; unset: 1, which is Poisson.")
+]
+PrefixTokens = Annotated[
+    int | None, Option(min=0, help="Simulated prompts begin with so many shared tokens; unset: 0.")
+]
+Prefixes = Annotated[int | None, Option(min=1, help="Different shared prefixes; unset: 1.")]
 
 
 def plan(  # noqa: PLR0913 - a command's options are its parameters
@@ -62,21 +86,27 @@ def plan(  # noqa: PLR0913 - a command's options are its parameters
     dtype: Dtype = "bfloat16",
     quantization: Quantization = None,
     kv_dtype: KvDtype = None,
-    prompt_tokens: PromptTokens = "1500-2000",
-    output_tokens: OutputTokens = "500",
-    rate: Rate = 1.0,
+    prompt_tokens: PromptTokens = None,
+    output_tokens: OutputTokens = None,
+    rate: Rate = None,
+    trace: Trace = None,
     slo: opt.Slo = "",
     quantile: Quantile = 0.99,
     sequence_lengths: SequenceLengths = None,
     calibrate: Calibrate = None,
     threads: Threads = 1,
+    simulate: Simulate = None,
+    routers: Routers = None,
+    burstiness: Burstiness = None,
+    prefix_tokens: PrefixTokens = None,
+    prefixes: Prefixes = None,
     as_json: opt.Json = False,
 ) -> None:
     """Compute which workers a workload needs, before anything runs.
 
     Shows the KV cache of a token, the tokens and sequences that fit, prefill time, TPOT over batch size, workers of
     each role, goodput, and bytes per second between the pools. What is impossible ends with 1, and with what would
-    make it possible.
+    make it possible. `--simulate` shows what bursts, placement and shared prefixes do to the plan.
     """
     with one_line_errors():
         _plan(ctx.params)
@@ -94,9 +124,21 @@ def _plan(params: dict[str, Any]) -> None:
     try:
         parsed = inputs.parse(options)
         plan = Sizing(parsed.speed, parsed.room, parsed.workload, parsed.slo).plan()
+        outcome = None if parsed.scenario is None else _simulated(parsed, plan)
     except (InvalidPlan, ModelRefused) as error:
         raise CommandFailed(str(error)) from None
     if params["as_json"]:
-        print(json.dumps(report.document(parsed, plan)))
+        print(json.dumps(report.document(parsed, plan, outcome)))
     else:
-        report.show(parsed, plan, new_console())
+        report.show(parsed, plan, new_console(), outcome)
+
+
+def _simulated(inputs: Inputs, plan: Plan) -> Outcome:
+    from decant.plan.outcome import outcome
+    from decant.plan.simulation import Scenario, Simulation
+
+    options: dict[str, Any] = dict(inputs.scenario or {})
+    scenario = Scenario(plan.prefill_workers, plan.decode_workers, **options)
+    simulation = Simulation(inputs.speed, inputs.room, inputs.workload, scenario)
+    simulation.run()
+    return outcome(simulation, inputs.slo)
